@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend needs to know of a call to say whether it can serve: shapes and dtypes, without data."""
+"""Descriptions of calls, with which backends decide whether they can serve: shapes and dtypes, without data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Attention over a layout, or selected attention, whose q blocks are single positions."""
+    """Attention over a layout; or selected attention, whose q blocks are single positions."""
 
     device: torch.device
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """A decoding step over a cache."""
+    """A decode step over a cache."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,13 +68,13 @@ class DecodeProblem:
 
 @dataclass(frozen=True)
 class SelectionProblem:
-    """Scores of blocks, and the choice among those of a row where there is one."""
+    """Scoring of blocks, and optionally the selection of a row's blocks."""
 
     device: torch.device
-    q_blocks: int | None = None  # None: scores alone are asked for
+    q_blocks: int | None = None  # None: only scores are requested
     kv_blocks: int | None = None
     rule: str = ""
-    by_amount: bool = True  # whether the rule is a number, a share or a threshold for each row or head
+    by_amount: bool = True  # whether the rule is a number, a share or a threshold per row or head
 
     def __str__(self) -> str:
         return f"selection on {self.device}: {self.rule} among {self.q_blocks} x {self.kv_blocks} blocks"

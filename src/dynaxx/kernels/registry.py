@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backends serve an operation, and why the others do not.
+"""The backends of each operation, and the reasons why a backend cannot serve a problem.
 
-    ATTENTION.resolve(problem)             the name of the first backend that can serve
-    ATTENTION.reasons("triton", problem)   why one cannot; an empty list means that it can
+    ATTENTION.resolve(problem)             name of the first backend that can serve
+    ATTENTION.reasons("triton", problem)   why a backend cannot serve; empty if it can
     ATTENTION.kernels("triton")            its functions, see `kernels.contract`
 
-Asking for reasons loads no compiler; a backend's kernels load when they are first asked for.
+Asking for reasons loads no compiler. The kernels of a backend are loaded at first use.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from dynaxx.kernels.contract import (
 )
 from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
 
-P = TypeVar("P")  # a problem
-K = TypeVar("K")  # the kernels that serve it
+P = TypeVar("P")  # type of problems
+K = TypeVar("K")  # type of kernels
 
 
 class Backend(NamedTuple):
-    """Where a backend of one operation is found, below `dynaxx.kernels`."""
+    """The modules of one backend of an operation, relative to `dynaxx.kernels`."""
 
     kernels: str  # module
-    reasons: str  # "module:function" of a problem
+    reasons: str  # "module:function", where the function takes a problem
 
 
 @dataclass(frozen=True)
 class Operation(Generic[P, K]):
-    """One operation and its backends, in the order that "auto" prefers."""
+    """One operation and its backends, in the order of preference of "auto"."""
 
     name: str
     backends: dict[str, Backend]
@@ -48,12 +48,12 @@ class Operation(Generic[P, K]):
         """Return a backend's kernels.
 
         Raises:
-            ImportError: what they need is not installed.
+            ImportError: a dependency of the backend is not installed.
         """
         return cast("K", _imported(self.backends[backend].kernels))
 
     def reasons(self, backend: str, problem: P) -> list[str]:
-        """Return why a backend cannot serve; one whose import fails gives that as its reason."""
+        """Return the reasons why a backend cannot serve; if its import fails, that is the reason."""
         module, _, function = self.backends[backend].reasons.partition(":")
         try:
             ask: Callable[[P], list[str]] = getattr(_imported(module), function)
@@ -62,15 +62,15 @@ class Operation(Generic[P, K]):
         return ask(problem)
 
     def explain(self, problem: P) -> dict[str, list[str]]:
-        """Return the reasons of every backend."""
+        """Return the reasons of all backends."""
         return {backend: self.reasons(backend, problem) for backend in self.backends}
 
     def resolve(self, problem: P, backend: str = "auto") -> str:
-        """Return the named backend, or with "auto" the first that can serve.
+        """Return the named backend, or for "auto" the first one that can serve the problem.
 
         Raises:
-            ValueError: an unknown name.
-            UnsupportedInputError: the named backend, or every backend, cannot serve; with the reasons of each.
+            ValueError: the name is unknown.
+            UnsupportedInputError: the named backend, or every backend, cannot serve; lists the reasons of each.
         """
         self.check_name(backend)
         refused = {}
@@ -81,7 +81,7 @@ class Operation(Generic[P, K]):
         raise UnsupportedInputError(str(problem), refused)
 
     def check_name(self, backend: str) -> None:
-        """Raise ValueError for an unknown backend."""
+        """Raise ValueError if the backend is unknown."""
         if backend != "auto" and backend not in self.backends:
             raise ValueError(f"`backend` must be 'auto' or one of {tuple(self.backends)}, got {backend!r}")
 
@@ -95,7 +95,7 @@ def _imported(name: str) -> Any:
 
 @cache
 def _import_once(name: str) -> Any:
-    """Return the module, or why it does not import: a failing import costs 50 us, and would at every call."""
+    """Return the module, or the reason why its import fails; cached, because a failing import costs 50 us."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -129,14 +129,14 @@ NSA: Operation[AttentionProblem, NsaKernels] = Operation(
     },
 )
 NSA_DECODE: Operation[DecodeProblem, NsaDecodeKernels] = Operation(
-    "native sparse attention of a decoding step",
+    "native sparse attention of a decode step",
     {
         "triton": Backend("triton.nsa.decode", "triton.support:decode_reasons"),
-        "cpu": Backend("reference.nsa_decode", "cpu.decode:unsupported_reasons"),  # torch, around the core's attention
+        "cpu": Backend("reference.nsa_decode", "cpu.decode:unsupported_reasons"),  # torch, with attention in the core
         "reference": Backend("reference.nsa_decode", "reference.decode:unsupported_reasons"),
     },
 )
 SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(
     "selection",
-    {"triton": Backend("triton.selection.operators", "triton.support:selection_reasons")},  # elsewhere torch serves
+    {"triton": Backend("triton.selection.operators", "triton.support:selection_reasons")},  # torch serves the rest
 )

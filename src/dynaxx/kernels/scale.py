@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`softmax_scale`: what scores are multiplied by."""
+"""`softmax_scale`: the factor that scores are multiplied by."""
 
 from __future__ import annotations
 
 
 def softmax_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale of scores, by default head_dim ** -0.5.
+    """Return the softmax scale, by default head_dim ** -0.5.
 
     Raises:
-        ValueError: it is nan or infinite, which would make every result nan.
+        ValueError: the scale is nan or infinite, which would make every result nan.
     """
     if scale is None:
         return float(head_dim**-0.5)

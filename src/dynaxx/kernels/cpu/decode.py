@@ -171,7 +171,7 @@ def attend_pages(
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, None]:
-    """Return the selected pages like `kernels.reference.decode`, and None for the counts, which the core does not use."""
+    """Return the selected pages like `kernels.reference.decode`, and None for the counts."""
     assert cache.summaries is not None, "checked before"
     q = readable(q)
     chosen = torch.empty(cache.batch, cache.kv_heads, slots, dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernels serve, answered without loading Gluon."""
+"""The problems that the Hopper backend serves, answered without loading Gluon."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.kernels.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = range(64, 257, 8)  # of q and k; TMA steps through rows of whole 16 bytes
+HEAD_DIMS = range(64, 257, 8)  # of q and k; TMA needs rows that are multiples of 16 bytes
 BLOCKS = (64, 128)
 NSA_HEAD_DIMS = (64, 128)
-TRITON = (3, 6)  # Gluon's interface moves with every release: these are tried
+TRITON = (3, 6)  # the tested version; Gluon's interface changes with every release
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Return why the attention kernels cannot serve; an empty list means that they can."""
+    """Return the reasons why the attention kernels cannot serve; empty if they can."""
     reasons = []
     if problem.device.type != "cuda" or not torch.cuda.is_available():
         reasons.append(f"runs on a Hopper GPU, got tensors on {problem.device}")
     elif capability(problem.device)[0] != 9:
         reasons.append(f"runs on Hopper (compute capability 9.x), got {capability(problem.device)}")
     elif triton_version() != TRITON:
-        reasons.append(f"is written for Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}")
+        reasons.append(f"needs the Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}")
     if problem.dtype not in DTYPES:
         reasons.append(f"serves fp16 and bf16, got {problem.dtype}")
     if problem.head_dim not in HEAD_DIMS or not _fits_v(problem.head_dim, problem.head_dim_v):
         reasons.append(
-            "serves head_dim from 64 to 256 in steps of 8, and for v one that tiles of q and k hold, "
+            "serves head_dim from 64 to 256 in steps of 8, with a head_dim of v that fits into tiles of q and k, "
             f"got {problem.head_dim}/{problem.head_dim_v}"
         )
     if any(size not in BLOCKS for size in problem.block_size):
@@ -40,12 +40,12 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def _fits_v(head_dim: int, head_dim_v: int) -> bool:
-    """Return whether tiles for q and k hold rows of v, and are at most twice as wide."""
+    """Return whether rows of v fit into the tiles of q and k, and those are at most twice as wide."""
     return head_dim_v % 8 == 0 and tile_width(head_dim) // 2 <= head_dim_v <= tile_width(head_dim)
 
 
 def nsa_reasons(problem: AttentionProblem) -> list[str]:
-    """Return why the kernels of Native Sparse Attention cannot serve; a q block is a position and its group there."""
+    """Return the reasons why the kernels of native sparse attention cannot serve; a q block is one position."""
     reasons = unsupported_reasons(replace(problem, block_size=(BLOCKS[0], problem.block_size[1])))
     if problem.head_dim not in NSA_HEAD_DIMS or problem.head_dim_v != problem.head_dim:
         sizes = f"{problem.head_dim}/{problem.head_dim_v}"

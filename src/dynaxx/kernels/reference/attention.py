@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention, defined: softmax attention over the pairs that the layout shows, and nothing else.
+"""Reference definition of sparse attention: softmax attention over exactly the pairs that the layout shows.
 
-With a softcap c, a score s becomes c tanh(s / c), between -c and c, before the softmax (Gemma 2).
+With a softcap c, a score s becomes c tanh(s / c), which lies between -c and c, before the softmax (Gemma 2).
 
-B batch, Hq / Hk query and kv heads, N / M queries and keys, D / E head_dim of q, k and of v.
+Legend: B batch; Hq, Hk query and kv heads; N queries, M keys; D head_dim of q and k, E head_dim of v.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynaxx.layout import BlockLayout
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Return no reasons: the definition serves everything; it holds seqlen_q x seqlen_k scores."""
+    """Return no reasons: the reference serves every problem. It allocates seqlen_q x seqlen_k scores."""
     return []
 
 
@@ -31,8 +31,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 inputs).
 
-    Computes in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf, and zero gradients. sinks (Hq,)
-    join each softmax of their head as the score, not scaled and not capped, of one more key whose value is zero.
+    Computes in fp32 or better. A query that sees nothing has out = 0, lse = -inf and zero gradients. sinks (Hq,) are
+    added to the softmax of their head as the score of one more key with value zero; they are neither scaled nor capped.
     Differentiable by autograd.
     """
     group_size = q.shape[2] // k.shape[2]
@@ -65,10 +65,10 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtype and shape of q, k, v; do is the gradient of out, dlse that of lse or None.
+    """Return dq, dk, dv in the dtypes and shapes of q, k, v. do is the gradient of out, dlse that of lse or None.
 
-    With weights P = exp(scores - lse), zero where nothing is seen: dP = do v^T, dS = P (dP - (do . out) + dlse).
-    Through a softcap c, dS is multiplied by 1 - tanh(s / c) ** 2.
+    With weights P = exp(scores - lse), zero for hidden pairs: dP = do v^T, dS = P (dP - (do . out) + dlse). With a
+    softcap c, dS is multiplied by 1 - tanh(s / c) ** 2.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

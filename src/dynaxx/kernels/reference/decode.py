@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding over a paged cache, defined: which pages are read, and softmax attention over their keys.
+"""Reference definition of decoding over a paged cache: selection of pages, and softmax attention over their keys.
 
-B batch, N queries of a step, Hq / Hk query and kv heads, D / E head_dim of q, k and of v, P logical pages, S slots.
+Legend: B batch; N queries of a step; Hq, Hk query and kv heads; G q heads per kv head; D head_dim of q and k, E
+head_dim of v; P logical pages; S slots.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dynaxx.layout.paging import PagedCache, PageSummaries
 
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:
-    """Return no reasons: the definition serves everything; it copies the whole cache, for tests and small inputs."""
+    """Return no reasons: the reference serves every problem. It copies the whole cache; for tests and small inputs."""
     return []
 
 
@@ -31,13 +32,13 @@ def attend_pages(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 queries).
 
-    Query i of batch entry b stands at position seqused_k[b] - N + i. It sees the keys up to that position, from
-    leftpad_k[b] on, in the pages of block_indices (B, Hk, S), -1 = empty; in all pages where that is None. `counts` are
-    what `select_pages` returned with the pages, None for pages in any order. Exact tokens are seen whatever the pages.
-    Computes in fp32 at least. A query that sees nothing gives out = 0 and lse = -inf.
+    Query i of batch entry b has position seqused_k[b] - N + i. It sees keys from leftpad_k[b] up to its own position,
+    in the pages of block_indices (B, Hk, S), where -1 is empty, or in all pages if that is None. `counts` is what
+    `select_pages` returned with the pages, or None for pages in any order. Exact tokens are always visible. Computes in
+    fp32 or better. A query that sees nothing has out = 0 and lse = -inf.
 
-    With `left`, a query sees that many keys before its own, and no earlier ones. With a softcap c, a score s becomes c
-    tanh(s / c). sink_logits (Hq,) join each softmax of their head as the score of one more key whose value is zero.
+    With `left`, a query sees only that many keys before its own. With a softcap c, a score s becomes c tanh(s / c).
+    sink_logits (Hq,) are added to the softmax of their head as the score of one more key with value zero.
     """
     group_size = q.shape[2] // cache.kv_heads
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -64,10 +65,10 @@ def attend_pages(
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the pages to read, (B, Hk, slots) int32, ascending, then -1, and how many, (B, Hk) int32.
+    """Return the pages to read, (B, Hk, slots) int32, ascending, padded with -1, and their number, (B, Hk) int32.
 
-    `selection.PageBudget` defines the rule. wanted (2, Hk): a head's number of pages beside sinks and window is row 0 +
-    ceil(row 1 * pages of the sequence), in fp32. The best scores win, of equal ones the earlier page.
+    `selection.PageBudget` defines the rule. With wanted (2, Hk), a head reads row 0 + ceil(row 1 * pages of the
+    sequence) pages, in fp32, in addition to sinks and window. The best scores win; for equal scores, the earlier page.
     """
     first, stop = page_range(cache)
     pages = torch.arange(cache.max_pages, device=q.device)
@@ -98,13 +99,13 @@ def select_and_attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse over the pages of `select_pages`; softcap and sink_logits do not change the choice."""
+    """Return out and lse over the pages of `select_pages`; softcap and sink_logits do not affect the selection."""
     pages = select_pages(q, cache, wanted, sinks, window, slots, scale)
     return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
 def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:
-    """Return (B, Hk, P) fp32 (fp64 for fp64): relu(q) . high + min(q, 0) . low, summed over queries and group."""
+    """Return (B, Hk, P) fp32 (fp64 for fp64): max(q, 0) . high + min(q, 0) . low, summed over queries and group."""
     assert cache.summaries is not None, "checked before"
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     low, high = (_by_logical_page(cache, x.to(dtype)) for x in (cache.summaries.low, cache.summaries.high))
@@ -117,10 +118,10 @@ def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """Write the summaries of the pages that hold the last `new_tokens` keys of each sequence, None: of all pages.
+    """Write the summaries of the pages that hold the last `new_tokens` keys of each sequence; None: of all pages.
 
-    A summary covers the keys of its page that are in use, so earlier contents do not matter. Pages without such a key
-    keep what they have. In int8 the largest number of a page's two vectors is 127 times its scale.
+    A summary covers the keys in use on its page, so earlier contents do not matter. Pages without such a key keep their
+    summary. In int8, the largest magnitude of a page's two vectors is 127 times its scale.
     """
     k = read_keys(cache, torch.float32 if cache.k.dtype != torch.float64 else torch.float64)
     used = _used_keys(cache).unflatten(1, (cache.max_pages, cache.page_size))  # (B, P, page_size)
@@ -148,13 +149,13 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
 
 
 def page_range(cache: PagedCache) -> tuple[Tensor, Tensor]:
-    """Return the first logical page with a visible key, and the end of those in use, each (B,)."""
+    """Return the first logical page with a visible key, and the end of the pages in use, each (B,)."""
     leftpad = torch.zeros_like(cache.seqused_k) if cache.leftpad_k is None else cache.leftpad_k
     return leftpad // cache.page_size, (cache.seqused_k + cache.page_size - 1) // cache.page_size
 
 
 def visible_keys(cache: PagedCache, seqlen_q: int, block_indices: Tensor | None, left: int | None = None) -> Tensor:
-    """Return (B, Hk, N, P * page_size) bool: what each query of a kv head's group sees."""
+    """Return (B, Hk, N, P * page_size) bool: the keys that each query of a kv head's group sees."""
     position = torch.arange(cache.max_pages * cache.page_size, device=cache.device)
     query = cache.seqused_k[:, None] - seqlen_q + torch.arange(seqlen_q, device=cache.device)  # (B, N)
     visible = (_used_keys(cache)[:, None] & _in_reach(position, query, left))[:, None]
@@ -189,19 +190,19 @@ def with_exact_tokens(
 
 
 def read_cache(cache: PagedCache, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return k and v as (B, P * page_size, Hk, D) and (.., E), by logical position, scaled; zeros where unused."""
+    """Return k (B, P * page_size, Hk, D) and v (.., E) by logical position, dequantized; 0 in unused positions."""
     hidden = ~_used_keys(cache)[..., None, None]
     v = _by_position(cache, cache.v, cache.v_scale, dtype).masked_fill(hidden, 0.0)
     return read_keys(cache, dtype).masked_fill(hidden, 0.0), v
 
 
 def read_keys(cache: PagedCache, dtype: torch.dtype) -> Tensor:
-    """Return k of `read_cache`, with arbitrary memory where nothing is in use."""
+    """Return k of `read_cache`, with arbitrary contents in unused positions."""
     return _by_position(cache, cache.k, cache.k_scale, dtype)
 
 
 def _used_keys(cache: PagedCache) -> Tensor:
-    """Return (B, P * page_size) bool: keys that are in use, in a page that exists."""
+    """Return (B, P * page_size) bool: keys that are in use, on a page that exists."""
     position = torch.arange(cache.max_pages * cache.page_size, device=cache.device)
     used = position < cache.seqused_k[:, None]
     if cache.leftpad_k is not None:
@@ -225,5 +226,5 @@ def _by_position(cache: PagedCache, x: Tensor, scale: Tensor | None, dtype: torc
 
 
 def _by_logical_page(cache: PagedCache, x: Tensor) -> Tensor:
-    """Return x, which lies by physical page, by logical page (B, P, ...)."""
+    """Reorder x from physical pages to logical pages, (B, P, ...)."""
     return x[:, : cache.max_pages] if cache.page_table is None else x[cache.page_table.clamp(min=0).long()]

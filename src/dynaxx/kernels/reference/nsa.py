@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention (arXiv 2502.11089), defined: windows, selection scores, top-k, selected attention, gates.
+"""Reference definition of native sparse attention (arXiv 2502.11089): windows, block scores, top-k, selection, gates.
 
-The compressed branch is attention over a `Compressed` pattern and the window branch over a `SlidingWindow`, so
-`kernels.reference.attention` defines those. Everything is packed; `NativeSpans` says where sequences lie.
+The compressed branch is attention over a `Compressed` pattern, and the window branch over a `SlidingWindow`;
+`kernels.reference.attention` defines both. Everything is packed; `NativeSpans` contains the positions of sequences.
 
-T queries, M keys, L compressed tokens, C selection blocks of the longest sequence, n selected; Hq / Hk query and kv
-heads, Hs selection heads (each kv head has one or more, each of them a group of q heads), D / E head_dim of q, k and v.
+Legend: T queries, M keys, L compressed tokens, C selection blocks of the longest sequence, n selected blocks; Hq, Hk
+query and kv heads; Hs selection heads (one or more per kv head, each with a group of q heads); D head_dim of q and k, E
+head_dim of v.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from torch import Tensor
 
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
 
-pooling = gating = fused = None  # defined here in torch, and differentiated by autograd
+pooling = gating = fused = None  # computed here in torch, and differentiated by autograd
 
 
 def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
-    """Return (L, cmp_block, H, D) of x (M, H, D): the tokens that each compressed token stands for. Differentiable.
+    """Return (L, cmp_block, H, D) of x (M, H, D): the tokens behind each compressed token. Differentiable.
 
-    Built from cmp_block / cmp_stride parts, none of which reads a token twice: the gradient has one order of summation.
+    The result is built from cmp_block / cmp_stride parts, none of which reads a token twice, so the gradient has a
+    fixed order of summation.
     """
     stride, alike = spans.sizes.cmp_stride, spans.uniform
-    if alike is not None and x.shape[0]:  # slices instead of gathers
+    if alike is not None and x.shape[0]:  # use slices instead of gathers
         count = spans.sizes.compressed(alike[2])
         by_sequence = x.unflatten(0, (alike[0], alike[2]))
         part = lambda begin: by_sequence[:, begin : begin + count * stride].unflatten(1, (count, stride))
@@ -35,9 +37,9 @@ def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
 
 
 def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
-    """Return (L, H, D) of x (M, H, D): the mean of each window in x's dtype. Differentiable.
+    """Return (L, H, D) of x (M, H, D): the mean of each window, in x's dtype. Differentiable.
 
-    Where sequences are alike, strides are summed once in fp32.
+    If all sequences have equal lengths, each stride is summed only once, in fp32.
     """
     sizes, alike = spans.sizes, spans.uniform
     count = sizes.compressed(alike[2]) if alike is not None else 0
@@ -54,23 +56,24 @@ def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
 def selection_scores(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
 ) -> Tensor:
-    """Return scores of selection blocks, (T, Hs, C), eq. 9 and 10.
+    """Return the scores of selection blocks, (T, Hs, C), eq. 9 and 10.
 
-    Each compressed token adds its attention weight, summed over the q heads of each selection head, to a block once per
-    stride of tokens that both hold. With `sizes.pool` "max" a block's score is the largest weight of the compressed
-    tokens that share a token with it.
+    Each compressed token adds its attention weight, summed over the q heads of a selection head, to a block once for
+    every stride of tokens that lies in both. With `sizes.pool` "max", a block's score is the largest weight of the
+    compressed tokens that overlap it.
 
     Args:
         q: (T, Hq, D).
         k_cmp: (L, Hk, D).
-        lse: (Hq, T) of the attention over compressed tokens; None scores by q @ k_cmp itself, which needs cmp_block =
-            cmp_stride = slc_block and one q head per selection head (MoBA).
-        spans: where sequences lie.
-        heads: selection heads.
+        lse: (Hq, T) of the attention to compressed tokens; None: use q @ k_cmp itself as scores, which requires
+            cmp_block = cmp_stride = slc_block and one q head per selection head (MoBA).
+        spans: lengths of the sequences.
+        heads: number of selection heads.
         scale: softmax scale.
 
     Returns:
-        fp32 (fp64 for fp64); blocks without a visible compressed token score 0, or the lowest number without `lse`.
+        Scores in fp32 (fp64 for fp64). Blocks without a visible compressed token have score 0, or without `lse` the
+        lowest finite number.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = k_cmp.shape[1]
@@ -92,15 +95,15 @@ def selection_scores(
     weights = (logits - lse[..., None]).masked_fill(~visible, -torch.inf).exp()
     weights = weights.unflatten(0, (heads, -1)).sum(1)
     if spans.sizes.pool == "max":
-        shares = torch.nn.functional.pad(weights[..., None] * (shared > 0), (0, 0, 0, 1))  # 0 where nothing is shared
+        shares = torch.nn.functional.pad(weights[..., None] * (shared > 0), (0, 0, 0, 1))  # 0 if nothing is shared
         return shares.amax(2).transpose(0, 1)
     return torch.einsum("htl,tlc->thc", weights, shared.to(dtype))
 
 
 def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NativeSizes) -> Tensor:
-    """Return (T, Hs, n) int32 of scores (T, Hs, C): forced blocks, then the best visible ones; ascending, -1 behind.
+    """Return (T, Hs, n) int32 for scores (T, Hs, C): forced blocks, then the best visible ones; ascending, -1 = empty.
 
-    A query that may see fewer than n blocks selects all of them. Of equal scores the first block wins.
+    A query that sees fewer than n blocks selects all of them. For equal scores, the first block wins.
     """
     blocks = scores.shape[-1]
     column = torch.arange(blocks, device=scores.device)
@@ -119,7 +122,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
 
 
 def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
-    """Return (Hs, T, M) bool: keys of the selected blocks, at or before the query."""
+    """Return (Hs, T, M) bool: the keys of the selected blocks, up to the query's position."""
     queries, heads, _ = block_indices.shape
     mask = torch.zeros(heads, queries, spans.ends_k[-1] + 1, dtype=torch.bool, device=block_indices.device)
     query, head, slot = (block_indices >= 0).nonzero(as_tuple=True)
@@ -131,20 +134,20 @@ def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """Return in words how blocks are visited, for `explain_selected`."""
+    """Describe the order of processing in words, for `explain_selected`."""
     return "as dense attention under a mask of queries x keys"
 
 
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what forward and backward share: the mask."""
+    """Return the plan that forward and backward share: a mask."""
     return selected_mask(block_indices, spans)
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) in q's dtype and lse (Hq, T), natural log, in fp32 (fp64 for fp64). Differentiable.
 
-    `plan` is the mask (Hs, T, M) that `prepare_selected` returns. A query that sees nothing gives out = 0, lse = -inf
-    and zero gradients.
+    `plan` is the mask (Hs, T, M) from `prepare_selected`. A query that sees nothing has out = 0, lse = -inf and zero
+    gradients.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide_k, wide_v = (x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -160,7 +163,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float
 def selected_backward(
     do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, by autograd through the definition."""
+    """Return dq, dk, dv by autograd through the definition."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         out, lse = selected_forward(q, k, v, plan, scale)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding with native sparse attention, defined: the windows that new keys complete, and the choice of blocks.
+"""Reference definition of decoding with native sparse attention: compression of new windows, and selection of blocks.
 
-B sequences, one query each; W windows of each; Hq / Hk query and kv heads, D / E head_dim of q, k and of v, P logical
-pages, n selected blocks. Compressed tokens lie as `layout.compressed.CompressedPages` says.
+Legend: B sequences with one query each; W windows per sequence; Hq, Hk query and kv heads; D head_dim of q and k, E
+head_dim of v; L compressed tokens; P logical pages; n selected blocks. `layout.compressed.CompressedPages` defines the
+positions of compressed tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def record_or_replay(call: Call, cache: PagedCache, tensors: tuple[Tensor | None
 
 
 def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
-    """Return the lengths of every branch for the last query of each sequence."""
+    """Return the lengths that each branch reads, for the last query of each sequence."""
     per = lambda add, step: ((seqused + add).div(step, rounding_mode="floor")).clamp(min=0).int()
     return NativeLengths(
         positions=per(0, sizes.cmp_stride),
@@ -52,9 +53,10 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
 
 
 def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the last `count` whole windows but for the last `skip`.
+    """Return keys and values of the last `count` complete windows of each sequence, excluding the last `skip`.
 
-    (B * W, cmp_block, Hk, D) and (.., E), ascending; arbitrary memory for windows before a sequence's first one.
+    Shapes are (B * W, cmp_block, Hk, D) and (B * W, cmp_block, Hk, E), ascending. Windows before a sequence's first one
+    have arbitrary contents.
     """
     first = _windows(cache, sizes, count, skip).clamp(min=0) * sizes.cmp_stride
     position = (first[..., None] + torch.arange(sizes.cmp_block, device=cache.device)).flatten(1)  # (B, W * cmp_block)
@@ -64,7 +66,7 @@ def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int)
 
 
 def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
-    """Store weighted sums, or means, of the windows of `gather_windows`; weights (cmp_block, Hk) of k and of v."""
+    """Store weighted sums, or means, of the windows of `gather_windows`; weights (cmp_block, Hk) for k and for v."""
 
     def pool(windows: Tensor, weight: Tensor | None) -> Tensor:
         wide = windows.to(torch.promote_types(windows.dtype, torch.float32))
@@ -77,7 +79,7 @@ def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | N
 
 
 def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
-    """Return (B, Hk, n + forced) int32: the free ones of earlier blocks (B, Hk, slots), then today's forced ones."""
+    """Return (B, Hk, n + forced) int32: the free blocks of an earlier selection, then the current forced blocks."""
     seen = lengths.blocks[:, None, None]
     local = seen - sizes.local_blocks
     free = torch.where((blocks >= sizes.first_blocks) & (blocks < local), blocks, -1)[..., : sizes.slc_count]
@@ -88,7 +90,7 @@ def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> T
 
 
 def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
-    """Return the pages of blocks (B, Hk, slots), (B, Hk, slots * pages_per_block); -1 for pages beyond the table."""
+    """Return (B, Hk, slots * pages_per_block), the pages of blocks (B, Hk, slots); -1 for pages beyond the table."""
     if pages_per_block == 1:
         return blocks
     part = torch.arange(pages_per_block, dtype=torch.int32, device=blocks.device)
@@ -99,7 +101,7 @@ def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
 def store_compressed(
     cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
 ) -> None:
-    """Store windows of `gather_windows` that were compressed to (B * W, Hk, D) and (.., E), where the window exists."""
+    """Store compressed windows (B * W, Hk, D) and (B * W, Hk, E) of `gather_windows`, if the window exists."""
     window = _windows(cache, compressed.sizes, count, skip)
     page_size = cache.page_size // compressed.sizes.cmp_stride
     entry, which = (window >= 0).nonzero(as_tuple=True)
@@ -112,17 +114,17 @@ def store_compressed(
 def select_blocks(
     q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
 ) -> Tensor:
-    """Return the blocks of each sequence's last query, (B, Hk, n) int32, ascending, -1 behind.
+    """Return the blocks of each sequence's last query, (B, Hk, n) int32, ascending, padded with -1.
 
-    As `kernels.reference.nsa.select_blocks`, over paged compressed tokens.
+    Like `kernels.reference.nsa.select_blocks`, but over paged compressed tokens.
 
     Args:
         q: (B, 1, Hq, D).
-        cache: of the compressed tokens.
-        lse: (B, Hq, 1) of q's attention over the compressed tokens.
-        lengths: of every branch.
-        sizes: of the branches.
-        max_blocks: selection blocks that a sequence may have.
+        cache: cache of the compressed tokens.
+        lse: (B, Hq, 1) of q's attention to the compressed tokens.
+        lengths: lengths that each branch reads.
+        sizes: sizes of the branches.
+        max_blocks: largest number of selection blocks per sequence.
         scale: softmax scale.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -135,7 +137,7 @@ def select_blocks(
     weights = (logits - shift).exp().masked_fill(~visible[:, None, None], 0.0).sum(2)  # (B, Hk, L)
     per_token, per_block = sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
     strides = weights.new_zeros(*weights.shape[:2], max_blocks * per_block + per_token)
-    for shift_by in range(per_token):  # each token gives its weight to every stride that it covers
+    for shift_by in range(per_token):  # each token adds its weight to every stride that it covers
         part = strides[..., shift_by : shift_by + weights.shape[2]]
         more = weights[..., : part.shape[2]]
         part.copy_(torch.maximum(part, more) if sizes.pool == "max" else part + more)
@@ -145,13 +147,13 @@ def select_blocks(
 
 
 def _windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> Tensor:
-    """Return numbers of windows, (B, count), below 0 for those that do not exist."""
+    """Return indices of windows, (B, count); negative for windows that do not exist."""
     whole = torch.div(cache.seqused_k - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
     return whole.long()[:, None] - skip - count + torch.arange(count, device=cache.device)
 
 
 def _places(cache: PagedCache, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return where (B, N) positions lie, as two indices of the cache's tensors; any place if they do not exist."""
+    """Return (B, N) positions as two indices into the cache's tensors; arbitrary for positions that do not exist."""
     if cache.page_table is None:
         return torch.arange(cache.batch, device=cache.device)[:, None].expand_as(position), position
     page = cache.page_table.long().gather(1, position // page_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels serve, answered without loading Triton."""
+"""The problems that the Triton backend serves, answered without loading Triton."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionPro
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
-MAX_PAGES = 16384  # keys that one program ranks in its registers
+MAX_PAGES = 16384  # scores that one program ranks in registers
 MAX_LISTS = 8192
 MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
-    """Return why the attention kernels cannot serve; an empty list means that they can."""
+    """Return the reasons why the attention kernels cannot serve; empty if they can."""
     reasons = []
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
         reasons.append(f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}")
@@ -34,36 +34,36 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def decode_reasons(problem: DecodeProblem) -> list[str]:
-    """Return why the decode kernels cannot serve; an empty list means that they can."""
+    """Return the reasons why the decode kernels cannot serve; empty if they can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
         return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
     reasons = []
     if importlib.util.find_spec("triton") is None:
         reasons.append("triton is not installed: pip install triton")
     if problem.dtype not in DTYPES or problem.cache_dtype == torch.float64:
-        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype} over a cache of {problem.cache_dtype}")
+        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype} with a cache of {problem.cache_dtype}")
     elif problem.dtype == torch.bfloat16 and problem.device.type == "cpu":
         reasons.append("Triton's interpreter does not multiply bf16")
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
     if problem.max_seqlen_k > MAX_PAGES * problem.page_size:
-        reasons.append(f"chooses among {MAX_PAGES} pages, got more: use larger ones than {problem.page_size} tokens")
+        reasons.append(f"selects among {MAX_PAGES} pages, got more: use pages of more than {problem.page_size} tokens")
     if problem.batch * problem.kv_heads > MAX_LISTS:
         reasons.append(f"serves up to {MAX_LISTS} sequences times kv heads, got {problem.batch * problem.kv_heads}")
     return reasons
 
 
 def selection_reasons(problem: SelectionProblem) -> list[str]:
-    """Return why the selection kernels cannot serve; an empty list means that they can."""
+    """Return the reasons why the selection kernels cannot serve; empty if they can."""
     if problem.device.type != "cuda":
         return [f"runs on a GPU, got tensors on {problem.device}"]
     if importlib.util.find_spec("triton") is None:
         return ["triton is not installed: pip install triton"]
     reasons = []
     if 0 in (problem.q_blocks, problem.kv_blocks):
-        reasons.append("there are no blocks to choose from")
+        reasons.append("there are no blocks to select from")
     if problem.kv_blocks is not None and problem.kv_blocks > MAX_COLUMNS:
-        reasons.append(f"chooses among {MAX_COLUMNS} blocks of a row, got {problem.kv_blocks}: use larger blocks")
+        reasons.append(f"selects among up to {MAX_COLUMNS} blocks per row, got {problem.kv_blocks}: use larger blocks")
     if not problem.by_amount:
-        reasons.append(f"chooses by a number, a share or a threshold, got {problem.rule}")
+        reasons.append(f"selects by a number, a share or a threshold, got {problem.rule}")
     return reasons

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel arguments: layouts, strides, and the descriptors of tensors that TMA (the copy unit of Hopper) reads."""
+"""Kernel arguments: layouts, strides, and descriptors of the tensors that TMA (Hopper's copy unit) reads."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ RUNTIME_SIZES = [
 
 
 def zeros_like_lse(lse: Tensor, layout: BlockLayout) -> Tensor:
-    """Return a view of zeros shaped as lse, without a kernel: it repeats a layout's first offset, which is 0."""
+    """Return a view of zeros in the shape of lse without a kernel: it repeats a layout's first offset, which is 0."""
     return layout.kv_indptr.view(torch.float32).as_strided(lse.shape, (0, 0, 0))
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return x with a dense last dimension: x itself, as for every transposed or sliced view, or a copy."""
+    """Return x if its last dimension is dense, as in every transposed or sliced view, else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and a scale > 0 that give the same scores, so that the largest score stays the largest once scaled."""
+    """Return q and a scale > 0 that give the same scores, so that the largest score stays the largest after scaling."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def steps_by_tma(*tensors: Tensor) -> bool:
-    """Return whether TMA can step through (B, N, H, D) tensors: half precision, strides and starts of 16 bytes.
+    """Return whether TMA can read (B, N, H, D) tensors: half precision, strides and addresses multiples of 16 bytes.
 
-    True under the interpreter as well, which knows descriptors, so that it tests those kernels, too.
+    Also true under the interpreter, which supports descriptors, so that it tests the kernels that use them.
     """
     if tensors[0].itemsize != 2 or not (has_tma(tensors[0].device) if tensors[0].is_cuda else interpreted()):
         return False
@@ -64,9 +64,9 @@ def _steps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def tile_rows(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Return a descriptor of x (B, N, H, D) that loads `rows` rows of one head; x satisfies `steps_by_tma`.
+    """Return a descriptor of x (B, N, H, D) that loads `rows` rows of one head; x must satisfy `steps_by_tma`.
 
-    A tile has `columns` columns, by default D's next power of two; those beyond D load as zeros.
+    A tile has `columns` columns, by default D rounded up to a power of two; columns beyond D load as zeros.
     """
     return rebased(_tile_rows(x.shape, x.stride(), x.dtype, rows, columns or padded(x.shape[3])), x)
 
@@ -79,7 +79,7 @@ def _tile_rows(
 
 
 def tile_values(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor of x (B, H, N, 2) fp32, contiguous, N even, that loads `rows` rows of one head at a time."""
+    """Return a descriptor of x (B, H, N, 2) fp32, contiguous, N even, that loads `rows` rows of one head."""
     return rebased(_tile_values(x.shape, rows), x)
 
 
@@ -94,7 +94,7 @@ def _tile_values(shape: torch.Size, rows: int) -> TensorDescriptor:
 def heads_apart(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Return shape and strides of (B, N, H, D) as (B, H, N, D), with strides that TMA accepts."""
     turned = [shape[i] for i in (0, 2, 1, 3)]
-    steps = [strides[i] if shape[i] > 1 else shape[3] for i in (0, 2, 1)]  # of a single entry it is any number
+    steps = [strides[i] if shape[i] > 1 else shape[3] for i in (0, 2, 1)]  # the stride of a single entry is arbitrary
     return turned, [*steps, 1]
 
 
@@ -104,25 +104,25 @@ def nowhere(dtype: torch.dtype) -> Tensor:
 
 
 def as_template(descriptor: Any) -> Any:
-    """Prepare a descriptor of `nowhere` for `rebased`: note once what a kernel is specialized on."""
+    """Prepare a descriptor of `nowhere` for `rebased`: store once what a kernel is specialized on."""
     descriptor.kind = kind_of(descriptor)
     return descriptor
 
 
 def rebased(template: Any, x: Tensor | None) -> Any:
-    """Return a copy of the template that describes x, which starts at a multiple of 16 bytes."""
+    """Return a copy of the template for x, whose address must be a multiple of 16 bytes."""
     found = object.__new__(type(template))
     found.__dict__ = {**template.__dict__, "base": x}
     return found
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Return the strides of batch, sequence and heads under the kernels' parameter names."""
+    """Return the strides of batch, sequence and heads under the parameter names of kernels."""
     return {f"stride_{name}b": x.stride(0), f"stride_{name}n": x.stride(1), f"stride_{name}h": x.stride(2)}
 
 
 def layout_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
-    """Return a layout as kernel arguments: tensors, capacity, number of masks, strides of batch and head in rows."""
+    """Return a layout as kernel arguments: tensors, capacity, number of masks, batch and head strides in rows."""
     return (
         layout.kv_indptr.contiguous(),
         layout.kv_num_partial.contiguous(),
@@ -133,7 +133,7 @@ def layout_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
 
 
 def order_argument(layout: BlockLayout) -> tuple[Tensor, bool]:
-    """Return the order in which rows start, and True; any tensor and False if the layout has no order."""
+    """Return the order in which rows start, and True; an arbitrary tensor and False if the layout has no order."""
     order = layout.kv_order
     return (layout.kv_indptr, False) if order is None else (order, True)
 
@@ -151,7 +151,7 @@ def transposed_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
 
 
 def mask_arguments(layout: BlockLayout, capacity: int) -> tuple[Tensor | int, ...]:
-    """Return the element masks, and the sizes that keep a kernel inside the tensors."""
+    """Return the element masks, and the sizes that keep a kernel within the tensors."""
     return (
         layout.masks.bits.contiguous(),
         layout.masks.bands.contiguous(),

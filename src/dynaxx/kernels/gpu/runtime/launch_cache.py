@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache launches over a layout: the same layout, shapes and strides give the same launch with other addresses.
+"""Cache of launches over a layout: equal layout, shapes and strides give the same launch with other addresses.
 
-Computing a kernel's arguments from a layout and from shapes takes the host longer than a short call runs. The result is
-kept with the layout, which layers, training steps and requests of one length share. Layouts that each layer selects
-anew share one entry per form.
+On the host, computing a kernel's arguments from a layout and shapes takes longer than a short call runs on the GPU. The
+arguments are therefore cached with the layout, which layers, training steps and requests of one length share. Layouts
+from selections, which differ at every call, share one cache entry per form.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from dynaxx.kernels.gpu.runtime.launcher import (
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 
-MOST_LAUNCHES = 64  # cached per layout
+MOST_LAUNCHES = 64  # cached launches per layout
 
 
 class CachedLaunch(NamedTuple):
-    """A compiled launch whose tensor arguments are filled in at each call."""
+    """A compiled launch whose tensor arguments are filled in at every call."""
 
     start: Callable[[list[Any], int], None]  # (arguments, device)
-    arguments: list[Any]  # for `start`, with None for each tensor
+    arguments: list[Any]  # arguments of `start`, with None for each tensor
     owned: tuple[tuple[int, Callable[[BlockLayout], Tensor]], ...]  # (position, getter of a tensor of the layout)
-    pointers: tuple[tuple[int, int], ...]  # (position, number of a tensor of the call)
-    descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # the same, and how to encode it
+    pointers: tuple[tuple[int, int], ...]  # (position, index of a tensor of the call)
+    descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # (position, index, function to encode it)
 
 
 StartKernel = Callable[..., Launch | None]
@@ -53,15 +53,15 @@ def launch_cached(
     made: int = 0,
     split: dict[str, Any] | None = None,
 ) -> None:
-    """Call `start(layout, *tensors, *settings)`, which launches one kernel; from the third call on only launch it.
+    """Call `start(layout, *tensors, *settings)`, which launches one kernel; from the third call on, only launch it.
 
     Args:
-        start: launches one kernel and returns its `Launch`.
-        layout: its tensors may be arguments of the kernel.
-        tensors: of the call; their shapes, strides and dtypes are part of the key.
-        *settings: hashable values, part of the key.
-        made: how many of the last tensors are dense with shapes and dtypes that follow from the other tensors.
-        split: `SplitLines.to(...)`; `start` receives it after the settings.
+        start: function that launches one kernel and returns its `Launch`.
+        layout: a layout, whose tensors may be arguments of the kernel.
+        tensors: tensors of the call; their shapes, strides and dtypes are part of the cache key.
+        *settings: hashable values, part of the cache key.
+        made: number of tensors at the end of `tensors` that are dense, with shapes and dtypes implied by the others.
+        split: result of `SplitLines.to(...)`, which `start` receives after the settings.
     """
     bind_context()
     device = tensors[0].get_device()
@@ -90,7 +90,7 @@ def launch_cached(
         if found in kept:
             kept[found] = None if launch is None else _cached_launch(launch, layout, tensors)
         elif len(kept) < MOST_LAUNCHES:
-            kept[found] = None  # a first call may be the only one over this layout
+            kept[found] = None  # cache from the second call on, because the first one may be the only one
         return
     arguments = known.arguments.copy()
     for i, of_layout in known.owned:
@@ -106,7 +106,7 @@ _kept = PerLayout()
 
 
 def _cached_launch(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, ...]) -> CachedLaunch | None:
-    """Return a launch as a `CachedLaunch`; None if an argument is a copy, or two tensors are the same object."""
+    """Convert a launch to a `CachedLaunch`; None if an argument is a copy, or if two tensors are the same object."""
     owned = _tensors_of(layout)
     which = {id(x): i for i, x in enumerate(tensors)}
     if len(which) < len(tensors):
@@ -141,7 +141,7 @@ def _rebased(template: Any, x: Tensor, address: int) -> Any:
 
 
 def _tensors_of(layout: BlockLayout) -> dict[int, str]:
-    """Return attribute paths of the tensors that a layout keeps alive, by identity."""
+    """Map the identity of each tensor that a layout keeps alive to its attribute path."""
     parts = {"": vars(layout), "masks.": vars(layout.masks), "derived.": vars(layout.derived)}
     if layout.derived.transposed is not None:
         parts["transposed."] = vars(layout.transposed)

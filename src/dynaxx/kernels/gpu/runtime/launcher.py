@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch compiled kernels without Triton's per-call dispatch.
+"""Launching of compiled kernels without Triton's per-call dispatch.
 
-`kernel[grid](...)` binds, types and formats every argument into a string that names the compiled kernel. That takes
-tens of microseconds, as long as a short call computes. The launcher keys compiled kernels by what Triton specializes
-on: constants, dtypes, whether an integer is 1 or a multiple of 16, whether a tensor starts at a multiple of 16 bytes.
-Integers of more than 31 bits are rare and go through Triton.
+`kernel[grid](...)` binds, types and formats every argument into a string that identifies the compiled kernel. That
+takes tens of microseconds, as long as a short call computes. This launcher keys compiled kernels by what Triton
+specializes on: constants, dtypes, whether an integer is 1 or a multiple of 16, and whether a tensor's address is a
+multiple of 16 bytes. Integers above 31 bits are rare and go through Triton.
 
-It relies on details of `JITFunction.run`, `CompiledKernel` and Triton's launchers that were read for the versions in
-`CHECKED`; `run` itself handles scratch memory, clusters and overlapping launches. Other versions go through Triton.
+The launcher relies on internals of `JITFunction.run`, `CompiledKernel` and Triton's launchers, which were checked for
+the versions in `CHECKED`. `run` itself handles scratch memory, clusters and overlapping launches. Other versions of
+Triton use Triton's own dispatch.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 CHECKED = ("3.6", "3.9")
-MOST_ADDRESSES = 256  # of a descriptor, whose encodings are kept
+MOST_ADDRESSES = 256  # cached encodings per descriptor
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
 class CallSignature(NamedTuple):
-    """Positions of each kind of argument, for calls with the same names and types, by the order of parameters."""
+    """Positions of each kind of argument in the order of parameters, for calls with the same names and types."""
 
-    in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the values of a call in that order
-    constants: tuple[int, ...]  # positions in the call: constants, and launch options
+    in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # puts the values of a call in the order of parameters
+    constants: tuple[int, ...]  # positions in the call of constants and launch options
     tensors: tuple[int, ...]
     descriptors: tuple[int, ...]
-    sizes: tuple[int, ...]  # integers that do not specialize a kernel
-    special: tuple[int, ...]  # integers that do
+    sizes: tuple[int, ...]  # integers that do not specialize the kernel
+    special: tuple[int, ...]  # integers that specialize the kernel
 
 
 class KernelLauncher:
     """A jitted kernel that is launched as in Triton, `kernel[grid](...)`, with an argument for every parameter.
 
-    The first call of a kind goes through Triton. So do all calls under the interpreter and on HIP, where kernels are
-    specialized on more.
+    The first call of each kind goes through Triton. So do all calls under the interpreter, and on HIP, where Triton
+    specializes kernels on more properties.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -100,7 +101,7 @@ class KernelLauncher:
         return _record_launch(Launch(compiled, grid, in_order))
 
     def _signature_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> CallSignature:
-        """Sort the arguments of a call by type; what Triton may specialize on in another way counts as a constant."""
+        """Sort the arguments of a call by type; anything else that Triton may specialize on counts as a constant."""
         names = [*self.kernel.arg_names[: len(arguments)], *named]
         runtime = {param.name: param for param in self.kernel.params if not param.is_constexpr}
         found: dict[str, list[int]] = {field: [] for field in CallSignature._fields[1:]}
@@ -121,7 +122,7 @@ class KernelLauncher:
 
 
 class Launch(NamedTuple):
-    """A kernel that was started."""
+    """A launched kernel."""
 
     compiled: Any
     grid: tuple[int, ...]
@@ -129,7 +130,7 @@ class Launch(NamedTuple):
 
 
 def _record_launch(launch: Launch | None) -> Launch | None:
-    """Append a launch to the recording of this thread, if there is one; None stands for one that cannot be repeated."""
+    """Append a launch to this thread's recording, if there is one; None means that the launch cannot be repeated."""
     launches = recorded_launches()
     if launches is not None:
         launches.append(launch)
@@ -137,13 +138,13 @@ def _record_launch(launch: Launch | None) -> Launch | None:
 
 
 def recorded_launches() -> list[Launch | None] | None:
-    """Return the launches of this thread since recording began; None while it does not record."""
+    """Return the launches of this thread since recording began; None if it is not recording."""
     return getattr(_thread, "launches", None)
 
 
 @contextmanager
 def recording_launches() -> Iterator[list[Launch | None]]:
-    """Record every launch of this thread, in order; recordings do not nest."""
+    """Record every launch of this thread, in order. Recordings cannot be nested."""
     found: list[Launch | None] = []
     _thread.launches = found
     try:
@@ -153,7 +154,7 @@ def recording_launches() -> Iterator[list[Launch | None]]:
 
 
 def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:
-    """Start a compiled kernel on the current stream; tensors may be given as their addresses."""
+    """Start a compiled kernel on the current stream; tensors may be given as addresses."""
     if has_launch_hooks():
         compiled[grid](*arguments)
         return
@@ -162,32 +163,32 @@ def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: 
 
 
 def has_launch_hooks() -> bool:
-    """Return whether a profiler has hooked launches."""
+    """Return whether a profiler has hooked into launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 class DirectLauncher(NamedTuple):
-    """A compiled kernel's C launcher, called without Triton's Python code around it."""
+    """A compiled kernel's C launcher, which is called without Triton's Python wrapper."""
 
     launch: Callable[..., None]
     grid: tuple[int, ...]
     function: int
-    between: tuple[Any, ...]  # its arguments between the function and those of the kernel
-    maps: Sequence[dict[str, Any]]  # how to encode each descriptor, in order
+    between: tuple[Any, ...]  # launcher arguments between the function and the kernel's arguments
+    maps: Sequence[dict[str, Any]]  # metadata for encoding each descriptor, in order
 
     def start(self, arguments: list[Any], device: int) -> None:
         """Start the kernel.
 
         Args:
-            arguments: in the order of parameters: addresses for tensors; for descriptors their encoding, shape and
-                strides.
+            arguments: arguments in the order of parameters: an address per tensor; encoding, shape and strides per
+                descriptor.
             device: index of the GPU.
         """
         stream = driver.active.get_current_stream(device)
         self.launch(*self.grid, stream, self.function, *self.between, *arguments)
 
     def described(self, descriptor: Any, number: int) -> Callable[[Tensor, int], Any]:
-        """Return a function that encodes the `number`-th descriptor for a tensor at an address."""
+        """Return a function that encodes the descriptor with this number for a tensor at an address."""
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         meta = self.maps[number]
@@ -215,7 +216,7 @@ class DirectLauncher(NamedTuple):
 
 
 def direct_launcher(compiled: Any, grid: tuple[int, ...]) -> DirectLauncher | None:
-    """Return the direct launcher; None outside Triton 3.6, and for scratch memory or other kinds of descriptors."""
+    """Return the direct launcher; None outside Triton 3.6, and for kernels with scratch memory or other descriptors."""
     launcher = compiled.run
     launch = getattr(launcher, "launch", None)
     if launch is None or not triton.__version__.startswith("3.6."):
@@ -223,7 +224,7 @@ def direct_launcher(compiled: Any, grid: tuple[int, ...]) -> DirectLauncher | No
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     maps: Sequence[dict[str, Any]] = ()
-    if isinstance(launch, FunctionType):  # it encodes descriptors, and calls what is below
+    if isinstance(launch, FunctionType):  # a wrapper that encodes descriptors and calls the actual launcher
         names = launch.__code__.co_freevars
         held = {name: cell.cell_contents for name, cell in zip(names, launch.__closure__ or (), strict=True)}
         launch, maps = held.get("launcher"), held.get("tensordesc_meta", ())
@@ -237,7 +238,7 @@ _thread = threading.local()
 
 
 def bind_context() -> None:
-    """Give this thread a CUDA context: encoding a TMA descriptor needs one, but does not create it."""
+    """Give this thread a CUDA context, because encoding a TMA descriptor needs one but does not create it."""
     if not hasattr(_thread, "bound"):
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().query()
@@ -250,12 +251,12 @@ def version_is_checked() -> bool:
 
 
 def kernel_launcher(kernel: Any) -> Any:
-    """Decorate a jitted kernel that the host launches."""
+    """Decorate a jitted kernel that is launched by the host."""
     return KernelLauncher(kernel)
 
 
 def kind_of(descriptor: Any) -> Any:
-    """Return what a kernel is specialized on for this descriptor."""
+    """Return what a kernel is specialized on for a descriptor."""
     known = vars(descriptor).get("kind")
     if known is None:
         block, layout = tuple(descriptor.block_shape), getattr(descriptor, "layout", None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record a call's allocations and kernel launches, and replay them for later calls of the same shapes.
 
-A decoding step, or a selection of blocks, is a few short kernels. Computing their arguments takes the host longer than
-they run. The second call of a kind is recorded, with gaps for tensors, and later calls replay it. The first call is
-not: it may be the only one, since a growing cache has new shapes at every step.
+A decode step or a selection of blocks consists of a few short kernels. Computing their arguments on the host takes
+longer than they run. The second call of a kind is therefore recorded, with gaps for tensors, and later calls replay the
+recording. The first call is not recorded, because it may be the only one: a growing cache has new shapes at every step.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from dynaxx.kernels.gpu.runtime.launcher import (
     run,
 )
 
-MOST_CALLS = 1024  # kept
-ALIGNMENT = 256  # bytes, of what is allocated together
+MOST_CALLS = 1024  # cached recordings
+ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
 
 RecordedCall = Callable[..., tuple[Tensor, ...]]
 
 
 class RecordedInputs(Protocol):
-    """Inputs that stay from call to call, beside the tensors of each call: a cache, or a prepared rule."""
+    """Inputs that persist from call to call, in addition to the tensors of each call: a cache, or a prepared rule."""
 
     @property
     def k(self) -> Tensor:
-        """Return one of its tensors on the device."""
+        """Return one of the tensors, to find the device."""
 
     @property
     def form(self) -> Hashable:
-        """Return a key; equal keys promise equal launches but for addresses and the numbers in tensors."""
+        """Return a key. Equal keys imply equal launches, except for addresses and the contents of tensors."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -55,15 +55,15 @@ class RecordedInputs(Protocol):
 def record_or_replay(
     call: RecordedCall, cache: RecordedInputs, tensors: tuple[Tensor | None, ...], *settings: Any
 ) -> Any:
-    """Return `call(cache, *tensors, *settings)`; replay its launches where a call of these shapes was recorded.
+    """Return `call(cache, *tensors, *settings)`, by replaying its launches if a call of these shapes was recorded.
 
     Args:
-        call: allocates with `torch.empty` and its like, takes views, and launches kernels of `kernel_launcher`; one
-            that
-            does more is called every time. It returns dense tensors that it allocated and reads no other tensors.
-        cache: the inputs that stay.
-        tensors: of this call; their shapes, strides and dtypes are part of the key.
-        settings: hashable values, each always of the same type.
+        call: function that allocates with `torch.empty` and similar, takes views, and launches kernels of
+            `kernel_launcher`; functions that do anything else are not replayed. It must return dense tensors that it
+            allocated, and read no tensors other than its arguments.
+        cache: the persistent inputs.
+        tensors: tensors of this call; their shapes, strides and dtypes are part of the key.
+        *settings: hashable values, each always of the same type.
     """
     device = cache.k.get_device()
     if recorded_launches() is not None or has_launch_hooks() or (device < 0 and interpreted()):
@@ -98,10 +98,10 @@ def record_or_replay(
 
 
 class Recording(NamedTuple):
-    """Allocations and launches of a call; tensors are numbered: inputs, results, then all scratch memory as one."""
+    """Allocations and launches of a call. Tensors are numbered: inputs, then results, then one scratch allocation."""
 
     launches: tuple[tuple[Callable[[list[Any], int], None], list[Any], tuple[tuple[int, int, int], ...]], ...]
-    # per launch: how to start it, its arguments, and (position, tensor, offset in bytes) of each address
+    # per launch: function that starts it, its arguments, and (position, tensor, offset in bytes) of each address
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
 
@@ -122,7 +122,7 @@ class Recording(NamedTuple):
 
 
 CALLED_ONCE = Recording((), (), -1)
-NOT_REPLAYABLE = Recording((), (), -2)  # the call does more than a replay would
+NOT_REPLAYABLE = Recording((), (), -2)  # the call does more than a replay can repeat
 _kept: dict[tuple[Any, ...], Recording] = {}
 
 
@@ -134,7 +134,7 @@ def _record(
     settings: tuple[Any, ...],
     addresses: list[int],
 ) -> tuple[Tensor, ...]:
-    """Run a call and keep its recording; not where two inputs share an address, which would be ambiguous."""
+    """Run a call and cache its recording, unless two inputs share an address, which would be ambiguous."""
     if len(set(addresses)) < len(addresses):
         return call(cache, *tensors, *settings)
     with Allocations() as allocations, recording_launches() as launches:
@@ -145,11 +145,11 @@ def _record(
 
 
 class Allocations(TorchDispatchMode):
-    """Collect the tensors that are allocated, and notice any operation that is neither an allocation nor a view."""
+    """Collect allocated tensors, and notice any operation that is neither an allocation nor a view."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []  # kept alive, so that no memory is used twice
+        self.made: list[Tensor] = []  # kept alive, so that no memory is reused during the recording
         self.are_all = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +158,7 @@ class Allocations(TorchDispatchMode):
             self.made.append(found)
         elif func._schema.is_mutable:
             self.are_all = False
-        elif any(isinstance(x, Tensor) for x in (*args, found)):  # dtypes alone are promoted here, too
+        elif any(isinstance(x, Tensor) for x in (*args, found)):  # ops on dtypes alone also arrive here
             self.are_all &= _memory(found) == _memory(args[0]) != 0
         return found
 
@@ -173,10 +173,10 @@ def _memory(x: Any) -> int:
 def _recording_of(
     launches: Sequence[Launch | None], allocations: Allocations, given: tuple[Tensor, ...], results: tuple[Tensor, ...]
 ) -> Recording | None:
-    """Return the recording; None where the call did more than launch kernels over its inputs and allocations."""
+    """Return the recording; None if the call did more than launch kernels on its inputs and allocations."""
     if not launches or not allocations.are_all:
         return None
-    places: dict[int, tuple[int, int]] = {}  # of memory that was allocated: (tensor, offset in bytes)
+    places: dict[int, tuple[int, int]] = {}  # by allocated memory: (tensor, offset in bytes)
     for i, x in enumerate(results):
         if _memory(x) not in map(_memory, allocations.made) or x.storage_offset() or not x.is_contiguous():
             return None
@@ -215,7 +215,7 @@ def _place_in_made(x: Tensor, places: dict[int, tuple[int, int]]) -> tuple[int, 
 
 
 def _place_in_given(x: Tensor, given: tuple[Tensor, ...]) -> tuple[int, int] | None:
-    """Return (tensor, offset in bytes) of a view of an input; None where that is ambiguous."""
+    """Return (tensor, offset in bytes) of a view of an input; None if it is ambiguous."""
     for i, own in enumerate(given):
         if own.data_ptr() == x.data_ptr():
             return i, 0

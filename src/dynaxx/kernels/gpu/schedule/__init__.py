@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split long rows and columns into parts, and combine what the parts computed."""
+"""Splitting of long rows and columns into parts, and combination of the parts' results."""

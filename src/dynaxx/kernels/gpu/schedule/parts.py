@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the tile that a program of a Triton kernel computes, where long rows and columns are split (see `split`)."""
+"""Device functions that find the tile of a program if long rows and columns are split (see `split`)."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 WHOLE = tl.constexpr(-1)  # slot of a line that is not split
-NOTHING = tl.constexpr(-2)  # slot of one that is, whose parts other programs have
+NOTHING = tl.constexpr(-2)  # slot of a split line, whose parts are computed by other programs
 
 
 class QueryTile(NamedTuple):
@@ -15,17 +15,17 @@ class QueryTile(NamedTuple):
 
     i_b: Any
     i_h: Any
-    lead: Any  # of the layout's rows, those of this head
+    lead: Any  # index of this head among the layout's heads
     i_row: Any
-    part_q: Any  # where the tile begins in its block
-    slot: Any  # of its part, or WHOLE
-    first: Any  # entries of the part
-    last: Any
+    part_q: Any  # offset of the tile in its block
+    slot: Any  # slot of the part, or WHOLE
+    first: Any  # first entry of the part
+    last: Any  # last entry of the part + 1
 
 
 @triton.jit
 def started_tile(i_program, tiles, heads, span):
-    """Return head and rank of a program's tile: `span` tiles of each head in turn, then the next `span` of each.
+    """Return head and rank of a program's tile: `span` tiles of each head, then the next `span` tiles of each head.
 
     Concurrent programs then read few heads, whose keys stay in L2, and the longest rows of all heads still start first.
     """
@@ -37,7 +37,7 @@ def started_tile(i_program, tiles, heads, span):
 
 @triton.jit
 def started_row(p_order, lead, rank, num_rows, ORDERED: tl.constexpr):
-    """Return the row that starts as number `rank`: by the layout's order, or the last row first."""
+    """Return the row that starts at position `rank`: in the layout's order, or the last row first."""
     row = num_rows - 1 - rank
     if ORDERED:
         row = tl.load(p_order + lead.to(tl.int64) * num_rows + rank)
@@ -75,10 +75,10 @@ def query_tile(
 
 @triton.jit
 def part_of(i_program, p_parts, num_parts, batch_copies, head_copies, num_lines, heads, TILES: tl.constexpr):
-    """Return the part of which a program computes a tile; unspecified values for other programs.
+    """Return the part that a program computes a tile of; undefined values for other programs.
 
     Returns:
-        its slot, or WHOLE; its batch entry, head, row (or column) and tile; its entries first..last of the line.
+        slot, or WHOLE; batch entry, head, row (or column) and tile; first entry and last entry + 1 within the line.
     """
     copies = batch_copies * head_copies
     is_part = i_program < num_parts * copies * TILES
@@ -94,7 +94,7 @@ def part_of(i_program, p_parts, num_parts, batch_copies, head_copies, num_lines,
 
 @triton.jit
 def entries_of(slot, start, partial, total, first, last, limit):
-    """Return a program's share of a row's entries: its part, all, or NOTHING where the row has parts."""
+    """Return a program's share of a row's entries: its part, all entries, or NOTHING if the row is split."""
     split = (slot == WHOLE) & (total > limit)
     begin = tl.where(slot == WHOLE, 0, tl.minimum(first, total))
     end = tl.where(slot == WHOLE, tl.where(split, 0, total), tl.minimum(last, total))
@@ -105,7 +105,7 @@ def entries_of(slot, start, partial, total, first, last, limit):
 
 @triton.jit
 def store_part(p_sums, slot, rows, inner, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store a tile of a part at positions `inner` of its block, (slots, BLOCK, D) fp32; nothing without a part."""
+    """Store a tile of a part at positions `inner` of its block, (slots, BLOCK, D) fp32; do nothing without a part."""
     o_d = tl.arange(0, BLOCK_D)
     p_rows = p_sums + (tl.maximum(slot, 0).to(tl.int64) * BLOCK + inner)[:, None] * D + o_d[None, :]
     tl.store(p_rows, rows, mask=(inner < tl.where(slot >= 0, BLOCK, 0))[:, None] & (o_d < D)[None, :])

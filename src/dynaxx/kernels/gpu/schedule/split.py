@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split rows or columns that are much longer than the others, so that no multiprocessor is left alone with one.
+"""Splitting of rows or columns that are much longer than the others, to balance the load of multiprocessors.
 
-A global token or a sink is in every row, so its column is as long as the sequence. The parts of such a line are
-programs of their own that start first (`parts`). Each leaves fp32 sums, which are added in a fixed order
-(`split_sums`). A line is a row of a layout, or the column of all heads of a group, head after head.
+A global token or a sink is part of every row, so its column is as long as the sequence. The parts of such a line are
+computed by separate programs, which start first (`parts`). Each of them writes fp32 sums, which are added in a fixed
+order (`split_sums`). A line is a row of a layout, or a column of all heads of a group, one head after another.
 
     lines      0  1  2  3  4           limit = 4 entries
     entries    2  9  3  1  4           line 1 is split
@@ -24,24 +24,24 @@ from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockLayout
 
-SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # never specialize a kernel
-SHARE = 2  # parts per multiprocessor's share of the work, so that one that is done starts another
+SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # arguments that never specialize a kernel
+SHARE = 2  # parts per multiprocessor's share of the work, so that a finished multiprocessor can start another part
 
 
 class SplitLines(NamedTuple):
-    """The lines of more than `limit` entries, in parts of even length; a layout that heads share is listed once."""
+    """The lines with more than `limit` entries, in parts of even length. Layouts that heads share are listed once."""
 
     limit: int
-    parts: Tensor  # (parts, 3) int32: line, first entry, last entry + 1; both equal for an empty slot
-    lines: Tensor  # (split lines, 3) int32: line, first part, number of parts, 0 for an empty slot
-    copies: tuple[int, int]  # batch entries and heads, or pairs of heads, that each stands for
+    parts: Tensor  # (parts, 3) int32: line, first entry, last entry + 1; the latter are equal in an empty slot
+    lines: Tensor  # (split lines, 3) int32: line, first part, number of parts; 0 parts in an empty slot
+    copies: tuple[int, int]  # batch entries and heads (or groups of heads) that each listed line stands for
 
     def places(self, like: Tensor, *shape: int) -> Tensor:
-        """Allocate what each part leaves, (parts * copies, *shape) fp32."""
+        """Allocate memory for the results of each part, (parts * copies, *shape) fp32."""
         return like.new_empty(self.parts.shape[0] * self.copies[0] * self.copies[1], *shape, dtype=torch.float32)
 
     def to(self, **places: Tensor) -> dict[str, Any]:
-        """Return kernel arguments: the parts, and `places`, where they leave their sums."""
+        """Return kernel arguments: the parts, and `places`, the memory for their results."""
         return {
             "p_parts": self.parts,
             **places,
@@ -54,17 +54,17 @@ class SplitLines(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The lines of a pass over a layout."""
+    """The rows or columns that the programs of a pass over a layout process."""
 
-    leads: int  # batch entries times heads with lines of their own
+    leads: int  # batch entries times heads with separate lines
     number: int  # lines per lead
-    heads: int  # heads whose entries a line holds
-    repeats: int  # how often it holds the entries of one head
-    copies: tuple[int, int]
+    heads: int  # heads whose entries a line contains
+    repeats: int  # how often a line repeats the entries of one head
+    copies: tuple[int, int]  # batch entries and heads (or groups of heads) that each line stands for
 
     @classmethod
     def columns(cls, layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> Lines:
-        """Return the columns of a pass in which a program serves all heads of a group."""
+        """Return the columns of a pass in which one program processes all heads of a group."""
         group_size, copies = q_heads // kv_heads, batch // layout.layout_batch
         if layout.layout_heads == 1:
             return cls(layout.layout_batch, layout.kv_blocks, 1, group_size, (copies, kv_heads))
@@ -72,37 +72,37 @@ class Lines(NamedTuple):
 
     @classmethod
     def rows(cls, layout: BlockLayout, batch: int, q_heads: int, heads: int) -> Lines:
-        """Return the rows of a pass in which a program serves `heads` heads; one where the layout differs by head."""
+        """Return the rows of a pass in which one program processes `heads` heads; 1 if the layout differs by head."""
         leads = layout.layout_batch * layout.layout_heads
         copies = (batch // layout.layout_batch, q_heads // heads if layout.layout_heads == 1 else 1)
         return cls(leads, layout.q_blocks, 1, 1, copies)
 
     def limit(self, entries: int, shares: int) -> int:
-        """Return the most entries of a line that is not split, for a layout of so many entries."""
+        """Return the largest number of entries of an unsplit line, for a layout with `entries` entries."""
         copies = self.copies[0] * self.copies[1]
         return longest_part(entries * self.repeats, self.leads * self.number, copies, shares)
 
     def lists(self, counts: Tensor, limit: int) -> tuple[int, int]:
-        """Return the number of parts and of split lines; `counts` holds the blocks of each line, on the host."""
+        """Return the numbers of parts and of split lines; `counts` holds the blocks of each line, on the host."""
         lengths = counts.long().flatten().view(self.leads, self.heads, -1).sum(1) * self.repeats
         pieces = torch.where(lengths > limit, (lengths + limit - 1) // limit, 0)
         return int(pieces.sum()), int((pieces > 0).sum())
 
 
 def longest_part(entries: int, lines: int, copies: int, shares: int) -> int:
-    """Return the most entries of a line that is not split: 1 / `shares` of all, four times the mean, at least 16.
+    """Return the largest number of entries of an unsplit line: 1 / `shares` of all, >= 4 times the mean, >= 16.
 
-    Rows under a causal mask, or drawn at random, stay below four times the mean and balance without a split. A part of
-    16 blocks of 128 computes for about 30 us on an H200, and takes 3 us to leave its sums.
+    Rows under a causal mask, or with random blocks, stay below four times the mean and balance without a split. On an
+    H200, a part of 16 blocks of 128 computes for about 30 us and takes 3 us to write its sums.
     """
     return max(16, -(-entries * copies // shares), -(-4 * entries // max(1, lines)))
 
 
 def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) -> SplitLines | None:
-    """Return the split columns of a pass over kv blocks, a group of heads per program; None where none is split.
+    """Return the split columns of a pass over kv blocks, with a group of heads per program; None if none is split.
 
-    Their number comes from the host's copy of the layout. Without one, as for a selection, the lists have their maximal
-    length, a few parts per multiprocessor, so that nothing is read back from the GPU.
+    The host copy of the layout gives the number of parts. Without a host copy, as for a selection, the lists have their
+    maximal length, a few parts per multiprocessor, so that nothing is read back from the GPU.
     """
     kept = _kept.setdefault(layout, {})
     key = ("columns", batch, q_heads, kv_heads)
@@ -124,10 +124,9 @@ def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) 
 
 
 def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE, heads: int = 1) -> SplitLines | None:
-    """Return the split rows of a pass over q blocks, `heads` heads per program; None where none is split.
+    """Return the split rows of a pass over q blocks, with `heads` heads per program; None if none is split.
 
-    Without a copy of the layout on the host no row is split: a selection gives each row about the same number of
-    blocks.
+    Without a host copy of the layout, no row is split, because selections give all rows about equally many blocks.
     """
     if layout.host is None:
         return None
@@ -147,7 +146,7 @@ def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE
 
 
 def _captures(layout: BlockLayout) -> bool:
-    """Return whether lists made now would be missing when a CUDA graph is replayed."""
+    """Return whether a CUDA graph is being captured; lists built now would be missing when it is replayed."""
     return layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -165,14 +164,14 @@ def _list_parts_kernel(
     capacity,
     leads,
     num_lines,
-    heads,  # whose entries a line has, one head after the other
-    repeats,  # how often it has those of one
+    heads,  # heads whose entries a line contains, one after another
+    repeats,  # how often a line repeats the entries of one head
     limit,
     most_parts,
     most_lines,
     BLOCK: tl.constexpr,
 ):
-    """Fill the lists of a `SplitLines`, in one program; entries beyond the lists are dropped."""
+    """Fill the lists of a `SplitLines` in one program; drop entries beyond the end of the lists."""
     parts_before, lines_before = 0, 0
     for begin in range(0, leads * num_lines, BLOCK):
         line = begin + tl.arange(0, BLOCK)
@@ -204,7 +203,7 @@ def _list_parts_kernel(
 
 
 def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: int, num_lines: int) -> SplitLines:
-    """Build the lists in one allocation, each at a multiple of 16 bytes."""
+    """Build the lists in one allocation, each 16-byte aligned."""
     size = (3 * num_parts + 3) // 4 * 4
     lists = torch.zeros(size + 3 * num_lines, dtype=torch.int32, device=indptr.device)
     split = SplitLines(limit, lists[: 3 * num_parts].view(-1, 3), lists[size:].view(-1, 3), lines.copies)
@@ -226,12 +225,12 @@ def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: i
 
 
 def no_split(nothing: Tensor) -> dict[str, Any]:
-    """Return `SplitLines.to` for no split; `nothing` is any tensor."""
+    """Return the result of `SplitLines.to` for no split; `nothing` is an arbitrary tensor."""
     none = {"num_parts": 0, "limit": 0, "batch_copies": 1, "head_copies": 1, "HAS_PARTS": False}
     return {"p_parts": nothing, "p_sums": nothing, **none}
 
 
 def split_programs(split: dict[str, Any]) -> int:
-    """Return the number of programs for parts, which come before the others."""
+    """Return the number of programs for parts, which precede all others."""
     programs: int = split["num_parts"] * split["batch_copies"] * split["head_copies"]
     return programs

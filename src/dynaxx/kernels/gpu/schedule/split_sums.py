@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine what the parts of split lines left, in a fixed order: sums are added, outputs merged."""
+"""Combination of the parts of split lines, in a fixed order: gradients are added, outputs are merged."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.split import SplitLines
 from dynaxx.layout import BlockLayout
 
-TILE = 8  # rows of a program
-AT_ONCE = 8  # parts that it reads at a time
+TILE = 8  # rows per program
+AT_ONCE = 8  # parts that a program reads at a time
 
 
 @kernel_launcher
 @triton.jit(do_not_specialize=["num_lines", "seqlen", "heads", "batch_copies", "head_copies", "part_stride"])
 def _sum_parts_kernel(
-    p_sums,  # (slots, ...) fp32: at `part_stride` from each other the [BLOCK, D] sums of each part
+    p_sums,  # (slots, ...) fp32: the [BLOCK, D] sums of each part, `part_stride` apart
     p_out,  # (B, seqlen, heads, D) contiguous
     p_lines,
     num_lines,
@@ -35,7 +35,7 @@ def _sum_parts_kernel(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Compute out = scale * the sum of a split line's parts, in their order."""
+    """Compute out = scale * the sum of a split line's parts, added in order."""
     TILES: tl.constexpr = BLOCK // TILE
     copies = batch_copies * head_copies
     i_copy = tl.program_id(0) // TILES % copies
@@ -62,21 +62,21 @@ def _sum_parts_kernel(
 
 
 def of_columns(sums: Tensor, head_dim: int) -> Tensor:
-    """Return the first `head_dim` columns of what parts left, as dense rows; tiles may be wider."""
+    """Return the first `head_dim` columns of the parts' results as dense rows; tiles may be wider."""
     return sums if sums.shape[-1] == head_dim else sums[..., :head_dim].contiguous()
 
 
 def sum_parts(
     sums: Tensor, out: Tensor, split: SplitLines, layout: BlockLayout, block: int, scale: float = 1.0
 ) -> None:
-    """Fill the split lines' blocks of `out`, (B, N, H, D) contiguous, with `scale` times the sum of their parts.
+    """Write `scale` times the sum of the parts to the blocks of the split lines in `out`, (B, N, H, D) contiguous.
 
     Args:
-        sums: (slots, block, D) fp32, rows dense: what the parts left.
-        out: in any dtype.
-        split: which lines are split.
-        layout: whose lines they are.
-        block: rows of a line.
+        sums: (slots, block, D) fp32 with dense rows, the results of the parts.
+        out: output, in any dtype.
+        split: the split lines.
+        layout: the layout whose lines they are.
+        block: rows per line.
         scale: factor.
     """
     launch_cached(_start_sum, layout, (sums, out, split.lines), split.copies, block, scale)
@@ -110,7 +110,7 @@ def _start_sum(
 @kernel_launcher
 @triton.jit(do_not_specialize=["num_lines", "seqlen", "units", "batch_copies", "head_copies"])
 def _merge_parts_kernel(
-    p_sums,  # (slots, HEADS * BLOCK, D) fp32, each part's output
+    p_sums,  # (slots, HEADS * BLOCK, D) fp32, outputs of the parts
     p_sums_lse,  # (slots, HEADS * BLOCK) fp32
     p_out,  # (B, seqlen, units * HEADS, D) contiguous
     p_lse,  # (B, units * HEADS, seqlen) contiguous
@@ -171,16 +171,16 @@ def _merge_parts_kernel(
 def merge_parts(
     sums: Tensor, sums_lse: Tensor, out: Tensor, lse: Tensor, split: SplitLines, layout: BlockLayout, heads: int = 1
 ) -> None:
-    """Fill the split rows of `out`, (B, N, H, D), and `lse`, (B, H, N), both contiguous, from what their parts left.
+    """Write the merged results of the parts to the split rows of `out` (B, N, H, D) and `lse` (B, H, N).
 
     Args:
-        sums: (slots, heads * q_block, D) fp32, the output of each part, head after head.
+        sums: (slots, heads * q_block, D) fp32, output of each part, one head after another.
         sums_lse: (slots, heads * q_block) fp32, natural logarithms.
-        out: in any dtype.
-        lse: fp32.
-        split: which rows are split.
-        layout: whose rows they are.
-        heads: heads of a program.
+        out: contiguous output, in any dtype.
+        lse: contiguous, fp32.
+        split: the split rows.
+        layout: the layout whose rows they are.
+        heads: heads per program.
     """
     launch_cached(_start_merge, layout, (sums, sums_lse, out, lse, split.lines), split.copies, heads)
 

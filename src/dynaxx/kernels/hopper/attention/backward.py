@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse attention backward for Hopper, in one pass (`backward_fused`) or in two.
+"""Block-sparse attention backward for Hopper, in one pass (`backward_fused`) or in two passes.
 
     one pass     rows: lse, delta -> fused: dk, dv, and fp32 sums of dq -> sums: dq
     two passes   rows: lse, delta -> backward_dq over the layout -> backward_dkv over its transpose
 
-One pass serves kv blocks of 128 where there are enough of them, unless torch is to use deterministic algorithms. Two
-passes use no atomics and give the same bits in every run. TMA clips at the ends of each sequence, so tiles need no
-bound checks; queries past the end have lse = inf and add nothing.
+One pass is used for kv blocks of 128 if there are enough of them, unless torch is set to deterministic algorithms. Two
+passes use no atomics, so every run gives the same bits. TMA clips at the end of each sequence, so tiles need no bound
+checks; queries past the end have lse = inf and contribute nothing.
 
-Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D head_dim.
+Legend: B batch; N queries, M keys; Hq, Hk query and kv heads; D head_dim.
 """
 
 import torch
@@ -37,7 +37,7 @@ def attention_backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as `kernels.triton.attention.backward.attention_backward`."""
+    """Return dq, dk, dv, like `kernels.triton.attention.backward.attention_backward`."""
     if out.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
@@ -46,7 +46,7 @@ def attention_backward(
     dq, dk, dv = gradients_of_rows(do, q, k, v, rows, layout, scale, softcap)
     if rows.sums is not None:
         dq = dq_of_sums(rows.sums, q, layout, scale)
-    assert dq is not None, "it is in the sums where it is not there"
+    assert dq is not None, "dq is computed directly or from its sums"
     return dq, dk, dv
 
 
@@ -60,7 +60,7 @@ def gradients_of_rows(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return dq, dk, dv, contiguous, of tensors that TMA can step through; dq goes to the sums where rows have any."""
+    """Return dq, dk, dv, contiguous, of tensors that TMA can read. If `rows` have sums, dq is added to them instead."""
     given = (do, q, k, v, rows, layout, scale, softcap)
     if rows.sums is None:
         return backward_dq(*given), *backward_dkv(*given)
@@ -70,7 +70,7 @@ def gradients_of_rows(
 
 
 def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
-    """Return whether one kernel computes all gradients, dq by way of its sums."""
+    """Return whether one kernel computes all gradients, with dq in the form of sums."""
     programs = layout.kv_blocks * q.shape[0] * k.shape[2] * group_pieces(q, k, layout)
     fit = backward_in_one_pass(layout.block_size[1], tile_width(q.shape[3]), programs, processors(q.device))
     return fit and not torch.are_deterministic_algorithms_enabled()

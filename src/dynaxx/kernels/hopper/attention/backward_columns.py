@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the Hopper kernels over kv blocks: which block a program has, and how these kernels are launched.
+"""Code that the Hopper kernels over kv blocks share: the mapping of programs to columns, and their launch.
 
-A column is a kv block of one kv head, with the entries of the q heads of its group, head after head. Where a group is
-divided into pieces, a column has the q heads of one piece, and `kv_heads` counts each piece of each kv head.
+A column is a kv block of one kv head, with the entries of the q heads of its group, one head after another. If a group
+is divided into pieces, a column has the q heads of one piece, and `kv_heads` counts the pieces of all kv heads.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ SIZES = [
 def column_of(i_program, kv_blocks, heads, kv_heads, together, ending):
     """Return batch entry, kv head and kv block of a program.
 
-    `together` heads alternate, one such set after the other; the last `ending` blocks of all heads come last. `heads`
-    counts kv heads of all batch entries. The first blocks start first: under a causal mask most queries see them, and
-    short programs at the end let all multiprocessors finish together.
+    Programs alternate between `together` heads, one set of heads after another. The last `ending` blocks of all heads
+    come last. `heads` counts the kv heads of all batch entries. The first blocks start first, because under a causal
+    mask most queries see them; short programs at the end let all multiprocessors finish together.
     """
     early = kv_blocks - ending
     first = i_program // (early * together) * together
@@ -62,12 +62,12 @@ def read_column(
     p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
     first, last, before, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Return first entry, number of entries, and number of partial ones of a kv block of one head; and `before`.
+    """Return first entry, number of entries and number of partial entries of a kv block of one head, and `before`.
 
-    All lie within `capacity`. Under HAS_PARTS only entries first..last count, where `before` counts the entries of
-    earlier heads, and then those of this head, too. The loads are not started a head ahead: loads that a loop carries
-    to its next iteration are mistaken for invariant by triton 3.6's loop-aware CSE, which then keeps the first head's
-    number of partial blocks for all heads.
+    All entries lie within `capacity`. With HAS_PARTS, only entries first .. last - 1 of the column count; `before`
+    counts the entries of earlier heads and is returned including this head's. The loads are not issued one head ahead,
+    because triton 3.6's loop-aware CSE mistakes loads that a loop carries to its next iteration for invariant, and then
+    uses the first head's number of partial blocks for all heads.
     """
     lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
     p_column = p_indptr + lead * (kv_blocks + 1) + i_col
@@ -90,7 +90,7 @@ def column_or_part(
     i_program, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
     layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Return as `part_or_whole`, where programs of parts come first; a whole column where there are no parts."""
+    """Return the column or part of a program, like `part_or_whole`; programs for parts come first."""
     i_whole = i_program - num_parts * batch_copies * head_copies
     i_b, i_hk, i_col = column_of(i_whole, kv_blocks, heads, kv_heads, together, ending)
     first, last, slot = 0, ALL_ENTRIES, WHOLE
@@ -103,25 +103,25 @@ def column_or_part(
 
 
 class ColumnKernel(NamedTuple):
-    """A kernel over kv blocks, and its arguments beyond the shared ones."""
+    """A kernel over kv blocks, and its arguments beyond those that all such kernels share."""
 
     kernel: Any
-    others: Callable[..., dict[str, Any]]  # of a layout, q, and the sums of dq or None
-    keys: int = 0  # of a program; 0 for those of a block
+    others: Callable[..., dict[str, Any]]  # function (layout, q, sums of dq or None) -> other arguments
+    keys: int = 0  # keys per program; 0 for a whole block
 
     def gradients(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float,
         softcap: float | None, pieces: int = 1,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (dk, dv), contiguous, of (B, N, H, D) tensors; long columns are split into parts.
+        """Return (dk, dv), contiguous, of (B, N, H, D) tensors. Long columns are split into parts.
 
-        Each piece of a group is a program of its own, and the pieces are summed afterwards.
+        Each piece of a group is computed by a separate program; the pieces are summed afterwards.
         """
         q_heads, kv_heads = q.shape[2], k.shape[2]
         pieces = _none_empty(q_heads // kv_heads, pieces)
         split = split_columns(layout, k.shape[0], q_heads, kv_heads)
         if split is not None and pieces > 1:
-            pieces = pieces if q_heads % (kv_heads * pieces) == 0 else 1  # parts are of pieces of one size
+            pieces = pieces if q_heads % (kv_heads * pieces) == 0 else 1  # parts need pieces of equal size
             split = split_columns(layout, k.shape[0], q_heads, kv_heads * pieces)
         dk, dv = (x.new_empty(*x.shape[:2], kv_heads * pieces, x.shape[3]) for x in (k, v))
         self._fill(do, q, k, v, dk, dv, rows, layout, scale, softcap, split)
@@ -148,7 +148,7 @@ class ColumnKernel(NamedTuple):
 
 
 def _none_empty(group_size: int, pieces: int) -> int:
-    """Return the number of pieces so that each has a q head; all are of one size but the last."""
+    """Return the number of pieces so that each has a q head; all but the last have equal size."""
     each = -(-group_size // pieces)
     return -(-group_size // each)
 

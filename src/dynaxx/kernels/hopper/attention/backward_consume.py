@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, scores transposed."""
+"""Consumer warpgroup of the Hopper backward over kv blocks: 64 keys, dk and dv in registers, transposed scores.
+
+full[stage]: q, do, lse, delta -> scores.T = k q.T, dp.T = v do.T -> weights, ds -> dv += w do, dk += ds q -> empty
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +28,7 @@ def keep(
     weights, numbers, at, p_bits, part, first_key, FIRST_QUERY: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, keys_there=None,
 ):  # fmt: skip
-    """Return transposed weights [64 keys, queries], 0 where the block's mask hides the pair, or past the last key.
+    """Return transposed weights [64 keys, queries], with 0 for pairs hidden by the block's mask or past the last key.
 
     Keys count from `first_key` of the block, queries from FIRST_QUERY of the tile, which begins at `part` of the block.
     """
@@ -53,7 +56,7 @@ def _consume_tiles(
     p_bits, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of tiles begin..end of a head to dk and dv."""
+    """Add the contributions of tiles begin .. end - 1 of a head to dk and dv."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -92,7 +95,7 @@ def consume(
     columns, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of 64 keys of a kv block."""
+    """Compute dk and dv for 64 keys of a kv block."""
     (
         dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
         p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
@@ -122,7 +125,7 @@ def consume(
             False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         done += count * SPLIT
-    # k and v are read no more: their buffers carry the results out
+    # k and v are not read again, so their buffers can hold the results
     k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
     v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
     fence_async_shared()
@@ -130,7 +133,7 @@ def consume(
         if slot >= 0:
             store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
             store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
-        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
+        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA stores nothing
     at = [i_b, i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
     tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))

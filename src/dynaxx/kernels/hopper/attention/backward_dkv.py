@@ -4,8 +4,8 @@
     producer warp (backward_produce)      k, v once; then tiles of 64 queries: q, do, lse, delta, mask
     consumer per 64 keys (backward_consume)   scores.T = k q.T -> weights -> dv += w do; dk += ds q
 
-A program owns a kv block of one kv head. Each buffer has a full and an empty barrier. lse (base 2) and delta are padded
-to whole q blocks, with lse = inf where there is no query or it sees nothing, so that such rows add nothing.
+A program computes one kv block of one kv head. Each buffer has a full and an empty barrier. lse (base 2) and delta are
+padded to whole q blocks. lse is inf for missing queries and for queries that see nothing, so they contribute nothing.
 """
 
 from typing import Any
@@ -30,8 +30,8 @@ from dynaxx.layout import BlockLayout
 @gluon.jit(do_not_specialize=SIZES)
 def _sparse_attention_hopper_bwd_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
-    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
-    p_delta,  # the same shape, 0 there
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
+    p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
@@ -103,7 +103,7 @@ def backward_dkv(
 
 
 def group_pieces(q: Tensor, k: Tensor, layout: BlockLayout) -> int:
-    """Return into how many pieces a group is divided."""
+    """Return the number of pieces into which a group is divided."""
     fused = layout.block_size[1] == 128 and tile_width(q.shape[3]) <= 128
     fused = fused and not torch.are_deterministic_algorithms_enabled()
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]

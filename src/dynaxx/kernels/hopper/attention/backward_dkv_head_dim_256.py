@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """dk and dv for head_dim 256 on Hopper, in Gluon.
 
-A program owns 64 keys of one kv head: the producer of `backward_produce`, one consumer for dv and one for dk
-(`backward_dkv_head_dim_256_consume`). A kv block of 128 keys has two neighbouring programs, which read the same tiles.
+    producer warp (backward_produce)      k, v once; then tiles of 64 queries: q, do, lse, delta, mask
+    dv consumer, dk consumer              see `backward_dkv_head_dim_256_consume`
+
+A program computes 64 keys of one kv head. A kv block of 128 keys has two neighbouring programs, which read the same
+tiles.
 """
 
 from typing import Any
@@ -33,8 +36,8 @@ CONSUMERS = gl.constexpr(2)
 @gluon.jit(do_not_specialize=SIZES)
 def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
-    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
-    p_delta,  # the same shape, 0 there
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
+    p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
@@ -42,7 +45,7 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    PIECES: gl.constexpr = KV_BLOCK // ROWS  # of a kv block
+    PIECES: gl.constexpr = KV_BLOCK // ROWS  # programs per kv block
     first_key = gl.program_id(0) % PIECES * ROWS
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
     i_b, i_piece, i_col, first, last, slot = column_or_part(

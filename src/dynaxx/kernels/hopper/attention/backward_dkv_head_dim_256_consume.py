@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer warpgroups of dk and dv for head_dim 256 on Hopper: one computes dv of 64 keys, the other dk.
+"""Consumer warpgroups of dk and dv for head_dim 256 on Hopper: one computes dv of 64 keys, the other one dk.
 
     dv consumer   scores.T = k q.T -> weights (to shared memory) -> dv += weights do
     dk consumer   dp.T = v do.T -> ds = weights (dp - delta) -> dk += ds q
 
-Each result fills the registers of a warpgroup. While one consumer waits for the other, the tensor cores serve the other
-one.
+Each result fills the registers of a warpgroup. While one consumer waits, the tensor cores serve the other one.
 """
 
 from triton.experimental import gluon
@@ -26,14 +25,14 @@ from dynaxx.kernels.hopper.primitives.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.primitives.signals import none
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 
-SLOTS = gl.constexpr(2)  # tiles whose weights are kept
-LINES = gl.constexpr(128)  # of 32 numbers, in which weights lie in shared memory
+SLOTS = gl.constexpr(2)  # tiles whose weights are in shared memory
+LINES = gl.constexpr(128)  # lines of 32 numbers that hold a tile of weights in shared memory
 LINES_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
 
 
 @gluon.jit
 def _by_lane(tile):
-    """Return a [64, 64] tile as lines in which each thread's numbers come in fours, next to its neighbour's."""
+    """Rearrange a [64, 64] tile into lines in which each thread's numbers come in fours, next to its neighbour's."""
     return gl.reshape(gl.permute(gl.reshape(tile, [4, 2, 8, 8, 4, 2]), [0, 3, 2, 4, 1, 5]), [LINES, 32])
 
 
@@ -49,7 +48,7 @@ def _add_dv(
     numbers, stats, p_bits, first_key, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of tiles begin..end of a head to dv, and leave their weights in shared memory."""
+    """Add the contributions of tiles begin .. end - 1 of a head to dv, and write their weights to shared memory."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dv.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -89,7 +88,7 @@ def _add_dk(
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    for i_tile in range(count):  # not from `done` on: triton 3.6's loop-aware CSE then forgets that it grows
+    for i_tile in range(count):  # does not start at `done`, which triton 3.6's loop-aware CSE would take for constant
         i = done + i_tile
         stage = i % STAGES
         slot = i % SLOTS
@@ -115,14 +114,14 @@ def _add_dk(
 @gluon.jit
 def _store(x, desc, buffer, p_sums, slot, i_b, i_piece, i_col, first_key, kv_blocks, AT: gl.constexpr,
            KV_BLOCK: gl.constexpr, HAS_PARTS: gl.constexpr, scale):  # fmt: skip
-    """Store dk or dv of 64 keys, by way of a buffer that is read no more."""
+    """Store dk or dv of 64 keys through a buffer that is not read again."""
     D: gl.constexpr = x.shape[1]
     buffer.reshape([ROWS, D]).store((x * scale).to(desc.dtype))
     fence_async_shared()
     if HAS_PARTS:
         if slot >= 0:
             store_part(p_sums, slot, x, AT, first_key, KV_BLOCK)
-        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
+        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA stores nothing
     tma.async_copy_shared_to_global(desc, [i_b, i_piece, i_col * KV_BLOCK + first_key, 0], buffer)
     tma.store_wait(0)
 
@@ -135,7 +134,7 @@ def consume_dv(
     kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale_log2, cap_rate,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dv of 64 keys, from `first_key` of a kv block on."""
+    """Compute dv for 64 keys, starting at `first_key` of a kv block."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dv_desc.block_type.shape[3]
     dv = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
@@ -171,7 +170,7 @@ def consume_dk(
     kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk of 64 keys, from `first_key` of a kv block on."""
+    """Compute dk for 64 keys, starting at `first_key` of a kv block."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk_desc.block_type.shape[3]
     dk = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dq for Hopper, in Gluon, in a pass of its own over the rows of a layout.
+"""dq for Hopper, in Gluon, in a separate pass over the rows of a layout.
 
     producer warp                                 layout -> k, v in tiles of 64 keys, with their masks; q, do once
     consumer per 64 queries (backward_dq_consume)   scores -> weights -> ds -> dq += ds k
 
-q and do stay in shared memory, dq in registers. The consumers have the halves of a q block of 128, or with q blocks of
-64 two heads of a group that share a layout, else there is one consumer. At head_dim 256 there is room for two tiles of
-k and one of v.
+q and do stay in shared memory, dq in registers. With q blocks of 128, two consumers process the halves of a q block.
+With q blocks of 64, they process two heads of a group that share a layout; otherwise there is one consumer. At head_dim
+256, shared memory holds two tiles of k and one of v.
 """
 
 from typing import Any
@@ -40,9 +40,10 @@ def _produce(
     blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Feed q and do of each consumer, then the tiles of the row.
+    """Load q and do of each consumer, then the tiles of the row.
 
-    First comes a last full block that seqlen_k may cut (`tail`), then the partial blocks, then full ones without masks.
+    If seqlen_k cuts the last full block (`tail`), that block comes first, because it needs a mask. Then follow the
+    partial blocks, then full blocks without masks.
     """
     (
         q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
@@ -65,7 +66,7 @@ def _produce(
         mbarrier.wait(k_empty.index(stage), ((i // K_STAGES) & 1) ^ 1)
         if i < masked:
             lo, hi, code = band_of(p_bands, num_masks, gl.load(p_codes + entry))
-            # the distance is query - key, and the tile's keys begin at `part`
+            # distances are query - key, and the tile's keys begin at `part`
             put(numbers, stage * FIELDS, gl.where(lo > hi, 1, lo + part))
             put(numbers, stage * FIELDS + 1, gl.where(lo > hi, 0, hi + part))
             put(numbers, stage * FIELDS + 2, seqlen_k - first_key)
@@ -85,8 +86,8 @@ def _produce(
 @gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_bwd_dq_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc,
-    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
-    p_delta,  # the same shape, 0 there
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
+    p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
     p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
@@ -113,7 +114,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
         i_b = gl.where(is_part, part_b, i_b)
         part = gl.where(is_part, gl.program_id(0), -1)
     lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
-    i_row = q_blocks - 1 - rank  # the longest rows first, under a causal mask
+    i_row = q_blocks - 1 - rank  # longest rows first, under a causal mask
     if ORDERED:
         i_row = gl.minimum(gl.maximum(gl.load(p_order + lead * q_blocks + rank), 0), q_blocks - 1)
     if HAS_PARTS:

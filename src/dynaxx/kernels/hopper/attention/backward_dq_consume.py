@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of dq on Hopper: 64 queries of one head, dq in registers, tiles of 64 keys in turn."""
+"""Consumer warpgroup of dq on Hopper: 64 queries of one head, dq in registers, tiles of 64 keys in turn.
+
+k_full: scores = q k.T -> weights
+v_full: dp = do v.T -> ds = weights (dp - delta) -> v_empty -> dq += ds k -> k_empty
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,12 +20,12 @@ from dynaxx.kernels.hopper.primitives.signals import get, none, pin
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
 
-FIELDS = gl.constexpr(4)  # of a tile: first and last distance of its mask, keys that there are, code
+FIELDS = gl.constexpr(4)  # numbers per tile: first and last distance of its mask, number of keys, code of the mask
 
 
 @gluon.jit
 def _keep(weights, numbers, at, first_row, part, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """Return weights [64 queries, 64 keys], 0 where a block's mask or the end of the keys hides the pair.
+    """Return weights [64 queries, 64 keys], with 0 for pairs hidden by a block's mask or past the last key.
 
     Keys count from `part` of the block, and so do the distances that the producer wrote.
     """
@@ -48,7 +52,7 @@ def _consume_tiles(
     first_row, scale_log2, cap_rate, begin, end, MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of tiles begin..end of a row to dq."""
+    """Add the contributions of tiles begin .. end - 1 of a row to dq."""
     SPLIT: gl.constexpr = KV_BLOCK // ROWS
     D: gl.constexpr = dq.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -87,7 +91,7 @@ def consume(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dq of 64 queries."""
+    """Compute dq for 64 queries."""
     (
         dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
         p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
@@ -116,8 +120,8 @@ def consume(
             o_sum = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))[:, None] * D
             o_sum += gl.arange(0, D, gl.SliceLayout(0, acc_layout))[None, :]
             gl.store(p_sums + (part.to(gl.int64) * CONSUMERS + CONSUMER) * (ROWS * D) + o_sum, dq)
-        i_row = gl.where(part >= 0, q_blocks, i_row)  # past the end, where TMA leaves it out
-    q_buffers.index(CONSUMER).reshape([ROWS, D]).store((dq * scale).to(dq_desc.dtype))  # q is read no more
+        i_row = gl.where(part >= 0, q_blocks, i_row)  # past the end, where TMA stores nothing
+    q_buffers.index(CONSUMER).reshape([ROWS, D]).store((dq * scale).to(dq_desc.dtype))  # q is not read again
     fence_async_shared()
     tma.async_copy_shared_to_global(dq_desc, [i_b, i_h, i_row * Q_BLOCK + first_row, 0], q_buffers.index(CONSUMER))
     tma.store_wait(0)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dq, dk and dv for Hopper in one pass over the kv blocks, in Gluon: 5 matrix products where two passes take 7.
+"""dq, dk and dv for Hopper in one pass over the kv blocks, in Gluon: 5 matrix products instead of 7 in two passes.
 
     producer warp (backward_produce)              k, v once; then tiles of 64 queries: q, do, lse, delta, mask
     2 consumers (backward_fused_consume)          64 keys each: dk, dv in registers; ds through shared memory
     both consumers -> TMA reduce-add              their columns of dq, to fp32 sums in global memory
 
-A program owns a block of 128 keys of one kv head. Programs of other keys add to the same rows of dq in an order that
-differs between runs, so the last bits of dq may differ, too. One kv head comes after the other, so that its sums stay
-in L2: with two heads at a time it was 8 % slower, with eight 29 %.
+A program computes a block of 128 keys of one kv head. Programs of other keys add to the same rows of dq in an order
+that differs between runs, so the last bits of dq may differ. Kv heads are processed one after another, so that the sums
+stay in L2: with two heads at a time the kernel is 8 % slower, with eight 29 %.
 """
 
 from functools import partial
@@ -34,8 +34,8 @@ CONSUMERS = gl.constexpr(2)
 @gluon.jit(do_not_specialize=[*SIZES, "last_first"])
 def _sparse_attention_hopper_bwd_fused_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
-    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf where there is nothing
-    p_delta,  # the same shape, 0 there
+    p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
+    p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
     p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
@@ -57,7 +57,7 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     p_lse += first_head.to(gl.int64) * q_blocks * Q_BLOCK
     p_delta += first_head.to(gl.int64) * q_blocks * Q_BLOCK
 
-    SLOTS: gl.constexpr = 2 if AHEAD else 4  # tiles whose gradients are kept, until both have read them
+    SLOTS: gl.constexpr = 2 if AHEAD else 4  # tiles of ds in shared memory, until both consumers have read them
     fed = fed_by(q_desc, do_desc, k_desc, v_desc, CONSUMERS, STAGES, CONSUMERS)
     q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
     ds_buffers = gl.allocate_shared_memory(
@@ -90,10 +90,10 @@ def _sparse_attention_hopper_bwd_fused_kernel(
 def _others(layout: BlockLayout, q: Tensor, sums: Tensor, last_first: int = 0) -> dict[str, Any]:
     width = tile_width(q.shape[3])
     return {
-        "sums_desc": gluon_rows(sums, width, 32),  # a tile's, of one consumer
+        "sums_desc": gluon_rows(sums, width, 32),  # one consumer's part of a tile
         "last_first": last_first,
         "STAGES": fused_stages(width),
-        "AHEAD": width == 64,  # there are registers for the scores of another tile
+        "AHEAD": width == 64,  # then registers suffice to compute the scores of the next tile ahead
         "maxnreg": 168,
     }
 
@@ -101,4 +101,4 @@ def _others(layout: BlockLayout, q: Tensor, sums: Tensor, last_first: int = 0) -
 FUSED = ColumnKernel(
     _sparse_attention_hopper_bwd_fused_kernel, _others
 )  # for kv blocks of 128; adds dq / scale to the sums
-FUSED_LAST_FIRST = FUSED._replace(others=partial(_others, last_first=1))  # programs of a head meet at the same queries
+FUSED_LAST_FIRST = FUSED._replace(others=partial(_others, last_first=1))  # makes programs of a head share queries in L2

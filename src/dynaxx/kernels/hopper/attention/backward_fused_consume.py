@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of the fused Hopper backward: 64 keys, dk and dv in registers, and half of the columns of dq.
+"""Consumer warpgroup of the fused Hopper backward: 64 keys, dk and dv in registers, and half of the columns of dq.
 
-For each tile of 64 queries a consumer
+For each tile of 64 queries, a consumer
 
-    1. computes weights and ds of its 64 keys, and leaves ds in shared memory;
+    1. computes weights and ds of its 64 keys, and writes ds to shared memory;
     2. multiplies its weights with do, for dv;
-    3. multiplies ds of all 128 keys, of the tile before, with its columns of k, for dq;
+    3. multiplies ds of all 128 keys of the previous tile with its columns of k, for dq;
     4. multiplies its own ds with q, for dk; meanwhile the tile of dq goes to shared memory, and TMA adds it to the
-        sums.
+       sums.
 
-So one consumer may be a tile ahead of the other. Sums lie in the order in which threads hold a tile: each thread writes
-16 bytes next to its neighbour's, and a tile is one piece of memory.
+One consumer may therefore be one tile ahead of the other. Sums are stored in the order in which threads hold a tile:
+each thread writes 16 bytes next to its neighbour's, and a tile is contiguous.
 
-Where the end of the keys cuts a block, all of its tiles are masked: keys past the end score 0, and if all real scores
-lie far below, their weights overflow; inf times a key of zeros would make dq NaN.
+If the end of the keys cuts a block, all of its tiles are masked. Keys past the end have score 0. If all real scores are
+much lower, the weights of these keys overflow, and inf times a key of zeros would make dq NaN.
 """
 
 from triton.experimental import gluon
@@ -37,7 +37,7 @@ from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 
 @gluon.jit
 def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start this consumer's columns of dq for tile i - 1 once the other's ds is there; for -1 of any memory."""
+    """Start this consumer's columns of dq for tile i - 1, once the other's ds is ready; for tile -1, on any memory."""
     D: gl.constexpr = k_buffers.shape[4]
     SHARE: gl.constexpr = D // CONSUMERS
     SLOTS: gl.constexpr = ds_full.shape[0]
@@ -53,13 +53,13 @@ def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUM
 
 @gluon.jit
 def _tile_before(numbers, i):
-    """Return which tile of the group tile i - 1 is; none for tile -1."""
+    """Return the index in the group of tile i - 1; NOWHERE for tile -1."""
     return gl.where(i > 0, get(numbers, (i + RING - 1) % RING * FIELDS), NOWHERE)
 
 
 @gluon.jit
 def _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Add a tile of dq, without its scale, to the sums, which lie as `by_lane` does: see `backward_rows`."""
+    """Add an unscaled tile of dq to the sums, in the order described in `backward_rows`."""
     LINES: gl.constexpr = dq_buffer.shape[2]
     tma.store_wait(0)
     by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
@@ -75,7 +75,7 @@ def _consume_tiles(
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of tiles begin..end of a head to dk, dv and the sums of dq."""
+    """Add the contributions of tiles begin .. end - 1 of a head to dk, dv and the sums of dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -141,7 +141,7 @@ def consume(
     columns, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of 64 keys of a kv block, and this consumer's columns of the block's share of dq."""
+    """Compute dk and dv for 64 keys of a kv block, and this consumer's columns of the block's contribution to dq."""
     (
         sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
         kv_full, kv_read, full, empty, ds_full, numbers, stats,
@@ -188,7 +188,7 @@ def consume(
     _add_dq(dq, sums_desc, dq_buffers.index(CONSUMER), tile, CONSUMERS, CONSUMER)
     mbarrier.arrive(kv_read.index(0), count=1)
     mbarrier.wait(kv_read.index(0), 0)
-    # no consumer reads k and v any more: their buffers carry the results out
+    # no consumer reads k and v again, so their buffers can hold the results
     k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
     v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
     fence_async_shared()
@@ -196,7 +196,7 @@ def consume(
         if slot >= 0:
             store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
             store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
-        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA leaves it out
+        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA stores nothing
     at = [i_b, i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
     tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))

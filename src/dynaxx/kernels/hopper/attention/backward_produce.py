@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer warp of the Hopper backward over kv blocks: reads the layout, feeds k and v, then tiles of q and do.
+"""Producer warp of the Hopper backward over kv blocks: reads the layout and loads k and v, then tiles of q and do.
 
-Each tile of 64 queries comes with its lse and delta and, if masked, with its mask: consumers do not read masks.
+    layout (transposed) -> per entry: wait empty[stage] -> lse, delta, mask numbers, q, do by TMA -> full[stage]
+
+Each tile of 64 queries comes with its lse and delta and, if it is masked, with its band or the code of its mask.
 """
 
 from triton.experimental import gluon
@@ -13,14 +15,14 @@ from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.attention.forward_produce import band_of
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers, put
 
-RING = gl.constexpr(8)  # tiles whose numbers are kept: those in flight, and the one before
-FIELDS = gl.constexpr(4)  # of a tile: which of the group it is, and its mask's first and last distance, and code
-NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA leaves out; before the start it may not be
+RING = gl.constexpr(8)  # tiles whose numbers are stored: those in flight, and the previous one
+FIELDS = gl.constexpr(4)  # numbers per tile: its index in the group, first and last distance and code of its mask
+NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA ignores; a negative one would be invalid
 
 
 @gluon.jit
 def fed_by(q_desc, do_desc, k_desc, v_desc, KEYS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Collect what `produce` feeds: buffers of q, do, k and v, barriers kv_full, full and empty, numbers, stats.
+    """Allocate what `produce` fills: buffers of q, do, k and v, barriers kv_full, full and empty, numbers, stats.
 
     KEYS is the number of buffers of ROWS keys.
     """
@@ -43,10 +45,10 @@ def produce(
     blocks, first_key, CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr, ENDING: gl.constexpr = False, cut=False, last_first=False,
 ):  # fmt: skip
-    """Feed keys of one kv head from `first_key` of a block on, one buffer after the other, then tiles of all its heads.
+    """Load the keys of one kv head, starting at `first_key` of a block, then the tiles of all its q heads.
 
-    Partial blocks come first in each head. Under `cut` full blocks count as partial; under `last_first` the last full
-    block comes before the others.
+    Partial blocks come first for each head. If `cut` is set, full blocks are treated as partial. If `last_first` is
+    set, full blocks come in reverse order.
     """
     (
         q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
@@ -98,6 +100,6 @@ def produce(
             tma.async_copy_global_to_shared(q_desc, at, full.index(stage), q_buffers.index(stage))
             tma.async_copy_global_to_shared(do_desc, at, full.index(stage), do_buffers.index(stage))
             done += 1
-    if ENDING:  # consumers ask for the tile behind the last one, and use nothing of it
+    if ENDING:  # consumers wait for the tile after the last one, but do not use it
         mbarrier.wait(empty.index(done % STAGES), ((done // STAGES) & 1) ^ 1)
         mbarrier.arrive(full.index(done % STAGES), count=1)

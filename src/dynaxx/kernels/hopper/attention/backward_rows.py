@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper backward computes per query: lse and delta before the main kernels; dq from its sums after one pass.
+"""Per-query computations of the Hopper backward: lse and delta before the main kernels, dq from its sums after them.
 
-Sums are fp32 without dq's scale, by batch entry, head and tile of 64 rows, in the order in which the two consumers of
-`backward_fused_consume` hold a tile: consumer (half of the columns), warp (16 rows), 8 columns, then the row and the
-pair of columns of a lane, and its two rows, 8 apart.
+    do, out, lse, dlse -> lse (base 2), delta, zeroed sums         sums of dq -> scale, reorder -> dq
+
+Sums of dq are fp32, without the scale, by batch entry, head and tile of 64 rows. Within a tile they have the order in
+which the two consumers of `backward_fused_consume` hold it: consumer (half of the columns), warp (16 rows), 8 columns,
+then the row and the pair of columns of a lane, and its two rows, 8 apart.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.layout import BlockLayout
 
-ROWS = 64  # of a tile
+ROWS = 64  # rows per tile
 
 
 @kernel_launcher
@@ -32,7 +34,7 @@ def _sparse_attention_hopper_bwd_rows_kernel(
     p_lse,
     p_lse_log2,  # (B, Hq, padded_q) fp32
     p_delta,  # (B, Hq, padded_q) fp32
-    p_sums,  # (B, Hq, padded_q, D) fp32 in whatever order, if ZERO
+    p_sums,  # (B, Hq, padded_q, D) fp32 in any order, if ZERO
     seqlen_q,
     padded_q,
     q_heads,
@@ -43,9 +45,9 @@ def _sparse_attention_hopper_bwd_rows_kernel(
     BLOCK_M: tl.constexpr,
     ZERO: tl.constexpr,
 ):
-    """Compute lse in base 2 and delta = rowsum(do * out) - dlse; inf and 0 where there is no query, or it sees nothing.
+    """Compute lse in base 2 and delta = rowsum(do * out) - dlse; inf and 0 for missing queries and empty rows.
 
-    Also write zeros to the sums of dq.
+    If ZERO, also write zeros to the sums of dq.
     """
     if ZERO:
         at_sums = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
@@ -72,7 +74,7 @@ def _sparse_attention_hopper_bwd_rows_kernel(
 def _sparse_attention_hopper_bwd_sums_kernel(
     p_sums, dq_desc, padded_q, q_heads, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, ADD: tl.constexpr
 ):
-    """Compute dq = scale * sums, a tile per program; under ADD add that, rounded, to dq."""
+    """Compute dq = scale * sums, one tile per program; if ADD, add it, rounded, to dq."""
     tiles = padded_q // BLOCK_M
     head = tl.program_id(0) // tiles
     at = tl.program_id(0).to(tl.int64) * (BLOCK_M * D) + tl.arange(0, BLOCK_M * D)
@@ -87,17 +89,17 @@ def _sparse_attention_hopper_bwd_sums_kernel(
 
 
 class BackwardRows(NamedTuple):
-    """What a backward reads of each query, besides q and do."""
+    """The values that a backward kernel reads for each query, in addition to q and do."""
 
-    lse: Tensor  # (B, Hq, q_blocks * q_block) fp32, base 2; inf where a row has nothing to give
-    delta: Tensor  # the same shape: rowsum(do * out) - dlse; 0 there
-    sums: Tensor | None  # of dq, as lines of 32, (1, lines, 1, 32) fp32; zeros before one pass, None for two
+    lse: Tensor  # (B, Hq, q_blocks * q_block) fp32, base 2; inf for rows without weights
+    delta: Tensor  # (B, Hq, q_blocks * q_block) fp32, rowsum(do * out) - dlse; 0 for rows without weights
+    sums: Tensor | None  # sums of dq as lines of 32, (1, lines, 1, 32) fp32, zeroed; None for two passes
 
 
 def rows_of(
     do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, width: int, with_sums: bool
 ) -> BackwardRows:
-    """Compute the rows of (B, N, H, D) tensors that TMA can step through, in tiles of `width` columns."""
+    """Compute the rows of (B, N, H, D) tensors that TMA can read, in tiles of `width` columns."""
     lse_log2, delta = empty_rows(lse, layout)
     sums = empty_sums(delta, width) if with_sums else None
     tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
@@ -111,12 +113,12 @@ def empty_rows(lse: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def empty_sums(delta: Tensor, width: int) -> Tensor:
-    """Allocate the sums of dq, in tiles of `width` columns."""
+    """Allocate the sums of dq for tiles of `width` columns."""
     return delta.new_empty(1, delta.numel() * width // 32, 1, 32)
 
 
 def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float, others: Tensor | None = None) -> Tensor:
-    """Return dq, contiguous; with `others`, add it to that tensor in place."""
+    """Return dq, contiguous; if `others` is given, add dq to it in place."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if others is None else others
     launch_cached(_start_sums, layout, (sums, dq), scale, others is not None)
     return dq

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse attention forward for Hopper, in Gluon: persistent programs of a producer warp and one or two consumers.
+"""Block-sparse attention forward for Hopper, in Gluon: persistent programs with a producer warp and 1 or 2 consumers.
 
     producer warp (forward_produce)       layout -> q, k, v by TMA into shared memory, masks as numbers; a row ahead
     consumer warpgroup (forward_consume)  64 query rows: q k.T -> softmax -> p v, sums in registers -> out, lse
 
-Each buffer of q, k and v has a full and an empty barrier. With q blocks of 128 two consumers share a q block. With q
-blocks of 64 they are two heads of a group that share a layout, else there is one consumer. With two consumers blocks of
-64 keys go in pairs. Masked blocks go first, and masks cost only them. TMA clips at the ends of each sequence: a tail
-reads zeros, never a neighbour, and a bad index reads nothing.
+Each buffer of q, k and v has a full and an empty barrier. With q blocks of 128, two consumers share a q block. With q
+blocks of 64, they process two heads of a group that share a layout; otherwise there is one consumer. With two
+consumers, blocks of 64 keys are processed in pairs. Masked blocks come first, so that only they pay for masks. TMA
+clips at the end of each sequence: a tail reads zeros, never a neighbour's data, and an invalid index reads nothing.
 
-Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
+Legend: B batch; N queries, M keys; Hq, Hk query and kv heads; D head_dim of q and k, E head_dim of v.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
 from dynaxx.kernels.sinks import include_sinks
 from dynaxx.layout import BlockLayout
 
-PERSISTENT = 16  # parts of a processor's share: each has one more than its neighbour, or not
+PERSISTENT = 16  # parts per multiprocessor's share, because persistent programs differ by one part at most
 SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "group_size", "together"]
 
 
@@ -53,7 +53,7 @@ def _sparse_attention_hopper_fwd_kernel(
     E: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK
-    SLOTS: gl.constexpr = 2 if q_desc.block_type.shape[3] <= 128 else 1  # rows of q that there is room for
+    SLOTS: gl.constexpr = 2 if q_desc.block_type.shape[3] <= 128 else 1  # rows of q that fit into shared memory
     part_units = num_parts * batch_copies * head_copies
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -77,7 +77,7 @@ def _sparse_attention_hopper_fwd_kernel(
         flags = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], NUMBERS)
         judged = barriers(1, CONSUMERS)
 
-    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # of one program
+    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads per program
     all_units = part_units + (seqlen_q + Q_BLOCK - 1) // Q_BLOCK * batch * (q_heads // HEADS)
     tensors = (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
@@ -114,7 +114,7 @@ def attention_forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, as `kernels.reference.attention.attention_forward`."""
+    """Return out and lse, like `kernels.reference.attention.attention_forward`."""
     out, lse = _without_sinks(q, k, v, layout, scale, softcap)
     return (out, lse) if sinks is None else include_sinks(out, lse, sinks)
 
@@ -144,13 +144,13 @@ def _without_sinks(
 
 
 def _out_width(q: Tensor, v: Tensor) -> int:
-    """Return the columns of a tile of v and out: those of q, or at 256 columns fewer where v needs fewer."""
+    """Return the columns of a tile of v and out: those of q, or at 256 columns possibly fewer, if v needs fewer."""
     width = tile_width(q.shape[3])
     return tile_width(v.shape[3]) if width == 256 else width
 
 
 def _heads_of_a_program(layout: BlockLayout, q_heads: int, kv_heads: int) -> int:
-    """Return 2 with q blocks of 64 where the heads of a group share a layout and are even in number, else 1."""
+    """Return 2 for q blocks of 64 if the heads of a group share a layout and are even in number, else 1."""
     return 2 if layout.block_size[0] == 64 and layout.layout_heads == 1 and (q_heads // kv_heads) % 2 == 0 else 1
 
 
@@ -171,7 +171,7 @@ def _start_forward(
     width, out_width = tile_width(head_dim), _out_width(q, v)
     heads = _heads_of_a_program(layout, q_heads, kv_heads)
     consumers = heads * q_block // 64
-    programs = 2 if consumers == 1 and width <= 128 else 1  # of a multiprocessor
+    programs = 2 if consumers == 1 and width <= 128 else 1  # per multiprocessor
     step = forward_step(width, kv_block, consumers)
     together = forward_heads_together(seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
     split = split or {**no_split(lse), "p_sums_lse": lse}

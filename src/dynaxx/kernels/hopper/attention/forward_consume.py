@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer warpgroup of the Hopper forward: 64 query rows, a row of blocks after the other.
+"""Consumer warpgroup of the Hopper forward: 64 query rows, one row of blocks after another.
 
-A step starts q @ k.T of its keys and p @ v of the step before, and computes its softmax while the latter runs. Sums of
-a row stay separate in the four threads that share it until the row is done.
+    k_full -> scores = q k.T (while p @ v of the previous step runs) -> softmax -> v_full -> acc += p v -> empty
+    row done -> out, lse
+
+A step starts q @ k.T of its keys and p @ v of the previous step, and computes its softmax while the latter runs. Four
+threads share a row and keep separate sums until the row is done.
 """
 
 from triton.experimental import gluon
@@ -28,20 +31,20 @@ from dynaxx.kernels.hopper.primitives.signals import flag, get, pin, stored
 from dynaxx.kernels.hopper.primitives.softcap import capped
 from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
 
-ROWS = gl.constexpr(64)  # of one consumer warpgroup: wgmma's M
+ROWS = gl.constexpr(64)  # rows per consumer warpgroup: wgmma's M
 LN2 = gl.constexpr(0.6931471805599453)
-SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**64)  # sums of a row between which no weight is lost
+SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**64)  # range of a row's sum in which no weight is lost
 
 
 @gluon.constexpr_function
 def arrivals(consumers, head_dim, dtype):
-    """Return arrivals per tile on a barrier: one per consumer, or one per thread where threads run independently."""
+    """Return the arrivals per tile on a barrier: one per consumer, or one per thread if threads run independently."""
     return 128 if without_maxima(consumers, head_dim, dtype) else 1
 
 
 @gluon.jit
 def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
-    """Return one stage's keys or values as one tile, which lies in parts of 64 columns, as wgmma takes it."""
+    """Return one stage's keys or values as one tile, composed of parts of 64 columns, as wgmma requires."""
     layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, buffers.layout.element_bitwidth, 2)
     stages: gl.constexpr = buffers.shape[0] * buffers.shape[3] * buffers.shape[4] // (STEP * D)
     return buffers._reinterpret(buffers.dtype, [stages, STEP, D], layout).index(stage)
@@ -51,7 +54,7 @@ def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
 def _seen_of_block(
     first_row, numbers, at, p_bits, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr
 ):  # fmt: skip
-    """Return words [ROWS, 4]: which of KEYS keys of a block mask and end of the keys leave; numbers start at `at`."""
+    """Return words [ROWS, 4] with the visible keys of KEYS keys of a block; its numbers start at `at`."""
     PIECES: gl.constexpr = KV_BLOCK // KEYS
     WORDS: gl.constexpr = KEYS // 32
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
@@ -74,7 +77,7 @@ def _seen_of_block(
 
 @gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
-    """Write -inf where masks or the end of the keys hide a pair, in the one or two blocks of a step."""
+    """Write -inf for pairs hidden by masks or past the last key, in the one or two blocks of a step."""
     STEP: gl.constexpr = scores.shape[1]
     if KV_BLOCK >= STEP:
         seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
@@ -88,14 +91,14 @@ def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_B
 
 @gluon.jit
 def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """Return weights of this step, the new maximum (base 2), each thread's sum, and the factor of earlier sums."""
+    """Return this step's weights, the new maximum (base 2), each thread's sum, and the factor for earlier sums."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     shift = new_max
     if MASKED:
         shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     rescale = gl.exp2(row_max - shift)
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
-    # columns 2 t and 2 t + 1 of every eight belong to thread t of a row
+    # thread t of a row has columns 2 t and 2 t + 1 of every eight
     part = gl.sum(gl.sum(gl.reshape(weights, [ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
     row_sum *= gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     return weights, new_max, row_sum + gl.convert_layout(part, row_sum.type.layout), rescale
@@ -107,10 +110,10 @@ def _consume_steps(
     numbers, scale_log2, cap_rate, first_row, p_bits, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Attend to steps begin..end of the program.
+    """Attend to steps begin .. end - 1 of the program.
 
-    Weights stay fp32 from step to step, since bf16 would be unpacked and repacked. Full steps wait neither for maxima
-    where they need none (`forward_lazy_softmax`), nor for other threads.
+    Weights stay in fp32 from step to step, because bf16 would be unpacked and packed again. Full steps do not wait for
+    other threads, nor for maxima if they need none (`forward_lazy_softmax`).
     """
     FREE: gl.constexpr = not MASKED and without_maxima(CONSUMERS, q.shape[1], q.dtype)
     CHECKED: gl.constexpr = not FREE or not unchecked(q.dtype)
@@ -122,7 +125,7 @@ def _consume_steps(
     if FREE:
         base = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
         base += gl.convert_layout(row_max, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
-    if not CHECKED:  # a step's wait for k lies under the exponentials of the step before
+    if not CHECKED:  # the exponentials of the previous step hide this step's wait for k
         mbarrier.wait(k_full.index(begin % STAGES), (begin // STAGES) & 1, pred=begin < end)
     for i_step in range(begin, end):
         stage = i_step % STAGES
@@ -174,13 +177,13 @@ def consume(
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; write out and lse.
 
-    Where weights are unchecked and those of some rows left their range, a second sweep computes those units again, with
-    maxima in every step. The other units come without keys, past the end.
+    If weights are unchecked and those of some rows left their range, a second sweep computes these units again, with
+    maxima in every step. All other units then have no keys and lie past the end.
     """
     all_units, flags, judged = units
     UNCHECKED: gl.constexpr = unchecked(tensors[0].dtype)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    done = 0  # steps
+    done = 0  # number of steps done
     lost = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, s_layout))
     if UNCHECKED:
         i_mine = 0
@@ -212,9 +215,9 @@ def _attend(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
     E: gl.constexpr,
 ):  # fmt: skip
-    """Attend with 64 rows of unit `i_mine` of this program; return steps done, and rows with lost weights.
+    """Attend with 64 rows of unit `i_mine` of this program; return the steps done, and which rows lost weights.
 
-    Where weights are unchecked only masked steps have maxima; a unit that is computed again has them in all steps.
+    If weights are unchecked, only masked steps use maxima; a unit that is computed again uses them in all steps.
     """
     (
         out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
@@ -223,7 +226,7 @@ def _attend(
     ) = tensors  # fmt: skip
     D: gl.constexpr = q_buffers.shape[4]
     BLOCK_E: gl.constexpr = out_desc.block_type.shape[3]
-    SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS  # with two, a row's result leaves by its q's
+    SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS  # with two slots, a row's result leaves through its q buffer
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_E, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -242,7 +245,7 @@ def _attend(
     k = _step_of(k_buffers, stage, STEP, q.shape[1])
     s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if SLOTS == 2:
-        tma.store_wait(0)  # of the row before, whose q buffer carried its result out
+        tma.store_wait(0)  # the previous row's result left through its q buffer
         mbarrier.arrive(q_empty.index(1 - slot), count=1, pred=i_mine > 0)
     scores = capped(warpgroup_mma_wait(0, deps=[s_token]), cap_rate)
     scores = _hide(scores, first_row, step_numbers, stage, p_bits, Q_BLOCK, KV_BLOCK)
@@ -299,12 +302,12 @@ def _attend(
     if HAS_PARTS:
         store_output(p_sums, part, acc, CONSUMERS, CONSUMER)
     if SLOTS == 2:
-        q.store(acc.to(out_desc.dtype))  # q is read no more
+        q.store(acc.to(out_desc.dtype))  # q is not read again
         fence_async_shared()
         tma.async_copy_shared_to_global(
             out_desc, [i_b, i_h, row_q, 0], q_buffers.index(slot * CONSUMERS + CONSUMER)
         )  # fmt: skip
-    else:  # the next row's q may be there already
+    else:  # the buffer may contain the next row's q already
         rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
         columns = gl.arange(0, BLOCK_E, gl.SliceLayout(0, acc_layout))
         p_tile = p_out + ((i_b.to(gl.int64) * seqlen_q + row_q) * q_heads + i_h) * E

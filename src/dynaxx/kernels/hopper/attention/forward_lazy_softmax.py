@@ -1,38 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy softmax of the Hopper forward: weights relative to the maximum of earlier steps, without waiting for a new one.
 
-A softmax only needs its base to keep sums and weights in range; any number near the largest score serves.
+A softmax needs its base only to keep sums and weights in range; any number near the largest score will do.
 
-bf16 has the range of fp32, and weights far above 1 round as small ones do. So only the masked steps of a row, which
-come first, compute maxima. Full steps check nothing until the row is done: its sum then tells whether a weight was too
-large (some 44 nats above the scores of masked steps), or all were too small. Units of work with such a row are computed
-again, with maxima in every step.
+bf16 has the range of fp32, and weights far above 1 have the same relative rounding as small ones. Only the masked steps
+of a row, which come first, therefore compute maxima. Full steps check nothing until the row is done. The row's sum then
+tells whether a weight was too large (about 44 nats above the scores of masked steps), or whether all were too small.
+Units of work with such a row are computed again, with maxima in every step.
 
-Masked steps keep their maxima because a query may see few keys in them, or one, whose weight is then exactly 1. Any
-other weight is rounded for the product with v but not in the row's sum, which would shift out along all of v.
+Masked steps use maxima because a query may see only few keys in them. If it sees one key, the weight must be exactly 1.
+Any other weight is rounded for the product with v but not in the row's sum, which would change all of out.
 
-fp16 has a smaller range. At head_dim 64 a thread's sum of a full step's weights tells whether they still fit: where a
-sum is above GROWN, a warp finds the maxima, recomputes the weights of its step and rescales its state, behind a branch.
-Elsewhere there are no maxima, and nothing is rescaled: no weight is above GROWN, which fp16 holds.
+fp16 has a smaller range. At head_dim 64, a thread's sum of a full step's weights tells whether they still fit. If a sum
+is above GROWN, the warp branches, finds the maxima, recomputes the weights of its step and rescales its state. All
+other steps use no maxima and rescale nothing: no weight exceeds GROWN, which fp16 can represent.
 
-Of every eight columns a thread has 2 t and 2 t + 1, t being its place among the four threads that share a row.
+Of every eight columns, a thread has 2 t and 2 t + 1, where t is its index among the four threads that share a row.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-GROWN = gl.constexpr("0f43800000")  # 256, as PTX has it
+GROWN = gl.constexpr("0f43800000")  # 256, in PTX notation
 
 
 @gluon.constexpr_function
 def without_maxima(consumers, head_dim, dtype):
-    """Return whether full steps skip their maxima; in fp16 only where exponentials take as long as the products."""
+    """Return whether full steps skip maxima; in fp16 only if exponentials take as long as the products."""
     return unchecked(dtype) or (consumers == 2 and head_dim == 64)
 
 
 @gluon.constexpr_function
 def unchecked(dtype):
-    """Return whether weights are checked only when a row is done: in bf16, which has the range of fp32."""
+    """Return whether weights are checked only when a row is done: for bf16, which has the range of fp32."""
     return dtype == gl.bfloat16
 
 
@@ -52,7 +52,7 @@ def weights_relative_to(base, scores, scale_log2):
 
 @gluon.jit
 def rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2):
-    """Return weights, row_sum with `sums`, base and acc, rescaled to the largest score where a sum is above GROWN."""
+    """Return weights, row_sum including `sums`, base and acc, rescaled to the largest score if a sum exceeds GROWN."""
     w_layout: gl.constexpr = weights.type.layout
     acc_layout: gl.constexpr = acc.type.layout
     row_layout: gl.constexpr = row_sum.type.layout
@@ -92,15 +92,15 @@ def _registers(COLUMNS, SUMS):
 
 @gluon.constexpr_function
 def _where_grown(COLUMNS, SUMS):
-    """Rescale, by PTX, each of a thread's two rows to its largest score where a sum is above GROWN.
+    """Return PTX that rescales each of a thread's two rows to its largest score if a sum exceeds GROWN.
 
-    Changed in place: COLUMNS weights, SUMS results, row_sum and base. The scores, the sum of the weights and the scale
-    are read.
+    The code changes in place COLUMNS weights, SUMS results, row_sum and base. It reads the scores, the sum of the
+    weights and the scale.
     """
     kept = COLUMNS + SUMS + 2
     lines = [".reg .pred grown;", ".reg .f32 largest, other, ratio, shift, x;"]
     parts = [2 * (2 * kept + COLUMNS) + row for row in (0, 1)]
-    lines += [f"setp.gtu.f32 grown, ${parts[0]}, {GROWN.value};"]  # also where it is no number
+    lines += [f"setp.gtu.f32 grown, ${parts[0]}, {GROWN.value};"]  # also true for NaN
     lines += [f"setp.gtu.or.f32 grown, ${parts[1]}, {GROWN.value}, grown;"]
     lines += ["vote.sync.any.pred grown, grown, -1;", "@grown bra.uni grows;"]
     for row in (0, 1):
@@ -127,7 +127,7 @@ def _where_grown(COLUMNS, SUMS):
 
 @gluon.jit
 def _columns_of_threads(tile):
-    """Return a tile [rows, columns] as a tuple of columns / 4 tiles [rows, 4], one per column of a thread, in order."""
+    """Split a tile [rows, columns] into columns / 4 tiles [rows, 4], one per column of a thread, in order."""
     ROWS: gl.constexpr = tile.shape[0]
     EIGHTS: gl.constexpr = tile.shape[1] // 8
     tile = gl.permute(gl.reshape(tile, [ROWS, EIGHTS, 4, 2]), (0, 2, 1, 3))
@@ -152,7 +152,7 @@ def _halves(tiles, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _tile_of_columns(columns, FIRST: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Invert `_columns_of_threads` for COUNT of `columns`, from FIRST on."""
+    """Invert `_columns_of_threads` for COUNT of `columns`, starting at FIRST."""
     tiles = ()
     for u in gl.static_range(FIRST, FIRST + COUNT, 2):
         tiles += (gl.join(columns[u], columns[u + 1]),)  # type: ignore[assignment]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer warp of the Hopper forward: reads the layout, feeds q, k and v by TMA, and says how to mask.
+"""Producer warp of the Hopper forward: reads the layout, loads q, k and v by TMA, and tells consumers how to mask.
 
-It runs ahead of the consumers over the rows of its program, so that loads overlap with computation. Consumers read no
-layout: they get six numbers for each row and, for a masked step, four for each block.
+    unit of work -> row's entries -> row numbers, q -> q_full;  per step: mask numbers, k -> k_full, v -> v_full
+
+It runs ahead of the consumers over the rows of its program, so that loads overlap with computation. Consumers do not
+read the layout: they receive six numbers per row and, for a masked step, four per block.
 """
 
 from triton.experimental import gluon
@@ -13,9 +15,9 @@ from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
 from dynaxx.kernels.hopper.primitives.parts import row_part
 from dynaxx.kernels.hopper.primitives.signals import look, put
 
-EVERYWHERE = gl.constexpr(1 << 20)  # a band that holds every pair of a block
-ROW_FIELDS = gl.constexpr(6)  # of a row: its index, steps, masked steps, batch entry, first head, place as a part
-FIELDS = gl.constexpr(4)  # of a block: first and last distance, keys, code
+EVERYWHERE = gl.constexpr(1 << 20)  # a band that contains every pair of a block
+ROW_FIELDS = gl.constexpr(6)  # numbers per row: index, steps, masked steps, batch entry, first head, slot as a part
+FIELDS = gl.constexpr(4)  # numbers per block: first and last distance, number of keys, code
 
 
 @gluon.jit
@@ -28,7 +30,7 @@ def _unit_of(i_unit, together, q_blocks, q_heads, HEADS: gl.constexpr):
 
 @gluon.jit
 def band_of(p_bands, num_masks, code):
-    """Return a mask's band, lo > hi where it has none, and its code or -1."""
+    """Return a mask's band, with lo > hi if it has none, and its code, or -1."""
     known = (code >= 0) & (code < num_masks)
     lo = gl.load(p_bands + code * 2, mask=known, other=1)
     hi = gl.load(p_bands + code * 2 + 1, mask=known, other=0)
@@ -50,7 +52,7 @@ def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr)
 
 @gluon.jit
 def _lost_rows(p_lse, row, end, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, step):
-    """Return whether rows of a unit of work lost weights: lse of a row before `end` is NaN then."""
+    """Return whether rows of a unit of work lost weights: then lse of a row before `end` is NaN."""
     rows = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
     lost = rows * 0
     for u in gl.static_range(CONSUMERS):
@@ -66,9 +68,9 @@ def produce(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Feed the units of work of this program, then those again for which a consumer lost a row's weights."""
+    """Load the units of work of this program, then again those for which a consumer lost a row's weights."""
     all_units, flags, judged = units
-    done = 0  # steps
+    done = 0  # number of steps done
     i_mine = 0
     for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
         done = _feed(
@@ -93,13 +95,13 @@ def _feed(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """Feed unit `i_mine` of this program; return steps done.
+    """Load unit `i_mine` of this program; return the steps done.
 
-    A row's blocks come in steps of STEP keys, of several blocks or a piece of one: first what is missing to whole
-    steps, then a last full block that seqlen_k may cut (`tail`), the partial blocks from the last one on (under a
-    causal mask it shows something to every query), then the full blocks, which need no mask. Parts of long rows come
-    before all rows. A row with parts is then a unit without blocks, past the end, where nothing is stored; AGAIN, so
-    are units that lost no weights.
+    A row's blocks are processed in steps of STEP keys, which hold several blocks or a piece of one. The order is: empty
+    blocks that complete the first step, a last full block that seqlen_k may cut (`tail`), the partial blocks from the
+    last one on (under a causal mask, the last one shows something to every query), then the full blocks, which need no
+    mask. Parts of long rows come before all rows. A row that is split into parts is a unit without blocks, past the end
+    of the queries, where nothing is stored. With AGAIN, so are the units that lost no weights.
     """
     (
         q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
@@ -108,9 +110,9 @@ def _feed(
         p_parts, num_parts, limit, batch_copies, head_copies,
         seqlen_q, seqlen_k, q_heads, group_size, together, p_lse, p_sums_lse,
     ) = blocks  # fmt: skip
-    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads of one program
-    BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK  # of a step
-    PIECES: gl.constexpr = (KV_BLOCK + STEP - 1) // STEP  # steps of a block
+    HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads per program
+    BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK  # blocks per step
+    PIECES: gl.constexpr = (KV_BLOCK + STEP - 1) // STEP  # steps per block
     SLOTS: gl.constexpr = q_buffers.shape[0] // CONSUMERS
     PARTS: gl.constexpr = q_desc.block_type.shape[3] // k_desc.block_type.shape[3]
     V_PARTS: gl.constexpr = v_buffers.shape[0] // (STAGES * BLOCKS)
@@ -125,7 +127,7 @@ def _feed(
         i_b = gl.where(is_part, part_b, i_b)
     i_hk = i_h // group_size
     lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
-    i_row = q_blocks - 1 - rank  # the longest rows first, under a causal mask
+    i_row = q_blocks - 1 - rank  # longest rows first, under a causal mask
     if ORDERED:
         i_row = gl.load(p_order + lead * q_blocks + rank)
         i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
@@ -177,10 +179,10 @@ def _feed(
     mbarrier.expect(q_full.index(slot), CONSUMERS * q_desc.block_type.nbytes)
 
     for i_step in range(steps):
-        first_key = i_step % PIECES * STEP  # of the block
+        first_key = i_step % PIECES * STEP  # offset in the block
         stage = (done + i_step) % STAGES
         free = (((done + i_step) // STAGES) & 1) ^ 1
-        keys = ()  # where each block starts; past the end, where TMA gives zeros, if there is none
+        keys = ()  # first key of each block; past the end, where TMA returns zeros, for an empty one
         entries = ()
         for u in gl.static_range(BLOCKS):
             position = i_step // PIECES * BLOCKS + u - missing
@@ -193,7 +195,7 @@ def _feed(
             entries += (gl.where(known, entry, -1),)  # type: ignore[assignment]
         mbarrier.wait(k_empty.index(stage), free)
         _load_step(k_desc, k_buffers, k_full, stage, i_b, i_hk, keys, PARTS)
-        if i_step < masked:  # while k comes: bytes count before they are announced, too
+        if i_step < masked:  # while k is loading: barriers accept bytes before they are announced
             masks = ()
             for u in gl.static_range(BLOCKS):
                 code = gl.load(p_codes + entries[u], mask=entries[u] >= 0, other=-1)

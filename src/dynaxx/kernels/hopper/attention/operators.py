@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a layout: `kernels.contract.AttentionKernels` of the hopper backend."""
+"""Attention over a layout: the hopper backend's `kernels.contract.AttentionKernels`."""
 
 from dynaxx.kernels.hopper.attention.backward import attention_backward
 from dynaxx.kernels.hopper.attention.forward import attention_forward

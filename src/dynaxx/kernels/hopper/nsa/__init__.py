@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention on Hopper, in Gluon."""
+"""Native sparse attention on Hopper, in Gluon."""

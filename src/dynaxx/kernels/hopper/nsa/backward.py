@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of all branches of Native Sparse Attention on Hopper.
+"""Gradients of all branches of native sparse attention on Hopper.
 
-The compressed branch and the window add dq to the same fp32 sums where they take one pass. Selected blocks, whose
-partial results take most memory, come last and add their dq to the result.
+    compressed branch, window -> dk, dv, fp32 sums of dq -> dq;  selected blocks -> dk, dv, added to dq
+
+The compressed branch and the window add dq to the same fp32 sums if they use one pass. Selected blocks, whose partial
+results take the most memory, come last and add their dq to the result.
 """
 
 import torch
@@ -27,17 +29,17 @@ def mixed_backward(
     layouts: tuple[BlockLayout, BlockLayout],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, dk_cmp and dv_cmp of (T, H, D) tensors; empties `rows.do`.
+    """Return dq, dk, dv, dk_cmp and dv_cmp of (T, H, D) tensors; empties the list `rows.do`.
 
     Args:
-        rows: of `branch_rows`.
+        rows: result of `branch_rows`.
         q: (T, Hq, D).
         k: (M, Hk, D).
-        v: as k.
+        v: (M, Hk, D).
         k_cmp: (compressed tokens, Hk, D).
-        v_cmp: as k_cmp.
-        plan: of the selected branch.
-        layouts: of the compressed branch and of the window.
+        v_cmp: (compressed tokens, Hk, D).
+        plan: plan of the selected branch.
+        layouts: layouts of the compressed branch and of the window.
         scale: softmax scale.
     """
     batch = batch_of(plan)
@@ -52,7 +54,7 @@ def mixed_backward(
         dq = dq_swa if dq is None else dq.add_(dq_swa)
     if sums is not None:
         dq = dq_of_sums(sums, some_q, layouts[1], scale, dq)
-    assert dq is not None, "a window has keys"
+    assert dq is not None, "a window is never empty"
     del sums, cmp, swa, dq_swa
     dq, dk, dv, dk_cmp, dv_cmp = (x.flatten(0, 1) for x in (dq, dk, dv, dk_cmp, dv_cmp))
     if plan.indices.shape[2]:
@@ -64,7 +66,7 @@ def mixed_backward(
 def _over_layout(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: BackwardRows, layout: BlockLayout, scale: float
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return dq, dk and dv of attention over a layout; dq is None where it is 0, or was added to the sums."""
+    """Return dq, dk and dv of attention over a layout; dq is None if it is 0 or was added to the sums."""
     if k.shape[1] == 0:
         return None, torch.zeros_like(k), torch.zeros_like(v)
     return gradients_of_rows(do, q, k, v, rows, layout, scale)

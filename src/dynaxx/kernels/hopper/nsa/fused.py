@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sum and differentiate the branches of Native Sparse Attention together: `kernels.contract.FusedBranches`."""
+"""Fused branches of native sparse attention, forward and backward: `kernels.contract.FusedBranches`."""
 
 from dynaxx.kernels.gpu.nsa.selected import Mixture, selected_and_mixed
 from dynaxx.kernels.hopper.nsa.backward import mixed_backward

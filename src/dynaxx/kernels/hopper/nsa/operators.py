@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention on Hopper, in Gluon: `kernels.contract.NsaKernels`.
+"""Native sparse attention on Hopper, in Gluon: `kernels.contract.NsaKernels`.
 
-Gluon kernels score blocks and attend to selected blocks for groups of 1, 2, 4, 8 and more q heads: by query where the
+Gluon kernels score blocks, and attend to selected blocks for groups of 1, 2, 4, 8 and more q heads: by query if the
 group fills a wgmma tile (`selected`), else by key (`selected_partial`). The rest is shared with the `triton` backend.
 """
 
@@ -36,18 +36,18 @@ __all__ = [
     "selected_forward",
 ]
 
-KEY_BLOCK = 64  # keys of the kernels by key
-EITHER = 4  # the group that goes by query where neighbours agree, else by key
-SMALL = (1, 2)  # groups that go by key
+KEY_BLOCK = 64  # keys per block in the kernels by key
+EITHER = 4  # group size that runs by query if neighbours select the same blocks, else by key
+SMALL = (1, 2)  # group sizes that run by key
 
 
 @dataclass(frozen=True)
 class HopperSelectedPlan(shared.SelectedPlan):
-    """A selection of groups that the Gluon kernels serve, prepared for forward and backward."""
+    """A selection for a group size that the Gluon kernels support, prepared for forward and backward."""
 
     @property
     def consumers(self) -> int:
-        """Consumers of a program, 64 rows each."""
+        """Consumers per program, 64 rows each."""
         return selected_consumers(self.group_size, self.spans.sizes.slc_block)
 
     @lazy
@@ -68,7 +68,7 @@ class HopperSelectedPlan(shared.SelectedPlan):
 
     @property
     def attends_window(self) -> bool:
-        """Whether the windows of neighbouring rows overlap: not where sequences have keys before their queries."""
+        """Whether the windows of neighbouring rows overlap: not if sequences have keys before their queries."""
         return self.mixes and (len(self.spans.ends_q) == 2 or self.spans.ends_q == self.spans.ends_k)
 
     def dq_by_query(
@@ -97,7 +97,7 @@ class HopperSelectedPlan(shared.SelectedPlan):
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
-    """Return the chosen blocks, as `kernels.reference.nsa.select_blocks`; raw scores are computed in Triton."""
+    """Return the selected blocks, like `kernels.reference.nsa.select_blocks`; Triton computes raw scores."""
     if lse is None or not k_cmp.shape[0]:
         return select.select_blocks(q, k_cmp, lse, spans, heads, scale)
     from dynaxx.kernels.hopper.nsa.scores import TILE_ROWS, score_blocks
@@ -106,21 +106,21 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
 
 
 def schedule_of(group_size: int, kv_block: int) -> str:
-    """Return in words how blocks are visited, for `explain_selected`."""
+    """Describe the order of processing in words, for `explain_selected`."""
     consumers = selected_consumers(group_size, kv_block)
     if not consumers:
         return shared.schedule_of(group_size, kv_block)
     positions = consumers * 64 // group_size
     if group_size == EITHER:
         return (
-            f"forward by query, the union of {positions} neighbouring positions by TMA, where they agree on most of "
-            "their blocks, else by key (the GPU decides); backward by key"
+            f"forward by query, union of {positions} neighbouring positions by TMA, if they share most of their "
+            "blocks, else by key (decided on the GPU); backward by key"
         )
-    return f"by query: the union of {positions} neighbouring positions by TMA, since groups of 8 and more fill tiles"
+    return f"by query: union of {positions} neighbouring positions by TMA, because groups of 8 and more fill tiles"
 
 
 def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> shared.SelectedPlan:
-    """Return what forward and backward share."""
+    """Return a plan that forward and backward share."""
     plan = shared.prepare_selected(block_indices, spans, q, k, v)
     consumers = selected_consumers(plan.group_size, spans.sizes.slc_block)
     either = plan.group_size == EITHER

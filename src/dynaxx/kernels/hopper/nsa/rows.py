@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backward of each branch of Native Sparse Attention reads of queries: gate times do, lse and delta.
+"""Per-query inputs of the backward of native sparse attention: gate times do, lse and delta for each branch.
 
-One kernel reads do once for all branches, and computes the gradient of the gates on the way.
+    do, branches, gates, lse -> gate * do, lse and delta per branch;  gradient of the gates
 
-T = B N queries, Hq q heads, E head_dim.
+One kernel reads do once for all branches, and also computes the gradient of the gates.
+
+Legend: T = B N queries, Hq q heads, E head_dim.
 """
 
 from typing import NamedTuple
@@ -23,7 +25,7 @@ TILE_ROWS = 16
 
 
 class Branches(NamedTuple):
-    """Results of the forward of the three branches."""
+    """Forward results of the three branches."""
 
     cmp: Tensor  # (T, Hq, E)
     slc: Tensor
@@ -45,7 +47,7 @@ def _nsa_hopper_bwd_rows_kernel(
     seqlen_q, padded_q, q_heads,
     E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute each branch's gate times do, and its lse and delta; rows that see nothing have lse = inf, delta = 0."""
+    """Compute each branch's gate times do, lse and delta; rows that see nothing have lse = inf, delta = 0."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     i_h, place = row % q_heads, row // q_heads
     i_b, pos_q = place // padded_q, place % padded_q
@@ -82,9 +84,9 @@ def _nsa_hopper_bwd_rows_kernel(
 
 
 class BranchRows(NamedTuple):
-    """What the backward of each branch reads of queries, besides q."""
+    """The values that the backward of each branch reads for each query, in addition to q."""
 
-    do: list[Tensor]  # of the compressed, the selected and the window branch, (T, Hq, E) each
+    do: list[Tensor]  # gate times do for the compressed, selected and window branch, (T, Hq, E) each
     cmp: BackwardRows
     slc: Tensor  # (T, Hq, 2) fp32, lse and delta
     swa: BackwardRows
@@ -93,7 +95,7 @@ class BranchRows(NamedTuple):
 def branch_rows(
     do: Tensor, branches: Branches, gates: Tensor, plan: SelectedPlan, layout: BlockLayout
 ) -> tuple[BranchRows, Tensor]:
-    """Return what `mixed_backward` takes, and the gradient of the gates; `layout` is any of the queries' layouts."""
+    """Return the input of `mixed_backward`, and the gradient of the gates; `layout` is any layout of these queries."""
     queries, q_heads, dim = do.shape
     batch = batch_of(plan)
     lse = branches.cmp_lse.new_empty(batch, q_heads, 0)
@@ -124,6 +126,6 @@ def branch_rows(
 
 
 def batch_of(plan: SelectedPlan) -> int:
-    """Return the number of sequences if they are alike, and so a batch; else 1."""
+    """Return the number of sequences if they have equal lengths and so form a batch; else 1."""
     alike = plan.spans.uniform
     return 1 if alike is None else alike[0]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of selection blocks for Hopper, in Gluon: one producer warp and a few consumers.
 
-    producer warp          q rows and lse of one q head of the group after the other
+    producer warp          q rows and lse of the group's q heads, one head after another
     consumer warpgroup     128 compressed tokens: sum over heads of exp(q @ k_cmp - lse) -> pooled to block scores
 
-A program takes one unit of work after the other: 64 queries of a selection head and some compressed tokens. Consumers
-multiply in turn; otherwise all would multiply at once, and then all compute exponentials. Names and results as in
-`kernels.gpu.nsa.select`.
+A program processes units of work one after another: 64 queries of a selection head and some compressed tokens.
+Consumers take turns with the tensor cores; otherwise they would all multiply, and then all compute exponentials, at the
+same time. Names and results are those of `kernels.gpu.nsa.select`.
 """
 
 from torch import Tensor
@@ -28,10 +28,10 @@ from dynaxx.layout.nsa import NativeSpans
 LOG2E_ = gl.constexpr(LOG2E)
 FIELDS_ = gl.constexpr(FIELDS)
 CONSUMERS = gl.constexpr(3)
-THREADS = gl.constexpr(128)  # of a consumer, which do not wait for one another where they arrive
-TOKENS = gl.constexpr(128)  # of one consumer
+THREADS = gl.constexpr(128)  # threads per consumer; each arrives separately, so that they do not wait for one another
+TOKENS = gl.constexpr(128)  # compressed tokens per consumer
 STAGES = gl.constexpr(5)  # q heads in flight
-TILE_ROWS = 64  # queries of a unit
+TILE_ROWS = 64  # queries per unit
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def _produce(
 
 @gluon.jit
 def _store_rows(p_rows, values, first_row, end_row, first_block, blocks, row_stride):
-    """Store [64, blocks of a consumer] to rows of fp32 scores that exist."""
+    """Store [64, blocks of a consumer] in the existing rows of fp32 scores."""
     BLOCKS: gl.constexpr = values.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -81,12 +81,12 @@ def _pool(
     total, p_own, p_next, p_num_cmp, first_t, end_t, least, first_row, first_token, i_head, heads, blocks,
     PER_TOKEN: gl.constexpr, PER_BLOCK: gl.constexpr, MAX: gl.constexpr,
 ):  # fmt: skip
-    """Pool weights of 128 tokens to scores of their blocks, and of the blocks behind them."""
+    """Pool the weights of 128 tokens to scores of their blocks, and of the blocks after these."""
     layout: gl.constexpr = total.type.layout
     BLOCKS: gl.constexpr = TOKENS // PER_BLOCK
     t = first_t + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    if first_token + TOKENS > least:  # else all queries see all of them
+    if first_token + TOKENS > least:  # otherwise all queries see all tokens
         seen = gl.load(p_num_cmp + t, mask=t < end_t, other=0)
         total = gl.where(token[None, :] < seen[:, None], total, 0.0)
     by_block = gl.reshape(total, [ROWS, BLOCKS, PER_BLOCK])
@@ -97,7 +97,7 @@ def _pool(
     p_own += i_head * blocks
     _store_rows(p_own, own, row, end_t - first_row, first_block, blocks, heads * blocks)
     if PER_TOKEN > 1:
-        over = PER_TOKEN - shared  # strides behind the block; without any, nothing: weights are not negative
+        over = PER_TOKEN - shared  # strides that lie in the next block; 0 if there are none, as weights are >= 0
         behind = gl.max(gl.where(over > 0, by_block, 0.0), 2) if MAX else gl.sum(by_block * over, 2)
         p_next += i_head * blocks
         _store_rows(p_next, behind, row, end_t - first_row, first_block + 1, blocks, heads * blocks)
@@ -143,7 +143,7 @@ def _consume(
                 mbarrier_arrive(empty.index(stage), increment_count=False)
                 total += gl.exp2(scores * scale_log2 - lse[:, None])
                 step += 1
-        else:  # tokens behind all that these queries see
+        else:  # tokens after all those that these queries see
             for _ in range(GROUP):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -193,8 +193,8 @@ def _nsa_scores_hopper_kernel(
 def score_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
 ) -> None:
-    """Fill `scores` for tiles of 64 rows, an `nsa.select.Scorer`; lse is not None."""
-    assert lse is not None, "raw scores are Triton's"
+    """Fill `scores` for tiles of 64 rows; this is an `nsa.select.Scorer`. lse must not be None."""
+    assert lse is not None, "Triton computes raw scores"
     heads, blocks = scores.own.shape[1:]
     units = scores.tiles.units(scores.some, CONSUMERS.value * TOKENS.value, TOKENS.value)
     all_units = len(units) * heads

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selected attention by query for Hopper, in Gluon: persistent programs of one producer warp and a few consumers.
+"""Selected attention by query for Hopper, in Gluon: persistent programs with one producer warp and a few consumers.
 
     producer warp (selected_produce)        q of a tile; then k, v of the window, and of the union of blocks, by TMA
     consumer warpgroup (selected_consume)   64 rows of 64 / group neighbouring positions -> out, lse, gated sum
 
-Each block of the union is loaded once; a consumer skips blocks that none of its own positions selected. A program takes
-the next tile when it has fed one, since tiles differ in size.
+Each block of the union is loaded once. A consumer skips blocks that none of its positions selected. Tiles differ in
+size, so a program takes the next tile from a counter when it has loaded one.
 
-T queries, M keys, Hq / Hk / Hs query, kv and selection heads; D head_dim of q, k and v.
+Legend: T queries, M keys; Hq, Hk, Hs query, kv and selection heads; D head_dim of q, k and v.
 """
 
 import torch
@@ -32,21 +32,21 @@ from dynaxx.layout.nsa import NativeSpans
 @gluon.jit(do_not_specialize=["queries", "heads", "heads_per_kv", "window", "tiles"])
 def _selected_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc,
-    cmp_desc, swa_desc,  # as out: the other branches, read with MIXED; with WINDOWED swa is written if ALONE
-    mixed_desc,  # the sum of all three, each times its gate
-    p_gates,  # (T, Hq, 3) contiguous: of the compressed, this, and the window branch
-    p_swa_lse,  # of the window branch, as swa
+    cmp_desc, swa_desc,  # like out: the other branches, read if MIXED; if WINDOWED, swa is written if ALONE
+    mixed_desc,  # the sum of all three branches, weighted by gates
+    p_gates,  # (T, Hq, 3) contiguous: for the compressed, selected and window branch
+    p_swa_lse,  # lse of the window branch, handled like swa
     p_lse, p_last_key, p_first_block, p_block_start, p_starts, p_members, p_counts,
-    p_taken,  # (1,) int32, 0 where nothing is to be done; not read without CHOSEN
-    p_state,  # (3 + tiles,) int32, 0 at first, as `selected_tiles` says
+    p_taken,  # (1,) int32, 0 if there is nothing to do; read only if CHOSEN
+    p_state,  # (3 + tiles,) int32, initially 0, see `selected_tiles`
     tiles, queries, heads, heads_per_kv, window, scale_log2,
-    SLOTS: gl.constexpr,  # of a tile's union
+    SLOTS: gl.constexpr,  # slots in a tile's union
     CONSUMERS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     CHOSEN: gl.constexpr,
-    ALONE: gl.constexpr,  # store out, and what else is made here, by itself
+    ALONE: gl.constexpr,  # store out, and swa if it is computed here
     MIXED: gl.constexpr,  # store the sum of all branches
-    WINDOWED: gl.constexpr,  # attend to the window, too
-    SWEEP: gl.constexpr,  # 1: only tiles of which weights left their range, where nothing asked for maxima
+    WINDOWED: gl.constexpr,  # also attend to the window
+    SWEEP: gl.constexpr,  # 1: only tiles whose weights left their range in a launch without maxima
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     run = True
@@ -55,7 +55,7 @@ def _selected_hopper_fwd_kernel(
     elif CHOSEN:
         run = gl.load(p_taken) != 0
     if run:
-        POSITIONS: gl.constexpr = ROWS // GROUP  # of one consumer
+        POSITIONS: gl.constexpr = ROWS // GROUP  # positions per consumer
         dtype: gl.constexpr = q_desc.dtype
         CHECKED: gl.constexpr = SWEEP == 1 or dtype != gl.bfloat16
         D: gl.constexpr = q_desc.block_type.shape[2]
@@ -99,7 +99,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (T, Hq, D) and lse (Hq, T) fp32; scale > 0, dense rows, unions of `consumers` times 64 rows.
 
-    Write nothing where `taken`, (1,) int32 on the device, is 0.
+    Write nothing if `taken`, (1,) int32 on the device, is 0.
     """
     queries, q_heads, dim = q.shape
     tiles, heads, slots = union.starts.shape
@@ -151,6 +151,6 @@ def forward(
         **registers(consumers),
     )
     launch(*arguments, SWEEP=0, **options)
-    if q.dtype == torch.bfloat16:  # fp16 has asked for maxima
+    if q.dtype == torch.bfloat16:  # the fp16 launch uses maxima already
         launch(*arguments, SWEEP=1, **options)
     return out, lse

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dq of selected attention by query for Hopper, in Gluon; roles, tiles and names as in `selected`."""
+"""dq of selected attention by query for Hopper, in Gluon; roles, tiles and names are those of `selected`.
+
+producer warp        q, do of a tile; then k, v of the union of blocks
+consumer warpgroup   64 rows: scores, dp -> ds -> dq += ds k
+"""
 
 import torch
 from torch import Tensor
@@ -87,7 +91,7 @@ def _consume(
             dq_token = warpgroup_mma(ds, k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[dq_token])
         mbarrier.arrive(empty.index(stage), count=1)
-    q.store((dq * scale).to(dq_desc.dtype))  # q is read no more: its buffer carries the result out
+    q.store((dq * scale).to(dq_desc.dtype))  # q is not read again, so its buffer can hold the result
     fence_async_shared()
     if ADD:
         add_tile(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
@@ -101,12 +105,12 @@ def _consume(
 def _selected_hopper_bwd_dq_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, p_rows, p_last_key, p_starts, p_members, p_counts,
     queries, heads, heads_per_kv, scale,
-    SLOTS: gl.constexpr,  # of a tile's union
+    SLOTS: gl.constexpr,  # slots in a tile's union
     CONSUMERS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    ADD: gl.constexpr,  # to what dq holds
+    ADD: gl.constexpr,  # add to the contents of dq
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    POSITIONS: gl.constexpr = ROWS // GROUP  # of one consumer
+    POSITIONS: gl.constexpr = ROWS // GROUP  # positions per consumer
     i_program = gl.program_id(0)
     i_head = i_program % heads
     count = gl.load(p_counts + i_program)
@@ -153,9 +157,9 @@ def backward_dq(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, union: Unions, spans: NativeSpans, consumers: int,
     scale: float, others_dq: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return dq (T, Hq, D), or `others_dq` with that added to it.
+    """Return dq (T, Hq, D), or add it to `others_dq` and return that.
 
-    `rows` are as `row_pairs` returns them; unions have `consumers` times 64 rows.
+    `rows` come from `row_pairs`; unions have `consumers` times 64 rows.
     """
     queries, q_heads, dim = q.shape
     tiles, heads, slots = union.starts.shape

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer of selected attention by query: a warpgroup with 64 rows of a tile.
+"""Consumer warpgroup of selected attention by query: 64 rows of a tile.
 
-It attends to the tile's window first, where asked to, and keeps the result in shared memory; then to the blocks that
-its own positions selected. It adds the branches, each times its gate, as it writes.
+    window (if WINDOWED) -> swa, kept in shared memory;  own blocks of the union -> out, lse;  gated sum -> mixed
+
+It attends to the tile's window first, if requested, and then to the blocks that its own positions selected. When it
+writes the result, it adds the branches, weighted by their gates.
 
 In bf16, which has the range of fp32, weights are relative to the largest score of the first block that a row sees,
-without further maxima. Once a row is done its sum tells whether a weight was too large. The tile of such a row is
-marked, and a second launch computes it again with the maxima of every block, as fp16 does at once.
+without further maxima. Once a row is done, its sum tells whether a weight was too large. The tile of such a row is
+marked, and a second launch computes it again with the maxima of every block, which fp16 uses from the start.
 """
 
 from triton.experimental import gluon
@@ -35,7 +37,7 @@ from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT
 
 @gluon.jit
 def _scores(q, k, layout: gl.constexpr):
-    """Return scores [ROWS, KV_BLOCK] fp32."""
+    """Return scores [ROWS, KV_BLOCK] in fp32."""
     KV_BLOCK: gl.constexpr = k.shape[0]
     zero = gl.zeros([ROWS, KV_BLOCK], gl.float32, layout)
     token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -44,10 +46,10 @@ def _scores(q, k, layout: gl.constexpr):
 
 @gluon.jit
 def _raised(sums, scores, selected, scale_log2):
-    """Return a row's state relative to its largest score, those of one block included.
+    """Return a row's state relative to its largest score, including the scores of one more block.
 
-    State: the base, each thread's sum of weights, the sums of values. Rows that are not `selected`, where that is not
-    None, see nothing of the block.
+    The state is the base, each thread's sum of weights, and the sums of values. If `selected` is not None, rows that
+    did not select the block see nothing of it.
     """
     base, row_sum, acc = sums
     best = gl.max(scores, 1) * scale_log2
@@ -61,7 +63,7 @@ def _raised(sums, scores, selected, scale_log2):
 
 @gluon.jit
 def _add_block(sums, scores, v, selected, scale_log2, CHECKED: gl.constexpr):
-    """Return `sums` plus a block, with weights relative to the same bases; 0 where a row has seen nothing."""
+    """Return `sums` plus a block, with weights relative to the same bases; weights are 0 if a row has seen nothing."""
     base, row_sum, acc = sums
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     shift = gl.where(base == -float("inf"), 0.0, base)
@@ -70,7 +72,7 @@ def _add_block(sums, scores, v, selected, scale_log2, CHECKED: gl.constexpr):
     if selected is not None:
         shift = gl.where(selected, shift, float("inf"))
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
-    # columns 2 t and 2 t + 1 of every eight belong to thread t of a row
+    # thread t of a row has columns 2 t and 2 t + 1 of every eight
     part = gl.sum(gl.sum(gl.reshape(weights, [ROWS, weights.shape[1] // 8, 4, 2]), 3), 1)
     p = gl.convert_layout(weights.to(v.dtype), p_layout)
     token = warpgroup_mma(p, v, acc, is_async=True)
@@ -102,7 +104,7 @@ def consume(
     KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, ALONE: gl.constexpr, MIXED: gl.constexpr,
     WINDOWED: gl.constexpr, CHECKED: gl.constexpr,
 ):  # fmt: skip
-    """Compute this consumer's rows of every tile that its program takes."""
+    """Compute this consumer's rows of every tile that its program processes."""
     (
         out_desc, swa_desc, mixed_desc, q_buffers, w_buffers, k_buffers, v_buffers, numbers, q_full, q_empty, full,
         empty, p_lse, p_swa_lse, p_last_key, p_first_block, p_block_start, p_starts, p_members, p_counts, p_gates,
@@ -163,7 +165,7 @@ def consume(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(swa_desc, at, w_buffers.index(CONSUMER))
         sums = none, zero, nothing
-        fresh = EVERY  # positions that have seen no block
+        fresh = EVERY  # positions that have not seen any block yet
         p_own_starts = p_starts + i_tile.to(gl.int64) * SLOTS
         p_own_members = p_members + i_tile.to(gl.int64) * SLOTS
         next_members, next_start = gl.load(p_own_members), gl.load(p_own_starts)
@@ -190,7 +192,7 @@ def consume(
         acc, lse = _result(sums, p_state, i_tile, t < queries, CHECKED)
         gl.store(p_lse + h.to(gl.int64) * queries + t, lse, mask=t < queries)
         if ALONE:
-            q.store(acc.to(out_desc.dtype))  # q is read no more: its buffer carries the result out
+            q.store(acc.to(out_desc.dtype))  # q is not read again, so its buffer can hold the result
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, at, q_buffers.index(CONSUMER))
         if MIXED:
@@ -213,7 +215,7 @@ def consume(
         if ALONE:
             mbarrier.arrive(q_empty.index(0), count=1)
         if MIXED:
-            for u in gl.static_range(CONSUMERS):  # those of others, too, once they are there
+            for u in gl.static_range(CONSUMERS):  # those of the other consumers as well, once they have arrived
                 stage = (done + u) % STAGES
                 mbarrier.wait(full.index(stage), ((done + u) // STAGES) & 1)
                 mbarrier.arrive(empty.index(stage), count=1)
@@ -225,6 +227,6 @@ def consume(
 
 @gluon.jit
 def _gate(p_gates, inside, layout: gl.constexpr):
-    """Load gates, [ROWS, 1] fp32."""
+    """Load gates as [ROWS, 1] fp32."""
     gate = gl.load(p_gates, mask=inside, other=0.0).to(gl.float32)
     return gl.convert_layout(gate, gl.SliceLayout(1, layout))[:, None]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """dk and dv of selected attention for Hopper, in Gluon: one producer warp, one consumer warpgroup of 64 keys.
 
-    producer warp   gathers rows of q and do of the entries: a TMA copy per entry's group and 64 columns
-    consumer        as `backward_dkv`: scores.T -> weights -> dv; ds -> dk
+    producer warp   gathers rows of q and do of the entries: one TMA copy per entry's group and 64 columns
+    consumer        as in `backward_dkv`: scores.T -> weights -> dv; ds -> dk
 
-A program holds one block of keys and goes through some of the entries that selected it. Names and index as in
+A program holds one block of keys and processes some of the entries that selected it. Names and index are those of
 `kernels.gpu.nsa.gather`.
 """
 
@@ -21,7 +21,7 @@ from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
 from dynaxx.layout.nsa import NativeSpans
 
 LOG2E_ = gl.constexpr(LOG2E)
-PANEL = gl.constexpr(64)  # columns of 128 bytes: what a swizzle spans
+PANEL = gl.constexpr(64)  # columns per panel: 128 bytes, the span of a swizzle
 
 
 @gluon.jit
@@ -75,7 +75,7 @@ def _consume(
     do_panels = do_buffers._reinterpret(dtype, [STAGES * PANELS, ROWS, PANEL], panel_layout)
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    o_row = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))  # few loads, where `columns` takes 16 per thread
+    o_row = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))  # few loads; `columns` would need 16 per thread
     zero = gl.zeros([ROWS, PANEL], gl.float32, layout)
     dk, dk_last, dv, dv_last = zero, zero, zero, zero
     k, k_last = k_buffers.index(0).reshape([ROWS, PANEL]), k_buffers.index(LAST).reshape([ROWS, PANEL])
@@ -102,7 +102,7 @@ def _consume(
         if nearest < start + ROWS - 1:
             last_key = gl.convert_layout(gl.load(p_last_key + t), gl.SliceLayout(0, layout))
             weights = gl.where((start + keys)[:, None] <= last_key[None, :], weights, 0.0)
-        weights = weights.to(dtype)  # in half the registers
+        weights = weights.to(dtype)  # halves the registers
         p = gl.convert_layout(weights, p_layout)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
         if PANELS == 2:
@@ -133,10 +133,10 @@ def _consume(
 def _selected_hopper_bwd_dkv_kernel(
     q_desc, do_desc, k_desc, v_desc,
     p_dk, p_dv,  # (items, 64, D) fp32
-    p_rows,  # (T, Hq, 2) as `row_pairs` gives them
+    p_rows,  # (T, Hq, 2) from `row_pairs`
     p_entries, p_cell, p_begin, p_end, p_block_start, p_last_key,
     blocks, heads, heads_per_kv,
-    per_query,  # entries of a query
+    per_query,  # entries per query
     scale,
     PANELS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -177,7 +177,7 @@ def items_dkv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, index: Items, slots: int, spans: NativeSpans,
     items: tuple[Tensor, Tensor], scale: float,
 ) -> None:  # fmt: skip
-    """Write the contribution of each item of a single chunk to dk and dv, fp32 (items, 64, D)."""
+    """Write the contributions of each item of a single chunk to dk and dv, fp32 (items, 64, D)."""
     do, q, k, v = (dense_rows(x[None])[0] for x in (do, q, k, v))
     dim, heads = q.shape[2], (index.first_item.shape[1] - 1) // len(spans.block_start)
     group_size = q.shape[1] // heads

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selected attention by key for Hopper, in Gluon: rows of the next tile load while this one is written.
+"""Selected attention by key for Hopper, in Gluon; the next tile's rows load while the current tile is written.
 
-A program holds one block of keys and goes through some of the entries that selected it, 64 rows of q at a time. It
-writes each row's attention to this block alone; `kernels.gpu.nsa.gather` merges them and defines names and index.
+    block of keys (resident);  per tile of 64 gathered rows of q: scores -> softmax over this block -> partial, lse
+
+A program holds one block of keys and processes some of the entries that selected it, 64 rows of q at a time. It writes
+each row's attention to this block alone. `kernels.gpu.nsa.gather` merges these results and defines names and index.
 """
 
 from torch import Tensor
@@ -21,13 +23,13 @@ from dynaxx.kernels.hopper.attention.forward_consume import LN2, ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
 from dynaxx.layout.nsa import NativeSpans
 
-WIDE = 64  # columns of v at once, so that rows are written by way of 8 KiB
-REGISTERS = 128  # of a thread: four programs for each multiprocessor, as their 56 KiB allow
+WIDE = 64  # columns of v processed together, so that rows are written through 8 KiB of shared memory
+REGISTERS = 128  # per thread: allows four programs per multiprocessor, as do their 56 KiB of shared memory
 
 
 @gluon.jit
 def _entries(p_entries, first, end, row, GROUP: gl.constexpr):
-    """Return the entry of each row of the tile at place `first`; the last one again behind the end."""
+    """Return the entry of each row of the tile that begins at place `first`; past the end, repeat the last one."""
     return gl.load(p_entries + gl.minimum(first + row // GROUP, end - 1))
 
 
@@ -35,7 +37,7 @@ def _entries(p_entries, first, end, row, GROUP: gl.constexpr):
 def _fetch(
     q_shared, p_q, entry, row, i_head, PER_QUERY: gl.constexpr, stride_n, stride_h, column, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Start to copy [64, D] rows of q."""
+    """Start copying [64, D] rows of q."""
     offsets = (entry // PER_QUERY).to(gl.int64) * stride_n + (i_head * GROUP + row % GROUP) * stride_h
     async_copy_global_to_shared(q_shared, p_q + (offsets[:, None] + column[None, :]))
     commit_group()
@@ -69,13 +71,13 @@ def _selected_hopper_partial_kernel(
     p_partial,  # (entries of these queries, group, D) contiguous
     p_partial_lse,  # (entries of these queries, group) fp32
     p_entries, p_cell, p_begin, p_end, p_block_start, p_last_key,
-    p_taken,  # (1,) int32, not 0 where out and lse are known; not read without CHOSEN
+    p_taken,  # (1,) int32, not 0 if out and lse are computed already; read only if CHOSEN
     blocks, heads, heads_per_kv, first_entry, keys, scale_log2,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     D: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
-    PER_QUERY: gl.constexpr,  # entries of a query
+    PER_QUERY: gl.constexpr,  # entries per query
     CHOSEN: gl.constexpr,
-    WIDE: gl.constexpr,  # columns of v at once
+    WIDE: gl.constexpr,  # columns of v processed together
 ):  # fmt: skip
     STEP: gl.constexpr = ROWS // GROUP
     i_item = gl.program_id(0)
@@ -113,7 +115,7 @@ def _selected_hopper_partial_kernel(
         s_zero = gl.zeros([ROWS, KV_BLOCK], gl.float32, s_layout)
         zero = gl.zeros([ROWS, WIDE], gl.float32, acc_layout)
         entry = _entries(p_entries, begin + STEP, end, row, GROUP)
-        near = True  # a query may stand in this block, as later ones of an item do not once one does not
+        near = True  # whether queries may lie inside this block; entries ascend, so once False it stays False
         for first in range(begin, end, STEP):
             wait_group(0)
             fence_async_shared()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer of selected attention by query: one warp, which takes tiles of queries as they come.
+"""Producer warp of selected attention by query; it takes tiles of queries from a counter.
 
-It feeds by TMA a tile's queries, the keys and values of its window and its union, and the other branches' results.
+    next tile -> q -> window: k, v -> union: k, v -> results of the other branches
+
+It loads by TMA a tile's queries, the keys and values of its window and its union, and the other branches' results.
 """
 
 from triton.experimental import gluon
@@ -17,7 +19,7 @@ def produce(
     blocks, CONSUMERS: gl.constexpr, POSITIONS: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, MIXED: gl.constexpr, WINDOWED: gl.constexpr, SWEEP: gl.constexpr,
 ):  # fmt: skip
-    """Feed tiles until all are taken, then signal the end."""
+    """Load tiles until all are taken, then signal the end."""
     (
         q_desc, k_desc, v_desc, cmp_desc, swa_desc, q_buffers, k_buffers, v_buffers, numbers, q_full, q_empty, full,
         empty, p_last_key, p_first_block, p_block_start, p_starts, p_counts, p_state, tiles, window, queries, heads,
@@ -26,7 +28,7 @@ def produce(
     turn, done = 0, 0
     i_turn = gl.program_id(0)
     while i_turn < tiles:
-        i_tile = tiles - 1 - i_turn  # the first queries, which see least, come last
+        i_tile = tiles - 1 - i_turn  # the first queries, which see the least, come last
         i_head, first_t = i_tile % heads, i_tile // heads * (CONSUMERS * POSITIONS)
         wanted = True
         if SWEEP == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the Hopper kernels of selected attention: tiles by TMA, blocks of keys, sizes of a program."""
+"""Code that the Hopper kernels of selected attention share: tiles by TMA, blocks of keys, resources of a program."""
 
 from functools import lru_cache
 
@@ -13,9 +13,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dynaxx.kernels.gpu.runtime.arguments import as_template, nowhere, rebased
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 
-SHARED_ROWS = 896  # of 256 bytes, in shared memory
-# The state of a call, int32, all 0 at first: tiles that programs took beside their first one, for each of two launches;
-# whether any weight of the first left its range; and the same of each tile.
+SHARED_ROWS = 896  # rows of 256 bytes that fit into shared memory
+# The state of a call, int32, initially 0: for each of two launches, the number of tiles that programs took in addition
+# to their first one; whether any weight of the first launch left its range; and the same for each tile.
 TURN, ANY_LOST, LOST = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
 
 
@@ -31,7 +31,7 @@ def feed_blocks(
 
 @gluon.jit
 def feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, i_block, at, STAGES: gl.constexpr):
-    """Load a block of keys and values, the `i_block`-th of a program."""
+    """Load the keys and values of a program's `i_block`-th block."""
     stage = i_block % STAGES
     mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -41,7 +41,7 @@ def feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, i_block, at, S
 
 @gluon.jit
 def row_tile(buffers, q_desc, stage):
-    """Return a block's buffer as the buffer of a consumer's rows."""
+    """Return a block's buffer, reinterpreted as the buffer of a consumer's rows."""
     tile: gl.constexpr = q_desc.block_type.shape
     PER_BLOCK: gl.constexpr = buffers.shape[2] // ROWS
     tiles = buffers._reinterpret(q_desc.dtype, [buffers.shape[0] * PER_BLOCK, tile[0], tile[1], tile[2]], q_desc.layout)
@@ -50,13 +50,13 @@ def row_tile(buffers, q_desc, stage):
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """Return the register layout of a product with 64 rows by one warpgroup."""
+    """Return the register layout of a product with 64 rows, computed by one warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def places(layout: gl.constexpr, GROUP: gl.constexpr):
-    """Return the query position and the head of the group of each row of a consumer's scores, and the columns."""
+    """Return the query position and the head within the group of each row of a consumer's scores, and the columns."""
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, layout.instr_shape[1], gl.SliceLayout(0, layout))
     return o_row // GROUP, o_row % GROUP, columns
@@ -70,7 +70,7 @@ def sequence_start(p_first_block, p_block_start, t, inside):
 
 @gluon.jit
 def window_of(p_last_key, p_first_block, p_block_start, first_t, positions, queries, window, KV_BLOCK: gl.constexpr):
-    """Return the first key of a tile's window, and how many blocks the window takes from there."""
+    """Return the first key of a tile's window, and how many blocks the window spans from there."""
     start = sequence_start(p_first_block, p_block_start, first_t, True)
     begin = gl.maximum(start, gl.load(p_last_key + first_t) - window + 1)
     last = gl.load(p_last_key + gl.minimum(first_t + positions, queries) - 1)
@@ -78,7 +78,7 @@ def window_of(p_last_key, p_first_block, p_block_start, first_t, positions, quer
 
 
 def descriptor(x: Tensor, block: tuple[int, int, int]) -> TensorDescriptor:
-    """Return a descriptor of a three-dimensional tensor with dense rows."""
+    """Return a TMA descriptor of a three-dimensional tensor with a dense last dimension."""
     return rebased(_descriptor(x.shape, x.stride(), x.dtype, block), x)
 
 
@@ -87,7 +87,7 @@ def _descriptor(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int, int]
 ) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
-    steps = [strides[i] if shape[i] > 1 else shape[2] for i in range(2)]  # of a single entry it is any number
+    steps = [strides[i] if shape[i] > 1 else shape[2] for i in range(2)]  # the stride of a single entry is arbitrary
     return as_template(TensorDescriptor(nowhere(dtype), list(shape), [*steps, 1], list(block), layout))
 
 
@@ -97,6 +97,6 @@ def stages(consumers: int, tiles: int, dim: int, kv_block: int) -> int:
 
 
 def registers(consumers: int) -> dict[str, int]:
-    """Return how a program's warps share the register file."""
+    """Return how the warps of a program share the register file."""
     consumer, average = (160, 128) if consumers == 3 else (240, 168)
     return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": 24, "num_warps": 4, "maxnreg": average}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the Hopper kernels: descriptors for TMA, and factors of scores."""
+"""Arguments of the Hopper kernels: TMA descriptors and factors of scores."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Return x where TMA can step through it (dense rows, 16-byte strides), else a copy."""
+    """Return x if TMA can read it (dense rows, strides multiples of 16 bytes), else a copy."""
     if _steps(x.shape, x.stride(), x.itemsize) and x.data_ptr() % 16 == 0:
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # also where it is dense, but begins between two such steps
+    return x.clone(memory_format=torch.contiguous_format)  # also for a dense x whose address is not a multiple of 16
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +51,7 @@ def _gluon_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
 
 
 def score_factors(scale: float, softcap: float | None) -> dict[str, float | None]:
-    """Return the factors of scores in base 2: of q . k or its tanh, and of q . k within the tanh."""
+    """Return the factors of scores in base 2: the factor of q . k or its tanh, and the factor inside the tanh."""
     if softcap is None:
         return {"scale_log2": scale * LOG2E, "cap_rate": None}
     return {"scale_log2": softcap * LOG2E, "cap_rate": scale / softcap}

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the part of a long row or column that a program computes, and where its sums go. See `gpu.schedule.split`."""
+"""Device functions that find a program's part of a long row or column, and store its sums. See `gpu.schedule.split`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 WHOLE = gl.constexpr(-1)  # slot of a column that is not split
-NOTHING = gl.constexpr(-2)  # slot of one that is, whose parts other programs have
+NOTHING = gl.constexpr(-2)  # slot of a split column, whose parts are computed by other programs
 ALL_ENTRIES = gl.constexpr((1 << 31) - 1)
 
 
 @gluon.jit
 def column_length(p_indptr, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size):
-    """Return the entries of a column of all heads of a group."""
+    """Return the number of entries of a column, over all heads of a group."""
     length = 0
     for i_group in range(group_size):
         lead = (i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h).to(gl.int64)
@@ -26,9 +26,9 @@ def part_or_whole(
     i_program, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
     p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
 ):  # fmt: skip
-    """Return batch entry, kv head and column of a program, its entries first..last, and its slot.
+    """Return batch entry, kv head and column of a program, its first entry and last entry + 1, and its slot.
 
-    Programs of parts come first. The others get their usual column, and do nothing if it is split.
+    Programs for parts come first. The others process their usual column, and do nothing if it is split.
     """
     copies = batch_copies * head_copies
     is_part = i_program < num_parts * copies
@@ -50,7 +50,7 @@ def part_or_whole(
 
 @gluon.jit
 def row_part(i_unit, p_parts, num_parts, batch_copies, head_copies, q_blocks, units):
-    """Return whether a unit of the forward is a part; its batch entry, unit of heads, row and entries first..last."""
+    """Return whether a unit of the forward is a part; its batch entry, unit of heads, row, first and last + 1 entry."""
     copies = batch_copies * head_copies
     is_part = i_unit < num_parts * copies
     p_part = p_parts + gl.where(is_part, i_unit // copies, 0) * 3
@@ -75,7 +75,7 @@ def store_output(p_sums, slot, acc, CONSUMERS: gl.constexpr, CONSUMER: gl.conste
 
 @gluon.jit
 def store_part(p_sums, slot, x, WHICH: gl.constexpr, first_key, KV_BLOCK: gl.constexpr):
-    """Store a part's dk without its scale (WHICH 0), or its dv (1): (slots, 2, KV_BLOCK, D) fp32."""
+    """Store a part's unscaled dk (WHICH 0) or dv (WHICH 1): (slots, 2, KV_BLOCK, D) fp32."""
     ROWS: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     layout: gl.constexpr = x.type.layout

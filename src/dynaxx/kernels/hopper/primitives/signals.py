@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that the warps of a Hopper kernel pass through shared memory, and ways to fix an order for ptxas."""
+"""Numbers that the warps of a Hopper kernel exchange through shared memory, and constraints on the order of ptxas."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))  # layout of
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers that each complete after ARRIVALS arrivals."""
+    """Allocate COUNT barriers, each of which completes after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -21,21 +21,21 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def put(numbers, at, value):
-    """Write one number, as the producer, which is one warp."""
+    """Write one number; for the producer, which is one warp."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
 
 
 @gluon.jit
 def look(numbers, at):
-    """Read one number, as the producer, behind a barrier."""
+    """Read one number; for the producer, after a barrier."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     return gl.max(numbers.index(at).load(layout), 0)
 
 
 @gluon.jit
 def flag(numbers, at, value):
-    """Write one number, as a warpgroup, and synchronise it."""
+    """Write one number and synchronise; for a warpgroup."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
     gl.thread_barrier()
@@ -43,17 +43,17 @@ def flag(numbers, at, value):
 
 @gluon.jit
 def get(numbers, at):
-    """Read one number, as a warpgroup, behind the barrier on which the producer signals it."""
+    """Read one number; for a warpgroup, after the barrier on which the producer signals it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(numbers.index(at).load(layout), 0)
 
 
 @gluon.jit
 def none(i):
-    """Return 0, computed from the iteration `i` of a loop so that no compiler can tell.
+    """Return 0, computed from the loop index `i` so that no compiler can tell.
 
-    Added to the index of a buffer, it keeps the 64-bit descriptors of its tile, one per 16 columns, inside the loop.
-    LLVM would compute them before the loop, where they take more registers than there are.
+    Added to the index of a buffer, it keeps the computation of the 64-bit descriptors of its tile, one per 16 columns,
+    inside the loop. LLVM would otherwise compute them before the loop, where they exhaust the registers.
     """
     return i >> 30
 
@@ -62,7 +62,8 @@ def none(i):
 def pin(x):
     """Return x >= 0, used in a store that never happens.
 
-    A wait for wgmma that follows stays behind the computation of x; ptxas would move it up, and the tensor cores idle.
+    This keeps a following wait for wgmma after the computation of x. ptxas would otherwise move the wait up, and the
+    tensor cores would idle.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -83,7 +84,7 @@ def pin(x):
 
 @gluon.jit
 def stored(x):
-    """Return x, int32, once all tiles that this thread stored by TMA are in memory; later stores come after them."""
+    """Return x, int32, after all tiles that this thread stored by TMA are in memory; later stores follow them."""
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -91,9 +92,9 @@ def stored(x):
 
 @builtin
 def add_tile(desc, at, tile, _semantic=None):
-    """Start adding a tile of shared memory to global memory; otherwise as `tma.async_copy_shared_to_global`.
+    """Start adding a tile of shared memory to global memory; otherwise like `tma.async_copy_shared_to_global`.
 
-    Triton 3.6 has the instruction, but Gluon has no name for it.
+    Triton 3.6 has this instruction, but Gluon does not expose it.
     """
     at = _semantic._convert_to_ir_values(at, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)

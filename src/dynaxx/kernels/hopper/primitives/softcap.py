@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softcap on Hopper: a score s becomes c tanh(s / c). Without a cap the rate is None, and none of this is compiled.
+"""Softcap on Hopper: a score s becomes c tanh(s / c). Without a cap, the rate is None and none of this is compiled.
 
-With a cap, t = tanh(q . k * rate) replaces q . k, and c replaces the scale: masks, maxima and exponentials stay the
-same. The GPU's tanh is at most 1.1e-5 off, relative (all floats, one H200; PTX promises 2**-11), a fortieth of what
-fp16 rounds off a score. Through an exponential and a reciprocal it is 2e-7 off, absolute, but scores far below the cap
-lose digits, and the forward took 10 to 20 % more time; as a quotient of polynomials 27 to 73 %.
+With a cap, t = tanh(q . k * rate) replaces q . k, and c replaces the scale. Masks, maxima and exponentials do not
+change. The relative error of the GPU's tanh is at most 1.1e-5 (over all floats, on an H200; PTX promises 2**-11), a
+fortieth of the rounding of a score in fp16. An exponential and a reciprocal would have an absolute error of 2e-7, but
+lose digits for scores far below the cap, and take 10 to 20 % more time for the forward; a quotient of polynomials, 27
+to 73 %.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def capped(scores, cap_rate):
-    """Return tanh(scores * cap_rate); `scores` unchanged without a rate."""
+    """Return tanh(scores * cap_rate), or `scores` unchanged without a rate."""
     if cap_rate is None:
         return scores
     else:
@@ -23,7 +24,7 @@ def capped(scores, cap_rate):
 
 @gluon.jit
 def sloped(weights, scores, cap_rate):
-    """Return `weights` times 1 - t ** 2, the slope of the cap where `capped` gave t; unchanged without a rate."""
+    """Return `weights` times 1 - t ** 2, the derivative of the cap, where t comes from `capped`; unchanged without."""
     if cap_rate is None:
         return weights
     else:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element masks of a tile that wgmma computed: what a thread sees of a row is one word, with a bit per column it has.
+"""Element masks of a tile computed by wgmma: each thread holds its visible columns of a row as the bits of one word.
 
-Four threads share a row; of every eight columns thread t has 2 t and 2 t + 1. The word of a band has a closed form.
-Comparing each column with both ends of the band took twice as many instructions, and more registers than there are.
+Four threads share a row; of every eight columns, thread t has 2 t and 2 t + 1. The word of a band has a closed form.
+Comparing each column with both ends of the band would take twice as many instructions and exceed the registers.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WORD_LAYOUT = gl.constexpr(  # of [64, 4] words, as the four warps of a warpgroup hold the rows of a tile
+WORD_LAYOUT = gl.constexpr(  # layout of [64, 4] words, with rows where the four warps of a warpgroup hold them
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -21,14 +21,14 @@ WORD_LAYOUT = gl.constexpr(  # of [64, 4] words, as the four warps of a warpgrou
 
 @gluon.jit
 def columns_up_to(last, thread):
-    """Return how many columns <= `last` a thread has of a row that extends to both sides, counted from column 0."""
+    """Return how many columns <= `last` a thread has in a row that extends to both sides, counted from column 0."""
     last -= 2 * thread
     return 2 * (last >> 3) + gl.minimum(last & 7, 1) + 1
 
 
 @gluon.jit
 def columns_between(first, last, thread):
-    """Return a thread's columns in first..last as bits; of the first 32 columns that it has."""
+    """Return a thread's columns in first .. last as bits, for the first 32 columns that it has."""
     below = gl.maximum(columns_up_to(first - 1, thread), 0)
     count = gl.maximum(columns_up_to(last, thread) - below, 0)
     return gl.inline_asm_elementwise(
@@ -45,7 +45,7 @@ def columns_of_word(word, thread):
 
 @gluon.jit
 def where_seen(tile, seen, other: gl.constexpr):
-    """Return `tile` where the words [rows, 4] say so, else `other`."""
+    """Return `tile` where the words [rows, 4] have a bit set, else `other`."""
     ROWS: gl.constexpr = tile.shape[0]
     EIGHTS: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = tile.type.layout
@@ -60,7 +60,7 @@ def where_seen(tile, seen, other: gl.constexpr):
 
 @gluon.jit
 def _where_bit(tile, word, bit, other: gl.constexpr):
-    """Return `tile` where `word` has `bit`, else `other`; two instructions, and LLVM makes no vectors of conditions."""
+    """Return `tile` if `word` has `bit`, else `other`; two instructions, without LLVM's vectors of conditions."""
     tile, word = gl.broadcast(tile, word)
     tile, bit = gl.broadcast(tile, bit)
     others = gl.full(tile.shape, other, gl.float32, tile.type.layout)

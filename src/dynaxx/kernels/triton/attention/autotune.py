@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find tile sizes for one shape on this GPU: from those of `config`, move to the best neighbour while it is faster.
+"""Search for tile sizes for one problem shape on this GPU: descend from the sizes of `config` to the best neighbour.
 
-Every candidate must give the default's results before it is timed.
+Every candidate must reproduce the results of the default tiles before it is timed.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from dynaxx.kernels.triton.attention.tuned_tiles import keep, kind_of_launch
 from dynaxx.layout import BlockLayout
 
 LARGEST_TILE, SMALLEST_TILE = 128, 16
-WORTH = 0.97  # of the time before, for a step to be one
-SAME = {torch.float32: 1e-5}  # relative error in norm that the order of sums may make; of others:
+WORTH = 0.97  # a step must reduce the time to at most this share
+SAME = {torch.float32: 1e-5}  # relative error (norm) that another order of summation may cause; for other dtypes:
 SAME_HALF = 1e-2
 
 
 class TunedKernel(NamedTuple):
-    """The result for one kernel."""
+    """The result of tuning one kernel."""
 
-    kernel: str  # the function of `config` that chooses its tiles
+    kernel: str  # name of the function of `config` that chooses the kernel's tiles
     tiles: TileSizes
-    ms: float  # of the pass that it is part of, with these tiles
-    default_ms: float  # with those that `config` chooses
+    ms: float  # time of the pass that contains the kernel, with these tiles
+    default_ms: float  # time with the tiles that `config` chooses
 
 
 def autotune(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, gradients: bool
 ) -> list[TunedKernel]:
-    """Tune the forward and, if asked, both backward kernels; keep what is faster. Waits for the GPU.
+    """Tune the forward kernel and, if requested, both backward kernels; store what is faster. Waits for the GPU.
 
     Raises:
-        OSError: what was found cannot be written.
+        OSError: the results cannot be written.
     """
-    fresh = lambda: replace(layout)  # launches are kept by layout, whatever their tiles were
+    fresh = lambda: replace(layout)  # launches are cached by layout, regardless of their tiles
     forward = lambda: (of := fresh(), lambda: attention_forward(q, k, v, of, scale, softcap))[1]
     out, lse = forward()()
     do, dlse = torch.randn_like(out), torch.zeros_like(lse)
@@ -67,7 +67,7 @@ def _tune(
     v: Tensor,
     layout: BlockLayout,
 ) -> TunedKernel:
-    """Tune one kernel; `make()` builds its pass anew, so that it launches with the current tiles."""
+    """Tune one kernel; `make()` creates its pass anew, so that it launches with the current tiles."""
     tma = min(layout.block_size) >= config.TMA_BLOCK and steps_by_tma(q, k, v)
     kind = kind_of_launch(kernel, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     choose = getattr(config, kernel)
@@ -84,12 +84,12 @@ def _tune(
         use(tiles)
         run = make()
         for x in expected:
-            torch.full_like(x, torch.nan)  # freed at once: what the next results get as memory
+            torch.full_like(x, torch.nan)  # freed at once, so that the next results get memory full of NaN
         try:
             if not _same(run(), expected):
                 return None
             return float(do_bench(run, warmup=5, rep=30, return_mode="median"))
-        except Exception:  # tiles that do not fit into a GPU fail in many ways, at compiling or at launching
+        except Exception:  # tiles that do not fit fail in many ways, during compilation or launch
             return None
 
     try:
@@ -104,10 +104,10 @@ def _tune(
 def descend(
     start: TileSizes, steps: Callable[[TileSizes], Iterator[TileSizes]], time: Callable[[TileSizes], float | None]
 ) -> tuple[TileSizes, float, float]:
-    """Move to the fastest neighbour while one is clearly faster; return the last tiles, their time and the first time.
+    """Move to the fastest neighbour as long as it is clearly faster; return the last tiles, their time and the first.
 
     Raises:
-        RuntimeError: the first ones do not run.
+        RuntimeError: the initial tiles do not run.
     """
     known = {start: time(start)}
     here, first = start, known[start]
@@ -125,7 +125,7 @@ def descend(
 
 
 def neighbours(tiles: TileSizes, kernel: str, block_size: tuple[int, int], tma: bool) -> Iterator[TileSizes]:
-    """Yield tiles that differ in one number: one side divides its block, the other may gather small blocks."""
+    """Yield tiles that differ in one number; the resident side divides its block, the other may gather small blocks."""
     gathered = [size if tma else max(size, 64) for size in block_size]
     most_m, most_n = (gathered[0], block_size[1]) if kernel == "backward_dkv_tiles" else (block_size[0], gathered[1])
     for block_m in (tiles.block_m // 2, tiles.block_m * 2):
@@ -142,7 +142,7 @@ def neighbours(tiles: TileSizes, kernel: str, block_size: tuple[int, int], tma: 
 
 
 def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Return whether results equal those of the default tiles up to the order of sums; empty rows must be the same."""
+    """Return whether results equal those of the default tiles up to the order of sums, with the same empty rows."""
     for a, b in zip(found, expected, strict=True):
         if not torch.equal(a.isfinite(), b.isfinite()):
             return False

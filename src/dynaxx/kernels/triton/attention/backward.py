@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention backward in Triton: dq over the layout, dk and dv over its transpose. No atomics.
 
-With weights p = exp(s - lse), dp = do @ v.T and delta = rowsum(do * out) - dlse, the gradient of the scores is ds = p *
-(dp - delta), so the gradient through lse costs nothing.
+With weights p = exp(s - lse), dp = do @ v.T and delta = rowsum(do * out) - dlse, the gradient of the scores is
+ds = p * (dp - delta). The gradient through lse is part of delta and costs nothing.
 
-    dq kernel    a program per row of the layout      q, do stay; k, v stream    writes dq, and lse and delta of each
-        query
-    dkv kernel   a program per column of the layout   k, v stay; q, do stream    reads these, writes dk and dv
+    dq kernel    a program per row of the layout      q, do stay; k, v stream    writes dq, and each query's lse, delta
+    dkv kernel   a program per column of the layout   k, v stay; q, do stream    reads lse, delta; writes dk, dv
 
-A program for dk and dv sums over the heads of its group in a fixed order: every run gives the same bits.
+A program for dk and dv sums over the heads of its group in a fixed order, so every run gives the same bits.
 
-Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
+Legend: B batch; N queries, M keys; Hq, Hk query and kv heads; D head_dim of q and k, E head_dim of v.
 """
 
 from typing import Any
@@ -67,16 +66,16 @@ def attention_backward(
 
     Args:
         do: (B, N, Hq, E), gradient of `out`.
-        dlse: (B, Hq, N) fp32, gradient of `lse`; None for none. Ignored where lse is -inf: such a query has no
+        dlse: (B, Hq, N) fp32, gradient of `lse`, or None. Ignored where lse is -inf, because such a query has no
             gradient.
         q: (B, N, Hq, D).
         k: (B, M, Hk, D).
         v: (B, M, Hk, E).
         out: (B, N, Hq, E).
         lse: (B, Hq, N) fp32.
-        layout: of the forward.
-        scale: of the forward.
-        softcap: of the forward.
+        layout: layout of the forward.
+        scale: softmax scale of the forward.
+        softcap: softcap of the forward, or None.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if out.numel() == 0 or v.numel() == 0:
@@ -224,7 +223,7 @@ def _shared(
     scale: float,
     softcap: float | None,
 ) -> dict[str, Any]:
-    """Return the arguments that both kernels take."""
+    """Return the arguments that both kernels share."""
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     return {

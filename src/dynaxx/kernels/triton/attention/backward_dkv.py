@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dk and dv kernel: a program per kv block walks its column, for the heads of its group in turn. See `backward`."""
+"""The dk and dv kernel: a program per kv block visits its column, one head after another. See `backward`."""
 
 import triton
 import triton.language as tl
@@ -32,10 +32,10 @@ def _accumulate_dkv(
     dv,  # [BLOCK_N, BLOCK_E] fp32
     b_k,  # [BLOCK_N, BLOCK_D]
     b_v,  # [BLOCK_N, BLOCK_E]
-    part_k,  # where the tile begins in the kv block
+    part_k,  # offset of the tile in the kv block
     q,  # `HeadRows`
     do,
-    row_values,  # of this q head: a pointer, or of all under TMA: a descriptor
+    row_values,  # a pointer for this q head; under TMA, a descriptor for all heads
     scale,
     cap,
     p_indices,
@@ -59,15 +59,15 @@ def _accumulate_dkv(
     BLOCK_N: tl.constexpr = b_k.shape[0]
     BLOCK_D: tl.constexpr = b_k.shape[1]
     BLOCK_E: tl.constexpr = b_v.shape[1]
-    EARLY: tl.constexpr = NARROW or (STAGED and not MASKED)  # the product for dp comes before the softmax
+    EARLY: tl.constexpr = NARROW or (STAGED and not MASKED)  # compute the product for dp before the softmax
     tiles = tl.cdiv(count * Q_BLOCK, BLOCK_M)
-    if TMA:  # a tile is of one block, and what the layout says of it is asked for one tile before
+    if TMA:  # a tile lies in one block, and its layout entry is loaded one tile ahead
         SPLIT: tl.constexpr = Q_BLOCK // BLOCK_M
         next_block = block_ahead(p_indices, first, 0, tiles, SPLIT)
         if MASKED:
             next_code = block_ahead(p_codes, first, 0, tiles, SPLIT)
             next_lo, next_hi = load_band(masks, next_code)
-    for i_tile in tl.range(0, tiles, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
+    for i_tile in tl.range(0, tiles, disable_licm=TMA):  # keeps matrix descriptors of resident tiles out of registers
         if TMA:
             offsets = tl.arange(0, BLOCK_M)
             part_q = i_tile % SPLIT * BLOCK_M
@@ -81,7 +81,7 @@ def _accumulate_dkv(
             start, offsets, inner_q, code = tile_positions(
                 p_indices, p_codes, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
             )
-        if STAGED and not MASKED:  # q has three buffers and do two, and Triton waits for each where it is loaded
+        if STAGED and not MASKED:  # q has three buffers and do two; Triton waits for each where it is loaded
             b_q = load_prefetched(q, start, BLOCK_M, BLOCK_D, 2)
             scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             b_do = load_prefetched(do, start, BLOCK_M, BLOCK_E, 1)
@@ -133,11 +133,11 @@ def _accumulate_dkv(
 @kernel_launcher
 @triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
 def _sparse_attention_bwd_dkv_kernel(
-    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    do_rows,  # pointers; under TMA, descriptors of (B, heads, seqlen, head_dim)
     q_rows,
     k_rows,
     v_rows,
-    row_values,  # (B, Hq, padded_q, 2) fp32: lse and delta, as the kernel for dq leaves them
+    row_values,  # (B, Hq, padded_q, 2) fp32: lse and delta, written by the dq kernel
     p_dk,  # (B, M, Hk, D) contiguous
     p_dv,  # (B, M, Hk, E) contiguous
     p_indptr,
@@ -151,7 +151,7 @@ def _sparse_attention_bwd_dkv_kernel(
     layout_stride_b,
     layout_stride_h,
     p_parts,
-    p_sums,  # (slots, KV_BLOCK * (D + E)) fp32: of dk, then of dv
+    p_sums,  # (slots, KV_BLOCK * (D + E)) fp32: dk, then dv
     num_parts,
     limit,
     batch_copies,
@@ -188,16 +188,16 @@ def _sparse_attention_bwd_dkv_kernel(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     HAS_PARTS: tl.constexpr,
-    STAGED: tl.constexpr,  # full tiles of q and do come apart, as far ahead as shared memory lets each
+    STAGED: tl.constexpr,  # full tiles of q and do are loaded separately, each as far ahead as shared memory allows
     ASKED: tl.constexpr,  # "dk", "dv" or "dk and dv"
-    PER_HEAD: tl.constexpr,  # sum the heads of a group apart: exact fp32 needs short sums, and has the registers
+    PER_HEAD: tl.constexpr,  # sum each head of a group separately: exact fp32 needs short sums, and has the registers
 ):
     """Compute dk and dv of a tile of keys of one kv head."""
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
     kv_heads = q_heads // group_size
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    # The first keys are seen by most queries under a causal mask.
-    part_programs = num_parts * batch_copies * head_copies * SPLIT_N  # come first
+    # Under a causal mask, the first keys have the longest columns.
+    part_programs = num_parts * batch_copies * head_copies * SPLIT_N  # these come first
     i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
     i_head, i_tile = started_tile(i_program, kv_blocks * SPLIT_N, batch * kv_heads, span)
     i_hk = (i_head % kv_heads).to(tl.int64)
@@ -215,7 +215,7 @@ def _sparse_attention_bwd_dkv_kernel(
             length += row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)[2]
         slot, part_first, _, length = entries_of(slot, 0, 0, length, part_first, part_last, limit)
         part_last = part_first + length
-        before = 0  # entries of the heads before
+        before = 0  # entries of earlier heads
     part_k = i_tile % SPLIT_N * BLOCK_N
     first_k = (i_col * KV_BLOCK + part_k).to(tl.int64)
     o_k = tl.arange(0, BLOCK_N)
@@ -228,7 +228,7 @@ def _sparse_attention_bwd_dkv_kernel(
     masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
     b_k = load_tile(k, first_k, o_k, D, BLOCK_D, BLOCK_N, True, TMA)
     b_v = load_tile(v, first_k, o_k, E, BLOCK_E, BLOCK_N, True, TMA)
-    NARROW: tl.constexpr = TMA and BLOCK_D <= 64 and BLOCK_E <= 64  # then both dp and dv's left side find registers
+    NARROW: tl.constexpr = TMA and BLOCK_D <= 64 and BLOCK_E <= 64  # then dp and dv's left operand fit into registers
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for i_group in range(group_size):

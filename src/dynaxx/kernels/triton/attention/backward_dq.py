@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dq kernel: a program per row of the layout walks its kv blocks. See `backward`."""
+"""The dq kernel: a program per row of the layout visits its kv blocks. See `backward`."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,7 @@ from dynaxx.kernels.triton.primitives.visible import Masks, load_band, visible_e
 
 @triton.jit
 def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load a step's block, and the code and band of its mask; those of the last step beyond the end."""
+    """Load a step's block, and the code and band of its mask; past the end, those of the last step."""
     _, _, last = steps_of_pass(row, MASKING)
     entry, _ = entry_of_step(tl.minimum(i_step, last), row, MASKING, KV_BLOCK, BLOCK_N)
     block = tl.load(row.p_indices + entry)
@@ -46,12 +46,12 @@ def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BL
 @triton.jit
 def _accumulate_dq(
     dq,  # [BLOCK_M, BLOCK_D] fp32
-    asked,  # of the first tile, as `_asked` gives it, under TMA
+    asked,  # result of `_asked` for the first tile, under TMA
     b_q,  # [BLOCK_M, BLOCK_D]
     b_do,  # [BLOCK_M, BLOCK_E]
     lse,  # [BLOCK_M]
     delta,  # [BLOCK_M]
-    part_q,  # where the tile begins in the q block
+    part_q,  # offset of the tile in the q block
     k,  # `HeadRows`
     v,
     scale,
@@ -67,12 +67,12 @@ def _accumulate_dq(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add the tiles of a pass to dq; return it, and what `_asked` loads for the tile after them."""
+    """Add the tiles of a pass to dq; return dq, and the result of `_asked` for the tile after them."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
     BLOCK_E: tl.constexpr = b_do.shape[1]
     begin, end, _ = steps_of_pass(row, MASKING)
-    for i_step in tl.range(begin, end, disable_licm=TMA):  # matrix descriptors of tiles that stay need no registers
-        if TMA:  # a tile is of one block, and what the layout says of it was asked for one tile before
+    for i_step in tl.range(begin, end, disable_licm=TMA):  # keeps matrix descriptors of resident tiles out of registers
+        if TMA:  # a tile lies in one block, and its layout entry was loaded one tile ahead
             block, code, lo, hi = asked
             asked = _asked(i_step + 1, row, masks, MASKING, KV_BLOCK, BLOCK_N)
             _, part_k = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
@@ -112,14 +112,14 @@ def _accumulate_dq(
 @kernel_launcher
 @triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES, "stride_dlb", "stride_dlh", "stride_dln"])
 def _sparse_attention_bwd_dq_kernel(
-    do_rows,  # pointers, or under TMA descriptors of (B, heads, seqlen, head_dim)
+    do_rows,  # pointers; under TMA, descriptors of (B, heads, seqlen, head_dim)
     q_rows,
     k_rows,
     v_rows,
     out_rows,
-    p_lse,  # (B, Hq, N) contiguous, fp32, in base e
+    p_lse,  # (B, Hq, N) contiguous, fp32, base e
     p_dlse,
-    p_values,  # (B, Hq, padded_q, 2) contiguous, fp32: lse and delta as `row_values` gives them, for dk and dv
+    p_values,  # (B, Hq, padded_q, 2) contiguous, fp32: lse and delta from `row_values`, for the dkv kernel
     p_dq,  # (B, N, Hq, D) contiguous
     p_order,
     p_indptr,
@@ -177,7 +177,7 @@ def _sparse_attention_bwd_dq_kernel(
     TMA: tl.constexpr,
     ORDERED: tl.constexpr,
     HAS_PARTS: tl.constexpr,
-    HELD: tl.constexpr,  # q and do in registers
+    HELD: tl.constexpr,  # keep q and do in registers
 ):
     """Compute dq of a tile of queries of one head."""
     tile = query_tile(
@@ -202,7 +202,7 @@ def _sparse_attention_bwd_dq_kernel(
     out = HeadRows(source=out_rows, i_b=i_b, i_h=i_h, stride=stride_outn, seqlen=seqlen_q)
     k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
     v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
-    # Small loads come first: tiles by TMA are waited for where they are asked for, outside of loops.
+    # Small loads come first, because outside of loops Triton waits for TMA tiles where they are requested.
     head = i_b * q_heads + i_h
     p_dlse += i_b * stride_dlb + i_h * stride_dlh
     lse, dlse = load_lse(p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q)
@@ -226,7 +226,7 @@ def _sparse_attention_bwd_dq_kernel(
     else:
         wide_do = b_do.to(tl.float32)
     lse, delta = row_values(lse, dlse, wide_do, b_out, EXACT)
-    own = tl.where(tile.slot == WHOLE, padded_q, 0)  # a row's parts have the same numbers
+    own = tl.where(tile.slot == WHOLE, padded_q, 0)  # all parts of a row would write the same numbers
     p_values += (head * padded_q + pos_q) * 2
     tl.store(p_values, lse, mask=pos_q < own)
     tl.store(p_values + 1, delta, mask=pos_q < own)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes: a pure function of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
+"""Tile sizes: pure functions of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
 
-Sizes for head_dim up to 128 were the fastest of `benchmarks/gpu_tiles.py` on an H200.
+The sizes for head_dim up to 128 are the fastest ones found by `benchmarks/gpu_tiles.py` on an H200.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import torch
 from dynaxx.kernels.gpu.device import feeds_registers, interpreted, padded, shared_memory
 from dynaxx.kernels.triton.attention.tuned_tiles import kind_of_launch, tuned_values
 
-SPAN = 16  # tiles of a head that start one after the other, before those of the next head
+SPAN = 16  # tiles of a head that start in succession, before those of the next head
 WHOLE_HEAD = 1 << 20
-TMA_BLOCK = 64  # tokens of a block; smaller ones are gathered by addresses, which the copy unit does not do
+TMA_BLOCK = 64  # tokens; smaller blocks are gathered by addresses, which TMA does not support
 
 Loop = Literal["in turn", "ahead", "overlapped"]
 
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tile sizes of a kernel: `block_m` queries by `block_n` keys per step, and how Triton runs it."""
+    """Tile sizes of a kernel: `block_m` queries by `block_n` keys per step, and Triton's launch options."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread, where one more program on a multiprocessor is worth it
+    max_registers: int | None = None  # per thread, if limiting them allows one more program per multiprocessor
 
 
 def tunable(choose: Callable[..., TileSizes]) -> Callable[..., TileSizes]:
-    """Let the results of `dynaxx.autotune` on this device replace what the function chooses."""
+    """Let the results of `dynaxx.autotune` for this device replace what the function chooses."""
 
     @lru_cache(maxsize=1024)
     @wraps(choose)
@@ -52,7 +52,7 @@ def forward_tiles(
 ) -> TileSizes:
     """Return tile sizes for the forward kernel, which keeps q resident and streams k and v."""
     wide = max(padded(head_dim), padded(head_dim_v))
-    if dtype == torch.float32:  # no matrix unit multiplies exact fp32: the tiles live in registers
+    if dtype == torch.float32:  # no matrix unit computes exact fp32, so tiles live in registers
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
         large = min(block_size) >= 128 and feeds_registers(device)
@@ -70,9 +70,9 @@ def forward_tiles(
 
 
 def forward_loop(tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
-    """Return the order of products, see `forward_row`: few warps on a multiprocessor must each overlap their own work.
+    """Return the order of products (see `forward_row`); few warps per multiprocessor must each overlap their own work.
 
-    Above head_dim 256 the registers do not hold sums and scores of two tiles at a time.
+    Above head_dim 256, sums and scores of two tiles would not fit into registers.
     """
     if not tma or max(padded(head_dim), padded(head_dim_v)) > 256:
         return "in turn"
@@ -88,14 +88,14 @@ def backward_dq_tiles(
     if dtype == torch.float32:
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
-        tiles = TileSizes(64, 64, 4, 3, 168)  # three programs a multiprocessor
+        tiles = TileSizes(64, 64, 4, 3, 168)  # three programs per multiprocessor
     elif tma and wide <= 128 and feeds_registers(device):
-        tiles = TileSizes(64, 64, 4, 3)  # two, as q and do are in registers
+        tiles = TileSizes(64, 64, 4, 3)  # two programs, because q and do are in registers
     elif tma and wide <= 128:
         roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
         tiles = TileSizes(128, 64, 8, 3) if roomy else TileSizes(64, 64, 4, 2)  # the former reads half as much from L2
     elif wide > 256:
-        tiles = TileSizes(64, 32, 8, 1)  # tiles of 16 keys gave wrong sums of dq
+        tiles = TileSizes(64, 32, 8, 1)  # tiles of 16 keys give wrong sums of dq
     elif tma:
         tiles = TileSizes(128, 32, 8, 2)
     else:
@@ -114,7 +114,7 @@ def backward_dkv_tiles(
         tiles = TileSizes(32, 32 if wide <= 64 else 16, 4, 1)
     elif tma and wide <= 128:
         tiles = TileSizes(64, 64, 4, 3 if wide <= 64 else 2)
-    elif wide > 256:  # of dk alone, see `dkv_apart`
+    elif wide > 256:  # for dk alone, see `dkv_apart`
         tiles = TileSizes(32, 64, 8, 1)
     elif tma:
         tiles = TileSizes(64, 64, 8, 1)
@@ -128,21 +128,21 @@ def backward_dkv_tiles(
 def backward_dv_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
-    """Return tile sizes for the dkv kernel where it computes dv alone; it keeps k resident and streams q and do."""
+    """Return tile sizes for the dkv kernel if it computes only dv; it keeps k resident and streams q and do."""
     tiles = TileSizes(32, 16, 4, 1) if dtype == torch.float32 else TileSizes(32, 64, 8, 2)
     both = padded(head_dim) + padded(head_dim_v)
     return _fit_turned(tiles, block_size, dtype, padded(head_dim), both, shared_memory(device), tma)
 
 
 def dkv_apart(head_dim: int, head_dim_v: int) -> bool:
-    """Return whether dk and dv come from one launch each, because the registers do not hold the sums of both."""
+    """Return whether dk and dv need one launch each, because registers cannot hold the sums of both."""
     return max(padded(head_dim), padded(head_dim_v)) > 256
 
 
 def _fit_turned(
     tiles: TileSizes, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
 ) -> TileSizes:
-    """Return as `_fit`, for kernels that keep `block_n` rows resident and stream `block_m` rows."""
+    """Apply `_fit` for kernels that keep `block_n` rows resident and stream `block_m` rows."""
     turned = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
     turned = _fit(turned, block_size[::-1], dtype, stay, move, limit, tma)
     return replace(turned, block_m=turned.block_n, block_n=turned.block_m)
@@ -151,10 +151,10 @@ def _fit_turned(
 def _fit(
     tiles: TileSizes, block_size: tuple[int, int], dtype: torch.dtype, stay: int, move: int, limit: int, tma: bool
 ) -> TileSizes:
-    """Shrink tiles to blocks and shared memory.
+    """Shrink tiles to the layout's blocks and to shared memory.
 
-    `block_m` rows of `stay` elements are resident, `block_n` rows of `move` elements stream. The resulting `block_m`
-    divides its block; `block_n` divides its block, or is a multiple of it that gathers several.
+    `block_m` rows of `stay` elements are resident; `block_n` rows of `move` elements stream. The resulting `block_m`
+    divides its block; `block_n` divides its block, or is a multiple of it that gathers several blocks.
     """
     asked = tiles
     tiles = replace(
@@ -176,16 +176,16 @@ def _fit(
 
 
 def dq_from_registers(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
-    """Return whether the dq kernel holds q and do in registers, as two programs of four warps on a processor can."""
+    """Return whether the dq kernel holds q and do in registers; two programs of four warps per multiprocessor can."""
     wide = max(padded(head_dim), padded(head_dim_v))
     return tma and tiles.num_warps == 4 and wide == 128 and feeds_registers(device)
 
 
 def dkv_in_stages(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
-    """Return whether the dkv kernel has three buffers of q and two of do.
+    """Return whether the dkv kernel has three buffers for q and two for do.
 
-    Two programs on a multiprocessor of Hopper have room for that; with two buffers of each, every tile waits for its
-    load. Triton 3.9 has too few registers for it.
+    Two programs per Hopper multiprocessor have enough memory for that; with two buffers each, every tile waits for its
+    load. Triton 3.9 would run out of registers.
     """
     wide = max(padded(head_dim), padded(head_dim_v))
     fits = (tiles.num_warps, tiles.num_stages) == (4, 2) and max(tiles.block_m, tiles.block_n) <= 64
@@ -200,27 +200,26 @@ def _is_triton(major: int, minor: int) -> bool:
 
 
 def query_span(group_size: int) -> int:
-    """Return how many tiles of a q head start in a row, forward and for dq, before those of the next head.
+    """Return how many tiles of a q head start in succession, for forward and dq, before those of the next head.
 
-    Without shared keys one head after the other reads its keys from L2: forward 2.03 ms instead of 2.16, dq 2.72
+    Without shared keys, processing one head after another reads keys from L2: forward 2.03 ms instead of 2.16, dq 2.72
     instead of 3.26 (random 10 %).
     """
     return WHOLE_HEAD if group_size == 1 else SPAN
 
 
 def forward_span(group_size: int, tiles: TileSizes) -> int:
-    """Return as `query_span`, for the forward alone.
+    """Return `query_span` for the forward.
 
-    Its largest tiles read so few keys that these come from L2 in any order, and one head after the other takes less
-    power:
-    1.19 ms instead of 1.24 (head_dim 64, random 10 %).
+    Its largest tiles read so few keys that these come from L2 in any order, and one head after another takes less
+    power: 1.19 ms instead of 1.24 (head_dim 64, random 10 %).
     """
     return 16 * SPAN if group_size > 1 and tiles.max_registers == 255 else query_span(group_size)
 
 
 def dkv_span(tiles: int, processors: int) -> int:
-    """Return as `query_span`, for dk and dv of a kv head of so many tiles.
+    """Return `query_span` for dk and dv, for a kv head with `tiles` tiles.
 
-    One head after the other reads its queries from L2, but the last head's short columns must fill all multiprocessors.
+    One head after another reads queries from L2, but the short columns of the last head must fill all multiprocessors.
     """
     return WHOLE_HEAD if tiles > 2 * processors else 4 * SPAN

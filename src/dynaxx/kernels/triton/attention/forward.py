@@ -4,11 +4,11 @@
     q tile (resident) -> partial blocks of the row, masked -> full blocks, unmasked -> out, lse
                          k, v tiles stream in; running maximum, sum and output in registers, in base 2
 
-In bf16 a long forward computes weights of full blocks relative to the scores of the partial blocks, without new maxima.
-Where these weights leave the range of numbers, a second launch repeats the tile with maxima; for other tiles it ends at
-once. `forward_row` holds the loop over a row.
+In bf16, a long forward computes the weights of full blocks relative to the scores of the partial blocks, without new
+maxima. If these weights leave the range of numbers, a second launch repeats the tile with maxima; for all other tiles
+it ends at once. `forward_row` contains the loop over a row.
 
-Shapes: B batch, N / M queries and keys, Hq / Hk query and kv heads, D / E head_dim of q, k and of v.
+Legend: B batch; N queries, M keys; Hq, Hk query and kv heads; D head_dim of q and k, E head_dim of v.
 """
 
 from typing import Any
@@ -51,13 +51,13 @@ from dynaxx.layout import BlockLayout
 
 ALL = tl.constexpr(2)
 AGAIN = tl.constexpr(3)
-MANY_TILES = 2048  # of queries: below, a second launch costs the host more than maxima cost the GPU
+MANY_TILES = 2048  # query tiles; with fewer, a second launch costs the host more than maxima cost the GPU
 
 
 @kernel_launcher
 @triton.jit(do_not_specialize=[*RUNTIME_SIZES, *SPLIT_SIZES])
 def _sparse_attention_fwd_kernel(
-    q_rows,  # pointers, or under TMA descriptors of (B, Hq, N, D), (B, Hk, M, D) and (B, Hk, M, E)
+    q_rows,  # pointers; under TMA, descriptors of (B, Hq, N, D), (B, Hk, M, D) and (B, Hk, M, E)
     k_rows,
     v_rows,
     p_out,  # (B, N, Hq, E) contiguous
@@ -110,7 +110,7 @@ def _sparse_attention_fwd_kernel(
     TMA: tl.constexpr,
     LOOP: tl.constexpr,
     HAS_PARTS: tl.constexpr,
-    MAXIMA: tl.constexpr,  # of all tiles: ALL; of partial ones: PARTIAL, which leaves NaN in lse where AGAIN is needed
+    MAXIMA: tl.constexpr,  # ALL: of all tiles; PARTIAL: of partial tiles only, and lse is NaN for rows that need AGAIN
 ):
     tile = query_tile(
         p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch,
@@ -159,8 +159,8 @@ def _sparse_attention_fwd_kernel(
         entry, _ = entry_of_step(tl.minimum(1, steps - 1), row, PARTIAL, KV_BLOCK, BLOCK_N)
         next_block = tl.load(p_indices + entry)
         if LOOP == "ahead" and BLOCK_E != BLOCK_N:
-            # Not zeros: Triton keeps a constant in the layouts of both products, and waits for the second one twice,
-            # for which ptxas then runs the matrix instructions of the whole kernel one at a time.
+            # Not zeros: Triton would keep a constant in the layouts of both products and wait for the second one
+            # twice, and ptxas would then serialize the matrix instructions of the whole kernel.
             acc = tl.dot(tl.zeros([BLOCK_M, 16], b_q.dtype), tl.zeros([16, BLOCK_E], b_q.dtype))
         b_k = load_tile(k, first_k, tl.arange(0, BLOCK_N), D, BLOCK_D, BLOCK_N, True, True)
         scores = tl.dot(b_q, tl.trans(b_k))
@@ -197,7 +197,7 @@ def attention_forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, as `kernels.reference.attention.attention_forward`; fp32 is multiplied in full fp32."""
+    """Return out and lse, like `kernels.reference.attention.attention_forward`; products of fp32 are in full fp32."""
     out, lse = _without_sinks(q, k, v, layout, scale, softcap)
     return (out, lse) if sinks is None else include_sinks(out, lse, sinks)
 
@@ -226,7 +226,7 @@ def _without_sinks(
 
 
 def _launches(q: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None) -> tuple[int, ...]:
-    """Return for which tiles each launch takes maxima."""
+    """Return for each launch which tiles use maxima."""
     many = layout.q_blocks * q.shape[0] * q.shape[2] >= MANY_TILES
     if not many or q.dtype != torch.bfloat16 or softcap is not None:
         return (ALL.value,)

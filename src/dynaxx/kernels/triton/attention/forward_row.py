@@ -5,9 +5,9 @@
     attend_ahead              softmax of a tile -> weights @ v -> scores of the next tile
     attend_ahead OVERLAPPED   softmax of a tile -> scores of the next tile -> weights @ v, during the next softmax
 
-`attend_ahead` is for tiles that TMA loads. Triton requests the tiles of the next step at the end of a step, so they
-arrive while the softmax runs. RELATIVE, weights of full tiles are relative to the largest score of the partial ones: no
-maxima, nothing is rescaled. A row's sum then tells whether they stayed in range (`out_of_range`); if not, the row is
+`attend_ahead` is for tiles loaded by TMA. Triton requests the tiles of the next step at the end of a step, so they
+arrive during the softmax. If RELATIVE, weights of full tiles are relative to the largest score of the partial ones,
+without maxima and rescaling. A row's sum then tells whether they stayed in range (`out_of_range`); if not, the row is
 computed again with maxima.
 """
 
@@ -27,12 +27,12 @@ from dynaxx.kernels.triton.primitives.tiles import (
 )
 from dynaxx.kernels.triton.primitives.visible import load_band, visible_elements, where_shown
 
-MOST = tl.constexpr(2.0**64)  # of a row's weights relative to its first tiles; of scores 44 above them
+MOST = tl.constexpr(2.0**64)  # largest weight relative to a row's first tiles; reached by scores that are 44 higher
 
 
 @triton.jit
 def out_of_range(acc, row_sum):
-    """Return which rows have weights outside the range of bf16 and fp32, or that are not numbers."""
+    """Return which rows have weights that are NaN or outside the range of bf16 and fp32."""
     finite = tl.sum(acc * 0.0, 1) == 0.0
     return ((row_sum <= MOST) & finite) == 0
 
@@ -44,7 +44,7 @@ def _softmax_step(scores, row_max, row_sum, scale, MASKING: tl.constexpr, EXACT:
     shift = new_max
     if MASKING == PARTIAL:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    if EXACT:  # fp32: the rounding of two products that nearly cancel would show
+    if EXACT:  # in fp32, the rounding of two products that nearly cancel would be visible
         rescale = exp_rounded((row_max - shift) * scale)
         weights = exp_rounded((scores - shift[:, None]) * scale)
     else:
@@ -106,10 +106,10 @@ def attend(
 
 @triton.jit
 def attend_ahead(
-    acc,  # as in `attend`
+    acc,  # like in `attend`
     scores,  # [BLOCK_M, BLOCK_N] of the first tile
-    first_k,  # where it lies
-    next_block,  # the block of the second
+    first_k,  # position of the first tile
+    next_block,  # block of the second tile
     row_max,
     row_sum,
     b_q,
@@ -127,7 +127,7 @@ def attend_ahead(
     OVERLAPPED: tl.constexpr,
     RELATIVE: tl.constexpr,
 ):
-    """Attend to the tiles of a pass, all by TMA; return the scores of the tile after them, or of the last one again."""
+    """Attend to the tiles of a pass by TMA; return the scores of the tile after them, or of the last one again."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
     BLOCK_E: tl.constexpr = acc.shape[1]
     BLOCK_N: tl.constexpr = scores.shape[1]
@@ -135,7 +135,7 @@ def attend_ahead(
     begin, end, last = steps_of_pass(row, MASKING)
     if RELATIVE and MASKING == FULL:
         row_max = tl.where(row_max == float("-inf"), tl.max(scores, 1), row_max)
-    for i_step in tl.range(begin, end, disable_licm=True):  # what stays needs no registers
+    for i_step in tl.range(begin, end, disable_licm=True):  # keeps descriptors of resident tiles out of registers
         if CAPPED:
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
@@ -149,8 +149,8 @@ def attend_ahead(
         if RELATIVE and MASKING == FULL:
             weights = tl.exp2(scores * (scale * LOG2E) - (row_max * (scale * LOG2E))[:, None])
             row_sum += tl.sum(weights, 1)
-            # A use of acc, of no instruction: else Triton leaves the last product in flight over the end of the loop,
-            # for which ptxas runs the matrix instructions of the whole kernel one at a time.
+            # A use of acc that emits no instruction. Without it, Triton leaves the last product in flight across the
+            # end of the loop, and ptxas then serializes the matrix instructions of the whole kernel.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
         else:
             weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale, MASKING, False)

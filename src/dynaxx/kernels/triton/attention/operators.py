@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a layout: `kernels.contract.AttentionKernels` of the triton backend."""
+"""Attention over a layout: the triton backend's `kernels.contract.AttentionKernels`."""
 
 from dynaxx.kernels.triton.attention.backward import attention_backward
 from dynaxx.kernels.triton.attention.forward import attention_forward

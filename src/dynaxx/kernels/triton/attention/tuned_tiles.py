@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes that `dynaxx.autotune` found, kept on disk by device and versions; read once per process."""
+"""Tile sizes found by `dynaxx.autotune`, stored on disk by device and versions, and read once per process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Values = tuple[int | None, ...]  # the fields of `config.TileSizes`
 def kind_of_launch(
     kernel: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> str:
-    """Return the key of a launch, without the device, for which tiles are chosen."""
+    """Return the key under which tiles of a launch are stored, without the device."""
     return f"{kernel} {dtype} {head_dim}/{head_dim_v} {block_size[0]}x{block_size[1]}{' tma' if tma else ''}"
 
 
 def tuned_values(kind: str, device: torch.device) -> Values | None:
-    """Return the tuned values of a kind of launch, None where there are none."""
+    """Return the tuned values for a kind of launch; None if there are none."""
     return _stored(device).get(kind) if device.type == "cuda" else None
 
 
 def keep(kind: str, device: torch.device, values: Values | None, store: bool = True) -> None:
-    """Use these tiles from now on, None for the defaults; store them for later processes unless `store` is off.
+    """Use these tiles from now on; None restores the defaults. With `store`, also save them for later processes.
 
     Raises:
         OSError: the file cannot be written; nothing on disk was changed.
@@ -48,11 +48,11 @@ def keep(kind: str, device: torch.device, values: Values | None, store: bool = T
             beside.write_text(json.dumps({**_read(path), **known}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             os.replace(beside, path)
         finally:
-            beside.unlink(missing_ok=True)  # where it could not be written whole
+            beside.unlink(missing_ok=True)  # if it could not be written completely
 
 
 def tuned_file(device: torch.device) -> Path:
-    """Return the file of this device's tiles, which also depend on the versions of Triton and dynaxx."""
+    """Return the file for this device's tiles; it also depends on the versions of Triton and dynaxx."""
     import triton
 
     from dynaxx.core.library import cache_directory
@@ -74,14 +74,14 @@ def _stored(device: torch.device) -> dict[str, Values]:
 
 
 def _read(path: Path) -> dict[str, Values]:
-    """Read the file; warn about an unreadable one and treat it as empty."""
+    """Read the file; if it is unreadable, warn and treat it as empty."""
     if not path.exists():
         return {}
     try:
         found = {str(kind): tuple(values) for kind, values in json.loads(path.read_text(encoding="utf-8")).items()}
         if all(_plausible(values) for values in found.values()):
             return found
-        reason = "tile sizes that are none"
+        reason = "it contains invalid tile sizes"
     except (OSError, ValueError, AttributeError, TypeError) as error:
         reason = str(error)
     logging.getLogger("dynaxx").warning("%s is ignored: %s", path, reason)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding over paged caches in Triton: choose pages, attend, merge."""
+"""Decoding over paged caches in Triton: select pages, attend, merge."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the best of a list of pages without sorting: search the threshold that the wanted number of scores reach."""
+"""Select the best pages of a list without sorting: search for a threshold that the wanted number of scores reach."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 from dynaxx.kernels.gpu.primitives import from_ordered_bits, ordered_bits
 
 PASSES_BY_VALUE = tl.constexpr(6)
-MOST_KEY = tl.constexpr(0xFFFFFFF0)  # all but some NaN are below: no sum with a step of the search wraps around
+MOST_KEY = tl.constexpr(0xFFFFFFF0)  # above all keys but those of some NaN; adding a search step does not wrap around
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _add3(a, b, c, d, e, f):
 
 @triton.jit
 def _between(low, high, share):
-    """Return a key in (low, high], by value: this share of the way from the score of low to that of high."""
+    """Return a key in (low, high], interpolated by value: `share` of the way from low's score to high's."""
     a, b = from_ordered_bits(low), from_ordered_bits(high)
     return tl.minimum(tl.maximum(ordered_bits(a + (b - a) * share), low + 1), high)
 
@@ -29,11 +29,11 @@ def _count_and_range(n, m, least, most, n2, m2, least2, most2):
 
 @triton.jit
 def _last_wanted(keys, low, high, reached, wanted):
-    """Return a key that `wanted` of the keys reach (or more, where the last ones are equal), and how many do.
+    """Return a key that `wanted` of the keys reach (or more, if the last ones are equal), and how many reach it.
 
-    All `reached` keys are in [low, high). Each pass narrows that range to about a quarter: first of its values, which
-    are spread more evenly than their bits, then, for certain, of its bits. It stops where the count is right, most
-    often after a few passes.
+    All `reached` keys are in [low, high). Each pass narrows that range to about a quarter: first by value, because
+    values are spread more evenly than their bits, then, to guarantee progress, by bits. The search stops when the count
+    is right, usually after a few passes.
     """
     passes = 0
     while (high - low > 1) & (reached != wanted):
@@ -55,14 +55,14 @@ def _last_wanted(keys, low, high, reached, wanted):
 
 @triton.jit
 def best_pages(scores, forced, optional, wanted):
-    """Return the forced pages and the `wanted` best optional ones, of equal scores the earlier; and how many."""
+    """Return the forced pages and the `wanted` best optional ones (ties: the earlier page), and how many they are."""
     keys = tl.where(optional, tl.minimum(ordered_bits(scores + 0.0), MOST_KEY), 0)
     facts = (optional.to(tl.int32), forced.to(tl.int32), tl.where(optional, keys, MOST_KEY), keys)
     num_optional, num_forced, low, high = tl.reduce(facts, 0, _count_and_range)
     wanted = tl.minimum(wanted, num_optional)
     least, reached = _last_wanted(keys, low, high + 1, num_optional, wanted)
     chosen = optional & (keys >= least)
-    if reached != wanted:  # the last ones are equal, and some too many
+    if reached != wanted:  # the last ones are equal, and there are too many of them
         equal = optional & (keys == least)
         behind = tl.sum(equal.to(tl.int32), 0) - tl.cumsum(equal.to(tl.int32), 0)
         chosen = chosen & ((equal == 0) | (behind >= reached - wanted))

@@ -15,7 +15,7 @@ def _sinks_stop(leftpad, sinks):
 
 @triton.jit
 def _wanted(fixed, share, first_page, stop_page):
-    """Return how many pages beside those of sinks and window to read."""
+    """Return how many pages to read in addition to those of sinks and window."""
     return (fixed + tl.ceil(share * tl.maximum(stop_page - first_page, 0).to(tl.float32))).to(tl.int32)
 
 
@@ -45,7 +45,7 @@ def count_all_pages(
     HAS_LEFTPAD: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Return the same for lists o_l, at most `slots`; 0 for lists that do not exist."""
+    """Return `count_pages` for lists o_l, at most `slots`; 0 for lists that do not exist."""
     i_b, i_h, known = o_l // kv_heads, o_l % kv_heads, o_l < lists
     leftpad = tl.zeros(o_l.shape, tl.int32)
     if HAS_LEFTPAD:
@@ -76,7 +76,7 @@ def choose_pages(
     PAGE: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Return all pages of a list, [BLOCK_P], whether each is chosen, its place among those, and their number."""
+    """Return all pages of a list, [BLOCK_P], whether each is selected, its rank among those, and their number."""
     pages = tl.arange(0, BLOCK_P)
     first_page, stop_page = leftpad // PAGE, tl.minimum(tl.cdiv(seqused, PAGE), max_pages)
     known = (pages >= first_page) & (pages < stop_page)

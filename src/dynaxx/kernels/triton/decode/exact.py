@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one list over the exact tokens beside an 8-bit cache. Shapes as in decode/forward.py."""
+"""Attention of one list to the exact tokens of an 8-bit cache. Shapes are those of decode/forward.py."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from dynaxx.kernels.triton.primitives.tiles import tanh
 
 @triton.jit
 def exact_positions(slot, leftpad, seqused, EXACT: tl.constexpr, SINKS: tl.constexpr):
-    """Return which token each slot of the exact ones holds, -1 for none; as `ExactTokens.positions`."""
+    """Return the token that each exact slot holds, -1 for none; like `ExactTokens.positions`."""
     WINDOW: tl.constexpr = EXACT - SINKS
     back = ((seqused - 1 - slot + SINKS) % WINDOW + WINDOW) % WINDOW
     position = tl.where(slot < SINKS, leftpad + slot, seqused - 1 - back)
@@ -48,7 +48,8 @@ def attend_exact(
 ):
     """Attend from a list's rows to the exact tokens.
 
-    Return sums of values, transposed, even and odd ones apart where PAIRS; the largest score; the sum of weights.
+    Return the sums of values, transposed, with even and odd ones separate if PAIRS; the largest score; the sum of
+    weights.
     """
     o_x = tl.arange(0, BLOCK_X)
     position = exact_positions(o_x, leftpad, seqused, EXACT, SINKS)

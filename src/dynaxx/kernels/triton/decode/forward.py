@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split-KV attention over listed pages, in parts; `merge` combines them.
+"""Split-KV attention over listed pages, in parts; `merge` combines the parts.
 
     all lists        [ list 0: pages ........ | list 1: pages .. | list 2: pages .... ]   one row of pages
     programs         [   0   |   1   |   2   |   3   |   4   ]                            even pieces of that row
-    parts            program g's part of list i is number g + i
+    parts            program g's part of list i has number g + i
 
-Each program takes an even piece of the row, whatever lists its pages belong to, so one long sequence among short ones
-keeps every multiprocessor busy. Pieces follow from the counts of the lists, which are read on the device: grids depend
-on sizes alone, and a captured graph serves every length.
+Each program processes an even piece of the row, even if its pages belong to several lists. One long sequence among
+short ones therefore keeps all multiprocessors busy. The pieces follow from the counts of the lists, which are read on
+the device. Grids depend only on tensor sizes, so a captured graph serves every length.
 
-Shapes: B batch, N queries of a step, Hq / Hk query and kv heads, D / E head_dim of q, k and of v, S slots. A list is
-one (batch entry, kv head); its rows are the queries of its group, N * Hq / Hk of them. A part is what one program
-computed of one list. Exact tokens are one more part of every list, behind all others.
+Legend: B batch; N queries of a step; Hq, Hk query and kv heads; D head_dim of q and k, E head_dim of v; S slots. A list
+belongs to one (batch entry, kv head); its rows are the N * Hq / Hk queries of the group. A part is the result of one
+program for one list. Exact tokens form one more part of every list, after all others.
 """
 
 import triton
@@ -41,13 +41,13 @@ def _decode_fwd_kernel(
     p_v,
     p_acc,  # (parts, rows, E) fp32
     p_state,  # (parts, rows, 2) fp32: largest score, sum of weights
-    p_pages,  # (B, Hk, S) int32: logical pages, those to read first
+    p_pages,  # (B, Hk, S) int32: logical pages, readable ones first
     p_counts,  # (B, Hk) int32
     p_k_scale,
     p_v_scale,
-    p_exact_k,  # (B, EXACT, Hk, D) contiguous: `layout.exact.ExactTokens`
+    p_exact_k,  # (B, EXACT, Hk, D) contiguous: `layout.exact_tokens.ExactTokens`
     p_exact_v,
-    p_scores,  # (B, Hk, P) fp32: of pages, where they are chosen here
+    p_scores,  # (B, Hk, P) fp32: scores of pages, if this kernel selects them
     p_wanted,  # (2, Hk) fp32
     p_table,
     p_seqused,
@@ -62,9 +62,9 @@ def _decode_fwd_kernel(
     max_pages,
     sinks,
     window,
-    left,  # keys that a query sees before its own, where WINDOW
+    left,  # keys that a query sees before its own, if WINDOW
     scale,
-    cap,  # softcap / scale, where CAPPED
+    cap,  # softcap / scale, if CAPPED
     stride_qb,
     stride_qn,
     stride_qh,
@@ -85,11 +85,11 @@ def _decode_fwd_kernel(
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
     SCALED: tl.constexpr,
-    PAIRS: tl.constexpr,  # v is read as 16-bit pairs of its values
-    HALF: tl.constexpr,  # 8-bit keys are multiplied in fp16
+    PAIRS: tl.constexpr,  # read v as 16-bit pairs of its values
+    HALF: tl.constexpr,  # multiply 8-bit keys in fp16
     ALL: tl.constexpr,
     CHOOSE: tl.constexpr,
-    EXACT: tl.constexpr,  # slots of exact tokens; 0: there are none
+    EXACT: tl.constexpr,  # slots of exact tokens; 0: none
     SINKS: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -119,7 +119,9 @@ def _decode_fwd_kernel(
     o_l = tl.arange(0, BLOCK_L)
     o_v = tl.arange(0, BLOCK_V)
     row = i_rows * BLOCK_M + o_m
-    if EXACT:  # of list i by program i, and before the kernel ahead is done: it chooses pages, and writes no tokens
+    if (
+        EXACT
+    ):  # program i computes list i; needs no wait, because the previous kernel selects pages but writes no tokens
         for i_exact in tl.range(i_program, lists, num_programs, num_stages=1):
             i_b, i_h = i_exact // kv_heads, i_exact % kv_heads
             b_q, q_scale = load_queries(
@@ -154,7 +156,7 @@ def _decode_fwd_kernel(
                 CAPPED,
                 WINDOW,
             )
-            if PDL:  # memory may still be another's until then; more than once does no harm
+            if PDL:  # until then, another kernel may still use this memory; waiting more than once is harmless
                 gdc_wait()
             part = (num_programs + lists + i_exact) * rows + row
             store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
@@ -168,7 +170,7 @@ def _decode_fwd_kernel(
             gdc_wait()
             gdc_launch_dependents()
         counts, ends, total = list_bounds(p_counts, lists, BLOCK_L)
-    pieces = tl.minimum(num_programs, tl.maximum(total, 1))  # none is empty
+    pieces = tl.minimum(num_programs, tl.maximum(total, 1))  # no piece is empty
     at = (tl.minimum(i_program, pieces) * total // pieces).to(tl.int32)
     last = (tl.minimum(i_program + 1, pieces) * total // pieces).to(tl.int32)
     while at < last:
@@ -213,7 +215,7 @@ def _decode_fwd_kernel(
             )
             tl.store(p_list + place, pages, mask=chosen & (place >= first_slot) & (place < first_slot + num_slots))
             num_slots = tl.minimum(num_slots, found - first_slot)  # pages may be missing
-            tl.debug_barrier()  # what other threads of this program stored
+            tl.debug_barrier()  # makes stores of other threads of this program visible
 
         acc = tl.zeros([BLOCK_V, BLOCK_M], tl.float32)
         acc_odd = acc
@@ -222,7 +224,7 @@ def _decode_fwd_kernel(
         unit = 0.0
         for i_tile in range(0, tl.cdiv(num_slots, PAGES) * TILES):
             if PAGES == 1:
-                slot = i_tile // TILES  # a scalar: the tile is a part of one page
+                slot = i_tile // TILES  # a scalar, because the tile is part of one page
                 offset = (i_tile % TILES) * BLOCK_N + o_n
             else:
                 slot = i_tile * PAGES + o_n // PAGE
@@ -232,11 +234,11 @@ def _decode_fwd_kernel(
             if ALL == 0:
                 page = tl.load(p_list + first_slot + slot, mask=listed, other=-1)
             physical = physical_pages(p_table, table_stride, i_b, page, listed & (page >= 0), num_physical, PAGED)
-            position = tl.where(physical >= 0, page * PAGE, read_to) + offset  # [BLOCK_N], past the end if not there
+            position = tl.where(physical >= 0, page * PAGE, read_to) + offset  # [BLOCK_N], past the end if missing
             inside = (position >= read_from) & (position < read_to)
             physical = physical.to(tl.int64)
             k_first, v_first = i_b * stride_kb + i_h * stride_kh, i_b * stride_vb + i_h * stride_vh
-            if PAGES == 1:  # scalars; what differs within a tile stays out of the loop
+            if PAGES == 1:  # scalars, so that everything that varies within a tile stays out of the loop
                 part_start = physical * 0 + i_tile % TILES * BLOCK_N
                 k_first += physical * stride_kp + part_start * stride_kn
                 v_first += physical * stride_vp + part_start * stride_vn
@@ -247,13 +249,13 @@ def _decode_fwd_kernel(
             p_k_tile = p_k + k_first + k_rows[:, None] + o_d[None, :]
             p_v_tile = p_v + v_first + v_rows[None, :] + o_v[:, None]
             b_k = load_tile(p_k_tile, inside[:, None], (o_d < D)[None, :], D == BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            b_v = load_tile(p_v_tile, inside[None, :], (o_v < V_LOADED)[:, None], V_LOADED == BLOCK_V)  # turned
+            b_v = load_tile(p_v_tile, inside[None, :], (o_v < V_LOADED)[:, None], V_LOADED == BLOCK_V)  # transposed
             b_k = widened(b_k, b_q.dtype, PAIRS)
             scores = tl.dot(b_k, b_q, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             if SCALED:
                 k_at = i_b * stride_kscale_b + physical * stride_kscale_p + i_h * stride_kscale_h
                 v_at = i_b * stride_vscale_b + physical * stride_vscale_p + i_h * stride_vscale_h
-                k_scale = tl.load(p_k_scale + k_at, mask=physical >= 0, other=0.0)  # one, or [BLOCK_N]
+                k_scale = tl.load(p_k_scale + k_at, mask=physical >= 0, other=0.0)  # a scalar, or [BLOCK_N]
                 v_scale = tl.load(p_v_scale + v_at, mask=physical >= 0, other=0.0)
                 if PAGES == 1:
                     scores = scores * (q_scale * k_scale)[None, :]
@@ -264,7 +266,7 @@ def _decode_fwd_kernel(
             visible = inside[:, None]
             if WINDOW:
                 visible &= position[:, None] >= own_position[None, :] - left
-            if EXACT == 0:  # else the queries themselves are among the exact tokens
+            if EXACT == 0:  # otherwise the queries' own tokens are among the exact ones
                 visible &= position[:, None] <= own_position[None, :]
             scores = tl.where(visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 0))
@@ -273,7 +275,7 @@ def _decode_fwd_kernel(
             weights = tl.exp2((scores - shift[None, :]) * (scale * LOG2E))
             row_sum = row_sum * rescale + tl.sum(weights, 0)
             row_max = new_max
-            if SCALED:  # acc is in units of the largest scale so far: weights stay within fp16
+            if SCALED:  # acc is in units of the largest scale so far, so that weights stay within fp16
                 new_unit = tl.maximum(unit, v_scale if PAGES == 1 else tl.max(v_scale, 0))
                 per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
                 rescale *= unit * per_unit
@@ -291,5 +293,5 @@ def _decode_fwd_kernel(
         part = (i_program + i_list) * rows + row
         store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
         at = stop
-    if CHOOSE and PDL:  # programs without pages, too
+    if CHOOSE and PDL:  # also in programs without pages
         gdc_wait()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding in Triton: choose pages, and attend over them or over given ones; `kernels.contract.DecodeKernels`."""
+"""Decoding in Triton: select pages, and attend to selected or given pages; `kernels.contract.DecodeKernels`.
+
+select_and_attend   scores of pages -> selection (in this or in the attention kernel) -> attention -> merge
+attend_pages        given pages -> readable pages first, counts -> attention -> merge
+"""
 
 import torch
 import triton
@@ -27,7 +31,7 @@ from dynaxx.layout.paging import PagedCache, PageSummaries
 
 KEYS_PER_TILE = 64
 NUM_WARPS, TILES_AHEAD = 4, 2
-PROGRAMS_PER_PROCESSOR = 2  # and four of 8-bit caches, where arithmetic is what takes time
+PROGRAMS_PER_PROCESSOR = 2  # four for 8-bit caches, where arithmetic dominates
 REGISTERS_OF_FOUR = 128
 FEW_PAGES = 16
 MOST_ROWS = 64
@@ -39,7 +43,7 @@ INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 @triton.jit(do_not_specialize=["seqlen_q", "left"])
 def _count_pages_kernel(
     p_pages,  # (B, Hk, S) int32, as given
-    p_listed,  # the same, those that can be read first
+    p_listed,  # (B, Hk, S) int32, receives the readable pages first
     p_counts,  # (B, Hk) int32
     p_table,
     p_seqused,
@@ -50,10 +54,10 @@ def _count_pages_kernel(
     max_pages,
     slots,
     seqlen_q,
-    left,  # keys that a query sees before its own, where WINDOW
+    left,  # keys that a query sees before its own, if WINDOW
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
-    ALL: tl.constexpr,  # every page of a sequence that its queries see, and no lists
+    ALL: tl.constexpr,  # every page that a sequence's queries see, without lists
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -90,7 +94,7 @@ def select_and_attend(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse over chosen pages, as `kernels.reference.decode`."""
+    """Return out and lse over selected pages, like `kernels.reference.decode`."""
     return record_or_replay(_choose_and_attend, cache, (q, wanted, sink_logits), softcap, sinks, window, slots, scale)
 
 
@@ -102,7 +106,7 @@ def _choose_and_attend(cache, q, wanted, sink_logits, softcap, *settings):
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the chosen pages, as `kernels.reference.decode`."""
+    """Return the selected pages, like `kernels.reference.decode`."""
     return record_or_replay(_choose_pages, cache, (q, wanted), sinks, window, slots, scale)
 
 
@@ -111,7 +115,7 @@ def _choose_pages(cache, q, wanted, *settings):
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """Write summaries, as `kernels.reference.decode`."""
+    """Write summaries, like `kernels.reference.decode`."""
     assert summaries is cache.summaries
     record_or_replay(_summarize, cache, (), new_tokens)
 
@@ -131,7 +135,7 @@ def attend_pages(
     left: int | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, as `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in full fp32."""
+    """Return out and lse, like `kernels.reference.decode`; 8-bit keys are multiplied in q's dtype, fp32 in fp32."""
     return record_or_replay(_attend, cache, (q, block_indices, counts, sink_logits), scale, softcap, left)
 
 
@@ -146,7 +150,7 @@ def _attend(
     left: int | None,
     choice: PageChoice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over pages; with a `choice` the same kernel first chooses them and lists them in block_indices."""
+    """Attend to pages; with a `choice`, the same kernel first selects them and lists them in block_indices."""
     batch, seqlen_q, q_heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, q_heads, cache.head_dim_v)
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
@@ -159,7 +163,7 @@ def _attend(
     slots = cache.max_pages if block_indices is None else block_indices.shape[2]
     if counts is None:
         block_indices, counts = _listed(cache, block_indices, seqlen_q, left)
-    wide = max(cache.head_dim, cache.head_dim_v) > 256  # then tiles of 64 keys in flight find no shared memory
+    wide = max(cache.head_dim, cache.head_dim_v) > 256  # then shared memory cannot hold tiles of 64 keys in flight
     tile = KEYS_PER_TILE if q.dtype != torch.float32 and not wide else 32
     tile = max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
     crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
@@ -170,7 +174,7 @@ def _attend(
     state = q.new_empty(parts, rows, 2, dtype=torch.float32)
     block_m = max(8, min(MOST_ROWS, triton.next_power_of_2(rows)))
     scaled = cache.k_scale is not None
-    loads = 1 + (block_indices is not None) + cache.is_paged  # one after the other: page, where it lies, keys
+    loads = 1 + (block_indices is not None) + cache.is_paged  # dependent loads: page, its address, its keys
     half = scaled and q.dtype != torch.float32
     v, v_strides = cache.v, cache.strides(cache.v)
     pairs = half and overlap(q.device)["PDL"] and cache.head_dim_v >= 32
@@ -288,10 +292,10 @@ def _listed(
 
 
 def _programs(device: torch.device, lists: int, pages: int, at_once: int) -> int:
-    """Return how many programs to start: as many as run at once, a multiple of the lists if possible.
+    """Return how many programs to start: as many as run at once, if possible a multiple of the number of lists.
 
-    Lists of one length then share no program. Half as many where each program would get few pages: on an H200 one
-    sequence of 128k keys takes 36 us instead of 38.
+    Lists of equal length then share no program. Start half as many if each program would get few pages: on an H200, one
+    sequence of 128k keys then takes 36 us instead of 38.
     """
     most = INTERPRETED_PROGRAMS if device.type != "cuda" else at_once * processors(device)
     if device.type == "cuda" and pages < FEW_PAGES * most:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge the parts of decode/forward.py, list by list. Shapes and numbers of parts as there."""
+"""Merging of the parts of decode/forward.py, list by list. Shapes and part numbers are defined there."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 @triton.jit
 def list_bounds(p_counts, lists, BLOCK_L: tl.constexpr):
-    """Return the counts of all lists, where each ends in the row of all pages, and the length of the row."""
+    """Return the counts of all lists, where each list ends in the row of all pages, and the length of the row."""
     o_l = tl.arange(0, BLOCK_L)
     counts = tl.load(p_counts + o_l, mask=o_l < lists, other=0)
     return counts, tl.cumsum(counts, 0), tl.sum(counts, 0)
@@ -40,7 +40,7 @@ def _decode_merge_kernel(
     BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the softmax over all keys of a list from its parts; zeros where there is no part."""
+    """Compute the softmax over all keys of a list from its parts; zeros if there is no part."""
     i_list, i_row = tl.program_id(0), tl.program_id(1)
     rows = seqlen_q * group_size
     counts, ends, total = list_bounds(p_counts, lists, BLOCK_L)
@@ -49,12 +49,12 @@ def _decode_merge_kernel(
     stop = tl.sum(tl.where(o_l == i_list, ends, 0), 0).to(tl.int64)
     wide = tl.maximum(total, 1).to(tl.int64)
     pieces = tl.minimum(num_programs, wide)
-    first = ((stop - count + 1) * pieces - 1) // wide  # the program whose piece holds the list's first page
+    first = ((stop - count + 1) * pieces - 1) // wide  # the program whose piece contains the list's first page
     last = (stop * pieces - 1) // wide
     acc = tl.zeros([BLOCK_E], tl.float32)
     top = tl.full([], float("-inf"), tl.float32)
     total_weight = tl.full([], 0.0, tl.float32)
-    if PDL:  # counts are older than the kernel of the parts, which waited for them before this one was launched
+    if PDL:  # counts were complete before this kernel was launched, because the previous kernel waited for them
         gdc_wait()
     if EXACT:
         exact = (num_programs + lists + i_list).to(tl.int64) * rows + i_row

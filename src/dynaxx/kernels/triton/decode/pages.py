@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages: where they lie, and their summaries.
+"""Pages of a cache: their addresses, and their summaries.
 
-Grids depend on sizes alone; lengths are read on the device, so a captured graph serves every length.
+Grids depend only on tensor sizes and lengths are read on the device, so a captured graph serves every length.
 
-Shapes: B batch, Hk kv heads, D head_dim.
+Legend: B batch, Hk kv heads, D head_dim.
 """
 
 import torch
@@ -32,7 +32,7 @@ def first_key(p_leftpad, i_b, HAS_LEFTPAD: tl.constexpr):
 
 @triton.jit
 def first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first key that any of a sequence's queries sees."""
+    """Return the first key that any query of a sequence sees."""
     key = first_key(p_leftpad, i_b, HAS_LEFTPAD)
     if WINDOW:
         key = tl.maximum(key, seqused - seqlen_q - left)
@@ -41,7 +41,7 @@ def first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD: tl.const
 
 @triton.jit
 def physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED: tl.constexpr):
-    """Return where logical pages lie, -1 for those that do not exist or are not `known`."""
+    """Return the physical pages of logical pages, -1 for those that do not exist or are not `known`."""
     if PAGED:
         physical = tl.load(p_table + i_b.to(tl.int64) * table_stride + page, mask=known, other=-1)
         physical = tl.where((physical >= 0) & (physical < num_physical), physical, -1)
@@ -64,7 +64,7 @@ def _summarize_pages_kernel(
     table_stride,
     num_physical,
     kv_heads,
-    new_tokens,  # -1 for all
+    new_tokens,  # -1: all
     pages_per_entry,
     max_pages,
     bound,
@@ -84,7 +84,7 @@ def _summarize_pages_kernel(
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
     SCALED: tl.constexpr,
-    ROUND: tl.constexpr,  # to int8
+    ROUND: tl.constexpr,  # quantize to int8
     MEAN: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -134,7 +134,7 @@ def _summarize_pages_kernel(
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """Write summaries, as `kernels.reference.decode`."""
+    """Write summaries, like `kernels.reference.decode`."""
     per_entry = cache.max_pages
     if new_tokens is not None:
         per_entry = min(per_entry, (new_tokens + cache.page_size - 2) // cache.page_size + 1 if new_tokens else 0)
@@ -168,7 +168,7 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
 
 
 def table_arguments(cache: PagedCache) -> dict[str, object]:
-    """Return where pages lie and how long sequences are, under the kernels' parameter names."""
+    """Return the addresses of pages and the lengths of sequences under the kernels' parameter names."""
     table = None if cache.page_table is None else unit_stride(cache.page_table)
     seqused = cache.seqused_k.contiguous()
     return {
@@ -183,12 +183,12 @@ def table_arguments(cache: PagedCache) -> dict[str, object]:
 
 
 def page_strides(name: str, of: PageStrides, token: bool = False) -> dict[str, int]:
-    """Return strides of batch, page and head, and of tokens where asked for."""
+    """Return the strides of batch, page and head, and optionally of tokens."""
     found = {f"stride_{name}b": of.batch, f"stride_{name}p": of.page, f"stride_{name}h": of.head}
     return {**found, f"stride_{name}n": of.token} if token else found
 
 
 def scale_strides(name: str, cache: PagedCache, scale: Tensor | None) -> dict[str, int]:
-    """Return strides of a scale by batch, page and head; zeros where there is none."""
+    """Return the strides of a scale by batch, page and head; zeros without a scale."""
     of = PageStrides(0, 0, 0, 0) if scale is None else cache.scale_strides(scale)
     return {f"stride_{name}_b": of.batch, f"stride_{name}_p": of.page, f"stride_{name}_h": of.head}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and stores of decode/forward.py: queries of a list, tiles of a cache, parts. Shapes as there."""
+"""Loads and stores of decode/forward.py: queries of a list, tiles of a cache, parts. Shapes are defined there."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
 def load_queries(
     p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF: tl.constexpr, D: tl.constexpr, o_d
 ):
-    """Load the rows of a list, transposed, [BLOCK_D, BLOCK_M], and the factor of their scores."""
+    """Load the rows of a list, transposed, [BLOCK_D, BLOCK_M], and the factor for their scores."""
     p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
     p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
     b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
@@ -29,7 +29,7 @@ def load_queries(
 
 @triton.jit
 def store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, known, o_e, E: tl.constexpr, PAIRS: tl.constexpr):
-    """Store the `known` first rows of a part."""
+    """Store the first `known` rows of a part."""
     acc = tl.trans(acc)
     if PAIRS:
         acc = tl.reshape(tl.join(acc, tl.trans(acc_odd)), (acc.shape[0], 2 * acc.shape[1]))

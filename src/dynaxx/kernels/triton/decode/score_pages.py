@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score the pages of a list: their summaries times the queries of a step. R rows of q, D head_dim."""
+"""Scores of the pages of a list: products of their summaries with the queries of a step.
+
+    queries -> sums of max(q, 0), min(q, 0) -> parts for the matrix unit;  low, high of each page -> products -> scores
+
+Legend: R rows of q, D head_dim, P logical pages.
+"""
 
 import triton
 import triton.language as tl
@@ -14,11 +19,11 @@ FEW_ROWS = tl.constexpr(16)
 def _query_bounds(
     p_q, stride_qn, stride_qh, rows, group_size, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Return sums over a list's queries of relu(q) and of min(q, 0), each [BLOCK_D]."""
+    """Return the sums over a list's queries of max(q, 0) and of min(q, 0), each [BLOCK_D]."""
     o_d, o_r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     up = tl.zeros([BLOCK_D], tl.float32)
     down = tl.zeros([BLOCK_D], tl.float32)
-    if BLOCK_R <= FEW_ROWS:  # one after the other: threads need nothing of each other
+    if BLOCK_R <= FEW_ROWS:  # one row after another, so that threads need not exchange data
         for row in tl.static_range(BLOCK_R):
             p_row = p_q + (row // group_size).to(tl.int64) * stride_qn + (row % group_size).to(tl.int64) * stride_qh
             b_row = tl.load(p_row + o_d, mask=o_d < tl.where(row < rows, D, 0), other=0.0).to(tl.float32) * scale
@@ -48,7 +53,7 @@ def _thirds(x):
 
 @triton.jit
 def _digits(x):
-    """Return [len(x), 16] int8: values in (-2, 2) as three digits to base 128, the first worth 1 / 32; zeros."""
+    """Return [len(x), 16] int8: values in (-2, 2) as three digits to base 128, the first worth 1 / 32; then zeros."""
     o_c = tl.arange(0, 16)
     y = x[:, None] * tl.where(o_c == 0, 2.0**5, tl.where(o_c == 1, 2.0**12, tl.where(o_c == 2, 2.0**19, 0.0)))[None, :]
     return (nearest(y) - 128 * nearest(y / 128)).to(tl.int8)
@@ -56,7 +61,7 @@ def _digits(x):
 
 @triton.jit
 def _products(tile, x, DOT: tl.constexpr):
-    """Return tile @ x; on the matrix unit, without loss, where x comes in parts, a column for each."""
+    """Return tile @ x; on the matrix unit, without loss, if x is given in parts, one per column."""
     return tl.dot(tile, x) if DOT else tl.sum(tile.to(tl.float32) * x[None, :], 1)
 
 
@@ -70,9 +75,9 @@ def _of_digits(products):
 
 @triton.jit
 def _fetch(p_rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Prefetch rows to the L2 cache while something else is waited for."""
+    """Prefetch rows to the L2 cache during another wait."""
     SIZE: tl.constexpr = p_rows.dtype.element_ty.primitive_bitwidth // 8
-    o_d = tl.arange(0, BLOCK_D * SIZE // 32) * (32 // SIZE)  # where sectors begin
+    o_d = tl.arange(0, BLOCK_D * SIZE // 32) * (32 // SIZE)  # starts of sectors
     inside = inside[:, None] & (o_d < D)[None, :]
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
@@ -86,11 +91,11 @@ def _fetch(p_rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def score_pages(
-    p_q,  # the list's first row
+    p_q,  # first row of the list
     p_low,
     p_high,
     p_scale,
-    p_scores,  # of the list, [P] fp32
+    p_scores,  # scores of the list, [P] fp32
     p_table,
     table_stride,
     num_physical,
@@ -118,9 +123,9 @@ def score_pages(
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    FETCH: tl.constexpr,  # the first tile to the L2 cache, while digits of the queries are made
+    FETCH: tl.constexpr,  # prefetch the first tile to L2 while the digits of the queries are computed
 ):
-    """Store the scores of a list's pages; programs on the grid's second axis share its tiles."""
+    """Store the scores of a list's pages; programs along the grid's second axis share its tiles."""
     first_tile, step = first_page // TILE + tl.program_id(1), tl.num_programs(1)
     o_d, o_t = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     at = i_b.to(tl.int64) * stride_sb + i_h.to(tl.int64) * stride_sh

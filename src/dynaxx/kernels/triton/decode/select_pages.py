@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose pages: scores from summaries, and the best of them without sorting.
+"""Selection of pages: scores from summaries, and the best pages without sorting.
 
-With enough lists one program scores the pages of a list and chooses among them, in one launch. With fewer lists several
-programs score the pages of each, and the attention kernel chooses; if only pages are asked for, this kernel is launched
-again to choose.
+    many lists   one program per list: scores -> selection
+    few lists    several programs per list: scores -> selection in the attention kernel, or in a second launch
 
-Shapes: B batch, N queries of a step, Hq / Hk query and kv heads, D head_dim, P logical pages, S slots. A list is one
-(batch entry, kv head).
+If only pages are requested, this kernel is launched a second time to select.
+
+Legend: B batch; N queries of a step; Hq, Hk query and kv heads; D head_dim; P logical pages; S slots. A list belongs to
+one (batch entry, kv head).
 """
 
 from typing import NamedTuple
@@ -25,23 +26,23 @@ from dynaxx.kernels.triton.decode.pages import first_key, page_strides, table_ar
 from dynaxx.kernels.triton.decode.score_pages import score_pages
 from dynaxx.layout.paging import PagedCache
 
-TILE_BYTES = 16384  # of low and of high, each
-PAGES_PER_TILE, PAGES_PER_TILE_OF_MANY = 128, 64  # many lists: so that four programs fit on a multiprocessor
+TILE_BYTES = 16384  # bytes per tile of low and of high
+PAGES_PER_TILE, PAGES_PER_TILE_OF_MANY = 128, 64  # 64 for many lists, so that a multiprocessor runs four programs
 QUERY_ROWS = 64
 TILES_AHEAD = 2
-PROGRAMS_PER_PROCESSOR = 2  # where several score a list
-MANY_LISTS = 2  # per multiprocessor
-MANY_PAGES, MANY_SCORES = 2048, 1024  # per list, per multiprocessor: up to these the kernel of attention chooses
+PROGRAMS_PER_PROCESSOR = 2  # if several programs score a list
+MANY_LISTS = 2  # lists per multiprocessor
+MANY_PAGES, MANY_SCORES = 2048, 1024  # per list, per multiprocessor: above these, the attention kernel does not select
 WARPS = 4
 
 
 class PageChoice(NamedTuple):
-    """Arguments with which the attention kernel chooses pages itself."""
+    """Arguments with which the attention kernel selects pages itself."""
 
     scores: Tensor  # (B * Hk, P) fp32
     wanted: Tensor  # (2, Hk) fp32
     sinks: int
-    window: int  # from the first query's on
+    window: int  # counted from the first query
 
 
 @kernel_launcher
@@ -67,7 +68,7 @@ def _select_pages_fwd_kernel(
     kv_heads,
     max_pages,
     sinks,
-    window,  # from the first query's on
+    window,  # counted from the first query
     slots,
     scale,
     stride_qb,
@@ -84,7 +85,7 @@ def _select_pages_fwd_kernel(
     SCALED: tl.constexpr,
     SCORE: tl.constexpr,
     CHOOSE: tl.constexpr,
-    MEAN: tl.constexpr,  # low is high
+    MEAN: tl.constexpr,  # low and high are equal
     DOT: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -143,8 +144,8 @@ def _select_pages_fwd_kernel(
         )
     if CHOOSE:
         if SCORE:
-            tl.debug_barrier()  # scores that other threads of this program stored
-        elif PDL:  # what was read so far is older than the kernel of the scores, which waited for it
+            tl.debug_barrier()  # makes scores stored by other threads of this program visible
+        elif PDL:  # earlier reads need no wait: their data is older than the score kernel, which waited for it
             gdc_wait()
             gdc_launch_dependents()
         pages, chosen, place, count = choose_pages(
@@ -180,7 +181,7 @@ def _select_pages_fwd_kernel(
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the chosen pages, as `kernels.reference.decode`."""
+    """Return the selected pages, like `kernels.reference.decode`."""
     chosen, counts, scores = _empty(cache, slots)
     lists, tiles = scores.shape[0], -(-cache.max_pages // _tile(cache))
     fused = tiles == 1 or 2 * lists >= processors(q.device)
@@ -193,13 +194,14 @@ def select_pages(
 def score_all_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor, PageChoice | None]:
-    """Leave the choice to the kernel of attention, or make it where that is faster.
+    """Score all pages; select pages here if that is faster, otherwise leave it to the attention kernel.
 
-    Over 8-bit caches it is: attention runs in half the registers there, 16 x 32k in 72 us with the choice, 51 without.
+    Selecting here is faster for 8-bit caches, where the attention kernel has half the registers: for 16 x 32k, it takes
+    72 us if it also selects, and 51 us if not.
 
     Returns:
-        (listed, counts, choice): (B, Hk, S) int32, the pages of each list if there is no choice to be made, else memory
-        for them; how many, (B, Hk) int32.
+        (listed, counts, choice): (B, Hk, S) int32 pages of each list, uninitialised if `choice` is not None; their
+        numbers (B, Hk) int32; arguments for a selection in the attention kernel, or None.
     """
     lists, most = cache.batch * cache.kv_heads, processors(q.device)
     many = lists * cache.max_pages > MANY_SCORES * most or cache.max_pages > MANY_PAGES
@@ -214,14 +216,14 @@ def score_all_pages(
 
 
 def _empty(cache: PagedCache, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate lists of pages, their counts and the scores of all pages."""
+    """Allocate lists of pages, their counts, and the scores of all pages."""
     lists = torch.empty(cache.batch, cache.kv_heads, slots, dtype=torch.int32, device=cache.device)
     counts = torch.empty(cache.batch, cache.kv_heads, dtype=torch.int32, device=cache.device)
     return lists, counts, torch.empty(counts.numel(), cache.max_pages, dtype=torch.float32, device=cache.device)
 
 
 def _tile(cache: PagedCache) -> int:
-    """Return how many pages to score at once."""
+    """Return how many pages to score at a time."""
     assert cache.summaries is not None, "checked before"
     block = max(16, power_of_two(cache.max_pages))
     many = cache.batch * cache.kv_heads >= MANY_LISTS * processors(cache.device)
@@ -231,7 +233,7 @@ def _tile(cache: PagedCache) -> int:
 
 def _block_d(cache: PagedCache) -> int:
     assert cache.summaries is not None, "checked before"
-    least = 32 if cache.summaries.scale is not None else 16  # of the matrix unit
+    least = 32 if cache.summaries.scale is not None else 16  # minimum depth of the matrix unit
     return max(least, padded(cache.head_dim))
 
 
@@ -286,7 +288,7 @@ def _launch(
         TILE=tile,
         BLOCK_P=block,
         BLOCK_S=power_of_two(max(1, slots)),
-        STAGES=1 + TILES_AHEAD * (1 + cache.is_paged),  # where a page lies is loaded before its summary
+        STAGES=1 + TILES_AHEAD * (1 + cache.is_paged),  # the address of a page is loaded before its summary
         num_warps=WARPS if score else min(16, max(4, block // 256)),
         **overlap(q.device),
     )

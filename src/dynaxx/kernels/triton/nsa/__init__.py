@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention in Triton: the portable backend's entry points, and decoding."""
+"""Native sparse attention in Triton: the portable backend's entry points, and decoding."""

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoding step of native sparse attention in Triton: lengths of the branches, the choice of blocks, their pages.
+"""A decode step of native sparse attention in Triton: lengths of the branches, selection of blocks, their pages.
 
-Results as `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every length.
+    seqused -> lengths;  q, compressed pages, lse -> scores -> top-k -> blocks -> pages
 
-B sequences, one query each; Hq / Hk query and kv heads, D / E head_dim of q, k and of v, C selection blocks that a
-sequence may have, n selected. Positions of compressed tokens as in `layout.compressed.CompressedPages`.
+Results are those of `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every
+length.
+
+Legend: B sequences with one query each; Hq, Hk query and kv heads; D head_dim of q and k, E head_dim of v; C selection
+blocks that a sequence may have; n selected blocks. Positions of compressed tokens are defined in
+`layout.compressed.CompressedPages`.
 """
 
 import torch
@@ -37,9 +41,9 @@ __all__ = [
     "store_compressed",
 ]
 
-LENGTHS = 128  # sequences of a program
-TOKENS = 64  # compressed tokens of a program
-MOST_ROWS = 64  # q heads of a group at once
+LENGTHS = 128  # sequences per program
+TOKENS = 64  # compressed tokens per program
+MOST_ROWS = 64  # q heads of a group processed together
 
 
 @kernel_launcher
@@ -48,7 +52,7 @@ def _lengths_kernel(
     p_seqused, p_lengths, batch, row, window, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SLC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute `NativeLengths`, (5, B), `row` numbers apart."""
+    """Compute the fields of `NativeLengths` as (5, B), `row` numbers apart."""
     i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i_b < batch
     used = tl.load(p_seqused + i_b, mask=inside, other=0)
@@ -98,19 +102,19 @@ def _kept_blocks_kernel(
 def _decode_scores_kernel(
     p_q, p_k,
     p_lse,  # (B, Hq, 1) contiguous
-    p_own,  # (B, Hk, C) fp32, what tokens give to the block that they start in
-    p_next,  # (B, Hk, C) fp32, what a block gets from tokens that start in the one before; not where PER_TOKEN is 1
+    p_own,  # (B, Hk, C) fp32, contributions of tokens to the block in which they start
+    p_next,  # (B, Hk, C) fp32, contributions of tokens that start in the previous block; written only if PER_TOKEN > 1
     p_num_cmp,  # (B,) int32
     p_table, p_seqused, p_leftpad, table_stride, num_physical, group_size, kv_heads, blocks, scale,
     stride_qb, stride_qh, stride_kb, stride_kp, stride_kn, stride_kh,
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
-    PAGE: tl.constexpr,  # compressed tokens
+    PAGE: tl.constexpr,  # compressed tokens per page
     D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PER_TOKEN: tl.constexpr,  # strides in a compressed token
-    PER_BLOCK: tl.constexpr,  # strides in a block
+    PER_TOKEN: tl.constexpr,  # strides per compressed token
+    PER_BLOCK: tl.constexpr,  # strides per block
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute scores of blocks as `_nsa_scores_kernel` of nsa.select, for one query."""
+    """Compute scores of blocks for one query, like `_nsa_scores_kernel` of nsa.select."""
     BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
     i_list, i_part = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_list // kv_heads, i_list % kv_heads
@@ -148,7 +152,7 @@ def _decode_scores_kernel(
 
 
 def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
-    """Return the kept blocks with the forced ones of now, as `kernels.reference.nsa_decode`, in one kernel."""
+    """Return earlier blocks with the current forced blocks, like `kernels.reference.nsa_decode`, in one kernel."""
     batch, heads, slots = blocks.shape
     width = sizes.slc_count + sizes.first_blocks + sizes.local_blocks
     kept = torch.empty(batch, heads, width, dtype=torch.int32, device=blocks.device)
@@ -168,7 +172,7 @@ def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> T
 
 
 def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
-    """Return the pages of blocks, as `kernels.reference.nsa_decode`, in one kernel."""
+    """Return the pages of blocks, like `kernels.reference.nsa_decode`, in one kernel."""
     if pages_per_block == 1:
         return blocks
     batch, heads, slots = blocks.shape
@@ -186,7 +190,7 @@ def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
 
 
 def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
-    """Return the lengths of every branch, in one kernel; each starts at 16 bytes for `kernel_launcher`."""
+    """Return the lengths that each branch reads, in one kernel, each 16-byte aligned for `kernel_launcher`."""
     batch = seqused.shape[0]
     lengths = seqused.new_empty(5, -(-batch // 4) * 4)
     if batch:
@@ -207,7 +211,7 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
 def select_blocks(
     q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
 ) -> Tensor:
-    """Return the chosen blocks, as `kernels.reference.nsa_decode`."""
+    """Return the selected blocks, like `kernels.reference.nsa_decode`."""
     heads = cache.kv_heads
     per_token, per_block = strides_per(sizes)
     q = unit_stride(q.to(torch.promote_types(q.dtype, cache.k.dtype)))

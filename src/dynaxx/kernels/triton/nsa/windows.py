@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of keys that a cache completes, in Triton: gathered for a function, or pooled and stored at once.
+"""Windows of keys that new tokens complete, in Triton: gathered for a user's function, or pooled and stored directly.
 
-Results as `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every length.
+Results are those of `kernels.reference.nsa_decode`. Lengths are read on the device, so one captured graph serves every
+length.
 
-B sequences, W windows of each; Hk kv heads, D head_dim of k or of v. Positions of compressed tokens as in
-`layout.compressed.CompressedPages`.
+Legend: B sequences, W windows per sequence; Hk kv heads; D head_dim of k or of v. Positions of compressed tokens are
+defined in `layout.compressed.CompressedPages`.
 """
 
 import triton
@@ -22,7 +23,7 @@ from dynaxx.layout.paging import PagedCache, PageStrides
 
 @triton.jit
 def _window(p_seqused, i_entry, count, skip, LENGTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Return sequence and number of a window; the number is below 0 if the window does not exist."""
+    """Return sequence and index of a window; the index is negative if the window does not exist."""
     i_b = i_entry // count
     beyond = tl.load(p_seqused + i_b) - LENGTH
     whole = tl.where(beyond < 0, 0, beyond // STRIDE + 1)
@@ -82,8 +83,8 @@ def _compress_windows_kernel(
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Pool one window of one head, and store it to its page."""
-    KEPT: tl.constexpr = PAGE // STRIDE  # compressed tokens of a page
+    """Pool one window of one head and store the result to its page."""
+    KEPT: tl.constexpr = PAGE // STRIDE  # compressed tokens per page
     i_entry, i_head = tl.program_id(0), tl.program_id(1)
     i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
     place = window + LENGTH // STRIDE - 1
@@ -108,7 +109,7 @@ def _compress_windows_kernel(
 
 
 def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
-    """Return the windows, as `kernels.reference.nsa_decode`; zeros for windows that do not exist."""
+    """Return the windows, like `kernels.reference.nsa_decode`; zeros for windows that do not exist."""
     return _gathered(cache, cache.k, sizes, count, skip), _gathered(cache, cache.v, sizes, count, skip)
 
 
@@ -125,7 +126,7 @@ def _gathered(cache: PagedCache, x: Tensor, sizes: NativeSizes, count: int, skip
 
 
 def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
-    """Pool windows and store them, as `kernels.reference.nsa_decode`, with one launch each for k and v."""
+    """Pool windows and store them, like `kernels.reference.nsa_decode`, with one launch each for k and v."""
     record_or_replay(_compress, cache, weights, count, skip)
 
 
@@ -149,7 +150,7 @@ def _compress(cache, weight_k, weight_v, count, skip):
 def store_compressed(
     cache: PagedCache, compressed: CompressedPages, k_cmp: Tensor, v_cmp: Tensor, count: int, skip: int
 ) -> None:
-    """Store compressed tokens, as `kernels.reference.nsa_decode`."""
+    """Store compressed tokens, like `kernels.reference.nsa_decode`."""
     sizes = compressed.sizes
     for kept, new in ((compressed.k, k_cmp), (compressed.v, v_cmp)):
         if new.numel():
@@ -163,7 +164,7 @@ def store_compressed(
 def _window_arguments(
     cache: PagedCache, x: Tensor, sizes: NativeSizes, page_size: int, count: int, skip: int
 ) -> dict[str, object]:
-    """Return arguments of every kernel here: the pages of `x`, which hold `page_size` rows, and the windows."""
+    """Return the arguments that all kernels here share: the pages of `x`, of `page_size` rows each, and the windows."""
     return {
         **table_arguments(cache),
         "count": count,
@@ -179,7 +180,7 @@ def _window_arguments(
 
 
 def _strides(name: str, cache: PagedCache, x: Tensor, page_size: int) -> dict[str, int]:
-    """Return strides of the cache's tensors, or of compressed ones."""
+    """Return strides of the cache's tensors, or of tensors of compressed tokens."""
     first, token, head, _ = x.stride()
     of = PageStrides(0, first, token, head) if cache.is_paged else PageStrides(first, token * page_size, token, head)
     return page_strides(name, of, token=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert 8-bit keys and values exactly to fp16, which matrix instructions take.
+"""Conversion of 8-bit keys and values to fp16, which matrix instructions accept, without rounding.
 
-The target is not bf16: e4m3 reaches it only through fp32, one value at a time. PAIRS marks GPUs for which the
-instructions are written out here (sm_90); elsewhere Triton's own conversions give the same.
+The target is not bf16, because e4m3 is converted to bf16 only through fp32, one value at a time. PAIRS selects the
+instructions below (sm_90); on other GPUs, Triton's own conversions give the same results.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def widened(x, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """Return keys in the dtype of the product; int8 becomes fp16 by its bits, as the end of 1024 + 128 + x."""
+    """Return keys in the dtype of the product; int8 becomes fp16 by bit operations, as low bits of 1024 + 128 + x."""
     if (x.dtype == tl.int8) & PAIRS:
         y = tl.inline_asm_elementwise(
             """{ .reg .b32 x, e; xor.b32 x, $2, 0x80808080; mov.b32 e, 0x64646464;
@@ -30,7 +30,7 @@ def widened(x, dtype: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def unpaired(x, FP8: tl.constexpr):
-    """Return two fp16 tiles: the first and the second 8-bit value of each 16 bits, two values per instruction."""
+    """Return two fp16 tiles, the first and the second 8-bit value of each 16 bits, with two values per instruction."""
     if FP8:
         even, odd = tl.inline_asm_elementwise(
             """{ .reg .b32 x; .reg .b16 l, h; prmt.b32 x, $2, 0, 0x3120; mov.b32 {l, h}, x;
@@ -57,7 +57,7 @@ def unpaired(x, FP8: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """Round numbers below 2 ** 22 to the nearest integer, ties to even; beyond that size fp32 has no fractions."""
+    """Round numbers below 2 ** 22 to the nearest integer, ties to even; numbers that large are integers anyway."""
     return x + 12582912.0 - 12582912.0
 
 
@@ -70,7 +70,7 @@ def power_below(x):
 
 @triton.jit
 def halved(x):
-    """Return rows of x in fp16, each divided by a power of two so that it fits, and those powers."""
+    """Return rows of x in fp16, each divided by a power of two so that it fits, and these powers."""
     x = x.to(tl.float32)
     power = power_below(tl.max(tl.abs(x), 1))
     return (x / power[:, None]).to(tl.float16), power

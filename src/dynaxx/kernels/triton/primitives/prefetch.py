@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set how far ahead of its use each load of a loop starts, where the number of stages is too coarse."""
+"""Control of how far ahead of its use each load of a loop starts, where the number of stages is too coarse."""
 
 import triton
 import triton.language as tl
@@ -9,17 +9,17 @@ from dynaxx.kernels.gpu.device import interpreted
 if interpreted():
 
     def ahead(x, turns):
-        """Return x: nothing is prefetched under the interpreter."""
+        """Return x; nothing is prefetched under the interpreter."""
         return x
 
 else:
 
     @tl.core.builtin
     def ahead(x, turns, _semantic=None):
-        """Return x, loaded in a loop, and let Triton start its load `turns` iterations ahead.
+        """Return x, which is loaded in a loop, and let Triton start its load `turns` iterations ahead.
 
-        With stages all loads of a loop run equally far ahead and have as many buffers. Once one load is marked,
-        unmarked loads do not run ahead.
+        With pipeline stages, all loads of a loop run equally far ahead and have equally many buffers. Once one load is
+        marked, unmarked loads do not run ahead.
         """
         x.handle.set_attr("tt.latency", _semantic.builder.get_int32_attr(tl.core._unwrap_if_constexpr(turns)))
         return x
@@ -27,6 +27,6 @@ else:
 
 @triton.jit
 def load_prefetched(head, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, TURNS: tl.constexpr):
-    """Load [TILE, BLOCK_DIM] rows from `start` of `HeadRows` by TMA, started TURNS iterations ahead."""
+    """Load [TILE, BLOCK_DIM] rows of `HeadRows`, from row `start`, by TMA, started TURNS iterations ahead."""
     rows = ahead(head.source.load([head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]), TURNS)
     return rows.reshape(TILE, BLOCK_DIM)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers of the Triton kernels: rows of a layout, positions of a tile, guarded loads.
 
-A row of a layout is a list of blocks. A tile of TILE tokens is a part of one block where TILE <= BLOCK. A larger tile
+A row of a layout is a list of blocks. A tile of TILE tokens is part of one block if TILE <= BLOCK. A larger tile
 gathers TILE // BLOCK blocks, so that small blocks still fill a matrix instruction.
 
     row of a layout    [ partial blocks | full blocks ]
     passes             PARTIAL: masked tiles, and full ones at the end of the sequence; FULL: the others, unmasked
 
-Whatever a layout's tensors hold, no helper reads outside them, and positions outside the sequence load as zero.
+Whatever a layout's tensors contain, no helper reads outside of them, and positions outside the sequence load as zero.
 """
 
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 
 # The passes over a row, in order.
-PARTIAL = tl.constexpr(0)  # what the element masks of the partial blocks show
+PARTIAL = tl.constexpr(0)  # visible pairs are those of the blocks' element masks
 FULL = tl.constexpr(1)  # every pair of the tile is visible
-BOUNDS = tl.constexpr(2)  # every pair within the lengths is: the last full block; or taken along with the partial ones
+BOUNDS = tl.constexpr(2)  # every pair within the lengths is visible: last full block, or full block in the PARTIAL pass
 
 
 class HeadRows(NamedTuple):
     """Rows of one head."""
 
-    source: Any  # a pointer to the first one, or under TMA a descriptor of (B, H, N, D)
+    source: Any  # a pointer to the first row; under TMA, a descriptor of (B, H, N, D)
     i_b: Any
     i_h: Any
     stride: Any
@@ -32,15 +32,15 @@ class HeadRows(NamedTuple):
 
 
 class LayoutRow(NamedTuple):
-    """The blocks of a row that a program visits, and the number of their tiles."""
+    """The blocks of a row that a program visits, and the numbers of their tiles."""
 
     p_indices: Any
     p_codes: Any
     start: Any  # first entry
-    partial: Any  # blocks that are partial, which come first
-    total: Any  # blocks
+    partial: Any  # number of partial blocks, which come first
+    total: Any  # number of blocks
     partial_tiles: Any
-    whole: Any  # tiles of full blocks that end within the sequence for sure
+    whole: Any  # tiles of full blocks that certainly end within the sequence
     left: Any  # the other tiles of full blocks
 
 
@@ -58,12 +58,12 @@ def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
 def tile_positions(
     p_indices, p_codes, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
 ):
-    """Return where tile `i_tile` of `count` blocks from entry `first` lies.
+    """Return the positions of tile `i_tile` of `count` blocks from entry `first`: start, offsets, inner, codes.
 
-    Returned: start, offsets [TILE], positions in the block, codes. The tile holds positions start + offsets of the
-    sequence. Within one block, start and code are scalars and the offsets are the same for every tile, so addresses
-    stay out of the loop. Where the tile gathers blocks, start is 0 and codes are [TILE]. Slots past the last block get
-    negative positions. Under FULL every position is within the sequence, even if an index is not.
+    The tile holds positions start + offsets [TILE] of the sequence; `inner` are positions in the block. Within one
+    block, start and code are scalars and the offsets are equal for every tile, so address computations stay out of the
+    loop. If the tile gathers blocks, start is 0 and codes are [TILE]. Slots after the last block get negative
+    positions. With FULL, every position is within the sequence, even if an index is not.
     """
     o_tile = tl.arange(0, TILE)
     if TILE <= BLOCK:
@@ -91,7 +91,7 @@ def tile_positions(
 
 @triton.jit
 def whole_tiles(count, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Return how many tiles of `count` full blocks surely lie within the sequence: all but the last block."""
+    """Return how many tiles of `count` full blocks certainly lie within the sequence: all but the last block's."""
     tiles = tl.cdiv(count * BLOCK, TILE) - (BLOCK + TILE - 1) // TILE
     return tl.where(seqlen < BLOCK, 0, tl.maximum(tiles, 0))
 
@@ -101,7 +101,7 @@ def row_of(p_indices, p_codes, start, partial, total, seqlen, BLOCK: tl.constexp
     """Return `total` blocks from entry `start`, the first `partial` of them partial, as a `LayoutRow`."""
     tokens = (total - partial) * BLOCK
     tiles = tl.cdiv(tokens, TILE)
-    filled = (seqlen % BLOCK == 0) & (tokens % TILE == 0)  # a tile that gathers blocks may have slots without one
+    filled = (seqlen % BLOCK == 0) & (tokens % TILE == 0)  # otherwise a tile that gathers blocks may have empty slots
     whole = tl.where(filled, tiles, whole_tiles(total - partial, seqlen, BLOCK, TILE))
     return LayoutRow(
         p_indices=p_indices, p_codes=p_codes, start=start, partial=partial, total=total,
@@ -111,9 +111,9 @@ def row_of(p_indices, p_codes, start, partial, total, seqlen, BLOCK: tl.constexp
 
 @triton.jit
 def tile_of_pass(i_tile, row, MASKING: tl.constexpr):
-    """Return first entry and number of the blocks of a pass's tile `i_tile`, its number there, and if it is full.
+    """Return, for tile `i_tile` of a pass, first entry and number of its blocks, its index there, and if it is full.
 
-    The pass PARTIAL takes the tiles that FULL leaves after its own.
+    The PARTIAL pass also processes the tiles that FULL leaves out, after its own.
     """
     if MASKING == FULL:
         return row.start + row.partial, row.total - row.partial, i_tile, True
@@ -125,7 +125,7 @@ def tile_of_pass(i_tile, row, MASKING: tl.constexpr):
 
 @triton.jit
 def steps_of_pass(row, MASKING: tl.constexpr):
-    """Return first, last + 1 and final step of a pass: FULL's steps are tiles of the row, PARTIAL's go on to them."""
+    """Return first, last + 1 and final step of a pass: FULL's are tiles of the row; PARTIAL's continue to them."""
     masked = row.partial_tiles + row.left
     if MASKING == FULL:
         return row.partial_tiles, row.partial_tiles + row.whole, row.partial_tiles + row.whole - 1
@@ -136,7 +136,7 @@ def steps_of_pass(row, MASKING: tl.constexpr):
 def entry_of_step(i_step, row, MASKING: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Return a step's entry of the layout, and its position in the block; a block has one or more tiles.
 
-    The pass PARTIAL takes the tiles of partial blocks, and those that FULL leaves after its own.
+    The PARTIAL pass processes the tiles of partial blocks, and those that FULL leaves out.
     """
     SPLIT: tl.constexpr = BLOCK // TILE
     i_tile = i_step
@@ -148,7 +148,7 @@ def entry_of_step(i_step, row, MASKING: tl.constexpr, BLOCK: tl.constexpr, TILE:
 
 @triton.jit
 def block_ahead(p_indices, first, i_tile, tiles, SPLIT: tl.constexpr):
-    """Return the block of full tile `i_tile` of `tiles`, the last one beyond the end; a block has SPLIT tiles."""
+    """Return the block of full tile `i_tile` of `tiles`; past the end, the last one. A block has SPLIT tiles."""
     i_tile = tl.minimum(i_tile, tiles - 1)
     return tl.load(p_indices + first + i_tile // SPLIT, mask=i_tile >= 0, other=0)
 
@@ -178,7 +178,7 @@ def load_tile(
     head, start, offsets, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of `HeadRows` as `load_rows`; under TMA by its descriptor, which fills with zeros by itself."""
+    """Load a tile of `HeadRows` like `load_rows`; under TMA by its descriptor, which pads with zeros."""
     if TMA:
         at = [head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]
         rows = head.source.load(at).reshape(TILE, BLOCK_DIM)
@@ -189,7 +189,7 @@ def load_tile(
 
 @triton.jit
 def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Store what `load_rows` would load, in the pointer's dtype."""
+    """Store rows at the addresses that `load_rows` would load from, in the pointer's dtype."""
     o_d = tl.arange(0, BLOCK_DIM)
     inside = ((positions >= 0) & (positions < seqlen))[:, None] & (o_d < DIM)[None, :]
     p_rows = p_base + positions.to(tl.int64)[:, None] * stride + o_d[None, :]
@@ -198,7 +198,7 @@ def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent; near 0 by its series, where the closed form cancels."""
+    """Return the hyperbolic tangent; by its series near 0, where the closed form cancels."""
     x2 = x * x
     series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
     closed = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(tl.abs(x), 20.0)) + 1.0)

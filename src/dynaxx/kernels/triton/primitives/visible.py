@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply the element mask of a block to a tile: a band by its two bounds, any other mask by its bits.
+"""Element masks of a block applied to a tile: a band by its two bounds, any other mask by its bits.
 
-A pair (r, c) is a query's and a key's position in their blocks. A code that is no mask shows nothing and reads nothing.
+A pair (r, c) is a query's and a key's position in their blocks. An invalid code shows nothing and reads nothing.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Masks(NamedTuple):
 
 @triton.jit
 def load_band(masks, code):
-    """Load lo and hi of the pairs lo <= r - c <= hi that mask `code` shows; lo > hi where it is no band, or no mask."""
+    """Load lo and hi of the pairs lo <= r - c <= hi that mask `code` shows; lo > hi if it is no band or no mask."""
     known = (code >= 0) & (code < masks.num_masks)
     lo = tl.load(masks.p_bands + code.to(tl.int64) * 2, mask=known, other=1)
     hi = tl.load(masks.p_bands + code.to(tl.int64) * 2 + 1, mask=known, other=0)
@@ -29,7 +29,7 @@ def load_band(masks, code):
 
 @triton.jit
 def in_block(lo, hi, code, is_full, masks, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
-    """Return safe bounds of a band, bounds of all pairs where it hides none, and whether the bits decide."""
+    """Return safe bounds of a band (of all pairs if it hides none), and whether the bits decide instead."""
     is_bits = (lo > hi) & (code >= 0) & (code < masks.num_masks) & (not is_full)
     anywhere = is_full | is_bits
     lo = tl.where(anywhere, -KV_BLOCK, tl.maximum(lo, -KV_BLOCK))
@@ -55,7 +55,7 @@ def where_shown(
     tile, other, code, lo, hi, is_full, masks, inner_q, part_k, first_k, seqlen_k,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile [queries, keys] of one block, with `other` where the mask (band lo..hi) or the lengths hide a pair.
+    """Return a tile [queries, keys] of one block, with `other` for pairs hidden by its band lo..hi or by the lengths.
 
     Band and end of the sequence become a first and a last column per row: two comparisons per element.
     """
@@ -74,7 +74,7 @@ def where_shown(
 def visible_elements(masks, code, r, c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
     """Return which of the in-block pairs (r, c) a partial block shows, bool in the broadcast shape of r and c.
 
-    A scalar code uses the band where the mask is one; codes of a gathered tile have the shape of r or of c.
+    A scalar code uses the band if the mask has one; codes of a gathered tile have the shape of r or of c.
     """
     known = (code >= 0) & (code < masks.num_masks)
     if len(code.shape) == 0:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write chosen blocks as entries of a `BlockLayout`: each row at the place that the running sum of counts gives.
+"""Write selected blocks as entries of a `BlockLayout`, each row at the position given by the running sum of counts.
 
-Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
+Legend: B batch, H selections per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
 """
 
 import torch
@@ -29,7 +29,7 @@ from dynaxx.layout import BlockGrid
 @triton.jit(do_not_specialize=["capacity", "serves", *GRID_SIZES])
 def _emit_entries_kernel(
     p_bits,
-    p_row_indptr,  # (B, Hq, R + 1) int32: where each row's entries go
+    p_row_indptr,  # (B, Hq, R + 1) int32: position of each row's entries
     p_indptr,
     p_indices,
     p_codes,
@@ -79,11 +79,11 @@ def emit_entries(
     """Write the entries of a layout; return kv_indices and kv_masks, each (capacity,) int32.
 
     Args:
-        bits: (B, H, R, W) int32, the chosen blocks; H divides Hq.
-        kv_indptr: (B, Hq, R + 1) int32, where each row's entries go, the pattern's included.
+        bits: (B, H, R, W) int32, the selected blocks; H divides Hq.
+        kv_indptr: (B, Hq, R + 1) int32, position of each row's entries, including those of the pattern.
         grid: lengths and block sizes.
-        static: the entries of the pattern.
-        capacity: the most entries.
+        static: entries of the pattern.
+        capacity: largest number of entries.
     """
     indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
     codes = torch.empty_like(indices)

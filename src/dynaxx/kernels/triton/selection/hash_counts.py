@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count random-projection hashes of tokens per block: projections, signs and counts in one pass over the tensor.
+"""Histograms of random-projection hashes per block: projections, signs and counts in one pass over the tensor.
 
-Legend: B batch, N tokens, H heads, D head_dim, C blocks, T tables, P bits of a table padded to a power of two.
+Legend: B batch, N tokens, H heads, D head_dim, C blocks, T tables, P bits per table, padded to a power of two.
 """
 
 import torch
@@ -13,16 +13,16 @@ from dynaxx.kernels.gpu.device import padded, power_of_two
 from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
-COLUMNS = 32  # projections at a time: more would not fit in registers
+COLUMNS = 32  # projections processed together; more would not fit in registers
 
 
 @kernel_launcher
 @triton.jit(do_not_specialize=["seqlen", "blocks", "heads"])
 def _hash_counts_kernel(
     p_x,
-    p_planes,  # (D, T * P) fp32, zeros where padded
+    p_planes,  # (D, T * P) fp32, padded with zeros
     p_center,  # (B, H, D) fp32
-    p_counts,  # (B, H, C, T << BITS) fp32, zeros
+    p_counts,  # (B, H, C, T << BITS) fp32, initially zero
     seqlen,
     blocks,
     heads,
@@ -60,15 +60,15 @@ def _hash_counts_kernel(
 
 
 def hash_counts(x: Tensor, size: int, planes: Tensor, center: Tensor, tables: int, bits: int) -> Tensor:
-    """Return how many tokens of each block fall into each bucket; sums of ones, so the same in every run.
+    """Return how many tokens of each block fall into each bucket; sums of ones, so every run gives the same result.
 
     Args:
         x: (B, N, H, D).
-        size: tokens per block, a power of two from 16.
+        size: tokens per block, a power of two >= 16.
         planes: (D, tables * bits) fp32, the projections.
         center: (B, H, D) fp32, subtracted from every token.
-        tables: hash tables.
-        bits: of a table.
+        tables: number of hash tables.
+        bits: bits per table.
 
     Returns:
         (B, H, ceil(N / size), tables * 2 ** bits) fp32; bit i of a bucket is the sign of the table's i-th projection.

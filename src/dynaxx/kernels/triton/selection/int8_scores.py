@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`selection.scorers.int8` fused: one 8-bit query per row of q blocks against every key in 8 bits, as integers.
+"""`selection.scorers.int8` in a fused kernel: scores of one 8-bit query per row of q blocks against 8-bit keys.
 
-A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys and keeps one number per kv block.
-A key costs a product on the matrix unit, at twice the rate and half the bytes of bf16, and three operations beside it:
-the block's largest product, a multiply-add that makes the bits of a float, and their sum. No exponential is computed.
+    8-bit q rows (resident) -> key tiles stream: int32 products -> per kv block: best product + log of the sum of powers
 
-Legend: R rows of q blocks, C kv blocks, N keys, D head_dim.
+A program processes BLOCK_M (row, q head of one kv head) pairs for some tiles of keys and keeps one number per kv block.
+A key costs a product on the matrix unit, at twice the rate and half the bytes of bf16, and three more operations: the
+block's largest product, a multiply-add that forms the bits of a float, and their sum. No exponential is computed.
+
+Legend: B batch; Hq, Hk query and kv heads; R rows of q blocks; C kv blocks; N keys; D head_dim.
 """
 
 import math
@@ -26,19 +28,19 @@ from dynaxx.layout import BlockGrid
 
 LN_2 = tl.constexpr(math.log(2))
 LEVELS = tl.constexpr(127.0)
-ONE = tl.constexpr(8388608.0)  # 2 ** 23: a power of two more, in the bits of a float
-RANGE = tl.constexpr(246)  # powers of two that the bits of a block's floats span
+ONE = tl.constexpr(8388608.0)  # 2 ** 23: in the bits of a float, one more power of two
+RANGE = tl.constexpr(246)  # powers of two spanned by the bits of a block's floats
 STEEPEST = tl.constexpr(128.0 * 8388608.0)
 SMALLEST = tl.constexpr(1e-30)
 NOTHING = tl.constexpr(-(1 << 30))  # less than any product
-TILES_PER_PROGRAM = 32  # few enough to balance causal rows, many enough to keep the queries
+TILES_PER_PROGRAM = 32  # few enough to balance causal rows, many enough to reuse the queries
 
 
 class QuantisedKeys(NamedTuple):
-    """Keys relative to their center: integers times a step for each kv block."""
+    """Keys relative to their center, as integers times a step per kv block."""
 
     levels: Tensor  # (B, Hk, N, D) int8
-    steps: Tensor  # (B, Hk, C) fp32: what one level is worth
+    steps: Tensor  # (B, Hk, C) fp32, value of one level
 
 
 @kernel_launcher
@@ -47,7 +49,7 @@ def _quantise_kernel(
     p_x,
     p_center,  # (B, H, D) fp32
     p_levels,  # (B, H, N, D) int8 contiguous
-    p_steps,  # (B, H, N) fp32 where each vector has a step, else (B, H, tiles)
+    p_steps,  # (B, H, N) fp32 if each vector has a step, else (B, H, tiles)
     seqlen,
     tiles,
     heads,
@@ -84,7 +86,7 @@ def _quantise_kernel(
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _int8_scores_kernel(
     p_q,  # (B, Hq, R, D) int8
-    p_q_steps,  # (B, Hq, R) fp32: what one level is worth, in bits of a float's exponential
+    p_q_steps,  # (B, Hq, R) fp32: value of one level, in units of the exponent bits of a float
     p_k,  # (B, Hk, N, D) int8
     p_k_steps,  # (B, Hk, C) fp32
     p_scores,  # (B, Hq, R, C) fp32 contiguous
@@ -112,7 +114,7 @@ def _int8_scores_kernel(
 ):
     BLOCKS: tl.constexpr = BLOCK_N // KV_BLOCK
     i_bh = tl.program_id(2).to(tl.int64)
-    i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first, under a causal mask
+    i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # longest rows first, under a causal mask
     tiles_m = tl.cdiv(panel * group_size, BLOCK_M)
     o_m = i_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     i_row = base + i_m // tiles_m * panel + o_m // group_size
@@ -140,7 +142,7 @@ def _int8_scores_kernel(
         for tile in range(begin, stop):
             i_tile = tile
             if LISTED:
-                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded and nothing stored
+                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded or stored
             first = i_tile * BLOCK_N
             o_n = first + tl.arange(0, BLOCK_N)
             o_c = first // KV_BLOCK + tl.arange(0, BLOCKS)
@@ -155,9 +157,9 @@ def _int8_scores_kernel(
             best = tl.max(product, 2)
             slope = tl.maximum(nearest(tl.minimum(q_step[:, None] * k_step[None, :], STEEPEST)), 1.0)
             least = best - ((RANGE * 8388608) >> ((slope.to(tl.int32, bitcast=True) >> 23) - 126))
-            start = best * -slope.to(tl.int32) + (RANGE + 1) * 8388608  # wraps, as the product below does
+            start = best * -slope.to(tl.int32) + (RANGE + 1) * 8388608  # may wrap, like the product below
             bits = tl.maximum(product, least[:, :, None]) * slope.to(tl.int32)[:, :, None] + start[:, :, None]
-            total = tl.sum(bits.to(tl.float32, bitcast=True), 2)  # beside the best, what is hidden is nothing in fp32
+            total = tl.sum(bits.to(tl.float32, bitcast=True), 2)  # hidden keys vanish in fp32 next to the best one
             score = (tl.log2(total) + best * slope / ONE - 120.0) * LN_2
             score = tl.where(best == NOTHING, float("-inf"), score)
             tl.store(p_scores + i_vector[:, None] * kv_blocks + o_c[None, :], score, mask=m_m[:, None] & m_c[None, :])
@@ -175,7 +177,7 @@ def quantised_keys(k: Tensor, center: Tensor, kv_block: int) -> QuantisedKeys:
 
 
 def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
-    """Return (B, H, N, D) int8 of (B, N, H, D), and steps: one per tile with a center, else one per vector."""
+    """Quantise (B, N, H, D) to (B, H, N, D) int8; return it and its steps, per tile with a center, else per vector."""
     (batch, seqlen, heads, dim), x = x.shape, unit_stride(x)
     tiles, each = -(-seqlen // tile), center is None
     levels = torch.empty(batch, heads, seqlen, dim, dtype=torch.int8, device=x.device)
@@ -188,7 +190,7 @@ def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tu
         seqlen=seqlen,
         tiles=tiles,
         heads=heads,
-        factor=factor / LEVELS.value,  # rounded here as in torch; no product is fused with what follows
+        factor=factor / LEVELS.value,  # rounded here, as in torch, and not fused with later operations
         **strides("x", x),
         EACH=each,
         TILE=tile,
@@ -202,17 +204,17 @@ def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tu
 def int8_scores(
     queries: Tensor, keys: QuantisedKeys, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
 ) -> Tensor:
-    """Return the log of what each kv block gets from the rows' queries, up to one number per row.
+    """Return the log of the mass that the rows' queries give to each kv block, up to one constant per row.
 
     Args:
-        queries: (B, Hq, R, D) fp32, one of each row of q blocks from `first_row`, times the softmax scale.
-        keys: of `quantised_keys`.
+        queries: (B, Hq, R, D) fp32, one per row of q blocks from `first_row`, times the softmax scale.
+        keys: result of `quantised_keys`.
         first_row: first row of q blocks.
         grid: lengths and block sizes.
-        candidates: as for `query_scores`.
+        candidates: see `query_scores`.
 
     Returns:
-        As `query_scores`.
+        Scores like those of `query_scores`.
     """
     (batch, q_heads, rows, head_dim), kv_heads = queries.shape, keys.levels.shape[1]
     scores = new_scores((batch, q_heads, rows, grid.kv_blocks), candidates, queries.device)
@@ -250,7 +252,7 @@ def int8_scores(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         D=head_dim,
-        BLOCK_D=max(32, padded(head_dim)),  # 32: of the matrix unit in int8
+        BLOCK_D=max(32, padded(head_dim)),  # 32 is the minimum depth of the matrix unit for int8
         num_warps=4,
         num_stages=3,
     )

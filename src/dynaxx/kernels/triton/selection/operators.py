@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of blocks, and the choice among them: `kernels.contract.SelectionKernels`."""
+"""Scores of blocks and selection of blocks: `kernels.contract.SelectionKernels`."""
 
 from dynaxx.kernels.triton.selection.entries import emit_entries
 from dynaxx.kernels.triton.selection.hash_counts import hash_counts

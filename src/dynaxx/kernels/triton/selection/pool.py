@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summarise blocks of tokens: means, smallest and largest values, each in one pass over the tensor.
+"""Summaries of blocks of tokens: mean, minimum or maximum, each in one pass over the tensor.
 
 Legend: B batch, N tokens, H heads, D head_dim, C blocks.
 """
@@ -81,6 +81,6 @@ def pool_blocks(x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: torc
         TILE=min(32, power_of_two(size)),
         D=head_dim,
         BLOCK_D=padded(head_dim),
-        num_warps=1,  # bytes in flight, not threads, are what it lives on: 2.5 times as fast as four on an H200
+        num_warps=1,  # bytes in flight matter, not threads: 2.5 times as fast as four warps on an H200
     )
     return out

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vertical and slash lines in the attention of the last queries, and block scores from them; no attention is stored.
+"""Attention of the last queries along vertical and slash lines, and block scores from it. No attention is stored.
 
-One pass over the keys finds every probe's normaliser, a second one what it gives: summed by kv block (vertical lines),
-and by distance (slashes). Blocks begin at multiples of S tokens, S the smaller block size, so the distances between two
-blocks begin and end at multiples of S as well, one apart: distances are summed to buckets of S - 1 and the single one
-between a bucket and the next. A tile of keys writes its own few sums, which are added in a fixed order afterwards.
+    probes, keys -> log normaliser per probe (first pass) -> mass per kv block and per distance (second pass) -> scores
 
-Legend: P probes, C kv blocks, R rows of q blocks, D head_dim, T tiles of keys, M buckets of distances.
+The second pass sums attention by kv block (vertical lines) and by distance (slashes). Blocks begin at multiples of S
+tokens, where S is the smaller block size, so the ranges of distances between two blocks begin and end at multiples of
+S, up to one. Distances are therefore summed to buckets of S - 1 distances, and single distances between two buckets.
+Each tile of keys writes its few sums, which are added afterwards in a fixed order.
+
+Legend: B batch; Hq, Hk query and kv heads; P probes; C kv blocks; R rows of q blocks; D head_dim; T tiles of keys; M
+buckets of distances.
 """
 
 import math
@@ -22,7 +25,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
 LOG2_E = math.log2(math.e)
-TILES_PER_PROGRAM = 16  # of the first pass
+TILES_PER_PROGRAM = 16  # in the first pass
 
 
 @triton.jit
@@ -30,7 +33,7 @@ def _probe_logits(
     p_q, b_k, o_p, o_n, probes, seqlen_k, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return logits [BLOCK_P, BLOCK_N] in base 2 of probes o_p with keys o_n [BLOCK_N, BLOCK_D]; -inf where hidden."""
+    """Return logits [BLOCK_P, BLOCK_N] in base 2 of probes o_p and keys o_n [BLOCK_N, BLOCK_D]; -inf if hidden."""
     o_d = tl.arange(0, BLOCK_D)
     m_q = (o_p < probes)[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_q + o_p[:, None] * D + o_d[None, :], mask=m_q, other=0.0)
@@ -53,7 +56,7 @@ def _keys(p_k, o_n, seqlen_k, stride_kn, D: tl.constexpr, BLOCK_D: tl.constexpr)
 def _normalisers_kernel(
     p_q,  # (B, Hq, P, D) contiguous
     p_k,
-    p_lse,  # (B, Hq, parts, P) fp32: log2 of the sum over a part of the keys
+    p_lse,  # (B, Hq, parts, P) fp32: log2 of the sum over one part of the keys
     probes,
     seqlen_k,
     group_size,
@@ -98,7 +101,7 @@ def _probe_lines_kernel(
     p_k,
     p_lse,  # (B, Hq, P) fp32, base 2
     p_vertical,  # (B, Hq, C) fp32
-    p_slash,  # (B, Hq, T, 2, BUCKETS) fp32: buckets of S - 1 distances, and the single ones after them
+    p_slash,  # (B, Hq, T, 2, BUCKETS) fp32: buckets of S - 1 distances, and the single distances after them
     probes,
     seqlen_k,
     kv_blocks,
@@ -124,7 +127,7 @@ def _probe_lines_kernel(
     b_k = _keys(p_k, o_n, seqlen_k, stride_kn, D, BLOCK_D)
     o_j = tl.arange(0, BUCKETS)
     o_c = i_tile * (BLOCK_N // KV_BLOCK) + tl.arange(0, BLOCK_N // KV_BLOCK)
-    for i_g in range(group_size):  # they share the keys
+    for i_g in range(group_size):  # all heads of the group read the same keys
         i_bh = (i_b * tl.num_programs(0) + i_hk) * group_size + i_g
         vertical = tl.zeros([BLOCK_N // KV_BLOCK], tl.float32)
         wide, single = tl.zeros([BUCKETS], tl.float32), tl.zeros([BUCKETS], tl.float32)
@@ -136,7 +139,7 @@ def _probe_lines_kernel(
             shares = tl.exp2(logits - tl.where(lse == float("-inf"), 0.0, lse)[:, None]) / probes
             vertical += tl.sum(tl.reshape(tl.sum(shares, 0), [BLOCK_N // KV_BLOCK, KV_BLOCK]), 1)
             for j in range((phase + i_p) // STEP, (phase + BLOCK_N + i_p + BLOCK_P - 2) // STEP + 1):
-                # Distances, counted from where bucket j of this tile begins.
+                # Distances, counted from the start of bucket j of this tile.
                 distance = (phase + BLOCK_N - 1 - j * STEP + o_p)[:, None] - tl.arange(0, BLOCK_N)[None, :]
                 between = (distance >= 0) & (distance < STEP - 1)
                 wide += tl.where(o_j == j, tl.sum(tl.where(between, shares, 0.0)), 0.0)
@@ -151,7 +154,7 @@ def _probe_lines_kernel(
 @triton.jit(do_not_specialize=["tiles", "diagonals", "shift"])
 def _diagonals_kernel(
     p_slash,  # (B, Hq, T, 2, BUCKETS) fp32
-    p_diagonal,  # (B, Hq, diagonals) fp32: mass of the distances within blocks of each diagonal
+    p_diagonal,  # (B, Hq, diagonals) fp32: mass of the distances within the blocks of each diagonal
     tiles,
     diagonals,
     shift,
@@ -165,7 +168,7 @@ def _diagonals_kernel(
     p_slash += i_bh * tiles * 2 * BUCKETS
     total = tl.zeros([BLOCK_X], tl.float32)
     for u in range(SPAN):
-        o_m = o_x + shift + u  # buckets, counted from the first one of the last tile
+        o_m = o_x + shift + u  # buckets, counted from the first bucket of the last tile
         for c in range((BUCKETS + TILE_STEPS - 1) // TILE_STEPS):
             i_tile = tiles - 1 - (o_m // TILE_STEPS - c)
             i_bucket = o_m % TILE_STEPS + c * TILE_STEPS
@@ -209,9 +212,9 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
         scale: softmax scale.
 
     Returns:
-        (B, Hq, C) fp32: mass of each kv block's keys; and (B, Hq, diagonals) fp32: mass of the distances between
-            queries and keys of a block, by diagonal. Row r and block c lie on diagonal r q_block / S + (C - 1 - c)
-            kv_block / S.
+        (B, Hq, C) fp32, the mass of each kv block's keys; and (B, Hq, diagonals) fp32, the mass of the distances
+        between queries and keys of a block, by diagonal. Row r and block c lie on diagonal
+        r q_block / S + (C - 1 - c) kv_block / S.
     """
     (batch, count, q_heads, head_dim), (q_block, kv_block) = probes.shape, grid.block_size
     k, step = unit_stride(k), min(grid.block_size)
@@ -255,8 +258,8 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
         STEP=step,
         BUCKETS=buckets,
     )
-    # Bucket m holds the distances from offset + 1 + m S. Those of row r and block c begin at bucket
-    # (r q_block - (c + 1) kv_block) / S; the first one of the last tile is (seqlen_q - P - phase - T BLOCK_N) / S.
+    # Bucket m holds the distances from offset + 1 + m S on. Those of row r and block c begin at bucket
+    # (r q_block - (c + 1) kv_block) / S; the first bucket of the last tile is (seqlen_q - P - phase - T BLOCK_N) / S.
     first = (grid.seqlen_q - count - phase - tiles * block_n) // step
     diagonals = ((grid.q_blocks - 1) * q_block + (grid.kv_blocks - 1) * kv_block) // step + 1
     diagonal = new(diagonals)
@@ -275,7 +278,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
 
 
 def line_scores(vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid: BlockGrid) -> Tensor:
-    """Return the log of the mass of lines that cross each block: (B, Hq, stop - start, C) fp32."""
+    """Return the log of the mass of the lines that cross each block: (B, Hq, stop - start, C) fp32."""
     batch, q_heads, kv_blocks = vertical.shape
     scores = torch.empty(batch, q_heads, stop - start, kv_blocks, device=vertical.device)
     step = min(grid.block_size)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score one query per row of q blocks against every key, summed to blocks: a matrix product that is never stored.
+"""Scores of one query per row of q blocks against every key, summed to blocks, without storing the product.
 
-A program takes BLOCK_M (row, q head of one kv head) pairs through some tiles of keys. For each kv block it keeps the
-log of the sum of exponentials. All q heads of a group share the keys that were read.
+    query rows (resident) -> key tiles stream: products -> log of the sum of exponentials per kv block
 
-Legend: R rows of q blocks, C kv blocks, D head_dim, G q heads of a kv head.
+A program processes BLOCK_M (row, q head of one kv head) pairs for some tiles of keys. For each kv block it keeps the
+log of the sum of exponentials. All q heads of a group share the loaded keys.
+
+Legend: B batch; Hq, Hk query and kv heads; R rows of q blocks; C kv blocks; D head_dim; G q heads per kv head.
 """
 
 import math
@@ -23,13 +25,13 @@ from dynaxx.layout import BlockGrid
 LOG2_E = tl.constexpr(math.log2(math.e))
 RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", "slots", "seqlen_k", "kv_blocks",
                  "kv_heads", "group_size", "offset", "q_block"]  # fmt: skip
-TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to keep the queries
+TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to reuse the queries
 
 
 @kernel_launcher
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _query_scores_kernel(
-    p_q,  # (B, Hq, R, D) contiguous, times the softmax scale
+    p_q,  # (B, Hq, R, D) contiguous, multiplied by the softmax scale
     p_k,
     p_scores,  # (B, Hq, R, C) fp32 contiguous
     p_candidates,  # (B, Hk, panels, slots) int32
@@ -61,7 +63,7 @@ def _query_scores_kernel(
 ):
     i_b = (tl.program_id(2) // kv_heads).to(tl.int64)
     i_hk = (tl.program_id(2) % kv_heads).to(tl.int64)
-    i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest rows first, under a causal mask
+    i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # longest rows first, under a causal mask
     tiles_m = tl.cdiv(panel * group_size, BLOCK_M)
     o_m = i_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     i_row = base + i_m // tiles_m * panel + o_m // group_size
@@ -88,7 +90,7 @@ def _query_scores_kernel(
         for tile in range(begin, stop):
             i_tile = tile
             if LISTED:
-                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded and nothing stored
+                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded or stored
             first = i_tile * BLOCK_N
             o_n = first + tl.arange(0, BLOCK_N)
             inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
@@ -102,7 +104,7 @@ def _query_scores_kernel(
             shift = tl.where(best == float("-inf"), 0.0, best)
             total = tl.sum(tl.exp2(blocks * LOG2_E - (shift * LOG2_E)[:, :, None]), 2)
             score = shift + tl.log2(tl.where(total == 0, 1.0, total)) / LOG2_E
-            score = tl.where(total == 0, float("-inf"), score)  # nothing is visible
+            score = tl.where(total == 0, float("-inf"), score)  # no visible key
             inside = m_m[:, None] & ((o_c >= 0) & (o_c < kv_blocks))[None, :]
             tl.store(p_scores + i_vector[:, None] * kv_blocks + o_c[None, :], score, mask=inside)
 
@@ -113,15 +115,15 @@ def query_scores(
     """Return the log of the sum over each kv block's visible keys of exp(query . key).
 
     Args:
-        queries: (B, Hq, R, D), one of each row of q blocks from `first_row`, times the softmax scale, in k's dtype.
+        queries: (B, Hq, R, D), one per row of q blocks from `first_row`, times the softmax scale, in k's dtype.
         k: (B, seqlen_k, Hk, D).
         first_row: first row of q blocks.
         grid: lengths and block sizes.
-        candidates: the blocks to score, all others get -inf; None: all blocks of which a row sees something, and any
-            number may stand for the others.
+        candidates: blocks to score; all others get -inf. None: score all blocks of which a row sees something; the
+            scores of the others are undefined.
 
     Returns:
-        (B, Hq, R, C) fp32; a row sees keys up to its last query's.
+        (B, Hq, R, C) fp32; a row sees the keys up to that of its last query.
     """
     (batch, q_heads, rows, head_dim), kv_heads = queries.shape, k.shape[2]
     scores = new_scores((batch, q_heads, rows, grid.kv_blocks), candidates, k.device)
@@ -168,7 +170,7 @@ def query_scores(
 
 
 def new_scores(shape: tuple[int, ...], candidates: Candidates | None, device: torch.device) -> Tensor:
-    """Allocate scores: -inf where only candidates are written, else uninitialised: all visible blocks are written."""
+    """Allocate scores: -inf if only candidates are written; else uninitialised, as all visible blocks are written."""
     return torch.empty(shape, device=device) if candidates is None else torch.full(shape, -torch.inf, device=device)
 
 

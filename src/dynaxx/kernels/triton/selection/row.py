@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of blocks in the selection kernels: what causality and a pattern show of each block, and the grid.
+"""A row of blocks in the selection kernels: codes of blocks under causality and a pattern, and arguments for the grid.
 
 Legend: C kv blocks.
 """
@@ -20,19 +20,19 @@ GRID_SIZES = ["seqlen_q", "seqlen_k", "q_blocks", "kv_blocks", "q_block", "kv_bl
 
 
 class StaticEntries(NamedTuple):
-    """What a pattern shows, by row, and the masks that it shares with causality."""
+    """The entries of a pattern by row, and a table of masks that combines the pattern's with the causal masks."""
 
-    layout: BlockLayout | None  # of the pattern, on the device
-    codes: Tensor  # (nnz,) int32: its entries' codes in `masks`
-    same_as_causal: Tensor  # (len(masks) | 1,) int32: the causal mask that equals a mask, else EMPTY
+    layout: BlockLayout | None  # layout of the pattern, on the device
+    codes: Tensor  # (nnz,) int32: codes of its entries in `masks`
+    same_as_causal: Tensor  # (len(masks) | 1,) int32: the causal mask equal to each mask, else EMPTY
     masks: ElementMasks  # the causal masks, then the pattern's
 
 
 @triton.jit
 def causal_code(distance, first, shift, q_block, kv_block, CAUSAL: tl.constexpr):
-    """Return `layout.masks.causal_codes` of blocks whose first query lies `distance` behind their first key."""
+    """Return `layout.masks.causal_codes` of blocks whose first query is `distance` after their first key."""
     if CAUSAL:
-        code = (distance - first) >> shift  # by the step, a power of two; below zero only where nothing is visible
+        code = (distance - first) >> shift  # divides by the step, a power of two; negative only if nothing is visible
         code = tl.where(distance >= kv_block - 1, FULL, code)
         code = tl.where(distance <= -q_block, EMPTY, code)
     else:
@@ -45,8 +45,8 @@ def static_row(
     p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first, shift, q_block, kv_block,
     HAS_STATIC: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Return the code that the pattern gives each block of a row [C], EMPTY for none; if that is all it can show."""
-    own = o_c * 0 + EMPTY * 2  # twice the code, and one where that is all
+    """Return the pattern's code for each block of a row [C], and whether it shows all that causality allows there."""
+    own = o_c * 0 + EMPTY * 2  # twice the code, plus one if the pattern shows all that causality allows
     if HAS_STATIC:
         for entry in range(tl.load(p_indptr + i_row), tl.load(p_indptr + i_row + 1)):
             block = tl.load(p_indices + entry)
@@ -59,17 +59,17 @@ def static_row(
 
 
 def columns(kv_blocks: int) -> int:
-    """Return BLOCK_C of a row."""
+    """Return BLOCK_C for a row."""
     return max(32, 1 << (kv_blocks - 1).bit_length())
 
 
 def warps(block_c: int) -> int:
-    """Return warps of a row; on an H200 with 1,024 blocks four select for 131k tokens in 194 us, one in 237."""
+    """Return the warps for a row; 131k tokens in 1,024 blocks take 194 us on an H200 with four, 237 us with one."""
     return min(16, max(1, block_c // 256))
 
 
 def static_arguments(static: StaticEntries, anything: Tensor) -> tuple[Tensor, ...]:
-    """Return the first four kernel arguments of a pattern; `anything` stands for missing tensors."""
+    """Return the first four kernel arguments for a pattern; `anything` replaces missing tensors."""
     if static.layout is None:
         return anything, anything, anything, static.same_as_causal
     return static.layout.kv_indptr, static.layout.kv_indices, static.codes, static.same_as_causal

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose blocks on the device: from a row's scores to bits and counts, without a sort and without the host.
+"""Selection of blocks on the device: from a row's scores to bits and counts, without sorting and without the host.
 
-One program per row of q blocks and choice, which may serve several heads, bisects the row's threshold between its least
-and its largest score, in the order of their bits. Blocks that a pattern shows anyway are never chosen twice. The
-running sum of the counts says where the row's entries go (`entries`).
+    scores of a row -> bisection for the threshold -> bits of selected blocks, counts -> running sum -> `entries`
 
-Legend: B batch, H choices per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
+One program per row of q blocks and selection, which may serve several heads, bisects the row's threshold between its
+smallest and its largest score, in the order of their bits. Blocks that the pattern shows anyway are never selected a
+second time. The running sum of the counts gives the position of each row's entries.
+
+Legend: B batch, H selections per batch entry, Hq q heads, R rows of q blocks, C kv blocks, W words of 32 blocks.
 """
 
 from typing import NamedTuple
@@ -37,21 +39,21 @@ MODES = {"top_k": 0, "top_p": 1, "of_max": 2, "of_uniform": 3}
 
 
 class ChoiceRule(NamedTuple):
-    """How many blocks of a row to keep."""
+    """How many blocks of a row to select."""
 
-    mode: str  # of MODES
-    amounts: Tensor  # (q_heads | 1,) fp32: a number or share of blocks, a share of mass, or of the reference
+    mode: str  # one of MODES
+    amounts: Tensor  # (q_heads | 1,) fp32: number or share of blocks, share of the mass, or share of the reference
     shares: bool  # top_k: whether amounts are shares of the visible blocks
-    floor: int  # top_k: rows that see less get the share of so many
+    floor: int  # top_k: rows that see fewer blocks get the share of this many
 
 
 @triton.jit
 def _top(keys, optional, weights, goal):
-    """Return the best of `optional` whose better blocks weigh less than `goal` in sum; equal scores from the left."""
+    """Return the best of `optional`: blocks whose better blocks weigh less than `goal` in sum; ties go left."""
     low = tl.min(tl.where(optional, keys, 0xFFFFFFFF).to(tl.int64), 0)  # the largest threshold that reaches `goal` ...
     keys = tl.where(optional, keys, 0)  # below every threshold
     weights = tl.where(optional, weights, 0.0)
-    high = tl.max(keys.to(tl.int64), 0)  # ... lies between these
+    high = tl.max(keys.to(tl.int64), 0)  # ... lies between low and high
     while low < high:
         middle = (low + high + 1) // 2
         above = tl.sum(tl.where(keys >= middle.to(tl.uint32), weights, 0.0), 0)
@@ -69,9 +71,9 @@ def _top(keys, optional, weights, goal):
 def _row_scores(
     p_scores, i_head, rows, row, kv_blocks, o_c, seen, optional, ALIKE: tl.constexpr, ONLY_RANKS: tl.constexpr
 ):
-    """Return scores [C] of a row of a head; for ALIKE > 1 neighbouring heads, from the sum of what each gives a block.
+    """Return the scores [C] of a row of a head. For ALIKE > 1, sum what neighbouring heads give to each block.
 
-    As `selection.groups.shared_scores`, or `shared_ranks` where ONLY_RANKS.
+    Like `selection.groups.shared_scores`, or `shared_ranks` if ONLY_RANKS.
     """
     if ALIKE == 1:
         scores = tl.load(p_scores + (i_head * rows + row) * kv_blocks + o_c, mask=seen, other=float("-inf"))
@@ -102,8 +104,8 @@ def _choose_rows_kernel(
     p_codes,
     p_same,
     p_bits,  # (B, H, R, W) int32
-    p_counts,  # (B, Hq, 1 + R) int32: 0, then how many blocks each row visits
-    p_partial,  # (B, Hq, R) int32: partial ones
+    p_counts,  # (B, Hq, 1 + R) int32: 0, then the number of blocks that each row visits
+    p_partial,  # (B, Hq, R) int32: number of partial blocks
     first_row,
     rows,
     choices,
@@ -194,18 +196,18 @@ def choose_rows(
     counts: Tensor,
     partial: Tensor,
 ) -> None:
-    """Choose blocks of some rows, for H choices each: one per q head, or one that serves several.
+    """Select blocks for some rows, with H selections each: one per q head, or one that serves several.
 
     Args:
-        scores: (B, Hq, rows, C) fp32, of rows from `first_row`.
+        scores: (B, Hq, rows, C) fp32, scores of rows from `first_row`.
         first_row: first row of q blocks.
         grid: lengths and block sizes.
-        rule: how many blocks to keep.
-        alike: so many neighbouring heads choose by the sum of what they give to each block; 1: each by itself.
-        static: the entries of the pattern.
-        bits: (B, H, R, W) int32, written: the chosen blocks.
-        counts: (B, Hq, 1 + R) int32, written: 0, then how many blocks each row visits, the pattern's included.
-        partial: (B, Hq, R) int32, written: how many of them are partial.
+        rule: how many blocks to select.
+        alike: number of neighbouring heads that select together, by the sum of what they give to each block.
+        static: entries of the pattern.
+        bits: (B, H, R, W) int32, receives the selected blocks.
+        counts: (B, Hq, 1 + R) int32, receives 0, then the number of blocks that each row visits, with the pattern's.
+        partial: (B, Hq, R) int32, receives the number of partial blocks among them.
     """
     (batch, q_heads, rows, _), choices = scores.shape, bits.shape[1]
     block_c = columns(grid.kv_blocks)

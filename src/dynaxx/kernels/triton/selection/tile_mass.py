@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block scores at the grain of tiles, fused: a softmax over key tiles for each query tile, summed to blocks.
+"""Block scores from tiles in a fused kernel: a softmax over key tiles for each query tile, summed to blocks.
 
-A program takes TILE_M query tiles of one head through the key tiles once and notes, for each of them, the log of every
-block's sum; what all of them come to is known at the end, and turns the notes into shares. So nothing of (query tiles x
-key tiles) is stored, and the notes of (query tiles x blocks) are still in the cache when they are read again. Where so
-few query tiles come at a time that they leave most of a GPU idle, as notes of a very long sequence do, several programs
-share the key tiles, and a second kernel turns their notes into shares.
+    query tiles (resident) -> key tiles stream: log of each block's sum (notes), running total -> notes / total -> mass
 
-Legend: T tiles of keys, M tiles of queries, D numbers of a token, C kv blocks, S parts of the key tiles.
+A program takes TILE_M query tiles of one head through the key tiles once. For each query tile it stores the log of
+every block's sum, the notes. The totals are known only at the end, and turn the notes into shares. Nothing of size
+(query tiles x key tiles) is stored, and the notes, (query tiles x blocks), are still in the cache when they are read
+again. If there are so few query tiles at a time that most of a GPU would idle, as for very long sequences, several
+programs share the key tiles, and a second kernel turns their notes into shares.
+
+Legend: B batch; Hq, Hk query and kv heads; T tiles of keys; M tiles of queries; D head_dim; C kv blocks; R rows of the
+result; S parts of the key tiles.
 """
 
 import math
@@ -24,14 +27,14 @@ from dynaxx.layout import BlockGrid
 
 LOG2_E = math.log2(math.e)
 MOST_SPLITS = 16  # programs that share the key tiles
-LEAST_STEPS = 4  # that each of them takes then
+LEAST_STEPS = 4  # steps of each of these programs
 BLOCK_C = 32  # columns of notes that are read at a time
-COLUMNS = 256  # that a program of the second kernel turns into shares
+COLUMNS = 256  # columns that a program of the second kernel turns into shares
 
 
 @triton.jit
 def _tokens(p_x, o_t, place, o_d, tiles, tokens, stride_n, PARTS: tl.constexpr, D: tl.constexpr):
-    """Load [tiles, BLOCK_D] numbers o_d of the token at a place in each tile; past the end those of the last token."""
+    """Load [tiles, BLOCK_D] elements o_d of the token at `place` in each tile; past the end, of the last token."""
     token = tl.minimum(o_t * PARTS + place, tokens - 1).to(tl.int64)
     inside = (o_t < tiles)[:, None] & (o_d < D)[None, :]
     return tl.load(p_x + token[:, None] * stride_n + o_d[None, :], mask=inside, other=0.0)
@@ -42,7 +45,7 @@ def _write_shares(
     p_notes, p_mass, total, o_m, m_m, o_row, begin, end, rows, kv_blocks,
     Q_PARTS: tl.constexpr, TILE_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Write the mass of blocks `begin` to `end`, for the rows of TILE_M query tiles, from their notes and totals."""
+    """Write the mass of blocks `begin` to `end` for the rows of TILE_M query tiles, from their notes and totals."""
     for first in range(begin, end, BLOCK_C):
         o_c = first + tl.arange(0, BLOCK_C)
         p_own = p_notes + o_m.to(tl.int64)[:, None] * kv_blocks + o_c[None, :]
@@ -58,9 +61,9 @@ def _write_shares(
 def _tile_mass_kernel(
     p_q,
     p_k,
-    p_notes,  # (B, Hq, M, C) fp32: scratch
-    p_sums,  # (B, Hq, M, S) fp32: log of what the notes of each part come to, if SPLIT
-    p_mass,  # (B, Hq, R, C) fp32, zeros
+    p_notes,  # (B, Hq, M, C) fp32, working memory
+    p_sums,  # (B, Hq, M, S) fp32, log of the total of each part's notes, if SPLIT
+    p_mass,  # (B, Hq, R, C) fp32, initially zero
     tiles_q,
     tiles_k,
     tokens_q,
@@ -94,16 +97,16 @@ def _tile_mass_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D  # per token
+    STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D  # steps per token
     i_bh = tl.program_id(1).to(tl.int64)
-    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first, under a causal mask
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # longest rows first, under a causal mask
     o_m = i_tile * TILE_M + tl.arange(0, TILE_M)
     m_m = (o_m < tiles_q)[:, None]
     o_d = tl.arange(0, BLOCK_D)
     p_q += i_bh // q_heads * stride_qb + i_bh % q_heads * stride_qh
     p_k += i_bh // q_heads * stride_kb + i_bh % q_heads // group_size * stride_kh
     p_notes += i_bh * tiles_q * kv_blocks
-    stop, whole = tiles_k, seqlen_k // K_SIZE  # tiles that some query sees, and those that all see, with all their keys
+    stop, whole = tiles_k, seqlen_k // K_SIZE  # tiles that some query sees; tiles that all queries see completely
     ends = (first_tile + o_m + 1) * Q_SIZE - 1 + offset
     if CAUSAL:
         last = (first_tile + i_tile * TILE_M + TILE_M) * Q_SIZE - 1 + offset
@@ -128,7 +131,7 @@ def _tile_mass_kernel(
                 b_q = _tokens(p_q, o_m, PARTS - 1 - place, o_e, tiles_q, tokens_q, stride_qn, PARTS, D)
                 b_k = _tokens(p_k, o_t, place, o_e, tiles_k, tokens_k, stride_kn, PARTS, D)
                 logits = tl.dot(b_q, tl.trans(b_k), logits)
-        logits *= scale  # base 2
+        logits *= scale  # now in base 2
         if first + TILE_T > whole:
             keys = tl.minimum(tl.maximum(seqlen_k - o_t * K_SIZE, 1), K_SIZE).to(tl.float32)
             visible = m_m & (o_t < tiles_k)[None, :]
@@ -153,7 +156,7 @@ def _tile_mass_kernel(
         p_own = p_sums + (i_bh * tiles_q + o_m) * tl.num_programs(2) + tl.program_id(2)
         tl.store(p_own, tl.where(row_sum == 0, float("-inf"), total), mask=o_m < tiles_q)
     else:
-        tl.debug_barrier()  # the notes of all threads are written
+        tl.debug_barrier()  # waits until all threads have written their notes
         o_row = i_tile * (TILE_M // Q_PARTS) + tl.arange(0, TILE_M // Q_PARTS)
         end = (stop + K_PARTS - 1) // K_PARTS
         p_mass += i_bh * stride_m
@@ -167,7 +170,7 @@ def _tile_mass_kernel(
 def _tile_shares_kernel(
     p_notes,  # (B, Hq, M, C) fp32
     p_sums,  # (B, Hq, M, S) fp32
-    p_mass,  # (B, Hq, R, C) fp32, zeros
+    p_mass,  # (B, Hq, R, C) fp32, initially zero
     tiles_q,
     tiles_k,
     first_tile,
@@ -222,20 +225,20 @@ def tile_mass(
 ) -> None:
     """Write the mass of each kv block for some rows of q blocks.
 
-    A tile's vector is `parts` tokens side by side, those of queries in reverse order; past the end the last is
-    repeated.
+    A tile's vector consists of `parts` tokens side by side; those of queries are in reverse order. Past the end, the
+    last token is repeated.
 
     Args:
-        queries: (B, M * parts, Hq, D), those of the rows' query tiles, from tile `first_tile`; the last may be missing.
-        keys: (B, T * parts, Hk, D), those of all key tiles, in the same dtype; the last may be missing.
+        queries: (B, M * parts, Hq, D), tokens of the rows' query tiles, from `first_tile`; the last may be missing.
+        keys: (B, T * parts, Hk, D), tokens of all key tiles, in the same dtype; the last may be missing.
         first_tile: first query tile.
-        mass: (B, Hq, rows, C) fp32, zeros, some rows of a contiguous tensor; written: each query tile's shares sum to 1
-            or 0. A row is a panel of q blocks.
+        mass: (B, Hq, rows, C) fp32, zeros, some rows of a contiguous tensor; receives the mass. Each query tile's
+            shares sum to 1, or to 0 if it sees nothing. A row is a panel of q blocks.
         grid: lengths and block sizes.
         sizes: tokens of the sequence per tile of queries and of keys; they divide the blocks.
         panel: q blocks per panel.
         parts: tokens per vector.
-        scale: factor on the products.
+        scale: factor for the products.
     """
     (batch, tokens_q, q_heads, dim), tokens_k = queries.shape, keys.shape[1]
     tiles_q, tiles_k = -(-tokens_q // parts), -(-tokens_k // parts)
@@ -290,7 +293,7 @@ def tile_mass(
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """Return how many tiles of keys a program takes, and how many programs share them."""
+    """Return how many tiles of keys a program processes, and how many programs share them."""
     few = programs < processors(device)
     splits = min(-(-2 * processors(device) // programs), tiles // LEAST_STEPS, MOST_SPLITS) if few else 1
     steps = -(-tiles // max(1, splits))
@@ -298,10 +301,10 @@ def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
 
 
 def _settings(queries: Tensor, q_parts: int, k_parts: int, parts: int) -> dict[str, int]:
-    """Return tiles and warps.
+    """Return the tile sizes and the number of warps.
 
-    Long vectors make a matrix product (H200, 131k tokens in tiles of 16: 16.3 ms by 128 x 128, 26 by 64 x 64). Short
-    ones are held in registers; exponentials and sums then take the time (4.5 ms; not held 6.2).
+    Long vectors form a matrix product (H200, 131k tokens in tiles of 16: 16.3 ms with 128 x 128, 26 ms with 64 x 64).
+    Short ones stay in registers, and then exponentials and sums dominate (4.5 ms; 6.2 ms if not in registers).
     """
     width, memory, half = padded(queries.shape[3]), shared_memory(queries.device), queries.itemsize == 2
     wide = half and parts * width >= 512
