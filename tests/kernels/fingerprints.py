@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of what Triton makes of the kernels for sm_90; no GPU is needed.
+"""Fingerprints of the code that Triton compiles from the kernels for sm_90; needs no GPU.
 
-A change that only moves or renames code leaves them as they are. After a change that means to alter kernels, write
-those of the installed Triton again and say so in the commit:
+Moving or renaming code does not change fingerprints. After a change that is meant to alter kernels, record the
+fingerprints of the installed Triton again, and say so in the commit:
 
     PYTHONPATH=src:tests python tests/kernels/fingerprints.py [--machine-code] [CASE ...]
 
-`fingerprints.json` holds, for each version of Triton and each case, a line for each form of each kernel that is
-launched: lines of its intermediate code, or instructions of its machine code, and a hash over them. Names, labels and
-debug information are left out.
+`fingerprints.json` has, for each version of Triton and each case, one line per compiled variant of each launched
+kernel: the number of lines of its intermediate code, or of instructions of its machine code, and a hash of them. Names,
+labels and debug information are excluded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dynaxx.patterns import GlobalTokens, SlidingWindow
 FILE = Path(__file__).with_suffix(".json")
 VERSION = ".".join(triton.__version__.split(".")[:2])
 TOKENS = 512
-HOPPER = "3.6"  # the Triton whose Gluon the Hopper kernels are written for
+HOPPER = "3.6"  # the version of Triton whose Gluon the Hopper kernels are written for
 
 
 def attention(
@@ -48,7 +48,7 @@ def attention(
     softcap: float | None = None, backward: bool = False, one_pass: bool | None = None, split: bool = False,
     tokens: int = TOKENS,
 ) -> None:  # fmt: skip
-    """Forward, or backward, of a sliding window; `split` adds global tokens, whose columns are cut into parts."""
+    """Run forward or backward of a sliding window; `split` adds global tokens, whose columns are split into parts."""
     if backend == "hopper":
         from dynaxx.kernels.hopper.attention import backward as backward_of
         from dynaxx.kernels.hopper.attention.forward import attention_forward
@@ -71,7 +71,7 @@ def attention(
 def selected(
     backend: str, group: int, *, head_dim: int = 64, slots: int = 6, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Selected attention, forward and backward."""
+    """Run selected attention, forward and backward."""
     if backend == "hopper":
         from dynaxx.kernels.hopper.nsa import operators
     else:
@@ -85,7 +85,7 @@ def selected(
 
 
 def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
-    """Block scores, the choice of blocks, pooling and the gated sum of native sparse attention."""
+    """Run block scores, selection of blocks, pooling and the gated sum of native sparse attention."""
     if backend == "hopper":
         from dynaxx.kernels.hopper.nsa import operators
     else:
@@ -105,7 +105,7 @@ def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
 
 
 def nsa_backward() -> None:
-    """What the Hopper backward of native sparse attention does beside selected attention: rows of all branches."""
+    """Run the row kernels of the Hopper backward of native sparse attention, over all branches."""
     from dynaxx.kernels.hopper.nsa import operators
 
     spans = native_spans(NativeSizes(64, 64, 64, 6, 0, 0), (0, TOKENS))
@@ -117,7 +117,7 @@ def nsa_backward() -> None:
 
 
 def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True) -> None:
-    """One decoding step of 4 sequences over pages of 16 tokens: all pages, or a choice of them."""
+    """Run a decode step of 4 sequences over pages of 16 tokens: all pages, or selected ones."""
     from dynaxx.kernels.triton.decode import launch
 
     k = torch.zeros(64, 16, 2, 64).to(cache_dtype) if paged else torch.zeros(4, 256, 2, 64).to(cache_dtype)
@@ -141,7 +141,7 @@ def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True
 
 
 def selection(scorer: str) -> None:
-    """Scores of blocks, and the choice among them."""
+    """Run the scores of blocks and the selection among them."""
     from dynaxx.kernels.triton.selection import int8_scores, pool, query_scores
     from dynaxx.kernels.triton.selection.hash_counts import hash_counts
     from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
@@ -181,7 +181,7 @@ CASES: dict[str, Callable[[], None]] = {}
 
 
 def add(name: str, case: Callable[..., None], *given: object, **named: object) -> None:
-    """Add a case by its name; one of the Hopper kernels begins with `hopper`."""
+    """Add a case by its name; names of Hopper cases begin with `hopper`."""
     CASES[name] = lambda: case(*given, **named)
 
 
@@ -226,19 +226,19 @@ for scorer in ("query", "int8", "lines", "tiles", "hashes", "pool", "choice"):
 
 
 def served(name: str) -> bool:
-    """Whether the installed Triton compiles a case."""
+    """Return whether the installed Triton compiles a case."""
     return VERSION == HOPPER or not name.startswith("hopper")
 
 
 def machine_code(case: Callable[[], None]) -> list[str]:
-    """Compile all kernels that a case launches, each form once, in order: "instructions hash"."""
+    """Compile all kernels that a case launches, each variant once, in order; return "instructions hash" for each."""
     return _each_form(case, lambda compiled: of_code(compiled.asm["cubin"]))
 
 
 def intermediate(case: Callable[[], None]) -> list[str]:
-    """A hash of what Triton lowers from there on, for each form of a kernel; far faster than `machine_code`.
+    """Return a hash of the intermediate code of each variant of a kernel; much faster than `machine_code`.
 
-    With the same Triton the same hash gives the same machine code.
+    With the same Triton, equal hashes imply equal machine code.
     """
 
     def stop(module: Any, metadata: dict[str, Any]) -> None:
@@ -280,7 +280,7 @@ def _each_form(case: Callable[[], None], of: Callable[[Any], str], stopped: bool
 
 
 def of_code(cubin: bytes) -> str:
-    """The number of a kernel's instructions and a hash over them."""
+    """Return the number of a kernel's instructions and a hash of them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -294,7 +294,7 @@ def of_code(cubin: bytes) -> str:
 
 
 def main() -> None:
-    """Write the fingerprints of the installed Triton, of the named cases or of all."""
+    """Record the fingerprints of the installed Triton, for the named cases or for all."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--machine-code", action="store_true", help="also compile to the end, ten times as slow")
     parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse_decode` against its definition and an oracle that shares nothing with it: caches, page sizes, groups."""
+"""`sparse_decode` against its definition and against an independent oracle: caches, page sizes, groups."""
 
 import random
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, *LOW)
 
 
 def random_cache(seed, *, dtype=torch.float32, kv_heads=None, head_dim=None, page_size=None, paged=None, batch=None):
-    """A cache of ragged lengths whose unused memory is NaN; returns it and its random generator."""
+    """Return a cache of ragged lengths, whose unused memory is NaN, and its random generator."""
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     batch, kv_heads = batch or rng.choice((1, 2, 3)), kv_heads or rng.choice((1, 2, 3))
     head_dim, page_size = head_dim or rng.choice((16, 24, 64, 80, 128)), page_size or rng.choice((16, 32, 64, 128, 256))
@@ -40,7 +40,7 @@ def random_cache(seed, *, dtype=torch.float32, kv_heads=None, head_dim=None, pag
     else:
         k, v = k.to(dtype), v.to(dtype)
         hide_unused(k, v, used, leftpad, table, page_size)
-    if paged and rng.random() < 0.5:  # as vLLM packs them: (pages, heads, page_size, k | v)
+    if paged and rng.random() < 0.5:  # packed as in vLLM: (pages, heads, page_size, k | v)
         packed = torch.cat([k, v], -1).transpose(1, 2).contiguous()
         k, v = (x.transpose(1, 2) for x in packed.split([head_dim, head_dim_v], -1))
     if paged and rng.random() < 0.3 and capacity > 1:
@@ -50,7 +50,7 @@ def random_cache(seed, *, dtype=torch.float32, kv_heads=None, head_dim=None, pag
 
 
 def hide_unused(k, v, used, leftpad, table, page_size):
-    """Whatever no sequence may read is NaN."""
+    """Set everything that no sequence may read to NaN."""
     seen = torch.zeros(k.shape[:2], dtype=torch.bool)
     for b, stop in enumerate(used.tolist()):
         for position in range(0 if leftpad is None else int(leftpad[b]), stop):
@@ -66,14 +66,14 @@ def queries(cache, rng, gen, dtype=torch.float32):
 
 
 def random_pages(cache, gen):
-    """Some pages of each list, in any order, with empty slots between."""
+    """Draw some pages for each list, in any order, with empty slots in between."""
     lists = cache.batch, cache.kv_heads, cache.max_pages
     order = torch.rand(lists, generator=gen).argsort(-1)
     return torch.where(torch.rand(lists, generator=gen) < 0.5, order, -1).int()
 
 
 def check_attention(q, cache, pages, backend):
-    """Against fp64, within twice the error of the same math done eagerly in fp32, and one rounding of the output."""
+    """Compare with fp64: the budget is twice the error of eager fp32, plus one rounding of the output."""
     group_size = q.shape[2] // cache.kv_heads
     mask = visible_keys(cache, q.shape[1], pages).repeat_interleave(group_size, 1)
     scale = q.shape[-1] ** -0.5
@@ -101,7 +101,7 @@ def test_random_caches(seed, backend):
 
 
 def test_random_choices():
-    """The core chooses what the definition chooses; scores of small whole numbers leave no room for rounding."""
+    """The core selects the same pages as the definition; scores are small integers, so nothing is rounded."""
     for seed in range(30):
         cache, rng, gen = random_cache(seed, dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3])
         k = torch.randint(-2, 3, cache.k.shape, generator=gen).to(cache.k.dtype)
@@ -123,7 +123,7 @@ def test_random_choices():
 
 
 def check_summaries(cache, bound, dtype, backend):
-    """Those of the definition but for rounding, and in int8 as near to exact ones as rounding allows."""
+    """Summaries equal the definition's up to rounding; int8 ones are as close to exact ones as rounding allows."""
     mine, wanted, exact = (
         dx.summarize_pages(cache, bound=bound, dtype=stored, backend=name).summaries
         for name, stored in ((backend, dtype), ("reference", dtype), ("reference", torch.float32))
@@ -160,7 +160,7 @@ def test_summaries_kept_up_to_date_are_those_made_afresh(backend, paged):
         k, v, torch.tensor(lengths, dtype=torch.int32), table, 0 if paged else 16, summaries=summaries
     )
     summaries = dx.summarize_pages(at([17, 3]), backend=backend).summaries
-    for lengths in ([18, 4], [20, 6], [32, 18], [33, 19], [30, 19], [36, 25]):  # with a step back
+    for lengths in ([18, 4], [20, 6], [32, 18], [33, 19], [30, 19], [36, 25]):  # including a step back
         summaries = dx.summarize_pages(at(lengths, summaries), new_tokens=15, backend=backend).summaries
         fresh = dx.summarize_pages(at(lengths), backend=backend).summaries
         for b, length in enumerate(lengths):
@@ -186,10 +186,10 @@ def test_sinks_and_window_are_always_read():
     cache = dx.summarize_pages(dx.PagedCache.contiguous(k, k, page_size=16))
     q = torch.randn(1, 3, 2, 16)
     chosen = dx.select_pages(q, cache, dx.PageBudget(0, sinks=17, window=15))
-    assert chosen.tolist() == [[[0, 1, 38, 39]]]  # the first of three queries is at 637, its window starts at 623
+    assert chosen.tolist() == [[[0, 1, 38, 39]]]  # the first of three queries is at 637, so its window starts at 623
     padded = dx.PagedCache.contiguous(k, k, page_size=16, leftpad_k=torch.tensor([33], dtype=torch.int32))
     chosen = dx.select_pages(q, dx.summarize_pages(padded), dx.PageBudget(1, sinks=1))
-    assert chosen[0, 0, 0] == 2  # the first key that is no padding
+    assert chosen[0, 0, 0] == 2  # the first key that is not padding
 
 
 def test_the_result_does_not_depend_on_threads_beyond_rounding():
@@ -283,7 +283,7 @@ def test_nothing_to_see():
 
 
 def test_a_count_and_a_share_are_not_mixed_up():
-    """1 page and 1.0, all of them, are equal numbers."""
+    """1 page and 1.0, which means all pages, are equal numbers but different budgets."""
     for count, share in ((1, 1.0), ((1, 0), (1.0, 0))):
         for _ in range(2):
             fixed, shares = dx.PageBudget(count).wanted(2, torch.device("cpu"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softcap, sinks and windows of `sparse_decode` against an oracle: all kinds of caches, pages chosen or not."""
+"""Softcap, sinks and windows of `sparse_decode` against an oracle: all kinds of caches, selected pages or all."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 
 def random_options(seed, q_heads, windows=True):
-    """One or more of softcap, sinks and a window; a head may have a sink of no weight."""
+    """Draw one or more of softcap, sinks and a window; a head may have a sink without weight."""
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     sinks = torch.randn(q_heads, generator=gen) * 2
     sinks[rng.randrange(q_heads)] = -torch.inf
@@ -35,7 +35,7 @@ def random_options(seed, q_heads, windows=True):
 
 
 def check_options(q, cache, pages, backend, options):
-    """Against fp64, within twice the error of the same math done eagerly in fp32, and one rounding of the output."""
+    """Compare with fp64: the budget is twice the error of eager fp32, plus one rounding of the output."""
     seen = visible_keys(cache, q.shape[1], pages if isinstance(pages, torch.Tensor) else None).clone()
     if (left := options.get("window_size", (-1, -1))[0]) >= 0:
         for b, used in enumerate(cache.seqused_k.tolist()):
@@ -85,7 +85,7 @@ def test_random_caches_in_triton(seed):
 
 
 def check_a_budget(backend, device="cpu"):
-    """The pages of a budget are those without the options, and what is made of them is right."""
+    """A budget selects the same pages with and without the options, and their attention is right."""
     gen = torch.Generator().manual_seed(7)
     k, v = torch.randn(2, 2, 200, 2, 16, generator=gen)
     used = torch.tensor([200, 77], dtype=torch.int32)
@@ -112,7 +112,7 @@ def test_a_budget_in_triton():
 
 
 def exact_tokens_case(window_size):
-    """An 8-bit cache with exact tokens, and one that holds the same values in full."""
+    """Return an 8-bit cache with exact tokens, and a cache that holds the same values in full precision."""
     gen = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 2, 150, 2, 16, generator=gen)
     used, leftpad = torch.tensor([150, 60], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode kernels against the definition: under Triton's interpreter on a CPU, and on a GPU where there is one."""
+"""The decode kernels against the definition: under Triton's interpreter on a CPU, and on a GPU if there is one."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ QUERY_DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.flo
 
 
 def to_device(cache, device=DEVICE):
-    """The cache elsewhere, with the memory order of its views."""
+    """Copy a cache to the device, preserving the memory order of its views."""
     names = ("k", "v", "seqused_k", "page_table", "leftpad_k", "k_scale", "v_scale")
     tensors = {name: getattr(cache, name) for name in names}
     return replace(cache, **{name: None if x is None else x.to(device) for name, x in tensors.items()})
@@ -44,7 +44,7 @@ def test_random_caches(seed):
 @runs_here
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_a_chunk_of_queries(dtype):
-    """More rows than a program takes, of attention and of the choice."""
+    """Use more rows than one program processes, for attention and for the selection."""
     gen = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 1, 250, 2, 16, generator=gen)
     scales = {}
@@ -55,14 +55,14 @@ def test_a_chunk_of_queries(dtype):
     cache = dx.summarize_pages(to_device(cache), backend="reference")
     q = torch.randn(1, 45, 6, 16, generator=gen).to(DEVICE)
     pages = dx.select_pages(q, cache, dx.PageBudget(0.4), backend="triton")
-    assert (pages >= 0).sum(-1).tolist() == [[11, 11]]  # 7 of 16, and the 4 that hold the queries
+    assert (pages >= 0).sum(-1).tolist() == [[11, 11]]  # 7 of 16, and the 4 that contain the queries
     check_attention(q, cache, pages, "triton")
 
 
 @runs_here
 @pytest.mark.parametrize("seed", range(8))
 def test_random_choices(seed):
-    """Scores of small whole numbers leave no room for rounding: the same pages, ties included."""
+    """Scores are small integers, so nothing is rounded and even ties select the same pages."""
     cache, rng, gen = random_cache(seed, page_size=16, head_dim=16)
     k = torch.randint(-2, 3, cache.k.shape, generator=gen).float()
     cache = to_device(dx.PagedCache(k, k, cache.seqused_k, cache.page_table, 16, cache.leftpad_k))
@@ -122,7 +122,7 @@ def test_a_captured_graph_follows_the_lengths():
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_a_captured_graph_follows_exact_tokens(dtype):
-    """A step that writes its token, grows and decodes, captured once and replayed past the end of the window."""
+    """Capture a step that writes its token, grows and decodes, and replay it past the end of the window."""
     k, v = torch.randn(2, 4, 2048, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     q = torch.randn(4, 1, 8, 64, device=DEVICE, dtype=torch.bfloat16)
     used = torch.full((4,), 100, device=DEVICE, dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact tokens beside 8-bit caches: what they hold, that they are read instead of the cache's, what they gain."""
+"""Exact tokens beside 8-bit caches: their contents, that they replace the cache's copies, and their benefit."""
 
 import random
 from dataclasses import replace
@@ -18,19 +18,19 @@ BACKENDS = ["reference", "cpu"]
 
 
 def with_exact(seed, dtype, **fields):
-    """A random 8-bit cache with exact tokens that differ from its own, and q; page tables have no holes."""
+    """Return a random 8-bit cache whose exact tokens differ from its copies, and q; page tables have no holes."""
     cache, rng, gen = random_cache(seed, dtype=dtype, **fields)
     sinks, window = rng.choice(((0, 16), (1, 15), (4, 28), (3, 6), (16, 16)))
     draw = lambda width: torch.randn(cache.batch, sinks + window, cache.kv_heads, width, generator=gen)
     stored = rng.choice((torch.float32, torch.float16, torch.bfloat16))
     if DEVICE == "cpu" and stored == torch.bfloat16:
-        stored = torch.float16  # for the interpreter
+        stored = torch.float16  # the interpreter supports no other
     exact = ExactTokens(draw(cache.head_dim).to(stored), draw(cache.head_dim_v).to(stored), sinks)
     return replace(cache, exact=exact), rng, gen
 
 
 def in_place(cache, mask, dtype):
-    """Keys, values and mask as if the exact tokens lay in the cache, token by token."""
+    """Return keys, values and mask as if the exact tokens lay in the cache, token by token."""
     k, v = (x.clone() for x in read_cache(replace(cache, exact=None), dtype))
     mask, exact, seqlen_q = mask.clone(), cache.exact, mask.shape[2]
     for b, used in enumerate(cache.seqused_k.tolist()):
@@ -46,7 +46,7 @@ def in_place(cache, mask, dtype):
 
 
 def check(q, cache, pages, backend):
-    """Against fp64, within twice the error of eager fp32 and a rounding of what is multiplied."""
+    """Compare with fp64: the budget is twice the error of eager fp32, plus a rounding of the factors."""
     mask = visible_keys(cache, q.shape[1], pages)
     group = q.shape[2] // cache.kv_heads
     scale = q.shape[-1] ** -0.5
@@ -65,7 +65,7 @@ def check(q, cache, pages, backend):
             if backend == "triton" and q.dtype != torch.float32:
                 multiplied += [q.dtype, cache.exact.k.dtype]
             eps = max(torch.finfo(dtype).eps for dtype in multiplied)
-            eps = max(eps, 2**-22) if backend == "triton" else eps  # of a GPU's own exp2
+            eps = max(eps, 2**-22) if backend == "triton" else eps  # error of a GPU's exp2
             assert worst(mine) <= 2 * (worst(theirs) + eps * float(wanted[finite].abs().amax()))
 
 
@@ -101,7 +101,7 @@ def test_random_caches_in_triton(seed):
 
 
 def test_slots_follow_the_tokens():
-    """Tokens that come one by one, several at once, and all at once give the same."""
+    """Tokens give the same result whether they arrive one by one, several at once, or all at once."""
     gen = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 3, 70, 2, 8, generator=gen)
     leftpad = torch.tensor([0, 5, 0], dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches without Triton's bookkeeping give what the first launch gave, on other tensors."""
+"""Cached launches give the same results as first launches, for other tensors."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ def inputs(seed=0, seqlen=300, heads=(4, 2), dtype=torch.bfloat16):
 
 
 def window(seqlen=300):
-    """A layout of its own, for which nothing has been kept."""
+    """Return a new layout, for which no launch is cached."""
     return dx.SlidingWindow(77).layout(seqlen, block_size=64).to("cuda")
 
 
@@ -59,7 +59,7 @@ def test_one_tensor_for_two_arguments(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_changes_from_call_to_call(backend):
-    """Addresses that TMA cannot take, strides, dtypes, lengths, scales: none of it runs what was kept for another."""
+    """Other addresses, strides, dtypes, lengths or scales never use a launch cached for other inputs."""
     q, k, v = inputs()
     odd = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x) for x in (q, k, v)]
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
@@ -80,7 +80,7 @@ def test_what_changes_from_call_to_call(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layouts_that_are_not_dense(backend):
-    """A copy that one launch read is not what another one reads."""
+    """A copy that one launch reads is not read by another launch."""
     q, k, v = inputs()
     dense = window()
     wide = torch.stack([dense.kv_indices, dense.kv_indices], 1)
@@ -161,7 +161,7 @@ def test_a_layout_that_moves_in_memory(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_first_call_in_a_graph(backend):
-    """Kernels that are compiled, but a layout and shapes that nothing was launched for."""
+    """Compile the kernels, but for a layout and shapes with which nothing was launched."""
     both_ways(*inputs(), window(), backend)
     layout = window()
     q, k, v = inputs(seed=5)
@@ -176,7 +176,7 @@ def test_first_call_in_a_graph(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_compile_serves_all_lengths(backend, monkeypatch):
-    """Forward and backward; the first lengths are what a kernel may be compiled apart for: 1, 16 n, and others."""
+    """Run forward and backward; the first lengths may specialize kernels: 1, 16 n, and others."""
     from triton import knobs
 
     compiled = []
@@ -203,7 +203,7 @@ def test_another_device_than_the_current_one(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layouts_of_one_form(backend):
-    """Choices over the same shapes share what is kept; none runs with another one's blocks, budget, or batch."""
+    """Selections of equal shapes share a cached launch, but never blocks, budget or batch of another call."""
     rules = [dx.Sink(64) | dx.TopK(2), dx.Sink(64) | dx.TopK(3), dx.Sink(64) | dx.TopK((1, 3, 2, 5))]
     results = []
     for seed in range(5):

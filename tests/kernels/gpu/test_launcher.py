@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel launcher starts what Triton would start, with the same arguments; a fake driver writes them down."""
+"""The kernel launcher starts the same kernels as Triton, with the same arguments; a fake driver records them."""
 
 import os
 
@@ -32,14 +32,14 @@ STARTED = []
 
 
 class Launcher:
-    """In the place of the compiled launcher."""
+    """Replaces the compiled launcher."""
 
     def __init__(self, src, metadata):
         self.name = (metadata.name, metadata.num_warps, str(src.signature), str(src.constants), str(src.attrs))
 
     def __call__(self, *arguments):
         grid, stream, function, packed, *rest = arguments[:3], *arguments[3:]
-        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest[3:]]  # behind metadata and hooks
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest[3:]]  # after metadata and hooks
         STARTED.append((self.name, grid, stream, function, packed, values))
 
 
@@ -62,18 +62,21 @@ class Driver:
 @pytest.fixture
 def started(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else 3.9 warns
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # otherwise 3.9 warns
     STARTED.clear()
     return STARTED
 
 
 def calls():
-    """What differs from call to call, and what Triton compiles another kernel for."""
+    """Vary what differs from call to call, and what Triton specializes kernels on."""
     x, out, bias = torch.randn(1, 64), torch.empty(80), torch.randn(2000)
     described = lambda x, size: TensorDescriptor(x, [1, size], [size, 1], [1, size])
     yield (described(x, 64), out, bias, 64, 1, 0.5), {"BIASED": True, "BLOCK": 64}
     yield (described(x.clone(), 64), out[4:], bias, 63, 1, 0.25), {"BIASED": True, "BLOCK": 64}
-    yield (described(x, 64), out[1:], bias, 63, 1, 0.25), {"BIASED": True, "BLOCK": 64}  # does not begin at 16 bytes
+    yield (
+        (described(x, 64), out[1:], bias, 63, 1, 0.25),
+        {"BIASED": True, "BLOCK": 64},
+    )  # not aligned to 16 bytes
     yield (described(x, 64), out, bias, 64, 16, 0.5), {"BIASED": True, "BLOCK": 64}
     yield (described(x, 64), out, bias, 64, 17, 0.5), {"BIASED": True, "BLOCK": 64}
     yield (described(x, 64), out, bias, 64, 18, 0.5), {"BIASED": True, "BLOCK": 64}
@@ -101,7 +104,7 @@ def test_starts_what_triton_starts(started):
         for arguments, named in given:
             kernel[(3, 2)](*arguments, **named)
         assert started == expected
-    assert len({name for name, *_ in expected}) > 8  # the calls do differ
+    assert len({name for name, *_ in expected}) > 8  # the calls are in fact different
 
 
 def test_what_is_known_does_not_ask_triton(started, monkeypatch):
@@ -127,7 +130,7 @@ def test_versions_that_were_not_read_go_through_triton(started, monkeypatch, ver
 
 
 class WithDescriptors:
-    """A launcher that encodes descriptors in Python, as those of triton 3.6 do."""
+    """Imitate a launcher that encodes descriptors in Python, like those of triton 3.6."""
 
     def __init__(self, src, metadata):
         from triton.backends.nvidia.driver import wrap_handle_tensordesc
@@ -162,7 +165,7 @@ def test_repeats_launch_what_triton_launches(started, monkeypatch):
     started.clear()
     for x, out in batches * 3:
         start(layout, x, out, True, 64)
-    of_kernel = lambda calls: [arguments[:10] + arguments[13:] for arguments in calls]  # hooks are between
+    of_kernel = lambda calls: [arguments[:10] + arguments[13:] for arguments in calls]  # without the hooks in between
     assert of_kernel(again) == of_kernel(started)
     assert len({str(arguments[13]) for arguments in again}) == 3  # the encoded addresses
     assert len(again) == 9

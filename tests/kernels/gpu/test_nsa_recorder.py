@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoding step of native sparse attention whose form is known is its launches, and gives what the first one gave."""
+"""A recorded decode step of native sparse attention holds its launches only, and gives the first call's result."""
 
 import os
 
@@ -46,14 +46,14 @@ def kept(monkeypatch):
 
 
 def steps_in(kept):
-    """How many launches each form of a step is known to be."""
+    """Return how many launches the recording of each kind of step has."""
     return [len(known.launches) for (call, *_), known in kept.items() if call is native_decode._step]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled for the driver that writes down would stay")
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_only_launches_are_left(started, kept, monkeypatch, page_size):  # noqa: F811
-    """The kernels of a first call in their order, with grids and sizes; nothing runs, so no value may be looked at."""
+    """Compare the kernels with a first call's, in order, with grids and sizes. Nothing runs, so no value is read."""
     monkeypatch.setattr(support, "decode_reasons", lambda problem: [])
     monkeypatch.setattr(decode_checks, "looks_at_values", lambda device: False)
     monkeypatch.setattr(decode_dispatch, "_known", {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`record_or_replay`: the second call of a form launches what the first did, over its own tensors."""
+"""`record_or_replay`: the second call of a kind repeats the launches of the first one, on its own tensors."""
 
 import gc
 import os
@@ -38,7 +38,7 @@ def small_cache(k=None, v=None):
 
 
 def two_launches(cache, x, scale):
-    """Memory of its own between two kernels, of which the second one is given a view; one of v, too."""
+    """Allocate memory between two kernels and pass a view of it, and a view of v, to the second one."""
     between, out = torch.empty(2, 64), x.new_empty(64)
     _kernel[(1,)](x, cache.k, between[1], count=64, scale=scale, BLOCK=64)
     _kernel[(1,)](between[1], cache.v[0, 0, :, 32:], out, count=64, scale=1.0, BLOCK=64)
@@ -223,7 +223,7 @@ CASES = {
 
 
 def everything(q, cache):
-    """All that `sparse_decode` is asked for, summaries updated first."""
+    """Run everything that a step of `sparse_decode` needs, after updating the summaries."""
     budget = dx.PageBudget(0.2, sinks=1, window=64, bound=cache.summaries.bound)
     cache = dx.summarize_pages(cache, new_tokens=1)
     pages = dx.select_pages(q, cache, budget)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention: the definition against loops from the paper, the CPU and packed batches against it."""
+"""Native sparse attention: the definition against loops from the paper, the CPU and packed batches against it."""
 
 import random
 
@@ -79,7 +79,7 @@ def test_packed_is_each_sequence_alone(seed, dtype):
 
 
 def test_a_few_kv_heads_at_a_time(monkeypatch):
-    """As groups of 1 go on a GPU."""
+    """Imitate how groups of 1 run on a GPU."""
     q, k, v, gates = (x[None] for x in inputs(random.Random(5), 60, 60, group=1, dtype=torch.float32))
     wide = [torch.cat([x, x.flip(1)], 2).requires_grad_() for x in (q, k, v, gates)]
 
@@ -112,7 +112,7 @@ def test_gradients_by_gradcheck():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_selected_attention_on_the_cpu(seed):
-    """Any group, head_dim_v, select heads between kv and q heads, ragged lengths, empty rows; with gradients."""
+    """Draw any group, head_dim_v, number of selection heads, ragged lengths and empty rows; with gradients."""
     case = random_selected_case(seed)
     for report in case.check("cpu"):
         assert report.ok, f"{report}\n{case.label}"
@@ -158,7 +158,7 @@ def test_a_row_that_sees_nothing(name):
 
 
 def test_moba_ranks_by_the_logits():
-    """Without lse: each q head takes the blocks whose mean key it likes best, and its own."""
+    """Without lse, each q head selects the blocks whose mean keys have the largest scores, and its own block."""
     sizes = NativeSizes(16, 16, 16, 3, first_blocks=0, local_blocks=1)
     q, k = torch.randn(70, 4, 8, dtype=torch.float64), torch.randn(70, 2, 8, dtype=torch.float64)
     spans = native_spans(sizes, (0, 70))
@@ -251,7 +251,7 @@ def test_nothing_to_do():
 
 
 def test_memory_and_speed_do_not_need_queries_by_keys():
-    """16k queries: the definition would hold 16k x 16k scores per head."""
+    """For 16k queries, the definition would allocate 16k x 16k scores per head."""
     q, k = torch.randn(1, 16384, 2, 8), torch.randn(1, 16384, 1, 8)
     sizes = NativeSizes(32, 32, 128, 4, 1, 1, window=64)
     out = native_sparse_attention(q, k, k, (compress(k, sizes),) * 2, torch.rand(1, 16384, 2, 3), sizes)

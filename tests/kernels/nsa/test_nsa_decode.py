@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding with native sparse attention over pages: token by token what the training forward gives."""
+"""Decoding with native sparse attention over pages gives, token by token, the result of the training forward."""
 
 import copy
 import random
@@ -18,7 +18,7 @@ SEEDS = 8 if BACKEND == "cpu" else 2
 
 
 def random_sizes(rng):
-    if DEVICE == "cuda":  # two kinds, since each is compiled for
+    if DEVICE == "cuda":  # two kinds only, because each is compiled
         return rng.choice((dx.NativeSizes(window=70, slc_count=4), dx.NativeSizes(24, 8, 32, 3, 1, 0, 20, "max")))
     slc_block = rng.choice((16, 32, 64))
     stride = rng.choice([size for size in (4, 8, 16) if size <= slc_block])
@@ -29,7 +29,7 @@ def random_sizes(rng):
 
 
 def paged(rng, sizes, lengths, k, v):
-    """A pool of pages in disorder, the rest of it NaN, with (tokens, heads, dim) keys and values of each sequence."""
+    """Return a pool of pages in random order, NaN elsewhere, with (tokens, heads, dim) keys and values per sequence."""
     page_size = rng.choice(
         [size for size in (16, 32, 64) if sizes.slc_block % size == 0 and size % sizes.cmp_stride == 0]
     )
@@ -47,7 +47,7 @@ def paged(rng, sizes, lengths, k, v):
 
 
 def problem(seed, group, dtype=torch.float32):
-    """Sequences, what training gives at each token of them, and how their windows are compressed."""
+    """Sequences, the training result for each of their tokens, and how their windows are compressed."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sizes, heads = random_sizes(rng), rng.choice((1, 2))
@@ -80,7 +80,7 @@ def test_under_the_interpreter():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_step_is_the_training_forward(group):
-    """Ragged lengths, any group, overlapping windows: keys come one by one, as each sequence's own end comes near."""
+    """Ragged lengths, any group, overlapping windows; keys arrive one by one near the end of each sequence."""
     rng, sizes, lengths, q, k, v, gates, how, want = problem(group, group)
     cache = paged(rng, sizes, lengths, k, v)
     full = cache.seqused_k.clone()
@@ -128,9 +128,9 @@ def test_a_contiguous_cache(seed):
 
 
 def test_a_fork_shares_whole_pages():
-    """Two sequences over one prefix, whose last page is copied with its compressed tokens, go on differently."""
+    """Two sequences share a prefix; its last page and compressed tokens are copied, and they continue differently."""
     sizes = dx.NativeSizes(16, 8, 16, 3, 1, 1, window=20)
-    prefix, more, heads = 40, 10 if INTERPRETED else 30, 2  # beyond the end of the page that is copied
+    prefix, more, heads = 40, 10 if INTERPRETED else 30, 2  # past the end of the copied page
     draw = lambda n, width=16: torch.randn(n, heads, width)
     k, v = draw(prefix), draw(prefix)
     cache = dx.compress_pages(paged(random.Random(0), sizes, [prefix], [k], [v]), sizes, backend=BACKEND)
@@ -138,7 +138,7 @@ def test_a_fork_shares_whole_pages():
     kept = cache.compressed
     first_new, last = len(cache.k), int(cache.page_table[0, 2])
     cache = replace(cache, k=grow(cache.k), v=grow(cache.v), compressed=replace(kept, k=grow(kept.k), v=grow(kept.v)))
-    for x in (cache.k, cache.v, cache.compressed.k, cache.compressed.v):  # the page that is not whole
+    for x in (cache.k, cache.v, cache.compressed.k, cache.compressed.v):  # the incomplete page
         x[first_new] = x[last]
     row = cache.page_table[0, :2].tolist()
     table = [
@@ -166,7 +166,7 @@ def test_a_fork_shares_whole_pages():
 
 
 def test_blocks_of_an_earlier_step():
-    """Kept blocks with the forced ones of now; chosen again they are exact."""
+    """Earlier blocks with the current forced blocks; selected again, they are exact."""
     sizes = dx.NativeSizes(16, 8, 16, 4, 1, 1, window=20)
     k, v = torch.randn(200, 2, 16), torch.randn(200, 2, 16)
     cache = dx.compress_pages(paged(random.Random(0), sizes, [200], [k], [v]), sizes, backend=BACKEND)
@@ -175,7 +175,7 @@ def test_blocks_of_an_earlier_step():
     then = dx.native_decode(q, cache, gates, backend=BACKEND).block_indices
     same = dx.native_decode(q, cache, gates, block_indices=then, backend=BACKEND)
     torch.testing.assert_close(same.out, dx.native_decode(q, cache, gates, backend=BACKEND).out)
-    cache.seqused_k.fill_(200)  # a block further
+    cache.seqused_k.fill_(200)  # one block later
     now = dx.native_decode(q, cache, gates, block_indices=then, backend=BACKEND)
     for head in range(2):
         kept = {int(j) for j in then[0, 0, head] if j >= 0} | {12}
@@ -245,7 +245,7 @@ def test_bad_arguments():
 @on_gpu
 @pytest.mark.parametrize("heads", [(64, 4), (32, 8), (8, 8)])
 def test_a_captured_step_follows_the_lengths(heads):
-    """bf16, the paper's sizes, against fp64 over the same blocks."""
+    """bf16 and the paper's sizes against fp64 over the same blocks."""
     sizes, pages = dx.NativeSizes(), 64
     q_heads, kv_heads = heads
     draw = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
@@ -274,4 +274,4 @@ def test_a_captured_step_follows_the_lengths(heads):
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
         mine = dx.native_decode(q.double(), wide, gates.double(), backend="reference").block_indices
         differs = (mine.sort(-1).values != blocks.sort(-1).values).float().mean()
-        assert differs < 0.2  # near ties
+        assert differs < 0.2  # because of near ties

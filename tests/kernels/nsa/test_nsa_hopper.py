@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 
 def case_of(seed, group, **options):
-    """A random problem whose selection heads choose for so many q heads."""
+    """Draw a problem whose selection heads each select for `group` q heads."""
     case = random_selected_case(seed, device="cuda", groups=(group,), slots=(6,), **options)
     return case if case.q.shape[2] == group * case.block_indices.shape[1] else None
 
@@ -41,7 +41,7 @@ def case_of(seed, group, **options):
 )
 @pytest.mark.parametrize("agree", [0, 1])
 def test_random_cases(dtype, head_dim, group, block, agree, monkeypatch):
-    """`agree` sends groups of 4 always by key, or always by query; others have one way."""
+    """`agree` forces groups of 4 to run by key, or by query; other groups have only one schedule."""
     if group != 4 and agree:
         pytest.skip("the same again")
     monkeypatch.setattr("dynaxx.kernels.gpu.nsa.config.AGREE", agree)
@@ -56,7 +56,7 @@ def test_random_cases(dtype, head_dim, group, block, agree, monkeypatch):
 @pytest.mark.parametrize(("first", "dtype"), [(0, torch.bfloat16), (-900, torch.bfloat16), (0, torch.float16)])
 @pytest.mark.parametrize(("group", "block"), [(16, 64), (8, 128)])
 def test_scores_that_grow_from_block_to_block(group, block, first, dtype, step):
-    """In bf16 weights are relative to the first block that a row sees; these grow by `step` a block, fall, or stay."""
+    """In bf16, weights are relative to the first block a row sees; scores grow by `step` per block, fall, or stay."""
     for seed in range(8):
         case = case_of(seed, group, dtype=dtype, head_dims=(128,), lengths=(0, 1, 300, 517), blocks=(block,))
         if case is None:
@@ -72,7 +72,7 @@ def test_scores_that_grow_from_block_to_block(group, block, first, dtype, step):
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 64)])
 @pytest.mark.parametrize("seed", range(6))
 def test_selection(seed, dtype, head_dim, monkeypatch):
-    """In chunks of a few tiles, over several parts of compressed tokens, and packed."""
+    """Run in chunks of a few tiles, over several parts of compressed tokens, and packed."""
     from dynaxx.kernels.hopper.nsa import operators as hopper
 
     monkeypatch.setattr("dynaxx.kernels.gpu.nsa.select.SCORE_BYTES", 1 << 16)
@@ -98,7 +98,7 @@ def test_two_runs_agree_bit_for_bit():
 
 @pytest.mark.parametrize("group", [16, 4])
 def test_a_cuda_graph_repeats_a_step_bit_for_bit(group):
-    """The whole of it, forward and backward: a capture fails where anything waits for the GPU."""
+    """Run everything, forward and backward; a capture fails if anything waits for the GPU."""
     sizes, tokens = dx.NativeSizes(32, 16, 64, 4), 700
     draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
     leaves = [draw(group, 64), draw(1, 64), draw(1, 64), draw(group, 3)]
@@ -142,7 +142,7 @@ def test_explain_says_which_schedule(q_heads, words):
     ],
 )
 def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype, dim, block, monkeypatch):
-    """And what is without gradients; `out` by its own rounding, and that of the selected branch by itself."""
+    """Also without gradients. The budget of `out` is its own rounding, plus that of the selected branch."""
     from dynaxx.kernels.hopper.nsa import operators as native
     from dynaxx.kernels.hopper.nsa.operators import HopperSelectedPlan
 
@@ -170,7 +170,7 @@ def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype,
 
 @pytest.mark.parametrize(("group", "dtype", "dim"), [(16, torch.bfloat16, 128), (8, torch.float16, 64)])
 def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
-    """Of the compressed branch and of the window, or of one of them; both ways round what they give to dq."""
+    """One pass for the compressed branch and the window, or for one of them; both orders of adding to dq."""
     from dynaxx.kernels.hopper.nsa import backward as native_backward
 
     sizes, tokens = dx.NativeSizes(slc_count=5, window=100), 4500
@@ -180,7 +180,7 @@ def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
     out = dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
 
     def run(*keys):
-        """With one pass for branches of so many keys."""
+        """Force one pass for branches with this many keys."""
         monkeypatch.setattr(native_backward, "in_one_pass", lambda q, k, layout: k.shape[1] in keys)
         return torch.autograd.grad(out, leaves, do, retain_graph=True)
 
@@ -207,7 +207,7 @@ def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
     ("lengths_q", "lengths_k"), [((700,), (700,)), ((1, 0, 130, 517, 3, 64),) * 2, ((257,), (900,)), ((300,), (90,))]
 )
 def test_the_window_beside_selected_blocks(group, dtype, dim, block, window, growth, lengths_q, lengths_k):
-    """By itself: the gates of the other branches are 0. Scores grow by so much from key to key."""
+    """Test the window alone, with zero gates for the other branches. Scores grow by `step` from key to key."""
     ends_q, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (lengths_q, lengths_k))
     sizes = dx.NativeSizes(slc_block=block, slc_count=4, window=window)
     q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], 2 * group, 2, dim, dim, dtype=dtype, device="cuda", seed=window)

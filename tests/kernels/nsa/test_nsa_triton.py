@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention's Triton kernels against fp64: under Triton's interpreter on a CPU, and on a GPU.
+"""Native sparse attention's Triton kernels against fp64: under Triton's interpreter on a CPU, and on a GPU.
 
-The interpreter must be chosen before Triton loads, so it runs in a process of its own: this file again.
+The interpreter must be chosen before Triton loads, so these tests run this file in a separate process.
 """
 
 import random
@@ -39,7 +39,7 @@ def check(case, gradients=True):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", [5, 11, 12, 20])
 def test_random_cases(seed, schedule, monkeypatch):
-    """fp32 and fp16, since the interpreter does not multiply bf16; by either schedule, cut into chunks and items."""
+    """Use fp32 and fp16, because the interpreter does not multiply bf16; run both schedules, split and whole."""
     monkeypatch.setattr(shared.config, "choose_schedule", lambda group_size: schedule)
     monkeypatch.setattr(shared.config, "AGREE", seed % 2)  # always by query, or always by key
     monkeypatch.setattr(shared, "PARTIAL_BYTES", 1 << 15)
@@ -65,7 +65,7 @@ def selection_case(seed, dtype=torch.float32, lengths=(0, 1, 40, 77), head_dim=1
 
 
 def check_selection(q, k, lse, spans, heads, kernels=native):
-    """Every choice is right up to the rounding of scores: as many blocks, forced ones in, no better block left out."""
+    """Every selection is right up to rounding: same count, forced blocks included, no better block left out."""
     got = kernels.select_blocks(q, k, lse, spans, heads, 0.3)
     want = definition.select_blocks(q.double(), k.double(), None if lse is None else lse.double(), spans, heads, 0.3)
     scores = definition.selection_scores(
@@ -94,7 +94,7 @@ def test_selection(seed, monkeypatch):
 @runs_here
 @pytest.mark.parametrize(("count", "step"), [(384, 128), (256, 64)])
 def test_units_hold_every_token_that_rows_see_once(count, step):
-    """Of any run of tiles; parts of a tile differ by a step at most, and say what its first row sees."""
+    """Units of any run of tiles: the parts of a tile differ by one step at most and count what their first row sees."""
     from dynaxx.kernels.gpu.nsa import select as native_select
 
     spans = native_spans(NativeSizes(), (0, 1, 301, 301, 9000), (0, 1, 301, 308, 9050), device="cpu")
@@ -117,7 +117,7 @@ def test_units_hold_every_token_that_rows_see_once(count, step):
 @runs_here
 @pytest.mark.parametrize("count", [3, 9, 40])
 def test_selection_of_many_blocks(count):
-    """More blocks than groups of them, more to select than groups, and nothing but what is forced."""
+    """More blocks than groups of them, more slots than groups, and selections of forced blocks only."""
     sizes = NativeSizes(16, 8, 16, count, 1, 2)
     spans = native_spans(sizes, (0, 12, 20), (0, 700, 1500), device=DEVICE)
     q, k, _ = make_qkv(1, 20, spans.ends_cmp[-1], 4, 2, 16, dtype=torch.float32, device=DEVICE, seed=count)
@@ -144,7 +144,7 @@ def test_ties_take_the_first_blocks():
 @pytest.mark.parametrize("pool", ["sum", "max"])
 @pytest.mark.parametrize("blocks", [16, 112, 240, 528, 1040])
 def test_choices_of_equal_scores(blocks, pool):
-    """Scores of few values in rows of any length: exactly the definition's choice, whatever lies behind a row's end."""
+    """With few distinct scores, rows of any length select exactly the definition's blocks, whatever follows the row."""
     from dynaxx.kernels.gpu.nsa.top import top_blocks
 
     sizes = NativeSizes(8, 4, 16, 13, 1, 2, pool=pool)
@@ -229,7 +229,7 @@ def test_items_hold_every_entry_once_in_order(seed):
 
 @runs_here
 def test_the_whole_of_it():
-    """All three branches and their gates, forward and backward, against the definition in fp64; ragged."""
+    """All three branches and their gates, forward and backward, against the definition in fp64, with ragged lengths."""
     sizes = NativeSizes(8, 4, 16, 3, 1, 1, window=9)
     ends = (0, 30, 30, 53)
     q, k, v = make_qkv(1, 53, 53, 4, 2, 16, device=DEVICE)
