@@ -158,7 +158,7 @@ def test_the_layout_must_be_for_these_lengths():
     batch = dx.Causal().layout(64, block_size=16)
     for call, message in (
         (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_q=(0, 21, 64)), "equal the lengths of the layout"),
-        (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_q=(0, 64)), "the layout's 3 lengths"),
+        (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_q=(0, 64)), "as many entries as the layout, 3"),
         (lambda: dx.sparse_attention(q, k, v, layout, cu_seqlens_k=(0, 20, 64)), "without `cu_seqlens_q`"),
         (lambda: dx.sparse_attention(q, k, v, batch), "with a packed layout"),
         (lambda: dx.sparse_attention(q, k, v, batch, cu_seqlens_q=(0, 20, 64)), "must be packed"),

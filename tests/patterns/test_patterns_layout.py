@@ -302,7 +302,7 @@ def test_presets_and_repr():
         (lambda: indices([[1, 1]]), "twice"),
         (lambda: BlockLayout.from_dense(torch.ones(3, 3)), "`mask` must be bool"),
         (lambda: BlockLayout.stack_heads([]), "`layouts` must contain at least one"),
-        (lambda: three_heads().head_slice([3]), "`heads` must be distinct from 0 to 2"),
+        (lambda: three_heads().head_slice([3]), "`heads` must be distinct heads from 0 to 2"),
         (lambda: three_heads().head_slice([1, 1]), "`heads` must be distinct"),
         (lambda: three_heads().head_slice([]), "`heads` must be distinct"),
         (lambda: BlockLayout.stack_heads([three_heads(), three_heads().to("meta")]), "must be on one device"),

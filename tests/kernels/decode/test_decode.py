@@ -249,7 +249,7 @@ def test_what_is_refused():
         (lambda: dx.sparse_decode(q, paged(table, used + 1)), "`seqused_k`"),
         (lambda: dx.PagedCache.contiguous(k, k, page_size=48), "`page_size`"),
         (lambda: dx.PagedCache(k[:, :17], k[:, :17], used, table), "pages must hold"),
-        (lambda: dx.PagedCache(k, k[:, :, :1], used, table), "agree"),
+        (lambda: dx.PagedCache(k, k[:, :, :1], used, table), "differ in head_dim only"),
         (lambda: dx.PagedCache(k[:, :16], k[:, :16], used.long(), table), "int32"),
         (lambda: dx.PagedCache(k[:, :16].to(torch.int8), k[:, :16].to(torch.int8), used, table), "`k_scale`"),
         (lambda: dx.PagedCache(k[:, :16, :, ::2], k[:, :16], used, table), "dense last"),

@@ -231,7 +231,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="leftpad_k"):
         dx.compress_pages(replace(cache, leftpad_k=torch.ones(1, dtype=torch.int32)), sizes)
     made = dx.compress_pages(cache, sizes)
-    with pytest.raises(ValueError, match="are of"):
+    with pytest.raises(ValueError, match="must keep cmp_block"):
         dx.compress_pages(made, replace(sizes, cmp_block=8))
     with pytest.raises(ValueError, match="`gates` must be"):
         dx.native_decode(q, made, gates[..., :2])
