@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(cpu_status().kind == "torch" or not hasattr(os, 
 
 @pytest.fixture
 def cache(tmp_path):
-    """A cache that holds this process's library, and what a fresh process says when it uses that cache."""
+    """Return a cache that holds this process's library, and a function that reports what a new process does with it."""
     status = cpu_status()
     folder = tmp_path / f"core-{build.source_hash()}"
     folder.mkdir(mode=0o700)

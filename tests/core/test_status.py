@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported functions of the core return a status for whatever they are given: no exception crosses into Python."""
+"""Exported functions of the core return a status for any argument: no exception crosses into Python."""
 
 import ctypes
 from ctypes import c_int64, c_void_p
@@ -16,7 +16,7 @@ BIG = 2**62
 
 
 def static_layout(program, grid=(100, 100, 16, 16, 1)):
-    """Status of building a layout, whose handle is freed."""
+    """Build a layout, free it, and return the status."""
     library, built, sizes = active_library(), c_void_p(), (c_int64 * 7)()
     numbers = (c_int64 * len(program))(*program)
     code = library.dynaxx_cpu_static_layout(numbers, len(program), (c_int64 * 5)(*grid), sizes, ctypes.byref(built))
@@ -36,7 +36,7 @@ def static_layout(program, grid=(100, 100, 16, 16, 1)):
         [-1, 1, 1],
         [1, 0],  # multiples of 0
         [1, -3],
-        [2, 10**9, 0, 1],  # more keys than there are numbers
+        [2, 10**9, 0, 1],  # more keys than the program has numbers
         [2, -1],
         [2, 2, 5, 6, 1, 2],  # not ascending
         [4, 2, 0, 100, 7],
@@ -44,11 +44,11 @@ def static_layout(program, grid=(100, 100, 16, 16, 1)):
         [4, 1, 0],
         [5, 0],
         [6, -1, 0],
-        [7, 1],  # any of one rule before it, of which there is none
+        [7, 1],  # "any of" one earlier rule, but there is none
         [0, 0, 5, 7, 2],
         [0, 0, 5, 0, 0, 5],  # two rules that nothing joins
         [0, 0, 2**62 + 1],
-        [0, 0, 5] + [7, 1] * 1000,  # deeper than recursion should go
+        [0, 0, 5] + [7, 1] * 1000,  # nested deeper than recursion should go
     ],
 )
 def test_a_program_that_is_none_is_refused(program):
@@ -78,7 +78,7 @@ def test_a_layout_is_taken_only_into_room_enough():
 
 
 def test_two_layouts_are_built_before_either_is_taken():
-    """As when a signal handler or a finalizer builds one between the two calls of another."""
+    """A signal handler or a finalizer can build a layout between the two calls of another."""
     library = active_library()
     found = []
     for hi in (5, 50):

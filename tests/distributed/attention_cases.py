@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of `dynaxx.distributed.sparse_attention` against one device; `ranks.py` runs them."""
+"""Compare `dynaxx.distributed.sparse_attention` with one device; `ranks.py` runs these cases."""
 
 import random
 
@@ -23,7 +23,7 @@ PATTERNS = {
 
 
 def split_attend(ranks: Ranks, split, **options):
-    """`attend(q, k, v, layout)` of the whole sequence through all ranks, differentiable on every rank.
+    """Return `attend(q, k, v, layout)`, which computes the whole sequence over all ranks, differentiable on every rank.
 
     Each rank computes its own shard; the others' shards are gathered so that one rank can compare the whole result. The
     gradients of the whole inputs are gathered by `WholeSequence`.
@@ -40,7 +40,7 @@ def split_attend(ranks: Ranks, split, **options):
 
 
 class TakeShard(torch.autograd.Function):
-    """A rank's shard of a whole tensor; the gradient of the whole one is put together from all ranks."""
+    """Give a rank its shard of a whole tensor; backward gathers the whole gradient from all ranks."""
 
     @staticmethod
     def forward(ctx, x, split, ranks):
@@ -53,7 +53,7 @@ class TakeShard(torch.autograd.Function):
 
 
 class WholeSequence(torch.autograd.Function):
-    """The whole tensor from the shards of all ranks; each rank's gradient is its shard of the whole one."""
+    """Gather a whole tensor from the shards of all ranks; backward gives each rank its shard of the gradient."""
 
     @staticmethod
     def forward(ctx, x, split, dim, ranks):
@@ -144,7 +144,7 @@ def case_packed_batches(ranks):
 
 
 def case_ranks_without_tokens(ranks):
-    """Fewer chunks than ranks: the others own nothing and take part all the same."""
+    """With fewer chunks than ranks, the remaining ranks own nothing and still take part."""
     q, k, v = make_qkv(1, 40, 40, 2, 1, 16)
     check(ranks, q, k, v, dx.Causal().layout(40, block_size=32))
     empty = dxd.SequenceSplit(40, 32, (ranks.count - 1,) * 2, ranks.count)
@@ -173,7 +173,7 @@ def case_layouts_per_head_send_less(ranks):
 
 
 def case_inner_rows_do_not_wait(ranks):
-    """Under a window few rows see other ranks: the others are computed over own keys and values as they lie."""
+    """Under a window, few rows see other ranks; all others read the rank's own keys and values in place."""
     for seqlen, stages in ((128 * ranks.count, None), (128 * ranks.count - 7, 2)):
         layout = (dx.SlidingWindow(20) | dx.Sink(3)).layout(seqlen, block_size=16)
         split = dxd.SequenceSplit.contiguous(seqlen, ranks.count, 16)
@@ -219,10 +219,10 @@ def case_twice_the_same_bits(ranks):
 
 
 def case_bytes_are_as_planned(ranks):
-    """A window exchanges its halo alone; everything exchanges everything; counts are what really travels."""
+    """A window exchanges only its halo, a full layout everything; counts equal the bytes that are sent."""
     rows = 1024
     q, k, v = make_qkv(1, rows, rows, 4, 2, 16, device=ranks.device)
-    token = 2 * (16 + 16) * 4  # two kv heads, key and value, fp32
+    token = 2 * (16 + 16) * 4  # bytes of two kv heads, key and value, fp32
     split = dxd.SequenceSplit.contiguous(rows, ranks.count, 64)
     own = [split.shard(x, ranks.rank).requires_grad_() for x in (q, k, v)]
     halo, everything = 64 * (ranks.rank < ranks.count - 1), split.length(ranks.rank) * (ranks.count - 1)
@@ -240,7 +240,7 @@ def case_bytes_are_as_planned(ranks):
 
 
 def case_the_cost_model_counts_the_same_bytes(ranks):
-    """What the busiest rank receives, byte for byte."""
+    """The cost model predicts the bytes that the busiest rank receives, exactly."""
     shape = Shape(q_heads=4, kv_heads=2, head_dim=16, block=16)
     seqlen = 16 * 16 * ranks.count
     blocks = torch.arange(seqlen // 16)
@@ -262,7 +262,7 @@ def case_the_cost_model_counts_the_same_bytes(ranks):
         torch.distributed.all_gather_object(received, dxd.traffic().bytes_received - before)
         predicted = (
             workload.received_tokens(seqlen, ranks.count, 16) * shape.token_bytes * 2
-        )  # for bf16, and these are fp32
+        )  # the model counts bf16, and these tensors are fp32
         assert max(received) == predicted, (workload, received, predicted)
 
 
@@ -273,6 +273,6 @@ def case_ranks_that_disagree_say_so(ranks):
     split = make(128, ranks.count, 32)
     own = [split.shard(x, ranks.rank) for x in (q, k, v)]
     if len({split.owners, dxd.SequenceSplit.contiguous(128, ranks.count, 32).owners}) == 1 and ranks.rank:
-        return  # the two are the same here
+        return  # both splits are the same here
     with pytest.raises(ValueError, match="same on all ranks"):
         dxd.sparse_attention(*own, layout, ranks.mesh, split=split)

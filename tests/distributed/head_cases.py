@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of heads split over ranks, and of caches split by pages; `ranks.py` runs them."""
+"""Cases of heads split over ranks and of caches split by pages; `ranks.py` runs them."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def case_layouts_and_rules(ranks: Ranks):
             own = lambda *x, layout=layout, split=split: dxd.sparse_attention_by_heads(*x, layout, split, ranks.mesh)
             whole_and_own(ranks, split, (q, k, v), lambda *x, layout=layout: dx.sparse_attention(*x, layout), own)
     split = dxd.SequenceSplit.zigzag(150, ranks.count, 32)
-    if ranks.count > 2:  # two kv heads
+    if ranks.count > 2:  # there are only two kv heads
         with pytest.raises(ValueError, match="cannot select together"):
             dxd.sparse_attention_by_heads(
                 *[split.shard(x, ranks.rank) for x in (q, k, v)], dx.TopK(2), split, ranks.mesh
@@ -38,7 +38,7 @@ def case_layouts_and_rules(ranks: Ranks):
 
 
 def case_native_sparse_attention(ranks: Ranks):
-    """Any function of the whole sequence runs on a rank's heads."""
+    """Any function of the whole sequence runs on the heads of one rank."""
     sizes = dx.NativeSizes(8, 4, 16, 4, 1, 1, window=24)
     q, k, v = make_qkv(1, 120, 120, 8, 4, 16, device=ranks.device)
     gates = torch.rand(1, 120, 8, 3, generator=torch.Generator().manual_seed(2)).to(ranks.device)
@@ -59,7 +59,7 @@ def case_heads_that_do_not_divide(ranks: Ranks):
 
 
 def split_cache(ranks, cache):
-    """This rank's pages of a cache: every n-th one."""
+    """Return this rank's pages of a cache: every n-th one."""
     pages = torch.arange(cache.page_table.shape[1])
     own = torch.where(pages % ranks.count == ranks.rank, cache.page_table, -1)
     return dx.PagedCache(cache.k, cache.v, cache.seqused_k, own.int(), summaries=cache.summaries)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank dies while the others work; `ranks.py` runs it."""
+"""One rank dies while the others work; `ranks.py` runs this case."""
 
 import os
 import time
@@ -22,7 +22,7 @@ def case_a_rank_is_killed_between_two_steps(ranks: Ranks):
 
     def go_on():
         out.sum().backward()
-        for _ in range(3):  # a rank may be done with its part of a step before it notices
+        for _ in range(3):  # a rank may finish its part of a step before it notices
             dxd.sparse_attention(*own, layout, ranks.mesh).sum().backward()
 
     start = time.monotonic()

@@ -19,12 +19,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SECONDS = int(os.environ.get("RANKS_SECONDS", "400"))  # for all cases of a module
-COLLECTIVE_SECONDS = 90 if SECONDS <= 400 else 300  # a busy machine with many ranks needs more
+COLLECTIVE_SECONDS = 90 if SECONDS <= 400 else 300  # a busy machine with many ranks needs longer
 
 
 @dataclass
 class Ranks:
-    """What a case knows of the group that it runs in."""
+    """What a case knows about its process group."""
 
     mesh: object
     rank: int
@@ -32,18 +32,18 @@ class Ranks:
     device: str = "cpu"
 
     def backend(self, name):
-        """The backend of a case on a CPU; on GPUs whatever serves."""
+        """Return `name` on a CPU, or any backend on a GPU."""
         return name if self.device == "cpu" else "auto"
 
 
 def cases_of(module: str) -> list[str]:
-    """Names of the cases of a module, in order, without importing it."""
+    """Return the names of the cases of a module, in order, without importing it."""
     lines = (HERE / f"{module}.py").read_text().splitlines()
     return [line.split("(")[0].removeprefix("def ") for line in lines if line.startswith("def case_")]
 
 
 def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[str]]:
-    """Run all cases of a module on `count` ranks, through gloo or NCCL; failures of each case, by rank."""
+    """Run all cases of a module on `count` ranks, through gloo or NCCL; return the failures of each case, by rank."""
     _build_core()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -77,7 +77,7 @@ def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[st
 
 
 def _build_core() -> None:
-    """Compile the C++ core here, once, where that is still to be done: ranks that all do it wait for one another."""
+    """Compile the C++ core once here if it is not built yet; ranks that all compile it would wait for one another."""
     import torch
 
     import dynaxx as dx
@@ -119,7 +119,7 @@ def _work(module: str, count: int, folder: str, device: str, rank: int) -> None:
             )
         (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
         verdicts = [None] * count
-        dist.all_gather_object(verdicts, found[name] is None)  # stay in step; a rank that is stuck ends all
+        dist.all_gather_object(verdicts, found[name] is None)  # keep ranks in step; a rank that hangs ends all
     dist.destroy_process_group()
 
 

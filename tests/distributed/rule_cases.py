@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of rules over data, Native Sparse Attention and modules with a split sequence; `ranks.py` runs them."""
+"""Cases of rules over data, native sparse attention and modules with a split sequence; `ranks.py` runs them."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def splits(seqlen, ranks, chunk):
 
 
 def close(got, whole, split, ranks, dim=1):
-    """Sums of other orders than one device's, in fp32."""
+    """Compare with the tolerance of fp32 sums in another order."""
     torch.testing.assert_close(got, split.shard(whole, ranks.rank, dim), rtol=2e-5, atol=2e-5)
 
 
@@ -106,7 +106,7 @@ def case_native_sparse_attention(ranks: Ranks):
 
 
 def case_modules_train_alike(ranks: Ranks):
-    """Outputs, and gradients of parameters summed over ranks, are those of one device."""
+    """Outputs, and gradients of parameters summed over ranks, equal those of one device."""
     sizes = dx.NativeSizes(8, 4, 16, 4, 1, 1, window=24)
     makers = (
         lambda: NativeSparseAttention(32, 4, 2, sizes=sizes, compression="weighted"),

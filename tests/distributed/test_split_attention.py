@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with the sequence split over ranks gives what one device gives."""
+"""Attention with a sequence split over ranks equals attention on one device."""
 
 import pytest
 import torch
@@ -79,4 +79,4 @@ def test_what_does_not_fit_is_refused(make, says):
 def test_the_others_learn_of_a_rank_that_died():
     ranks = 3
     failures = run_cases("lost_cases", ranks)["case_a_rank_is_killed_between_two_steps"]
-    assert [failure[:6] for failure in failures] == [f"rank {ranks - 1}"], failures  # it could not report
+    assert [failure[:6] for failure in failures] == [f"rank {ranks - 1}"], failures  # the lost rank could not report

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads split over ranks, and caches split by pages, give what one device gives."""
+"""Heads split over ranks and caches split by pages give the results of one device."""
 
 import pytest
 from ranks import cases_of, run_cases

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules over data, Native Sparse Attention and modules with a split sequence give what one device gives."""
+"""Rules over data, native sparse attention and modules with a split sequence give the results of one device."""
 
 import pytest
 import torch

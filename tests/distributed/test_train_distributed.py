@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that trains with FSDP2 and a split sequence: its losses, and a resumed run's."""
+"""The training example with FSDP2 and a split sequence has one device's losses, and resumes with the same losses."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes found on a machine: how they are searched, kept and read; the timing itself needs a GPU."""
+"""Tile sizes tuned on a machine are searched, kept and read correctly; timing itself needs a GPU."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def on_disk(tmp_path, monkeypatch):
-    """A GPU by name alone, and a cache folder of its own."""
+    """Replace the GPU by a name, and use an empty cache folder."""
     monkeypatch.setenv("DYNAXX_CACHE", str(tmp_path))
     monkeypatch.setattr(tuned, "_name", lambda device: "Some GPU (80 GB)")
     monkeypatch.setattr(config, "shared_memory", lambda device: 232448)
@@ -42,7 +42,7 @@ def test_what_was_found_is_used_in_later_processes(on_disk):
     default = config.forward_tiles(GPU, *SHAPE)
     better = (32, 64, 4, 3, 128)
     tuned.keep(tuned.kind_of_launch("forward_tiles", *SHAPE), GPU, better)
-    forget()  # as another process
+    forget()  # as another process would
     assert config.forward_tiles(GPU, *SHAPE) == TileSizes(*better) != default
     assert config.forward_tiles(GPU, torch.float16, *SHAPE[1:]) == default
     assert config.backward_dq_tiles(GPU, *SHAPE) != TileSizes(*better)
@@ -89,7 +89,7 @@ def test_the_fastest_neighbour_until_none_is_faster():
 
     def time(tiles):
         timed.append(tiles)
-        return None if tiles.block_n > 64 else float(cost(tiles))  # those do not run
+        return None if tiles.block_n > 64 else float(cost(tiles))  # larger tiles do not run
 
     steps = lambda tiles: autotune.neighbours(tiles, "forward_tiles", (128, 128), True)
     found, ms, default_ms = autotune.descend(TileSizes(128, 64, 8, 3), steps, time)

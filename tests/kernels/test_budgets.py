@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budgets: what rounding may cost is no more than they say, and what is wrong in earnest is over them."""
+"""Error budgets: rounding stays within them, and a real mistake exceeds them."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SINGLE = torch.finfo(torch.float32).eps / 2
 
 @pytest.mark.parametrize("mean", [0.0, 0.3, 10.0])
 def test_a_sum_in_any_order_loses_what_is_said(mean):
-    """One term after the other in fp32, in 4,000 random orders: the root mean square, u taken at its largest."""
+    """Add terms one after another in fp32 in 4,000 random orders; compare the root mean square with the worst u."""
     torch.manual_seed(0)
     terms = torch.randn(100, dtype=torch.float64).add(mean).float()
     orders = torch.stack([torch.randperm(100) for _ in range(4000)])
@@ -23,7 +23,7 @@ def test_a_sum_in_any_order_loses_what_is_said(mean):
     exact = terms.double().sum()
     measured = (total.double() - exact).square().mean().sqrt()
     said = _error_of_sum(exact, terms.double().square().sum(), 100, SINGLE)
-    assert 0.25 <= measured / said <= 0.75  # 0.43 where a partial sum is anywhere between two powers of 2
+    assert 0.25 <= measured / said <= 0.75  # 0.43 if partial sums are spread evenly between powers of 2
 
 
 def one_key(head_dim, *, dtype, q_heads=1):
@@ -33,7 +33,7 @@ def one_key(head_dim, *, dtype, q_heads=1):
 
 
 def test_a_query_that_sees_one_key():
-    """Its out is the value itself, in any precision; its dq and dk are 0, but for the rounding of dp and delta."""
+    """One visible key: out is its value in any precision; dq and dk are 0 up to the rounding of dp and delta."""
     for dtype in (torch.float32, torch.bfloat16):
         inputs, do = one_key(64, dtype=dtype)
         found = rounding_errors(inputs, torch.ones(1, 1, 1, 1, dtype=torch.bool), do)
@@ -44,7 +44,7 @@ def test_a_query_that_sees_one_key():
 
 
 def test_gradients_of_a_group_add_up():
-    """dk is a sum over the q heads of a group: so are its errors, as independent ones add up."""
+    """dk sums over the q heads of a group, so its errors add up like independent ones."""
     (inputs, do), visible = one_key(64, dtype=torch.float32, q_heads=32), torch.ones(1, 1, 1, 1, dtype=torch.bool)
     alone = [
         rounding_errors(inputs | {"q": inputs["q"][:, :, h : h + 1]}, visible, do[:, :, h : h + 1])["dk"]
@@ -60,7 +60,7 @@ def test_a_query_that_sees_nothing_has_no_error():
 
 
 def planted(problem, visible, name):
-    """The formula with one thing wrong; None where nothing of the problem would show it."""
+    """Return the formula with one mistake, or None if this problem cannot show the mistake."""
     options = {"scale": problem.scale, "softcap": problem.asks.softcap}
     attend = lambda mask, q, *rest: oracle_attention(q, *rest[:2], mask, **options, sinks=(*rest[2:], None)[0])
     inputs = [x.double() for x in problem.inputs.values()]
@@ -73,14 +73,14 @@ def planted(problem, visible, name):
         wrong = visible.clone()
         wrong[at] ^= True
         if float((attend(wrong, *inputs)[1] - attend(visible, *inputs)[1]).abs()[at[:3]]) < 1e-4:
-            return None  # of a weight that rounding hides
+            return None  # the weight is so small that rounding hides it
         return lambda *x: attend(wrong, *x)
     if problem.scale == 0.0 or not visible.any():
         return None
     if name == "a scale off by 1e-3":
         return lambda q, *rest: attend(visible, q * 1.001, *rest)
 
-    def without(*x):  # the gradient of lse
+    def without(*x):  # drops the gradient of lse
         out, lse = attend(visible, *x)
         return out, lse.detach() + 0 * lse
 
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_found(name):
 
 
 def test_what_is_right_is_not():
-    """The formula itself, its sums in another order: head_dim turned round."""
+    """The formula with head_dim reversed, so that sums run in another order, stays within the budgets."""
     for seed in range(700_000, 700_040):
         problem = random_problem(seed)
         expected = Expected(problem, seed)
@@ -117,7 +117,7 @@ def test_what_is_right_is_not():
 
 @pytest.mark.parametrize("seed", [0, 4_200_930])
 def test_gradients_are_other_numbers_than_the_inputs(seed):
-    """Of the seed that drew these. Where they were q's own, errors that a budget takes as independent added up."""
+    """This seed once drew q as the gradient too; errors that a budget takes as independent then added up."""
     given = []
 
     def attend(q, k, v, *_):

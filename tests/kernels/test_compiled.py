@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas makes of the main kernels for Hopper: it needs no GPU.
+"""ptxas compiles the main kernels without serialized products and with few spilled bytes; no GPU is needed.
 
-ptxas can run the matrix instructions of a kernel one at a time, which costs a third of its speed and which only its
-verbose output tells (C7510 to C7518); registers that it spills are told there, too.
+ptxas can run the matrix instructions of a kernel one at a time, which costs a third of its speed and appears only in
+its verbose output (C7510 to C7518). The output also lists spilled registers.
 """
 
 import re
@@ -25,7 +25,7 @@ VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter"),
     pytest.mark.skipif("nvidia" not in backends, reason="this triton has no compiler for NVIDIA's GPUs"),
-    # Triton 3.9 announces what 3.10 will take for granted.
+    # Triton 3.9 announces what becomes the default in 3.10.
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
 ]
 gluon = pytest.mark.skipif(VERSION != TRITON, reason=f"is written for Gluon of triton {TRITON}, got {VERSION}")
@@ -33,12 +33,12 @@ gluon = pytest.mark.skipif(VERSION != TRITON, reason=f"is written for Gluon of t
 HEADS = (8, 2)
 TOKENS = 512
 UNKNOWN = 1 << 30
-MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory, and those that a program takes besides its own
-SLACK = 64  # bytes: Triton gives ptxas another order of the same instructions from run to run
+MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory, and the part that CUDA takes per program
+SLACK = 64  # bytes: Triton gives ptxas the same instructions in another order from run to run
 
 
 def tensors(head_dim, block, heads=HEADS, dtype=torch.bfloat16, head_dim_v=None):
-    """(do, dlse, q, k, v, out, lse), of which nothing is read, and a layout with bands and full blocks."""
+    """Return (do, dlse, q, k, v, out, lse), whose values are never read, and a layout with bands and full blocks."""
     q, out = (torch.zeros(1, TOKENS, heads[0], dim, dtype=dtype) for dim in (head_dim, head_dim_v or head_dim))
     k, v = (torch.zeros(1, TOKENS, heads[1], dim, dtype=dtype) for dim in (head_dim, head_dim_v or head_dim))
     layout = SlidingWindow(300).layout(TOKENS, block_size=block, device="cpu")
@@ -56,10 +56,10 @@ def backward_of(head_dim, block, attention_backward=backward.attention_backward,
 
 
 def check(found, spilled, injected=0):
-    """No kernel's products wait for one another, and none spills far more bytes than by `spilled`, in order of launch.
+    """Assert that no kernel serializes its products and that each spills at most `spilled` bytes, in order of launch.
 
     Args:
-        injected: starts of products (C7519), or waits for one before a loop (C7517), that ptxas adds.
+        injected: starts of products (C7519), or waits for one before a loop (C7517), that ptxas may add.
     """
     said = "\n".join(str(each) for each in found)
     assert len(found) == len(spilled), f"other kernels than were asked for:\n{said}"
@@ -69,7 +69,7 @@ def check(found, spilled, injected=0):
         assert each.spilled <= most + SLACK, f"spills more than {most} bytes:\n{said}"
 
 
-# Bytes spilled today by Triton 3.6, which the figures in docs are of, and by 3.9; what another one spills is not known.
+# Bytes spilled by Triton 3.6, which the figures in docs use, and by 3.9; other versions are not known.
 @pytest.mark.parametrize(
     ("head_dim", "block", "spilled", "injected"),
     [
@@ -112,7 +112,7 @@ def test_portable_backward(head_dim, block, spilled, injected, capfd):
 
 
 def test_portable_head_dim_512(capfd):
-    """Each kernel fits on a multiprocessor; dq spills before its loop, and all sums stay in registers."""
+    """Each kernel fits on a multiprocessor; dq spills before its loop only, and all sums stay in registers."""
     found = compile_kernels(forward_of(512, 128), "fwd_kernel", capfd)
     found += compile_kernels(backward_of(512, 128), "bwd_(dq|dkv)_kernel", capfd)
     spilled = {(3, 6): (48, 628, 28, 0), (3, 9): (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)}
@@ -135,7 +135,7 @@ def test_portable_head_dim_512(capfd):
     ],
 )
 def test_hopper_forward(head_dim, block, softcap, spilled, capfd):
-    """What is spilled in bf16 lies outside of the loops over steps."""
+    """In bf16, all spilled bytes lie outside the loops over steps."""
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
     check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd", capfd), [spilled])
@@ -187,7 +187,7 @@ def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, capfd, mon
 @gluon
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "spilled"), [(80, 80, 150), (192, 128, 150), (160, 160, 1300)])
 def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled, capfd):
-    """The forward of tiles of 256 columns spills where it stores some of them, once for each row of blocks."""
+    """A forward with tiles of 256 columns spills when it stores some of them, once per row of blocks."""
     from dynaxx.kernels.hopper.attention.backward import attention_backward
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
@@ -202,7 +202,7 @@ def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled, capfd):
 @gluon
 @pytest.mark.parametrize(("group", "spilled"), [(16, [0, 0, 8, 48]), (4, [0, 0, 8]), (1, [0])])
 def test_selected(group, spilled, capfd):
-    """Of native sparse attention: by query, by either, by key."""
+    """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
     from dynaxx.kernels.hopper.nsa import operators as native
     from dynaxx.testing.native import random_selected_case
 
@@ -223,7 +223,7 @@ def test_selected(group, spilled, capfd):
 @gluon
 @pytest.mark.parametrize(("sizes", "spilled"), [((32, 16, 64), 0), ((16, 16, 16), 8)])
 def test_scores(sizes, spilled, capfd, monkeypatch):
-    """Of blocks of several compressed tokens, and of one, whose scores take most shared memory."""
+    """Scores of blocks of several compressed tokens, and of one, whose scores take the most shared memory."""
     from dynaxx.kernels.hopper.nsa import operators as native
     from dynaxx.kernels.hopper.nsa import scores as native_scores
     from dynaxx.layout.nsa import NativeSizes, native_spans
@@ -238,7 +238,7 @@ def test_scores(sizes, spilled, capfd, monkeypatch):
 
 
 def test_kernels_that_wait_are_found(capfd, monkeypatch):
-    """Tiles whose sums have no room in the registers: the next product waits until they are out of the way."""
+    """The tiles' sums do not fit in registers, so the next product waits until they are stored."""
     monkeypatch.setattr(forward, "forward_tiles", lambda *shape: TileSizes(128, 128, 8, 2, 128))
     monkeypatch.setattr(forward, "forward_loop", lambda *tiles: "overlapped")
     found = compile_kernels(forward_of(64, 128), "fwd_kernel", capfd)

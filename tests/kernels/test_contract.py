@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every backend has the functions that `kernels.contract` names, with its parameters; the registry finds them."""
+"""Every backend has the functions that `kernels.contract` names, with the same parameters; the registry finds them."""
 
 import inspect
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU core and the gathers in torch against the oracle, and their edges."""
+"""The CPU core and the gathering kernels in torch agree with the oracle, edge cases included."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def assert_within_budget(reports, case):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fresh tensors hold NaN, one thread: what a kernel forgets to write is seen."""
+    """Fill new tensors with NaN and use one thread, so that anything a kernel fails to write shows."""
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -240,7 +240,7 @@ def test_every_instruction_set(isa, dtype):
 @pytest.mark.parametrize("head_dim", [1, 7, 32])
 @pytest.mark.parametrize("scale", [0.4, -0.4, 0.0])
 def test_products_of_bf16_in_pairs_are_those_of_fp32(isa, head_dim, scale):
-    """Zeros beside numbers, odd head_dims, values of any size, and a user who has torch flush what is subnormal."""
+    """Mix zeros with numbers, use odd head_dims and values of any size, and let torch flush subnormals."""
     q, k, v = make_qkv(1, 70, 70, 2, 1, head_dim, dtype=torch.bfloat16)
     q[..., 1::2] = 0
     k[..., 3::4] *= 1e30
@@ -296,7 +296,7 @@ def test_half_precision_is_computed_in_fp32(dtype):
 
 @needs_core
 def test_every_half_is_widened_right():
-    """One key of value x alone: out is x, for every bit pattern."""
+    """With one key of value x, out is x for every bit pattern."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         v = bits.view(dtype).view(256, 1, 1, 256)
@@ -308,7 +308,7 @@ def test_every_half_is_widened_right():
 
 @needs_core
 def test_every_half_is_rounded_right():
-    """Two keys of neighbouring values: out is their mean, which lies on a tie, for every bit pattern."""
+    """With two keys of neighbouring values, out is their mean, which is a rounding tie, for every bit pattern."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         for neighbour in (0, 1, 2, 3):

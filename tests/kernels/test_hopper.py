@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernels against the oracle, and their refusals."""
+"""The Hopper kernels agree with the oracle and refuse what they do not compute."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ def check(q, k, v, layout, label=""):
 
 @pytest.fixture(params=[True, False], ids=["one pass", "two passes"])
 def passes(request, monkeypatch):
-    """Gradients in one pass wherever there is one, for a group in each program as with many keys, or in two passes."""
+    """Compute gradients in one pass if possible, with a whole group per program as for many keys, or in two passes."""
     from dynaxx.kernels.hopper.attention import backward, backward_dkv
 
     if request.param:
@@ -56,7 +56,7 @@ def test_random_cases(seed, dtype):
 @pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 64), (128, 128)])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 8])
 def test_groups_share_or_do_not(block_size, group_size):
-    """Two heads of a group share a program with q blocks of 64, where the group is even and shares its layout."""
+    """With q blocks of 64, two heads share a program if the group is even and its heads share a layout."""
     q, k, v = make_qkv(2, 300, 420, 2 * group_size, 2, 128, dtype=torch.bfloat16, device="cuda")
     shared = (dx.SlidingWindow(150) | dx.Sink(3) | dx.Strided(37)).layout(
         300, 420, block_size=block_size, device="cuda"
@@ -71,7 +71,7 @@ def test_groups_share_or_do_not(block_size, group_size):
 @pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 64), (128, 128)])
 @pytest.mark.parametrize(("group_size", "together"), [(1, True), (2, True), (2, False), (3, True)])
 def test_head_dim_256(block_size, group_size, together, monkeypatch):
-    """Rows and columns of more tiles than are in flight, full and partial; groups in one program, as with many keys."""
+    """Rows and columns have more tiles than the pipeline holds; groups share a program as for many keys."""
     import dynaxx.kernels.hopper.attention.backward_dkv as backward_dkv
 
     if together:
@@ -91,7 +91,7 @@ def test_head_dim_256(block_size, group_size, together, monkeypatch):
 @pytest.mark.parametrize("block_size", [(64, 64), (128, 128)])
 @pytest.mark.parametrize("head_dims", [(80, 80), (96, 64), (112, 112), (160, 160), (192, 128), (136, 192)])
 def test_head_dims_between_tiles(head_dims, block_size):
-    """TMA fills the columns beyond head_dim with zeros and stores none of them; long rows and columns come in parts."""
+    """TMA fills the columns beyond head_dim with zeros and stores none of them; long rows and columns are split."""
     q, k, v = make_qkv(1, 1900, 2100, 4, 2, *head_dims, dtype=torch.bfloat16, device="cuda")
     pattern = dx.SlidingWindow(150) | dx.Sink(3) | dx.GlobalTokens(70)
     check(q, k, v, pattern.layout(1900, 2100, block_size=block_size, device="cuda"))
@@ -120,7 +120,7 @@ def test_head_dims_between_tiles(head_dims, block_size):
     ],
 )
 def test_softcap(head_dim, block_size, dtype, softcap):
-    """Scores far below the cap, about as large and far above it; bands, bits, full blocks and ends of keys; groups."""
+    """Scores lie far below the cap, near it and far above it; bands, bits, full blocks, partial ends and groups."""
     q, k, v = make_qkv(2, 300, 420, 6, 2, head_dim, dtype=dtype, device="cuda")
     shared = (dx.SlidingWindow(200) | dx.Sink(3) | dx.Strided(37)).layout(
         300, 420, block_size=block_size, device="cuda"
@@ -139,7 +139,7 @@ def test_softcap(head_dim, block_size, dtype, softcap):
 @pytest.mark.usefixtures("passes")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_softcap_of_scores_beyond_all_numbers(head_dim):
-    """A score of inf counts as the cap, one of NaN makes a NaN, and only in its query."""
+    """A score of inf counts as the cap; a score of NaN gives NaN in its own query only."""
     q, k, v = make_qkv(1, 200, 200, 2, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     q[0, 70, :, 0], k[0, 30, :, 0] = torch.inf, 1.0
     q[0, 150] = torch.nan
@@ -171,7 +171,7 @@ def test_views_of_any_stride():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "low"), [(torch.float16, 25), (torch.bfloat16, 200)])
 def test_keys_past_the_end_weigh_nothing(head_dim, dtype, low):
-    """Their scores are 0, beside which those of all keys that there are may be as low as they like."""
+    """Keys past the end have scores of 0, even if all real keys score far lower."""
     q, k, v = make_qkv(1, 200, 200, 4, 2, head_dim, dtype=dtype, device="cuda")
     q[..., 0], k[..., 0] = 16, -low * head_dim**0.5 / 16
     for pattern in (dx.Full(), dx.SlidingWindow((90, 90)), dx.Strided(3)):
@@ -180,11 +180,11 @@ def test_keys_past_the_end_weigh_nothing(head_dim, dtype, low):
             check(q, k, v, layout, f"{pattern} {block_size}")
 
 
-KERNELS = [(64, 4), (64, 6), (128, 4), (128, 6), (256, 4), (256, 6)]  # head_dim, q heads of two groups: even or odd
+KERNELS = [(64, 4), (64, 6), (128, 4), (128, 6), (256, 4), (256, 6)]  # head_dim, q heads of two groups (even or odd)
 
 
 def growing(head_dim, q_heads, dtype, block_size, first, step):
-    """q, k, v and a layout; scores grow by `step` * head_dim ** -0.5 nats from block to block, or fall, or stay.
+    """Return q, k, v and a layout; scores rise by `step` * head_dim ** -0.5 nats per block, or fall, or stay.
 
     Half of the queries see nothing of the only partial block, which comes first.
     """
@@ -205,7 +205,7 @@ def growing(head_dim, q_heads, dtype, block_size, first, step):
     ("head_dim", "q_heads", "dtype"), [(64, 4, torch.float16), *((*sizes, torch.bfloat16) for sizes in KERNELS)]
 )
 def test_scores_that_grow_from_block_to_block(head_dim, q_heads, dtype, first, block_size, step):
-    """Weights are relative to scores of blocks before, which these leave far behind."""
+    """Weights are relative to the scores of earlier blocks, and later scores are far above those."""
     for report in check_forward(attend, *growing(head_dim, q_heads, dtype, block_size, first, step)):
         assert report.ok, report
 
@@ -215,7 +215,7 @@ def test_scores_that_grow_from_block_to_block(head_dim, q_heads, dtype, first, b
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize(("head_dim", "q_heads"), KERNELS)
 def test_large_values_beside_scores_that_grow(head_dim, q_heads, block_size):
-    """Of up to 2 ** 63, beside weights that would reach e ** 60, 2 ** 86."""
+    """Values reach 2 ** 63 while weights would reach e ** 60 = 2 ** 86."""
     step = 60 * head_dim**0.5 / (1024 // block_size - 1)
     q, k, v, layout = growing(head_dim, q_heads, torch.bfloat16, block_size, 0, step)
     for report in check_forward(attend, q, k, v * 2.0**60, layout):
@@ -227,7 +227,7 @@ def test_large_values_beside_scores_that_grow(head_dim, q_heads, block_size):
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
 @pytest.mark.parametrize(("head_dim", "q_heads"), KERNELS)
 def test_capped_scores_that_grow(head_dim, q_heads, softcap):
-    """From the cap below to the cap above: 100 nats for a cap of 50."""
+    """Scores rise from -cap to +cap: by 100 nats for a cap of 50."""
     given = growing(head_dim, q_heads, torch.bfloat16, 128, -4000, 1000)
     for report in check_forward(partial(attend, softcap=softcap), *given, softcap=softcap):
         assert report.ok, report
@@ -238,7 +238,7 @@ def test_capped_scores_that_grow(head_dim, q_heads, softcap):
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), *((d, torch.bfloat16) for d in (64, 128, 256))])
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_one_row_of_scores_far_above_those_before(block_size, head_dim, dtype):
-    """Where programs have several rows: of all queries one has a key so far above its others that weights overflow."""
+    """In programs with several rows, one query has a key so far above its others that weights overflow."""
     q, k, v = make_qkv(1, 2048, 2048, 24, 8, head_dim, dtype=dtype, device="cuda")
     q[:, 1500, 5, 0], k[:, 100, 1, 0] = 100, 100
     for report in check_forward(attend, q, k, v, dx.Causal().layout(2048, block_size=block_size, device="cuda")):
@@ -250,7 +250,7 @@ def test_one_row_of_scores_far_above_those_before(block_size, head_dim, dtype):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_a_row_of_large_scores_changes_no_other(block_size, head_dim):
-    """Bit by bit, beside what shares its program; then all rows have such scores."""
+    """Other rows stay equal bit by bit, even in the same program; then all rows get such scores."""
     q, k, v = make_qkv(1, 2048, 2048, 24, 8, head_dim, dtype=torch.bfloat16, device="cuda")
     layout = dx.Causal().layout(2048, block_size=block_size, device="cuda")
     large = q.clone()
@@ -271,7 +271,7 @@ def test_a_row_of_large_scores_changes_no_other(block_size, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("low", [0, 200])
 def test_queries_that_see_nothing_of_several_masked_blocks(low, head_dim):
-    """Some see nothing at all, some only of a later one, whose scores may be too low for weights beside 0."""
+    """Some queries see nothing, some only a later block whose scores may be too low for weights relative to 0."""
     q, k, v = make_qkv(1, 256, 640, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     q[..., 0], k[..., 0] = 16, -low * head_dim**0.5 / 16
     mask = torch.rand(256, 640, device="cuda") < 0.5
@@ -286,7 +286,7 @@ def test_queries_that_see_nothing_of_several_masked_blocks(low, head_dim):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_queries_that_see_one_key(head_dim, dtype):
-    """In any step of their row: its weight is 1, exactly, or out and with it the gradients are off along all of v."""
+    """In any step of a row, the weight is exactly 1; otherwise out, and gradients with it, are off along all of v."""
     q, k, v = make_qkv(1, 257, 257, 2, 1, head_dim, dtype=dtype, device="cuda")
     for block_size in ((128, 128), (128, 64)):
         for pattern in (dx.SlidingWindow(1), dx.Strided(150) & dx.SlidingWindow(151) & dx.LastQueries(140)):
@@ -383,9 +383,9 @@ def test_deterministic_gradients_are_bitwise_the_same_in_every_run(block_size, h
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 1)])
 def test_one_pass_agrees_with_two(heads, head_dim):
-    """On enough keys for one pass: dk and dv bit for bit, dq from fp32 sums in another order, rounded once.
+    """With enough keys for one pass, dk and dv agree bit by bit; dq sums in fp32 in another order and rounds once.
 
-    With one kv head each q head is a program of its own; full blocks then come in another order.
+    With one kv head, each q head is a program of its own; full blocks then come in another order.
     """
     q, k, v = make_qkv(2, 6500, 6600, *heads, head_dim, dtype=torch.bfloat16, device="cuda")
     layout = (dx.SlidingWindow(300) | dx.Strided(37) | dx.Sink(5)).layout(6500, 6600, block_size=128, device="cuda")
@@ -410,7 +410,7 @@ def test_one_pass_agrees_with_two(heads, head_dim):
     ("head_dim", "block_size", "fused"), [(128, 128, True), (64, 128, True), (128, 64, False), (256, 128, False)]
 )
 def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, fused, monkeypatch):
-    """How many heads alternate, and how many of their last blocks come last of all."""
+    """Vary how many heads alternate and how many of their last blocks run at the very end."""
     from dynaxx.kernels.hopper.attention import backward, backward_columns, backward_dkv
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: fused)
@@ -421,7 +421,7 @@ def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, 
         monkeypatch.setattr(backward_columns, "backward_heads_together", lambda *sizes: together)  # noqa: B023
         monkeypatch.setattr(backward_columns, "backward_ending", lambda *sizes: ending)  # noqa: B023
         pattern = dx.SlidingWindow(300) | dx.Strided(37)
-        layout = replace(pattern.layout(900, 1000, block_size=block_size, device="cuda"))  # whose launches are its own
+        layout = replace(pattern.layout(900, 1000, block_size=block_size, device="cuda"))  # with launches of its own
         out, lse = kernels.attention_forward(q, k, v, layout, 0.1)
         found.append(kernels.attention_backward(do, None, q, k, v, out, lse, layout, 0.1))
     for dq, dk, dv in found[1:]:
@@ -435,7 +435,7 @@ def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, 
 @pytest.mark.parametrize(("q_heads", "pieces"), [(16, 4), (16, 2), (14, 7), (14, 4), (14, 2)])
 @pytest.mark.parametrize("joint", [True, False])
 def test_groups_in_pieces(q_heads, pieces, joint, monkeypatch):
-    """Pieces of one size and of two; long columns come in parts where pieces are of one size."""
+    """Split groups into pieces of one size or two; long columns are also split if pieces have one size."""
     from dynaxx.kernels.hopper.attention import backward, backward_dkv
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: joint)
@@ -446,7 +446,7 @@ def test_groups_in_pieces(q_heads, pieces, joint, monkeypatch):
 
 
 def test_groups_are_divided_as_measured():
-    """Of the shapes that were timed, on 132 multiprocessors."""
+    """The chosen pieces are those that were fastest in timings on 132 multiprocessors."""
     from dynaxx.kernels.hopper.attention.config import backward_pieces
 
     for heads, tokens, pieces in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the softcap of the Hopper kernels leans on: the GPU's own tanh, of which PTX promises less than it keeps."""
+"""The GPU's own tanh is as accurate as the softcap of the Hopper kernels needs; PTX promises less."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def tanh(x):
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_every_float_is_right_to_16_bits():
-    """From 2 ** -20, below which tanh(x) is x in fp32, to 32, where it has long been 1."""
+    """Cover 2 ** -20, below which tanh(x) equals x in fp32, to 32, far beyond which tanh is 1."""
     mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda")
     for exponent in range(-20, 5):
         x = (mantissas | (exponent + 127) << 23).view(torch.float32)

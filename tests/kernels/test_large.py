@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of more than 2^31 elements: what lies behind them is computed like the rest."""
+"""Tensors of more than 2^31 elements give correct results beyond that index."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_the_last_of_more_than_2_31_elements():
-    """Both backends in one test, one after the other: each takes 50 GB."""
+    """Run both backends in one test, one after the other, because each takes 50 GB."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, do = (
         torch.empty(1, TOKENS, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)

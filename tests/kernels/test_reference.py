@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference against the oracle, and its edges."""
+"""The reference backend agrees with the oracle, edge cases included."""
 
 import pytest
 import torch

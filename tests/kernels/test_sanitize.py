@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make sanitize` says why it does nothing, and its planted bugs still have a place in the core."""
+"""`make sanitize` says why it cannot run, and its planted bugs still match the core's source."""
 
 import os
 import runpy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing blocks on the device makes the layout that torch makes: under Triton's interpreter, and on a GPU."""
+"""Block selection on the device makes the same layout as torch, under Triton's interpreter and on a GPU."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_ties_go_to_the_left_and_empty_rows_stay_empty():
 def test_the_gpu_chooses_what_the_cpu_chooses(rule):
     torch.manual_seed(0)
     for seqlen_q, seqlen_k, causal, block_size in [*SHAPES, (2000, 2000, True, (64, 64)), (5000, 5001, True, (16, 16))]:
-        # Few distinct values: sums are exact, so that both sides see the same scores whatever their order of addition.
+        # Few distinct values keep sums exact, so both sides see the same scores in any order of addition.
         q, k = torch.randint(-2, 3, (2, seqlen_q, 4, 64)).float(), torch.randint(-2, 3, (2, seqlen_k, 2, 64)).float()
         q, k = q + torch.randn(2, seqlen_q, 4, 64), k + torch.randn(2, seqlen_k, 2, 64)
         expected = dx.select_blocks(q, k, rule, causal=causal, block_size=block_size)
@@ -179,13 +179,13 @@ QUERY_SHAPES = [(300, 333, True, (32, 64), (4, 2, 16)), (130, 257, False, (16, 1
 
 
 def assert_close_where_seen(got, expected, **tolerance):
-    """What a row does not see may be any number."""
+    """Keys that a row does not see may hold any number."""
     seen = expected > -torch.inf
     torch.testing.assert_close(got[seen], expected[seen], **tolerance)
 
 
 def query_scores_of(q, k, grid, rows):
-    """The kernel's scores, some rows at a time."""
+    """Return the kernel's scores, a few rows at a time."""
     from dynaxx.kernels.triton.selection.query_scores import query_scores
     from dynaxx.selection.scorers.pooling import mean_tiles
 
@@ -217,7 +217,7 @@ def test_a_query_against_every_key(dtype):
 
 
 def assert_int8_scores(device, shapes, dtype):
-    """The kernel's scores, some rows at a time, beside those of torch; both from the same center."""
+    """Compare the kernel's scores, a few rows at a time, with torch's; both use the same center."""
     from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
     from dynaxx.selection.scorers.pooling import mean_tiles
     from dynaxx.selection.scorers.query import all_scores
@@ -232,7 +232,7 @@ def assert_int8_scores(device, shapes, dtype):
             keys = quantised_keys(k.to(device), center.to(device), block_size[1])
             parts = [(a, min(a + 7, grid.q_blocks)) for a in range(0, grid.q_blocks, 7)]
             got = torch.cat([int8_scores(queries(a, b).to(device), keys, a, grid) for a, b in parts], dim=2).cpu()
-            assert_close_where_seen(got, expected, atol=1e-5, rtol=1e-5)  # up to the sums, all is whole numbers
+            assert_close_where_seen(got, expected, atol=1e-5, rtol=1e-5)  # inputs are whole numbers
 
 
 @under_the_interpreter
@@ -243,7 +243,7 @@ def test_int8_scores_in_the_interpreter():
 @gpu
 @on_gpu
 def test_choices_again_are_those_of_their_own_queries_and_keys():
-    """From the third choice of one form on its launches alone are made again: with the numbers of that call."""
+    """From the third selection of one kind, only launches are replayed; they use the queries and keys of that call."""
     torch.manual_seed(0)
     rules = [dx.Sink(16) | dx.TopK(0.1), dx.Sink(16) | dx.TopK(0.3), dx.Sink(16) | dx.TopK((0.1, 0.2, 0.3, 1.0))]
     rules += [dx.TopK(2, dx.MinMax()), dx.TopK(3, dx.LastQueryProbe(16)), dx.TopP(0.8), dx.TopK(3, dx.MeanPool(16))]
@@ -270,7 +270,7 @@ def test_int8_scores(dtype):
 
 
 def assert_two_stages(device, shapes, dtype):
-    """The kernels' scores of candidates, some rows at a time, beside those of torch."""
+    """Compare the kernels' scores of candidates, a few rows at a time, with torch's."""
     from dynaxx.kernels.contract import Candidates
     from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
     from dynaxx.kernels.triton.selection.query_scores import query_scores
@@ -318,7 +318,7 @@ PROBE_SHAPES = [
 
 
 def assert_lines(device, shapes, dtype):
-    """The kernels' lines, some rows at a time, beside those of torch."""
+    """Compare the kernels' lines, a few rows at a time, with torch's."""
     from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
 
     for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim), queries in shapes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks in a backend's softmax: random problems within derived budgets, and the cases at the edges."""
+"""Sinks in the softmax of each backend: random problems stay within derived budgets, and edge cases work."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ BACKENDS = ("reference", "cpu")
 
 
 def problems_with_sinks(count, dtype):
-    """The first random problems that have sinks."""
+    """Return the first random problems that have sinks."""
     found, seed = [], 0
     while len(found) < count:
         problem = random_problem(seed, dtype=dtype)
@@ -36,7 +36,7 @@ def test_random_problems(dtype):
 
 
 def case(sink, dtype=torch.float32):
-    """q, k, v, a layout under which the first queries see nothing, and two sinks."""
+    """Return q, k, v, a layout under which the first queries see nothing, and two sinks."""
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, heads, 16, generator=gen).to(dtype) for n, heads in ((60, 2), (40, 1), (40, 1)))
     layout = dx.SlidingWindow(9).layout(60, 40, block_size=32)
@@ -46,7 +46,7 @@ def case(sink, dtype=torch.float32):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sink", [-torch.inf, -300.0, 0.0, 300.0])
 def test_sinks_of_any_size(sink, backend):
-    """A sink of -inf changes nothing, one far above all scores leaves nothing of out; gradients stay numbers."""
+    """A sink of -inf changes nothing; one far above all scores leaves out at 0; gradients stay finite."""
     q, k, v, layout, sinks = case(sink)
     given = [x.requires_grad_() for x in (q, k, v, sinks)]
     out, lse = dx.sparse_attention(q, k, v, layout, sinks=sinks, return_lse=True, backend=backend)

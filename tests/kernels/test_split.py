@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long rows and columns cut into parts: the lists, what becomes of the parts, and attention against the oracle.
+"""Long rows and columns are split into parts: the lists, the merged parts, and attention against the oracle.
 
 On a CPU the kernels run under Triton's interpreter, in a process of its own, as in `test_triton`.
 """
@@ -32,14 +32,14 @@ PATTERNS = {
 
 @pytest.fixture(params=[2, 9])
 def limit(request, monkeypatch):
-    """Lines of more entries are split, however short they are."""
+    """Split every line of more than `limit` entries, however short it is."""
     monkeypatch.setattr(split_module, "longest_part", lambda *_: request.param)
     monkeypatch.setattr(split_module, "_kept", WeakKeyDictionary())
     return request.param
 
 
 def covered(split, num_lines):
-    """The entries of each line that its parts have, in order."""
+    """Return the entries of each line that its parts cover, in order."""
     entries = {line: [] for line in range(num_lines)}
     for line, first, last in split.parts.tolist():
         entries[line] += range(first, last)
@@ -123,7 +123,7 @@ def test_even_layouts_are_not_split(monkeypatch):
 @runs_here
 @pytest.mark.parametrize("heads", [1, 2])
 def test_what_parts_leave_is_put_together(heads, limit):
-    """Sums of split columns and outputs of split rows, against torch; other blocks stay as they are."""
+    """Check summed split columns and merged split rows against torch; other blocks stay unchanged."""
     torch.manual_seed(0)
     seqlen, block_size = 165, 16
     layout = dx.longformer(20, 3).layout(seqlen, causal=False, block_size=block_size, device=DEVICE)
@@ -170,7 +170,7 @@ def through_triton(q, k, v, layout):
     [(torch.float16, 64, 2), (torch.float32, (16, 32), 2), (torch.float16, (32, 16), 1)],
 )
 def test_triton_layouts(dtype, block_size, group_size, limit):
-    """64-blocks in half precision go by TMA, smaller ones are gathered; shared layouts, and one per head."""
+    """64-blocks in half precision are loaded by TMA, smaller ones are gathered; layouts are shared or per head."""
     length = 140 if block_size == 64 else 80
     q, k, v = make_qkv(1, length, length, 2 * group_size, 2, 16, dtype=dtype, device=DEVICE)
     star = dx.SlidingWindow(20) | dx.GlobalTokens(3, symmetric=True)
@@ -218,7 +218,7 @@ def test_hopper_layouts(block_size, group_size, known):
 
     for name in PATTERNS:
         layout = make(name)
-        # a copy does not know its host
+        # a copy has no tensors on the host
         check(q, k, v, layout if known else replace(layout), name)
     names = list(PATTERNS)
     heads = [make(names[i % len(names)], "cpu" if known else "cuda") for i in range(2 * group_size)]

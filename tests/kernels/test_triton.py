@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels against the oracle: under Triton's interpreter on a CPU, and on a GPU where there is one.
+"""The Triton kernels agree with the oracle: under Triton's interpreter on a CPU, and on a GPU if there is one.
 
-The interpreter must be chosen before Triton loads, and would then serve every CPU tensor, so it runs in a process of
-its own: `test_under_the_interpreter` runs this file again.
+The interpreter must be chosen before Triton loads and then serves every CPU tensor, so it runs in a process of its
+own: `test_under_the_interpreter` runs this file again.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def test_a_gathered_tile_may_have_empty_slots():
 @runs_here
 @pytest.mark.parametrize("seed", range(40))
 def test_random_cases(seed):
-    """fp32 and fp16, since the interpreter does not multiply bf16; every fourth case with gradients."""
+    """Use fp32 and fp16, because the interpreter does not multiply bf16; every fourth case checks gradients."""
     dtype = torch.float16 if seed % 2 else torch.float32
     lengths = (1, 15, 17, 40) if seed % 4 == 0 else (1, 63, 65, 100)
     case = random_case(seed, dtype=dtype, device=DEVICE, head_dims=(16, 24, 64, 80), lengths=lengths)
@@ -58,7 +58,7 @@ def test_random_cases(seed):
 @runs_here
 @pytest.mark.parametrize(("block", "head_dim_v", "dtype"), [(64, 512, 16), (32, 512, 16), (64, 256, 32)])
 def test_head_dim_512(block, head_dim_v, dtype):
-    """The global layers of Gemma 4; dk and dv come from a launch each, and a group may share one kv head."""
+    """Cover Gemma 4's global layers; dk and dv take one launch each, and a group may share one kv head."""
     dtype = torch.float16 if dtype == 16 else torch.float32
     q, k, v = make_qkv(1, 40, 70, 2, 1, 512, head_dim_v, dtype=dtype, device=DEVICE)
     layout = (dx.SlidingWindow(50) | dx.Sink(3)).layout(40, 70, block_size=block, device=DEVICE)
@@ -111,7 +111,7 @@ def test_a_query_that_sees_nothing():
     out, lse = attend(q, k, v, dx.Full().layout(40, 20, block_size=16, device=DEVICE))
     assert (out[:, :20] == 0).all()
     assert (lse[..., :20] == -torch.inf).all()
-    out.sum().backward()  # a gradient of stride zero
+    out.sum().backward()  # this gradient has stride zero
     for grad in (q.grad, k.grad, v.grad):
         assert grad.isfinite().all()
     assert (q.grad[:, :20] == 0).all()
@@ -130,7 +130,7 @@ def test_any_scale(scale):
 @runs_here
 @pytest.mark.parametrize("level", [-80, -25, 300])
 def test_keys_past_the_end_weigh_nothing(level):
-    """Their scores are 0, beside which those of all keys that there are may be as low, or as high, as they like."""
+    """Keys past the end have scores of 0, even if all real keys score far lower or higher."""
     q, k, v = make_qkv(1, 40, 65, 2, 1, 16, dtype=torch.float16, device=DEVICE)
     q[..., 0], k[..., 0] = 16, level * 16**0.5 / 16
     for pattern in (dx.Full(), dx.SlidingWindow((30, 30))):
@@ -170,7 +170,7 @@ def test_views_of_any_stride():
 
 @runs_here
 def test_rows_of_nan_stay_alone():
-    """Neither a hidden key nor another batch entry may leak into a row, whatever it holds."""
+    """A hidden key or another batch entry never leaks into a row, whatever it holds."""
     q, k, v = make_qkv(2, 40, 40, 2, 2, 16, device=DEVICE)
     k[1], v[1] = torch.nan, torch.nan
     layout = dx.SlidingWindow(12).layout(40, block_size=16, device=DEVICE)
@@ -248,7 +248,7 @@ def test_lengths_do_not_recompile():
 @pytest.mark.parametrize("step", [10, 60, 300, 1200])
 @pytest.mark.parametrize("first", [0, -1000])
 def test_scores_that_grow_from_block_to_block(first, step, head_dim, monkeypatch):
-    """In bf16 weights are relative to scores of blocks before: these grow by `step` a block, or fall, or stay.
+    """In bf16, weights are relative to the scores of earlier blocks; scores rise by `step` per block, or fall, or stay.
 
     Half of the queries see nothing of the only partial block, which comes first.
     """
@@ -267,7 +267,7 @@ def test_scores_that_grow_from_block_to_block(first, step, head_dim, monkeypatch
 @on_gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_long_forwards_with_one_score_far_above_those_before(head_dim, monkeypatch):
-    """The second launch does that tile again, and no other; rows that see nothing stay as they are."""
+    """The second launch recomputes that tile and no other; rows that see nothing stay unchanged."""
     q, k, v = make_qkv(1, 4096, 4096, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     q[0, 3000, 1], k[0, 700, 0] = 30, 30
     q[0, 3001, 1, 0], v[0, 700, 0] = float("inf"), 1e30

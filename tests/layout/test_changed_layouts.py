@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout or a page table that is written to while others use it gives other numbers, never a fault or a hang."""
+"""Writing to a layout or a page table while it is in use gives other numbers, never a crash or a hang."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ core_only = pytest.mark.skipif(active_library() is None, reason="needs the C++ c
 
 
 def fresh(seqlen=200, heads=1):
-    """A layout of the test's own."""
+    """Return a new layout for this test."""
     layout = PATTERN.layout(seqlen, block_size=16)
     layouts = [dx.BlockLayout.from_entries(layout.grid(), *layout.entries(), layout.masks) for _ in range(heads)]
     return dx.BlockLayout.stack_heads(layouts)
@@ -74,7 +74,7 @@ def test_backward_refuses_a_layout_that_was_changed_since_forward():
 @core_only
 @pytest.mark.parametrize("name", ["kv_indptr", "kv_num_partial", "kv_indices", "kv_masks"])
 def test_writes_that_torch_does_not_count_never_reach_the_core(name):
-    """Through numpy: forward keeps its copy, and the plan for backward, made later, is checked."""
+    """Write through numpy: forward keeps its copy, and the plan for backward, made later, is checked."""
     layout, (q, k, v) = fresh(), inputs(requires_grad=True)
     before = dx.sparse_attention(q, k, v, layout)
     written = getattr(layout, name).numpy()
@@ -168,7 +168,7 @@ def test_a_page_table_that_another_thread_writes_to():
             try:
                 out = dx.sparse_decode(q, cache, dx.PageBudget(5), backend="cpu")
                 dx.summarize_pages(cache)
-            except ValueError:  # the checks saw a number that cannot be
+            except ValueError:  # the checks found a number out of range
                 continue
             assert not out.isnan().any()
             served += 1
@@ -178,7 +178,7 @@ def test_a_page_table_that_another_thread_writes_to():
 
 
 def test_a_child_that_is_forked_while_a_thread_serves_goes_on():
-    """Python 3.11's cached_property would hold its lock in the child for ever."""
+    """In Python 3.11, cached_property would hold its lock in the child forever."""
 
     class Slow:
         @lazy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hide_keys`: what is left is what the layout and the keys both show."""
+"""`hide_keys` keeps exactly the pairs that both the layout and the keys show."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches: each sequence as it would be alone, forward and backward."""
+"""Packed batches give each sequence the result it has alone, forward and backward."""
 
 import random
 from itertools import pairwise
@@ -23,14 +23,14 @@ def ragged_case(seed):
     seqlens_q = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 6))]
     seqlens_k = [n if rng.random() < 0.6 else rng.choice((0, 1, 7, 32, 65)) for n in seqlens_q]
     rule = random_pattern(rng, min([n for n in seqlens_k if n] or [1]))
-    while "Documents" in repr(rule):  # documents name the length of their sequence
+    while "Documents" in repr(rule):  # documents fix the length of their sequence
         rule = random_pattern(rng, 1)
     options = {"causal": rng.random() < 0.7, "block_size": (rng.choice(BLOCK_SIZES), rng.choice(BLOCK_SIZES))}
     return rng, rule, cumulative(seqlens_q), cumulative(seqlens_k), options
 
 
 def attend_each(q, k, v, ends_q, ends_k, layout_of):
-    """The oracle: one reference call per sequence."""
+    """Call the reference once per sequence."""
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0)]
     for s in range(len(ends_q) - 1):
         (a, b), (c, d) = ends_q[s : s + 2], ends_k[s : s + 2]
@@ -88,7 +88,7 @@ def test_packed_attention_is_that_of_each_sequence(seed):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), **close)
     for out, lse in (got, want):
-        if out.requires_grad:  # the oracle's does not where no sequence has both queries and keys
+        if out.requires_grad:  # the oracle has no gradient if no sequence has both queries and keys
             ((out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()).backward()
     for a, b in zip(packed, alone, strict=True):
         grad = torch.zeros_like(b) if b.grad is None else b.grad

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of mixed length, each by the rule of its bucket, back in their order."""
+"""Requests of mixed length each use the rule of their bucket and return in their order."""
 
 import pytest
 import torch

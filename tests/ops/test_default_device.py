@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A default device that is not the CPU, as users of GPUs set it, changes nothing: here one that holds no data."""
+"""A default device other than the CPU, as GPU users set it, changes nothing; the test uses a device without data."""
 
 import pytest
 import torch

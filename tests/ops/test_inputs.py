@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users hand over that is out of the ordinary: served right, or refused in words; never wrong without one."""
+"""Unusual inputs are computed correctly or refused with a message; never a wrong result."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def inputs():
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_views_of_the_negative(backend):
-    """What torch keeps as memory and a sign, as the imaginary part of a conjugate: memory alone is not it."""
+    """Tensors that torch stores with a pending sign, such as the imaginary part of a conjugate, are read with it."""
     q, k, v = inputs()
     negative = lambda x: torch.complex(x, x).conj().imag
     assert negative(q).is_neg()

@@ -49,7 +49,7 @@ def compiled(function, **options):
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-@torch.fx.experimental._config.patch(use_duck_shape=False)  # else sizes that happen to be equal are taken for one
+@torch.fx.experimental._config.patch(use_duck_shape=False)  # else equal sizes count as one size
 def test_one_compilation_serves_several_lengths(backend):
     run, counter = compiled(loss, dynamic=True)
     for seqlen in (70, 129, 200, 257):
@@ -76,7 +76,7 @@ def test_a_compiled_call_prepares_a_layout_once_and_forgets_it():
 
 
 def test_a_compiled_call_knows_what_the_host_knows(monkeypatch):
-    """The order of rows and the layout on the host, of a layout elsewhere; until its tensors are written to."""
+    """Host copies of a device layout's tensors and row order are kept until its tensors are written to."""
     q = make_qkv(1, 200, 200, 2, 1, 16)[0].to("meta")
     here = (dx.SlidingWindow(20) | dx.GlobalTokens((3, 150), symmetric=True)).layout(200, block_size=16)
     there = here.to("meta")

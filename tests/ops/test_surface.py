@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is given to a public function, it works or says in words of ours what was wrong with which argument."""
+"""Every public function accepts any argument or refuses it with a message of ours that names the argument."""
 
 import traceback
 from pathlib import Path
@@ -64,7 +64,7 @@ BLOCKED = {"causal": True, "block_size": 16}
 SCALED = {"scale": None, "backend": "auto"}
 ENDED = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
 
-# What to call, its positional arguments, those by name. Every one of them is replaced in turn.
+# Function, positional arguments and keyword arguments; the test replaces every argument in turn.
 CALLS = {
     "sparse_attention": lambda: (dx.sparse_attention, [*qkv(), layout()], {}),
     "packed sparse_attention": lambda: (
@@ -218,7 +218,7 @@ CALLS = {
     "policy_digest": lambda: (policy.policy_digest, [plain_policy()], {}),
     "resolve": lambda: (policy.resolve, [plain_policy()], {}),
 }
-FAIL = ("apply", "save_policy", "load_policy", "parse_policy")  # even with arguments of the right kind
+FAIL = ("apply", "save_policy", "load_policy", "parse_policy")  # these fail even with arguments of the right kind
 
 
 class Odd:
@@ -241,7 +241,7 @@ OTHER_TENSORS = (
 
 
 def instead_of(value):
-    """Values that are other than one that is right."""
+    """Return values of other kinds than a valid one."""
     yield from ANYTHING
     if isinstance(value, torch.Tensor):
         yield from (change(value) for change in OTHER_TENSORS)
@@ -252,7 +252,7 @@ def instead_of(value):
 
 
 def complaint(call, args, kwargs):
-    """What was wrong with how a call failed; None if it did not, or said so well."""
+    """Return what was wrong with how a call failed; None if it succeeded or refused with a clear message."""
     try:
         call(*args, **kwargs)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -272,7 +272,7 @@ def complaint(call, args, kwargs):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CALLS)
 def test_any_argument_is_served_or_refused_in_words(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a text is a path to some
+    monkeypatch.chdir(tmp_path)  # some functions take a string as a path
     call, args, kwargs = CALLS[name]()
     if name not in FAIL:
         call(*args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention from threads, from forked and from spawned processes: right, and never hanging."""
+"""Attention called from threads, forked processes and spawned processes is correct and never hangs."""
 
 import multiprocessing
 import threading
@@ -14,11 +14,11 @@ from dynaxx.core import library
 from dynaxx.testing import make_qkv
 
 RULE = dx.SlidingWindow(40) | dx.GlobalTokens(3)
-SECONDS = 60  # a hang is found, not waited for
+SECONDS = 60  # report a hang instead of waiting for it
 
 
 def results(seed, layout=None):
-    """Out, lse, dq, dk, dv of one problem, so small that torch's own operations stay on one thread."""
+    """Return out, lse, dq, dk and dv of a problem so small that torch's own operations stay on one thread."""
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 100, 100, 4, 2, 16, seed=seed))
     layout = RULE.layout(100, block_size=16) if layout is None else layout
     out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend="cpu")
@@ -27,7 +27,7 @@ def results(seed, layout=None):
 
 
 def fresh_layout():
-    """A layout that nobody has made a plan for."""
+    """Return a layout that has no plan yet."""
     return dx.BlockLayout.from_dense(RULE.layout(100, block_size=16).to_dense(), block_size=(32, 16))
 
 
@@ -53,7 +53,7 @@ def two_threads():
 
 
 def in_time(call):
-    """What `call` returns, within SECONDS."""
+    """Return what `call` returns, or fail after SECONDS."""
     found = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -76,7 +76,7 @@ def test_eight_threads_at_once_on_layouts_of_their_own():
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_eight_threads_at_once_on_one_new_layout(attempt):
-    """The plan of a layout is made at its first use: by several threads, here; none may lose its own."""
+    """A layout's plan is made at its first use; several threads that make it at once all get a valid one."""
     layout, start = fresh_layout(), threading.Barrier(8)
 
     def run(seed):
@@ -91,7 +91,7 @@ def test_eight_threads_at_once_on_one_new_layout(attempt):
 
 @pytest.mark.skipif(library.active_library() is None, reason="no C++ core here")
 def test_the_plan_made_first_stays(monkeypatch):
-    """While a thread makes a plan, another one has made its own and runs on it."""
+    """While one thread makes a plan, another thread makes its own and runs on it."""
     from dynaxx.kernels.cpu import plan
 
     layout, core, made = fresh_layout(), library.active_library(), []
@@ -109,7 +109,7 @@ def test_the_plan_made_first_stays(monkeypatch):
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
 @pytest.mark.parametrize("threads", [None, 2])
 def test_a_forked_data_loader_after_the_parent_used_its_threads(threads):
-    """torch gives a worker one thread. With more it hangs in its own large operations; the core does not."""
+    """torch gives a worker one thread. With more, torch's own large operations hang; the core does not."""
     want = [results(index) for index in range(4)]
     loader = DataLoader(Results(threads), batch_size=None, num_workers=2, multiprocessing_context="fork",
                         timeout=SECONDS)  # fmt: skip
@@ -143,6 +143,6 @@ def test_threads_follow_torch():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forward, "forward_args", watched)
             results(0)
-            with ThreadPoolExecutor(1) as pool:  # a thread's number of threads is torch's, not OpenMP's default
+            with ThreadPoolExecutor(1) as pool:  # a thread uses torch's thread count, not OpenMP's default
                 pool.submit(results, 0).result(SECONDS)
     assert asked == [1, 1, 2, 2]

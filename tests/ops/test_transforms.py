@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.func and tracers: grad, vjp and vmap are served as SDPA serves them, the rest is refused in words."""
+"""torch.func and tracers: grad, vjp and vmap work as with SDPA; everything else is refused with a message."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import dynaxx as dx
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap over SDPA, not ours
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap over SDPA warns, not our code
 SEQLEN = 40
 CAUSAL = dx.Causal().layout(SEQLEN, block_size=16)
 
@@ -111,7 +111,7 @@ def test_no_tangent_is_dropped(which):
             ours(*given)
         found = dx.sparse_attention(*given, CAUSAL, backend="reference")
         assert forward_ad.unpack_dual(found).tangent is not None
-        assert ours(*inputs()).isfinite().all()  # no tangent, no refusal
+        assert ours(*inputs()).isfinite().all()  # without a tangent, nothing is refused
 
 
 @pytest.mark.parametrize("trace", [torch.jit.trace])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the exported functions of the C++ core extreme integers, and tensors that another thread writes to.
+"""Call the exported functions of the C++ core with extreme integers and with tensors that another thread writes to.
 
 Run by `run.py` on an instrumented core: `python tests/sanitize/exports.py --cases 500`. A case passes if the function
-returns; what it returns must be one of the core's status codes. Numbers that say how large a buffer is are only ever
-replaced by ones that no buffer can have.
+returns; what it returns must be one of the core's status codes. Numbers that give the size of a buffer are replaced
+only by ones that no buffer can have.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ PATTERN = dx.SlidingWindow(30) | dx.Sink(2)
 
 
 def check(code: int) -> None:
-    """Accept the core's own status codes only, and no failure that it does not name."""
+    """Accept only the core's own status codes, and no unnamed failure."""
     assert code in (OK, NO_MEMORY, BAD_INPUT), f"status {code}, FAILED is {FAILED}"
 
 
 def programs(draw: random.Random) -> None:
-    """Rules in numbers, well formed and not, and layouts that are taken, refused and dropped."""
+    """Rules as numbers, well formed and not; layouts that are taken, refused and dropped."""
     program: list[int] = []
     for _ in range(draw.randint(1, 4)):
         op = draw.choice((*range(9), draw.choice(ANY)))
         count = draw.choice((1, 2, 2, 3, 5))
         program += [op, *(draw.choice(ANY) if draw.random() < 0.3 else draw.randint(0, 90) for _ in range(count))]
-    if draw.random() < 0.5:  # one that is well formed
+    if draw.random() < 0.5:  # half of the programs are well formed
         number = draw.choice(ANY)
         program = draw.choice(([0, -5, number], [1, number], [2, 1, 3, number], [3, 1, 3, number], [5, number],
                                [6, number, number], [4, 3, 0, 50, 100], [0, 0, 9, 1, 3, 8, 2]))  # fmt: skip
@@ -64,7 +64,7 @@ def programs(draw: random.Random) -> None:
 
 
 def plans(draw: random.Random) -> None:
-    """Index ranges with numbers out of range, and sizes that none has."""
+    """Index ranges with numbers out of range, and impossible sizes."""
     library, layout = active_library(), PATTERN.layout(draw.randint(1, 200), block_size=16)
     tensors = [x.clone() for x in layout.tensors[:4]]
     for _ in range(draw.randint(0, 3)):
@@ -100,7 +100,7 @@ def attention(draw: random.Random) -> None:
 
 
 def decoding(draw: random.Random) -> None:
-    """Page tables, lengths, choices and budgets out of range, and fields that contradict the others."""
+    """Page tables, lengths, selected pages and budgets out of range, and fields that contradict the others."""
     k, v = torch.randn(12, 16, 2, 16), torch.randn(12, 16, 2, 16)
     table = torch.tensor([[draw.choice((*INT32, *range(12))) for _ in range(6)] for _ in range(2)], dtype=torch.int32)
     used, pad = (torch.tensor([draw.choice((*INT32, 20, 90)) for _ in range(2)], dtype=torch.int32) for _ in range(2))
@@ -141,7 +141,7 @@ def decoding(draw: random.Random) -> None:
 
 
 def shared(draw: random.Random) -> None:
-    """A page table, lengths and a layout that another thread writes to all the while."""
+    """A page table, lengths and a layout that another thread keeps writing to."""
     library = active_library()
     if not hasattr(library, "dynaxx_test_write"):
         return
@@ -168,7 +168,7 @@ def shared(draw: random.Random) -> None:
         layout.derived.clear()
         try:
             dx.sparse_attention(queries, queries, queries, layout)
-        except (ValueError, RuntimeError, IndexError):  # found out of range, in words
+        except (ValueError, RuntimeError, IndexError):  # found out of range and refused
             continue
     for writer in writers:
         writer.join()

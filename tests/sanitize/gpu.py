@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a small set of the GPU kernels under NVIDIA's compute-sanitizer: `python tests/sanitize/gpu.py`.
 
-memcheck looks at every access to memory, racecheck at the order of those to shared memory. Before it is believed, each
-tool must find an error that is planted in a kernel of our own. Whether racecheck follows mbarriers, which order the
-Hopper kernels' shared memory, a ring of known order says (`ring.py`): where that is reported as well, hazards of
-`hopper` are shown and not judged. Hazards within Triton's own hand-over to other warps are counted apart, and a control
-does nothing else (`handover.py`). Needs a GPU and `compute-sanitizer` (else 77).
+memcheck looks at every access to memory, racecheck at the order of accesses to shared memory. Each tool must first
+find an error that is planted in a small kernel. The Hopper kernels order shared memory by mbarriers; `ring.py`, a
+correctly ordered ring, tells whether racecheck follows them. If racecheck reports the ring, hazards of `hopper` are
+shown but do not fail the run. Hazards within Triton's own hand-over to other warps are counted apart; `handover.py` is
+a control that does nothing else. Needs a GPU and `compute-sanitizer` (exits with 77 without them).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATTERN = dx.SlidingWindow(70) | dx.GlobalTokens(3) | dx.Dilated(2, 30)
 
 
 def draw(*shape: int) -> torch.Tensor:
-    """An input with gradients."""
+    """Return an input with gradients."""
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
@@ -62,7 +62,7 @@ def attention(backend: str) -> None:
 
 
 def hopper() -> None:
-    """`attention`, the other head_dims, and a backward in one pass, which so few keys would not take by themselves."""
+    """`attention`, the other head_dims, and a backward in one pass, which these few keys would not choose."""
     from dynaxx.kernels.hopper.attention import backward
 
     attention("hopper")
@@ -74,14 +74,14 @@ def hopper() -> None:
 
 
 def selection() -> None:
-    """Scores, choice and layout on the device."""
+    """Score, select and build a layout on the device."""
     q, k = (torch.randn(1, 300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
     for rule in (dx.TopK(0.3), dx.TopP(0.7), dx.SlidingWindow(64) | dx.Threshold(1.0, of="uniform")):
         dx.select_blocks(q, k, rule, block_size=64)
 
 
 def decode() -> None:
-    """Summaries, the choice of pages, attention over them and over all."""
+    """Summarize pages, select some, attend to them and to all."""
     k, v = (torch.randn(2, 320, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     cache = dx.PagedCache(k, v, torch.tensor([320, 77], dtype=torch.int32, device="cuda"), None, 32)
     cache = dx.summarize_pages(cache, backend="triton")
@@ -119,7 +119,7 @@ def run_here(names: list[str], planted: str | None) -> None:
 
 
 def leave_out_torch() -> list[str]:
-    """Options that skip torch's own kernels, most of what runs, by what this version calls them."""
+    """Return options that skip torch's own kernels, which are most of what runs, in this version's spelling."""
     known = subprocess.run(["compute-sanitizer", "--help"], capture_output=True, text=True).stdout
     for option in ("--kernel-name-exclude", "--kernel-regex-exclude"):
         if option in known:
@@ -132,18 +132,18 @@ def start(tool: str, names: list[str], planted: str | None) -> subprocess.Popen[
     if tool == "memcheck":
         command += ["--padding", "512"]
     command += [sys.executable, __file__, "--inside", *names, *(["--planted", planted] if planted else [])]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else tensors are neighbours in one allocation
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # otherwise tensors share one allocation
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def errors_of(report: str) -> int | None:
-    """What a tool's last line says: errors, or hazards; None if it says nothing."""
+    """Return the errors or hazards that a tool's last line counts; None if it counts nothing."""
     found = re.findall(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+) hazard", report)
     return int(found[-1][0] or found[-1][1]) if found else None
 
 
 def handovers(report: str) -> int:
-    """How many reported hazards lie wholly in a `warp_specialize` statement or at the entry of the kernel with it."""
+    """Count the reported hazards wholly in a `warp_specialize` statement or at the entry of its kernel."""
     hazards = re.split(r"========= Error: Race reported", report)[1:]
     places = [re.findall(r"at (\w+)\+0x\w+ in (\w+\.py):(\d+)", hazard) for hazard in hazards]
     return sum(
@@ -171,7 +171,7 @@ def main() -> int:
     if args.inside is not None:
         run_here(args.inside, args.planted)
         return 0
-    run_here(args.only, None)  # compiles, and says what is wrong without a sanitizer
+    run_here(args.only, None)  # compile first, and report failures without a sanitizer
     runs: list[tuple[str, list[str], str | None]] = [(tool, [], tool) for tool in args.tools]
     runs += [("racecheck", [], control) for control in CONTROLS if "racecheck" in args.tools]
     runs += [(tool, [name], None) for tool in args.tools for name in args.only]

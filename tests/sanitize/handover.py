@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""A kernel that does nothing but hand work to other warps, to see what a tool says of that alone."""
+"""A kernel that only hands work to other warps; what a tool reports here is Triton's own."""
 
 import torch
 from triton.experimental import gluon
@@ -21,5 +21,5 @@ def _handover_kernel(p_out, at):
 
 
 def hand_over() -> None:
-    """Run it once, in programs enough to meet."""
+    """Run it once, with enough programs to overlap."""
     _handover_kernel[(64,)](torch.zeros(2, dtype=torch.int32, device="cuda"), 0, num_warps=4)

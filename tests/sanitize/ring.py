@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 """Numbers passed through a ring in shared memory, from a producer warp to a warpgroup, as in the Hopper kernels.
 
-Nothing else: what a tool says of this ring, ordered by mbarriers or not, it would say of those kernels.
+The kernel does nothing else, so a tool that reports this ring would report those kernels as well.
 """
 
 import torch
@@ -50,7 +50,7 @@ def _ring_kernel(p_out, count, ORDERED: gl.constexpr):
 
 
 def pass_through_a_ring(ordered: bool) -> None:
-    """Sum 0 to 63 in 64 programs; without order the producer overwrites what was not read."""
+    """Sum 0 to 63 in 64 programs; without mbarriers, the producer overwrites values before they are read."""
     out = torch.empty(64, dtype=torch.int32, device="cuda")
     _ring_kernel[(64,)](out, 64, ORDERED=ordered, num_warps=4)
     if ordered:

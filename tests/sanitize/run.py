@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the CPU core under the compiler's sanitizers: `make sanitize`.
 
-The core is compiled anew, instrumented, into a copy of the package. `dynaxx doctor --fuzz` runs on it, then
-`exports.py`: extreme integers, and page tables and layouts that another thread writes to. Before each run the tool
-proves itself: the fuzzer on a core with a planted bug must fail.
+An instrumented core is compiled into a copy of the package. `dynaxx doctor --fuzz` runs on it, then `exports.py`, which
+passes extreme integers and changes page tables and layouts from another thread. Before each run the tool proves
+itself: the fuzzer must fail on a core with a planted bug.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CORE = Path("dynaxx/core/source")
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """How to compile for it, what to load before Python, how it is told to behave, and a bug that it must find."""
+    """How to compile for a sanitizer, what to load before Python, its options, and a bug that it must find."""
 
     name: str
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
     options: dict[str, str]
-    bug: tuple[str, str, str]  # file of the core, text, what it becomes
-    finds: str  # in its report of that bug
+    bug: tuple[str, str, str]  # file of the core, text, replacement
+    finds: str  # what its report of that bug contains
 
 
 SANITIZERS = (
@@ -44,7 +44,7 @@ SANITIZERS = (
         "address",
         ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
         ("libasan.so", "libubsan.so"),
-        # Python frees little when it ends; torch and Python are not instrumented, so only the core is looked at.
+        # Python frees little when it exits; torch and Python are not instrumented, so leaks count only in the core.
         {"ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1"},
         ("scratch.h", "size_ * sizeof(float)", "size_ / 2 / 16 * 16 * sizeof(float)"),
         "heap-buffer-overflow",
@@ -61,7 +61,7 @@ SANITIZERS = (
 
 
 def main() -> int:
-    """Run what was asked for; 0 clean, 1 something was found, 77 no compiler or no sanitizer here."""
+    """Run the requested sanitizers; return 0 if clean, 1 if one found something, 77 without a compiler or sanitizer."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=500, help="fuzzed problems per sanitizer")
     parser.add_argument("--seed", type=int, default=0)
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def unavailable(sanitizer: Sanitizer, compiler: str) -> str:
-    """Why this sanitizer cannot run here, "" if it can."""
+    """Return why this sanitizer cannot run here, or ""."""
     if not compiler or not shutil.which(shlex.split(compiler)[0]):
         return "no g++ here, or $CXX is not one; install it"
     missing = [name for name in sanitizer.libraries if not library(compiler, name)]
@@ -91,13 +91,13 @@ def unavailable(sanitizer: Sanitizer, compiler: str) -> str:
 
 
 def library(compiler: str, name: str) -> str:
-    """The path of a runtime library of the compiler, "" if it has none."""
+    """Return the path of a runtime library of the compiler, or ""."""
     said = subprocess.run([*shlex.split(compiler), f"-print-file-name={name}"], capture_output=True, text=True).stdout
     return said.strip() if Path(said.strip()).is_absolute() else ""
 
 
 def check(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace) -> bool:
-    """Prove the sanitizer on a planted bug, then run the core; say whether anything is wrong."""
+    """Prove the sanitizer on a planted bug, then run the core; return whether anything is wrong."""
     if not asked.skip_proof:
         status, said = run(sanitizer, compiler, asked, cases=5, bug=True)
         if status == 0 or sanitizer.finds not in said:
@@ -110,7 +110,7 @@ def check(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace) -> boo
 
 
 def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: int, bug: bool) -> tuple[int, str]:
-    """Build the core in a copy of the package and fuzz it; exit code, and what was said."""
+    """Build the core in a copy of the package and fuzz it; return the exit code and the output."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder)
         shutil.copytree(ROOT / "src/dynaxx", package / "dynaxx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -150,10 +150,10 @@ def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: i
 
 
 def compile_core(sanitizer: Sanitizer, compiler: str, core: Path, isa: str) -> Path:
-    """Compile an instrumented core to where the package looks for the one that was built with it."""
+    """Compile an instrumented core to the path of the package's prebuilt one."""
     target = core.parent / build.library_name(isa)
     digest = hashlib.sha256()
-    for path in sorted(core.iterdir()):  # as `build.source_hash`, of the copy
+    for path in sorted(core.iterdir()):  # like `build.source_hash`, for the copy
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     flags = ["-O1", "-g", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fno-omit-frame-pointer"]
     command = [*shlex.split(compiler), *flags, *build.ISAS[isa], *sanitizer.flags, "-fvisibility=hidden", "-shared"]
@@ -164,12 +164,12 @@ def compile_core(sanitizer: Sanitizer, compiler: str, core: Path, isa: str) -> P
 
 
 def preload(sanitizer: Sanitizer, compiler: str) -> str:
-    """The sanitizer's runtime must be there before Python."""
+    """Load the sanitizer's runtime before Python."""
     return ":".join(library(compiler, name) for name in sanitizer.libraries)
 
 
 def without_aslr() -> list[str]:
-    """ThreadSanitizer needs its part of the address space; newer kernels scatter libraries into it."""
+    """ThreadSanitizer needs a fixed part of the address space; newer kernels place libraries at random in it."""
     setarch = shutil.which("setarch")
     if setarch and subprocess.run([setarch, "-R", "true"], capture_output=True).returncode == 0:
         return [setarch, "-R"]
