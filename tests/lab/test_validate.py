@@ -129,7 +129,8 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
     tuned = TuneResult("m", 128, 0.01, "", 1.0, (), (), None, None, timings, 200, (), (), 1.0, "dynaxx tune", policy)
     slow_until, seen = 300, []
 
-    def validate(model, tokenizer, policy, text, *, lengths):
+    def validate(model, tokenizer, policy, text, *, lengths, earlier=None):
+        assert (earlier is None) == (not seen or policy.sparse_from == 250), "what was validated before is handed on"
         if policy.sparse_from > 600:
             raise ValueError("give more text")
         seen.append(policy.sparse_from)
@@ -217,6 +218,27 @@ def test_quality_and_time_are_measured_where_the_policy_runs(model, monkeypatch)
     assert found.window_tokens == 601
     assert found.layer_calls["sparse_calls"] == 6
     assert [row.seqlen for row in found.speed] == [64, 300, 600]
+
+
+def test_a_later_border_keeps_what_ran_the_same_blocks(model, monkeypatch):
+    limits = Tolerances(slowdown=None)
+    policy = dx.Policy(
+        model=model_facts(model), block_size=16, dense_below=100, rules=(dx.Rule.of(dx.SlidingWindow(40)),),
+        tolerances=limits,
+    )  # fmt: skip
+    options = dict(lengths=(300,), tokens=700)
+    first = validate(model, Letters(), policy, TEXT, **options)
+    later = policy.replace(dense_below=400, sparse_from=400)
+    whole = validate(model, Letters(), later, TEXT, **options)
+    monkeypatch.setattr(comparison.Comparison, "compare_text", lambda *_, **__: pytest.fail("compared"))
+    monkeypatch.setattr(comparison.Comparison, "retrieval", lambda *_, **__: pytest.fail("asked twice"))
+    kept = validate(model, Letters(), later, TEXT, **options, earlier=first)
+    assert (kept.logits, kept.perplexity, kept.tasks) == (whole.logits, whole.perplexity, whole.tasks)
+    assert (kept.density, kept.layer_calls["sparse_calls"]) == (whole.density, whole.layer_calls["sparse_calls"])
+    assert kept.repetition == whole.repetition
+    latest = later.replace(dense_below=750, sparse_from=750)
+    with pytest.raises(pytest.fail.Exception, match="compared"):
+        validate(model, Letters(), latest, TEXT, lengths=(300,), earlier=first)  # longer stretches than before
 
 
 def test_the_model_is_left_as_it_was(model):

@@ -13,6 +13,7 @@ from dynaxx.cli.options import (
     Dtype,
     DtypeOption,
     JsonOption,
+    KindsOption,
     LengthsOption,
     ModelArgument,
     OutOption,
@@ -20,10 +21,11 @@ from dynaxx.cli.options import (
     SeedOption,
     TextOption,
     ThreadsOption,
+    names,
     numbers,
     seconds,
 )
-from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, command_line, echo, load, progress_of, read_text, running, tool
 
 
 def tune(
@@ -35,6 +37,17 @@ def tune(
     time_budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time limit for tuning: 90, 10m or 2h. No limit by default.")
     ] = "",
+    kinds: KindsOption = "",
+    hold: Annotated[
+        str,
+        typer.Option(metavar="NAME,NAME,...", help="Long-context tasks that must hold: ruler, long, or tasks by name."),
+    ] = "",
+    held_out: Annotated[
+        bool,
+        typer.Option(
+            "--held-out/--no-held-out", help="Also tune on all kinds of text but one, in turns, and report the worst."
+        ),
+    ] = False,
     lengths: LengthsOption = "",
     block_size: Annotated[
         int | None, typer.Option("--block-size", help="Tokens per block; by default 32 on a CPU, 64 on a GPU.")
@@ -80,12 +93,15 @@ def tune(
       dynaxx tune smollm2 --out run
       dynaxx tune ./my-model --text prompts.txt --out run --tolerance 0.005 --time-budget 30m
       dynaxx tune smollm2 --out run --decode
+      dynaxx tune smollm2 --out run --kinds all --held-out
+      dynaxx tune smollm2 --out run --hold niah_single_2,vt
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
         pipeline, progress = tool("tune.pipeline"), progress_of(quiet)
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
-        source = read_text(text)
+        source, others, held = read_text(text), tool("kinds").kinds_of(names(kinds)), names(hold)
+        tool("tasks.suite").named_tasks(held)
         plan = pipeline.TuneSettings(
             name=tool("models").model_name(model),
             out=out,
@@ -100,6 +116,9 @@ def tune(
             resume=resume,
             decode=with_decode,
             cuda_graph=cuda_graph,
+            kinds=others,
+            hold=held,
+            held_out=held_out,
             skip=frozenset(
                 step
                 for step, wanted in zip(
@@ -110,5 +129,6 @@ def tune(
                 if not wanted
             ),
         )
-        found = pipeline.run(*load(model, device, dtype, progress), source, plan, progress=progress)
+        announce = (lambda line: None) if quiet else (lambda line: echo(line, err=True))
+        found = pipeline.run(*load(model, device, dtype, progress), source, plan, progress=progress, announce=announce)
         finish(found, found.summary(), ok=found.ok, files=found.files)

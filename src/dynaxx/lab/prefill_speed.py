@@ -20,6 +20,7 @@ from dynaxx.lab.validate.result import SpeedRow
 FEWEST_PAIRS, MOST_PAIRS = 3, 25  # timed dense-sparse pairs per length
 LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # seconds per length; the second applies while the policy seems too slow
 LONG_PAIR = 2.0  # seconds from which a pair needs no warm-up
+CLEAR, CLEAR_SECONDS = 1.25, 15.0  # least speed-up and seconds of a pair that needs no second one
 SHORT_PAIR = 0.5  # seconds; shorter passes run untimed passes first, to exclude the first call after `apply`
 
 
@@ -52,6 +53,7 @@ def time_prefill(
         warm = True
         spent = time.perf_counter() - started
         enough = len(dense) >= FEWEST_PAIRS or (len(dense) == 2 and spent > MOST_SECONDS)
+        enough = enough or (spent > CLEAR_SECONDS and CLEAR * max(sparse, default=1.0) < min(dense, default=0.0))
         if not enough or spent < LEAST_SECONDS:
             continue
         if min(sparse) <= slowdown * min(dense) or spent > MOST_SECONDS:

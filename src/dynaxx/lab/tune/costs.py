@@ -38,6 +38,18 @@ class Costs(NamedTuple):
         densities = self.density[scorer].mean(1).tolist()
         return max(density, densities[0]), _interpolate(density, densities, BUDGETS)
 
+    def uniform_loss(self, scorer: Scorer, density: float) -> float:
+        """Return the predicted loss of one budget for all heads at a density."""
+        densities, losses = self.density[scorer].mean(1).tolist(), self.loss[scorer].sum(1).tolist()
+        return _interpolate(density, densities, losses)
+
+    @staticmethod
+    def mean(costs: Sequence[Costs]) -> Costs:
+        """Return the mean cost over several texts; each head's density is the same on all of them."""
+        first = costs[0]
+        loss = {scorer: torch.stack([each.loss[scorer] for each in costs]).mean(0) for scorer in first.loss}
+        return first._replace(loss=loss)
+
     @staticmethod
     def plain(costs: Sequence[HeadCosts]) -> dict[str, Any]:
         """Return costs of all layers side by side, as JSON data."""

@@ -34,6 +34,12 @@ def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> 
     if result.chosen is not None:
         figures |= {"density": result.chosen.density, "perplexity_ratio": result.chosen.ratio}
         figures |= {"perplexity_ratio_error": result.chosen.error}
+        for kind in result.chosen.kinds:
+            figures[f"perplexity_ratio on {kind.kind}"] = kind.ratio
+        for task in result.chosen.tasks:
+            figures[f"nats lost on {task.task}"] = task.drop if task.informative else None
+    for left_out in result.held_out:
+        figures[f"perplexity_ratio on {left_out.kind}, tuned without it"] = left_out.ratio
     policy = result.policy.replace(
         rules=result.policy.rules if runs_sparse else (),
         dense_below=border,

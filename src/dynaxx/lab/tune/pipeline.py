@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynaxx.lab.files import read_json, write_json
+from dynaxx.lab.kinds import text_of
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.profile.run import default_lengths
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dynaxx")
 
+Result = TypeVar("Result")
 SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # approximate shares of the time
 
 
@@ -46,31 +49,59 @@ class TuneSettings:
     resume: bool = True
     decode: bool = False  # also search decode rules
     cuda_graph: bool = False  # time decode rules in captured steps
+    kinds: tuple[str, ...] = ()  # kinds of text to tune and validate on beside the sample
+    hold: tuple[str, ...] = ()  # tasks that must hold
+    held_out: bool = False  # also tune on all kinds but one, in turns
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
 def run(
-    model: Any, tokenizer: Any, text: str, plan: TuneSettings, *, progress: Progress | None = None
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    plan: TuneSettings,
+    *,
+    progress: Progress | None = None,
+    announce: Callable[[str], object] = lambda line: None,
 ) -> PipelineResult:
     """Run every step of `plan` that is neither skipped nor done, and write each result at once.
+
+    `announce` is told the first verdict as soon as the model is profiled: whether sparse attention can be worth it.
 
     Raises:
         ValueError: a step refuses the settings or the text.
     """
-    steps = _Steps(model, tokenizer, text, plan, progress or SilentProgress())
+    steps, clock = _Steps(model, tokenizer, text, plan, progress or SilentProgress()), StepClock()
     with steps.progress.task(f"Tuning {plan.name}", sum(SHARES.values())) as task:
         task.advance(0, "profile: where the time goes")
-        profiled = steps.profile()
+        profiled = clock.timed("profile", steps.profile)
+        if profiled is not None:
+            announce(f"first verdict: {profiled['verdict']}")
         task.advance(SHARES["profile"], "analyze: where the heads attend")
-        analyzed = steps.analyze()
+        analyzed = clock.timed("analyze", steps.analyze)
         task.advance(SHARES["analyze"], "tune: the sparsest policy that keeps quality")
-        tuned = steps.tune()
+        tuned = clock.timed("tune", steps.tune)
         task.advance(SHARES["tune"], "validate: on held-out text")
-        tuned, validated, said = steps.validate(tuned, say=lambda line: task.advance(0, line))
+        say = lambda line: task.advance(0, line)
+        tuned, validated, said = clock.timed("validate", lambda: steps.validate(tuned, say=say))
         task.advance(SHARES["validate"], "report")
-        steps.report()
+        clock.timed("report", steps.report)
         task.advance(SHARES["report"], "done")
-    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(steps.files))
+    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(steps.files), clock.seconds)
+
+
+class StepClock:
+    """Seconds of each step of a run; a step that was done before takes next to none."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, name: str, step: Callable[[], Result]) -> Result:
+        """Do a step and keep its seconds."""
+        started = time.monotonic()
+        found = step()
+        self.seconds[name] = time.monotonic() - started
+        return found
 
 
 class _Steps:
@@ -78,7 +109,8 @@ class _Steps:
 
     def __init__(self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress) -> None:
         from dynaxx.lab.tune.decode import check_cuda_graph
-        from dynaxx.lab.tune.run import calibration_ids, default_block_size
+        from dynaxx.lab.tune.run import default_block_size
+        from dynaxx.lab.tune.search_texts import search_texts
 
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.plan, self.progress = plan, progress
@@ -86,7 +118,7 @@ class _Steps:
         self.block_size = plan.block_size or default_block_size(model)
         self.files: list[Path] = []
         check_tokens(model, plan.tokens, self.block_size)
-        calibration_ids(tokenizer, text, plan.tokens)
+        search_texts(tokenizer, text, {kind: text_of(kind) for kind in plan.kinds}, plan.tokens)
         check_cuda_graph(model, plan.decode, plan.cuda_graph)
         self._known = _begin(model, text, plan, self.lengths)
 
@@ -124,6 +156,9 @@ class _Steps:
             with_decode=plan.decode,
             cuda_graph=plan.cuda_graph,
             with_reference="reference" not in plan.skip,
+            kinds=plan.kinds,
+            hold=plan.hold,
+            held_out=plan.held_out,
             progress=self.progress,
             command=plan.command,
             name=plan.name,
@@ -138,7 +173,7 @@ class _Steps:
         plan = self.plan
         if "validate" in plan.skip or not _has_rules(tuned.to_dict()):
             return tuned, None, ""
-        options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed)
+        options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed, kinds=plan.kinds)
         try:
             tuned, found = validate_tuned(
                 self.model, self.tokenizer, tuned, self.text, **options, progress=self.progress

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dynaxx.lab.kinds import label
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class PipelineResult:
         str  # checks of the validation, or why there was none; empty if it was skipped or nothing is sparse
     )
     files: tuple[Path, ...]
+    seconds: dict[str, float] = field(default_factory=dict)  # of each step of this run
 
     @property
     def ok(self) -> bool:
@@ -33,6 +37,7 @@ class PipelineResult:
             "analysis": self.analysis,
             "tuning": self.tuning,
             "validation": self.validation,
+            "seconds": self.seconds,
             "files": [str(file) for file in self.files],
         }
 
@@ -50,6 +55,7 @@ class PipelineResult:
                     else "no single budget for all heads passes"
                 )
             )
+            lines += _by_kind(chosen, self.tuning.get("held_out") or ())
             if border is None:
                 longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
                 lines.append(f"sparse was not faster here at any length up to {longest:,} tokens; prompts run dense")
@@ -73,7 +79,34 @@ class PipelineResult:
         elif self.validation_summary:
             lines.append("the policy could not be validated:")
         lines += [self.validation_summary] if self.validation_summary else []
+        if self.seconds:
+            said = ", ".join(f"{step} {_clock(seconds)}" for step, seconds in self.seconds.items())
+            lines.append(f"took {_clock(sum(self.seconds.values()))}: {said}")
         policy = next((file for file in self.files if file.name == "policy.json"), None)
         if self.ok and border is not None and policy is not None:
             lines.append(f'run it: dynaxx.apply(model, dynaxx.load_policy("{policy}"))')
         return "\n".join(lines)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _by_kind(chosen: dict[str, Any], held_out: Sequence[dict[str, Any]]) -> list[str]:
+    """Say how the chosen budgets do on each kind of text and task, and how a kind does that tuning did not see."""
+    lines = []
+    if chosen.get("kinds"):
+        said = ", ".join(f"{label(each['kind'])} {each['ratio'] - 1:+.2%}" for each in chosen["kinds"])
+        lines.append(f"by kind of text: {said}")
+    if chosen.get("tasks"):
+        said = ", ".join(
+            f"{each['task']} {each['drop']:+.2f}" if each["informative"] else f"{each['task']} not informative"
+            for each in chosen["tasks"]
+        )
+        lines.append(f"nats lost per answer token: {said}")
+    if held_out:
+        worst = held_out[0]
+        said = f"worst kind that tuning did not see: {label(worst['kind'])} {worst['ratio'] - 1:+.2%}"
+        lines.append(said + (f" at {worst['density']:.1%} of the blocks" if worst["density"] is not None else ""))
+    return lines

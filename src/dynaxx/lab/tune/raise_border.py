@@ -55,7 +55,7 @@ def validate_tuned(
         later = with_border(tuned, border, found)
         say(f"validate: slower than dense at {later.raised[-1].seqlen:,} tokens, so sparse from {border:,}")
         try:
-            found = validate(model, tokenizer, later.policy, text, **options)
+            found = validate(model, tokenizer, later.policy, text, **options, earlier=found)
         except ValueError:  # the text is too short for longer prompts
             break
         tuned = later.write(out)

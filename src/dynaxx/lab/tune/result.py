@@ -19,6 +19,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class KindTrial:
+    """What one evaluated budget does to one kind of text: perplexity over dense, and its standard error."""
+
+    kind: str
+    ratio: float
+    error: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class TaskTrial:
+    """What one evaluated budget does to one task: nats per answer token that it loses."""
+
+    task: str
+    drop: float
+    informative: bool  # of the dense model
+    passed: bool
+
+
+@dataclass(frozen=True)
 class Trial:
     """One evaluated budget.
 
@@ -27,7 +47,11 @@ class Trial:
         perplexity: perplexity under the budget.
         ratio: perplexity over dense perplexity.
         error: standard error of the ratio.
-        passed: whether the ratio plus twice its error is within the tolerance.
+        passed: whether the ratio plus twice its error is within the tolerance, on every kind of text, and every task
+            holds.
+        tokens: tokens that were evaluated: fewer where the first text showed already that the budget fails.
+        kinds: the same by kind of text, where several decide.
+        tasks: the tasks that must hold.
     """
 
     density: float
@@ -35,6 +59,26 @@ class Trial:
     ratio: float
     error: float
     passed: bool
+    tokens: int = 0
+    kinds: tuple[KindTrial, ...] = ()
+    tasks: tuple[TaskTrial, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeldOutKind:
+    """A policy tuned on all kinds of text but one, on that one.
+
+    Attributes:
+        kind: the kind that tuning did not see.
+        density: of the sparsest budgets that hold all others; None if nothing sparse does.
+        ratio, error, passed: on the kind held out.
+    """
+
+    kind: str
+    density: float | None
+    ratio: float = 1.0
+    error: float = 0.0
+    passed: bool = True
 
 
 Budgeted = tuple[Trial | None, Callable[[float], tuple[float, Budgets]]]
@@ -84,6 +128,7 @@ class TuneResult:
     decode: DecodeResult | None = None  # None unless decode rules were requested
     reference: str = ""  # summary of the policy's reference, or why it has none
     raised: tuple[Raised, ...] = ()  # raises of the border by the validation
+    held_out: tuple[HeldOutKind, ...] = ()  # leave-one-kind-out, the worst first
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

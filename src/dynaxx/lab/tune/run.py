@@ -9,9 +9,11 @@ comparison.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dynaxx.lab.kinds import kinds_of, text_of
 from dynaxx.lab.progress import Progress
 from dynaxx.lab.tune.decode import check_cuda_graph
 from dynaxx.lab.tune.result import TuneResult
@@ -35,6 +37,9 @@ def tune(
     with_decode: bool = False,
     cuda_graph: bool = False,
     with_reference: bool = True,
+    kinds: Sequence[str] = (),
+    hold: Sequence[str] = (),
+    held_out: bool = False,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
     name: str = "",
@@ -55,6 +60,9 @@ def tune(
         cuda_graph: time decoding as a captured CUDA graph, as engines run it, instead of single launches. GPU only.
         with_reference: also record attention statistics under the policy as the baseline for drift, and set a `guard`
             that counts.
+        kinds: kinds of text (`kinds.KINDS`, or "all") to tune on beside `text`; each must stay within the tolerance.
+        hold: tasks (`tasks.suite`) that must not lose more than 0.1 nats per answer token on average.
+        held_out: also tune on all kinds but one, in turns, and measure that one.
         resume: continue from `out/tuning_state.json` if model, text and settings are the same.
         progress: reports each step.
         command: the command, stored as evidence.
@@ -68,8 +76,13 @@ def tune(
     if not 0 < tolerance < 1:
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
     block_size = block_size or default_block_size(model)
-    search = Search(model, tokenizer, text, out, tokens, block_size, seed, resume, progress, time_budget, tolerance)
-    return search.run(command, name or type(model).__name__, text if with_reference else "", with_decode, cuda_graph)
+    others = {kind: text_of(kind) for kind in kinds_of(kinds) if text_of(kind) != text}
+    if held_out and not others:
+        raise ValueError("leaving one kind of text out needs several: give `kinds`, for example --kinds all")
+    settings = (out, tokens, block_size, seed, resume, progress, time_budget, tolerance, others, hold)
+    search = Search(model, tokenizer, text, *settings)
+    traffic = text if with_reference else ""
+    return search.run(command, name or type(model).__name__, traffic, with_decode, cuda_graph, held_out)
 
 
 def default_block_size(model: Any) -> int:

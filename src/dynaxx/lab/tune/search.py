@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,40 +18,34 @@ from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
-from dynaxx.lab.texts import encode, split_text
+from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import BUDGETS, SCORERS, Budgets, Costs
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
+from dynaxx.lab.tune.guide import Guide
+from dynaxx.lab.tune.held_tasks import HeldTasks
 from dynaxx.lab.tune.reference import with_reference
-from dynaxx.lab.tune.result import Trial, TuneResult, sparser
+from dynaxx.lab.tune.result import HeldOutKind, KindTrial, Trial, TuneResult, sparser
+from dynaxx.lab.tune.search_texts import SearchTexts, calibration_ids, search_texts
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
 from dynaxx.patterns import LastQueries, LocalBlocks, Pattern, Sink
 from dynaxx.policy import rules_digest
 from dynaxx.selection import Hybrid, Scorer, TopK
 
+__all__ = ["Search", "calibration_ids"]
+
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 LOCAL_TOKENS = 128  # tokens before each q block that are always visible, in whole blocks
 LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
-SEARCH_TEXTS = 2
-SEARCH_STEPS = 5  # real evaluations per search, the first at 50 %
+SEARCH_STEPS = 5  # real evaluations per search, at most
 SCORER_DENSITY = 0.25  # density at which the best scorer is chosen
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
 FINE_ENOUGH = 1.1  # ratio of the passing to the failing density at which a search ends
-
-
-def calibration_ids(tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """Return the token ids to tune on, from the calibration half of a text: (1, ...) int64.
-
-    Raises:
-        ValueError: the text is too short; the message gives its length.
-    """
-    part = split_text(text).calibration
-    return encode(tokenizer, part, (1 + SEARCH_TEXTS) * tokens + 1, part="the half of the text to tune on")
 
 
 class Search:
@@ -70,26 +64,34 @@ class Search:
         progress: Progress | None,
         time_budget: float | None,
         tolerance: float,
+        kinds: Mapping[str, str] | None = None,
+        hold: Sequence[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
         self.time = TimeBudget(time_budget)
         self.evaluation_seconds = 0.0  # seconds of the slowest evaluation
-        ids = calibration_ids(tokenizer, text, tokens)
-        self.cost_ids = ids[:, : tokens + 1]
-        starts = range(tokens, tokens * (1 + SEARCH_TEXTS), tokens)
-        self.search_ids = [ids[:, start : start + tokens + 1] for start in starts]
-        key = fingerprint(model, ids, tokens=tokens, block_size=block_size, seed=seed)
+        self.texts: SearchTexts = search_texts(tokenizer, text, kinds or {}, tokens)
+        key = fingerprint(model, self.texts.key(), tokens=tokens, block_size=block_size, seed=seed)
         self.steps = Steps(self.out / "tuning_state.json", key, resume)
+        self.hold = HeldTasks(model, tokenizer, text, hold, tokens, seed, self.steps.remember) if hold else None
         local = LocalBlocks(max(2, LOCAL_TOKENS // block_size))
         self.pattern: Pattern = Sink(block_size) | local | LastQueries(LAST_QUERIES)
         self.floor = tokens // block_size // 2
 
-    def run(self, command: str, name: str, traffic: str, with_decode: bool, cuda_graph: bool = False) -> TuneResult:
+    def run(
+        self,
+        command: str,
+        name: str,
+        traffic: str,
+        with_decode: bool,
+        cuda_graph: bool = False,
+        held_out: bool = False,
+    ) -> TuneResult:
         steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 2
         with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
-            result = self._with_evidence(self._run(task, command, name))
+            result = self._with_evidence(self._run(task, command, name, held_out))
             if with_decode:
                 result = self._with_decode(result, command, task, cuda_graph)
             task.advance(1, "reference for drift")
@@ -99,19 +101,17 @@ class Search:
             task.advance(1, "done")
             return result.write(self.out)
 
-    def _run(self, task: Task, command: str, name: str) -> TuneResult:
+    def _run(self, task: Task, command: str, name: str, held_out: bool) -> TuneResult:
         task.advance(0, "dense perplexity")
-        self.dense = torch.tensor(self.steps.remember("dense", lambda: self._losses(None)))
+        self.dense = [torch.tensor(self._remembered("dense", None, i)) for i in range(len(self.texts.search))]
         task.advance(1, "loss of each head")
-        costs = self._head_costs()
+        each_costs = [self._head_costs(i) for i in range(len(self.texts.costs))]
+        costs = Costs.mean(each_costs)
         layers = costs.layers
         task.advance(3, "which scorer")
         scorer, allocator, known = self._best_scorer(costs)
         task.advance(len(SCORERS), repr(scorer))
-
-        def tuned(target: float) -> tuple[float, Budgets]:
-            found = allocator.at(target)
-            return found.density, costs.budgets(found.choice)
+        tuned = self._tuned(costs, allocator)
 
         def uniform(target: float) -> tuple[float, Budgets]:
             density, budget = costs.uniform(scorer, target)
@@ -122,11 +122,14 @@ class Search:
         def evaluate(make: Callable[[float], tuple[float, Budgets]]) -> Callable[[float], Trial]:
             return lambda target: self._evaluate(*make(target), layers, scorer)
 
-        tuned_trials, best_tuned = self._bisect("tuned", evaluate(tuned), least, task, TUNED_UNTIL, known)
-        uniform_trials, best_uniform = self._bisect("uniform", evaluate(uniform), least, task, UNIFORM_UNTIL)
+        guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
+        tuned_trials, best_tuned = self._search("tuned", evaluate(tuned), least, task, TUNED_UNTIL, guide, known)
+        guide = guide.of(lambda density: costs.uniform_loss(scorer, density))
+        uniform_trials, best_uniform = self._search("uniform", evaluate(uniform), least, task, UNIFORM_UNTIL, guide)
         chosen, make = sparser((best_tuned, tuned), (best_uniform, uniform))
         budgets = make(chosen.density)[1] if chosen else [[1.0] * costs.heads for _ in layers]
         policy = self._policy(layers, budgets, scorer)
+        left_out = self._leave_one_out(each_costs, scorer, task) if held_out else ()
         task.advance(0, "crossover against dense")
         key = f"crossover {rules_digest(policy)}"
         timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
@@ -137,7 +140,7 @@ class Search:
             tokens=self.tokens,
             tolerance=self.tolerance,
             scorer=repr(scorer),
-            dense_perplexity=perplexity(self.dense),
+            dense_perplexity=perplexity(torch.cat(self.dense)),
             uniform=tuple(uniform_trials),
             tuned=tuple(tuned_trials),
             chosen=chosen,
@@ -149,32 +152,71 @@ class Search:
             seconds=self.steps.seconds + self.time.spent,
             command=command,
             policy=policy,
+            held_out=left_out,
         )
         task.advance(2, "evidence")
         return result
 
-    def _head_costs(self) -> Costs:
+    def _tuned(self, costs: Costs, allocator: Allocator) -> Callable[[float], tuple[float, Budgets]]:
+        def make(target: float) -> tuple[float, Budgets]:
+            found = allocator.at(target)
+            return found.density, costs.budgets(found.choice)
+
+        return make
+
+    def _leave_one_out(self, costs: Sequence[Costs], scorer: Scorer, task: Task) -> tuple[HeldOutKind, ...]:
+        """Tune on all kinds but one, and measure that one; the worst kind first."""
+        found = []
+        for index, kind in enumerate(self.texts.kinds):
+            task.advance(0, f"without {kind}")
+            others = Costs.mean([each for i, each in enumerate(costs) if i != index])
+            found.append(self._without(kind, others, scorer))
+        return tuple(sorted(found, key=lambda each: -each.ratio))
+
+    def _without(self, kind: str, costs: Costs, scorer: Scorer) -> HeldOutKind:
+        """Tune with the costs of all other kinds until all others hold, and measure this one."""
+        seen = [each for each in self.texts.kinds if each != kind]
+        allocator = Allocator(costs.density[scorer], costs.loss[scorer])
+        make = self._tuned(costs, allocator)
+
+        def evaluate(target: float) -> Trial:
+            return self._evaluate(*make(target), costs.layers, scorer, kinds=seen)
+
+        guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
+        _, best = self._search(f"without {kind}", evaluate, allocator.least_density, None, 1.0, guide)
+        if best is None:
+            return HeldOutKind(kind, None)
+        trial = self._evaluate(*make(best.density), costs.layers, scorer, kinds=[kind])
+        return HeldOutKind(kind, best.density, trial.ratio, trial.error, trial.passed)
+
+    def _head_costs(self, index: int) -> Costs:
+        """Return what each head loses on one of the texts for costs."""
+        stretch = self.texts.costs[index]
+        of = "" if len(self.texts.costs) == 1 else f" on {stretch.kind}"
+        until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
+
         def measure() -> list[HeadCosts]:
             candidates = [self._rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
-            with self.progress.task("Measuring the loss of each head", total=layers) as inner:
+            with self.progress.task(f"Measuring the loss of each head{of}", total=layers) as inner:
                 return measure_head_costs(
                     self.model,
-                    self.cost_ids,
+                    stretch.ids,
                     candidates,
                     block_size=self.block_size,
                     seed=self.seed,
                     done=lambda layer: inner.advance(1, f"layer {layer}"),
-                    go_on=lambda: self.time.allows(COSTS_UNTIL),
+                    go_on=lambda: self.time.allows(until),
                 )
 
         layers = self.model.config.get_text_config().num_hidden_layers
-        if "head costs" in self.steps:
-            found = self.steps.remember("head costs", dict)
+        key = f"head costs {index}"
+        if key in self.steps:
+            found = self.steps.remember(key, dict)
         else:
             measured = measure()
             found = Costs.plain(measured)
             if all(each.measured for each in measured):  # otherwise a later run with more time measures the others
-                self.steps.remember("head costs", lambda: found)
+                self.steps.remember(key, lambda: found)
         if not found["layers"]:
             raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
         return Costs.of(found)
@@ -184,81 +226,129 @@ class Search:
         return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
 
     def _best_scorer(self, costs: Costs) -> tuple[Scorer, Allocator, Trial | None]:
-        """Return the scorer whose allocated budgets lose least at one density in the real model, and that trial.
+        """Return the scorer whose allocated budgets lose least at one density in the real model, and its trial there.
 
-        Without time to try them, the predicted costs decide, and there is no trial.
+        The first text decides; the winner is then evaluated on the others, too. Without time to try them, the predicted
+        costs decide, and there is no trial.
         """
-        tried: list[tuple[float, Scorer, Allocator, Trial | None]] = []
+        tried: list[tuple[float, Scorer, Allocator, Budgets | None]] = []
         for scorer in SCORERS:
             allocator = Allocator(costs.density[scorer], costs.loss[scorer])
             found = allocator.at(SCORER_DENSITY)
             if not self.time.allows(TUNED_UNTIL, len(SCORERS) * self.evaluation_seconds):
-                tried.append((1.0 + found.loss, scorer, allocator, None))
+                tried.append((found.loss, scorer, allocator, None))
                 continue
-            trial = self._evaluate(found.density, costs.budgets(found.choice), costs.layers, scorer)
-            tried.append((trial.ratio, scorer, allocator, trial))
-        return min(tried, key=lambda each: each[0])[1:]
+            budgets = costs.budgets(found.choice)
+            policy = self._policy(costs.layers, budgets, scorer)
+            losses = torch.tensor(self._remembered(self._key(budgets, scorer), policy, 0))
+            tried.append((float((losses - self.dense[0]).double().mean()), scorer, allocator, budgets))
+        _, scorer, allocator, chosen = min(tried, key=lambda each: (each[3] is None, each[0]))
+        if chosen is None:
+            return scorer, allocator, None
+        density = allocator.at(SCORER_DENSITY).density
+        return scorer, allocator, self._evaluate(density, chosen, costs.layers, scorer)
 
-    def _bisect(
+    def _search(
         self,
         kind: str,
         evaluate: Callable[[float], Trial],
         least: float,
-        task: Task,
+        task: Task | None,
         until: float,
+        guide: Guide,
         known: Trial | None = None,
     ) -> tuple[list[Trial], Trial | None]:
-        """Evaluate densities from 50 % down (or up, if 50 % fails), until a share of the time budget at most.
+        """Evaluate densities where the guide expects the tolerance, at most until a share of the time budget.
 
         Returns:
             The trials, densest first, and the sparsest that passed.
         """
         trials = [] if known is None else [known]
-        target = 0.5
-        for step in range(SEARCH_STEPS):
-            if not self.time.allows(until, self.evaluation_seconds) and (trials or kind == "uniform"):
-                task.advance(SEARCH_STEPS - step)
+        guide.learn(trials)
+        done = 0
+        while done < SEARCH_STEPS:
+            passed = min((trial.density for trial in trials if trial.passed), default=1.0)
+            below = [trial.density for trial in trials if not trial.passed and trial.density < passed]
+            failed = max(below, default=None)
+            if trials and passed / max(failed or 0.0, least, 1e-6) < FINE_ENOUGH:
                 break
-            trials.append(evaluate(target))
-            task.advance(1, f"{kind} density {trials[-1].density:.0%}: perplexity {trials[-1].ratio - 1:+.2%}")
-            ceiling = min((trial.density for trial in trials if trial.passed), default=1.0)
-            fails = max(
-                (trial.density for trial in trials if not trial.passed and trial.density < ceiling), default=least
-            )
-            if ceiling / max(fails, 1e-6) < FINE_ENOUGH:
-                task.advance(SEARCH_STEPS - 1 - step)
+            if not self.time.allows(until, self.evaluation_seconds) and (trials or kind != "tuned"):
                 break
-            target = (ceiling * fails) ** 0.5
-        passed = [trial for trial in trials if trial.passed]
-        best = min(passed, key=lambda trial: trial.density, default=None)
+            trials.append(evaluate(guide.next(least, failed, passed, FINE_ENOUGH)))
+            guide.learn(trials[-1:])
+            done += 1
+            if task is not None:
+                said = f"{kind} density {trials[-1].density:.0%}: perplexity {trials[-1].ratio - 1:+.2%}"
+                task.advance(1, said)
+        if task is not None:
+            task.advance(SEARCH_STEPS - done)
+        best = min((trial for trial in trials if trial.passed), key=lambda trial: trial.density, default=None)
         return sorted(trials, key=lambda trial: -trial.density), best
 
     def _rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
         return Hybrid(self.pattern, TopK(budget, scorer, self.floor, per="head"))  # budgets are per head
 
-    def _evaluate(self, density: float, budgets: Budgets, layers: Sequence[int], scorer: Scorer) -> Trial:
-        policy = self._policy(layers, budgets, scorer)
-        key = "budgets " + fingerprint(None, torch.tensor(budgets), rule=repr(self._rule(0.0, scorer)))
-        losses = torch.tensor(self.steps.remember(key, lambda: self._losses(policy)))
-        change = (losses - self.dense).double()
-        mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
-        ratio = float(torch.tensor(mean).exp())
-        passed = float(torch.tensor(mean + ERRORS * error).exp()) <= 1 + self.tolerance
-        return Trial(density, perplexity(losses), ratio, error, passed)
+    def _key(self, budgets: Budgets, scorer: Scorer) -> str:
+        return "budgets " + fingerprint(None, torch.tensor(budgets), rule=repr(self._rule(0.0, scorer)))
 
-    def _losses(self, policy: Policy | None) -> list[float]:
-        """Return the loss of every token of the search texts, dense or under a policy."""
+    def _evaluate(
+        self,
+        density: float,
+        budgets: Budgets,
+        layers: Sequence[int],
+        scorer: Scorer,
+        kinds: Sequence[str] | None = None,
+    ) -> Trial:
+        """Run budgets on the texts of these kinds, all by default, until one text shows that they fail."""
+        policy, key = self._policy(layers, budgets, scorer), self._key(budgets, scorer)
+        by_kind: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for index, stretch in enumerate(self.texts.search):
+            if kinds is not None and stretch.kind not in kinds:
+                continue
+            losses = torch.tensor(self._remembered(key, policy, index))
+            by_kind.setdefault(stretch.kind, []).append((self.dense[index], losses))
+            mean, error = _change(by_kind[stretch.kind])
+            if mean - ERRORS * error > _log_limit(self.tolerance):
+                break
+        rows = []
+        for kind, pairs in by_kind.items():
+            mean, error = _change(pairs)
+            passed = mean + ERRORS * error <= _log_limit(self.tolerance)
+            rows.append(KindTrial(kind, float(torch.tensor(mean).exp()), error, passed))
+        every = [pair for pairs in by_kind.values() for pair in pairs]
+        mean, error = _change(every)
+        passed = all(row.passed for row in rows)
+        tasks = self.hold.under(policy, key) if self.hold is not None and passed and kinds is None else ()
+        return Trial(
+            density=density,
+            perplexity=perplexity(torch.cat([after for _, after in every])),
+            ratio=float(torch.tensor(mean).exp()),
+            error=error,
+            passed=passed and all(task.passed for task in tasks),
+            tokens=sum(after.numel() for _, after in every),
+            kinds=tuple(rows) if len(self.texts.kinds) > 1 else (),
+            tasks=tasks,
+        )
+
+    def _remembered(self, key: str, policy: Policy | None, index: int) -> list[float]:
+        """Return the loss of every token of one of the search texts, computed now or before."""
+        found: list[float] = self.steps.remember(f"{key} {index}", lambda: self._losses(policy, index))
+        return found
+
+    def _losses(self, policy: Policy | None, index: int) -> list[float]:
+        """Return the loss of every token of one of the search texts, dense or under a policy."""
         from dynaxx.integrations.transformers.apply_policy import apply
 
         started = time.monotonic()
         handle = apply(self.model, policy) if policy is not None else None
         try:
-            found = [token_losses(self.model, ids)[0] for ids in self.search_ids]
+            found = token_losses(self.model, self.texts.search[index].ids)[0]
         finally:
             if handle is not None:
                 handle.remove()
-        self.evaluation_seconds = max(self.evaluation_seconds, time.monotonic() - started)
-        return [round(value, 6) for value in torch.cat(found).tolist()]
+        spent = len(self.texts.search) * (time.monotonic() - started)
+        self.evaluation_seconds = max(self.evaluation_seconds, spent)
+        return [round(value, 6) for value in found.tolist()]
 
     def _policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
         from dynaxx.integrations.transformers.apply_policy import model_facts
@@ -291,7 +381,7 @@ class Search:
             return dataclasses.replace(result, decode=none)
         found = tune_decode(
             self.model,
-            self.search_ids,
+            [stretch.ids for stretch in self.texts.search],
             result.layers,
             tolerance=self.tolerance,
             page_size=self.block_size,
@@ -301,3 +391,13 @@ class Search:
             has_time=lambda: self.time.allows(1.0),
         )
         return with_decode_rules(result, found, self.block_size, command)
+
+
+def _change(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Return the mean rise of the loss from dense to sparse, and its standard error."""
+    change = torch.cat([after - before for before, after in pairs]).double()
+    return float(change.mean()), float(change.std() / change.numel() ** 0.5)
+
+
+def _log_limit(tolerance: float) -> float:
+    return float(torch.tensor(1 + tolerance, dtype=torch.float64).log())

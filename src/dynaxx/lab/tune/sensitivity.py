@@ -72,11 +72,16 @@ def measure_head_costs(
             late.append(layer)
             return
         loss, density = [], []
+        known: dict[str, tuple[Tensor, Tensor]] = {}
         for candidate in candidates:
-            layout = select_blocks(q, k, candidate, block_size=block_size, scale=scale)
-            delta = sparse_attention(q, k, v, layout, scale=scale) - out
-            loss.append(((delta * grad).sum(-1).double() ** 2).sum((0, 1)) / (2 * out.shape[1]))
-            density.append(_head_density(layout, q.shape[2]))
+            key = _scorer_free(candidate)
+            if key not in known:
+                layout = select_blocks(q, k, candidate, block_size=block_size, scale=scale)
+                delta = sparse_attention(q, k, v, layout, scale=scale) - out
+                cost = ((delta * grad).sum(-1).double() ** 2).sum((0, 1)) / (2 * out.shape[1])
+                known[key] = cost, _head_density(layout, q.shape[2])
+            loss.append(known[key][0])
+            density.append(known[key][1])
         found.append(HeadCosts(layer, torch.stack(loss).cpu(), torch.stack(density).cpu()))
         done(layer)
 
@@ -87,6 +92,14 @@ def measure_head_costs(
         loss, density = (torch.stack([getattr(each, name) for each in found]).mean(0) for name in ("loss", "density"))
         found += [HeadCosts(layer, loss, density, measured=False) for layer in late]
     return sorted(found, key=lambda costs: costs.layer)
+
+
+def _scorer_free(candidate: Hybrid) -> str:
+    """Return what tells a candidate's blocks from another's: nothing and everything are the same by any scorer."""
+    budget = getattr(candidate.selector, "budget", None)
+    if isinstance(budget, float) and budget in (0.0, 1.0):
+        return f"{candidate.pattern!r} {budget}"
+    return repr(candidate)
 
 
 def _head_density(layout: Any, heads: int) -> Tensor:

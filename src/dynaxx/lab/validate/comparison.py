@@ -22,6 +22,7 @@ from dynaxx.lab.validate.tasks import TASKS, score
 
 if TYPE_CHECKING:
     from dynaxx.lab.tasks.result import SuiteResult
+    from dynaxx.lab.validate.result import ValidationResult
     from dynaxx.policy import Policy
 
 WINDOWS = 3  # stretches of held-out text
@@ -119,6 +120,11 @@ class Comparison:
             rows.append(KindRow(kind, label(kind), change.numel(), known, perplexity(dense), ratio, error))
             self.task.advance(share / len(kinds), f"{label(kind)}: perplexity {ratio - 1:+.2%}")
         return tuple(rows)
+
+    def keep(self, earlier: ValidationResult, share: float) -> None:
+        """Take density and calls of an earlier validation whose texts ran the same blocks."""
+        self.density, self.layer_calls = earlier.density, earlier.layer_calls
+        self.task.advance(share, "the same blocks as before on the same text")
 
     def noise(self, share: float) -> Noise | None:
         """Measure the dense model's own differences, after `compare_text`."""

@@ -19,7 +19,7 @@ from dynaxx.lab.texts import encode, split_text
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.validate.check import checks_of
 from dynaxx.lab.validate.comparison import WINDOWS, Comparison, has_sparse_rule
-from dynaxx.lab.validate.result import ValidationResult
+from dynaxx.lab.validate.result import TaskScore, ValidationResult
 from dynaxx.lab.validate.tasks import make_samples
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def validate(
     *,
     lengths: Sequence[int] | None = None,
     tokens: int | None = None,
+    earlier: ValidationResult | None = None,
     kinds: Sequence[str] = (),
     suite: SuitePlan | None = None,
     seed: int = 0,
@@ -57,6 +58,8 @@ def validate(
             2,048 and 8,192, limited by the model and the text.
         tokens: length of the stretches of text for quality. The default is 4,096 or the policy's border, limited by
             the text.
+        earlier: a validation of the same rules with a lower border, on the same text with the same settings. Figures
+            from lengths that run sparse with either border are kept; everything else is measured.
         kinds: other kinds of text (`kinds.KINDS`, or "all") whose perplexity must meet the same limit.
         suite: long-context tasks to run instead of the three short retrieval tasks.
         seed: seed of the tasks.
@@ -78,6 +81,7 @@ def validate(
             "and cannot be validated; tune again, or lower `dense_below` and `sparse_from`"
         )
     border = border if sparse else 0
+    known = earlier if earlier is not None and earlier.seed == seed and sparse else None
     least = border + 1 if sparse else 0  # the last token is predicted only
     window = min(tokens or max(TOKENS, least), max(limit, least), len(ids))
     if window < least:
@@ -92,14 +96,24 @@ def validate(
     others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
     if suite is not None and max(suite.lengths) > limit:
         raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {max(suite.lengths):,}")
+    if known is not None and (known.window_tokens != window or known.window_tokens <= border):
+        known = None
     with evaluating(model), progress.task("Validating", 100) as task:
         run = Comparison(model, policy, task)
         with run.applied():  # refuse a policy for another model before long work
             pass
-        logits, perplexity = run.compare_text(ids, window, share=35)
-        noise = run.noise(share=0)
-        rows = run.compare_kinds(others, share=0)
-        tasks = () if suite else run.retrieval(samples, share=20)
+        if known is not None:
+            run.keep(known, share=35)
+            logits, perplexity, noise, rows = known.logits, known.perplexity, known.noise, known.kinds
+        else:
+            logits, perplexity = run.compare_text(ids, window, share=35)
+            noise = run.noise(share=0)
+            rows = run.compare_kinds(others, share=0)
+        same = known is not None and at == max(known.sparse_from or 0, min(window, TASK_TOKENS))
+        if suite:
+            tasks: tuple[TaskScore, ...] = ()
+        else:
+            tasks = known.tasks if known is not None and same else run.retrieval(samples, share=20)
         answered = run.suite(tokenizer, split_text(text).held_out, suite, seed, share=20) if suite else None
         repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
         speed = run.speed(ids, lengths, share=30)

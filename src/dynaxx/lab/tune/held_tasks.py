@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks that must hold while budgets are searched."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dynaxx.lab.tasks.haystack import Haystack
+from dynaxx.lab.tasks.result import ANSWERED, KNOWN
+from dynaxx.lab.tasks.score import answer_task, closed_book
+from dynaxx.lab.tasks.suite import make_task, named_tasks
+from dynaxx.lab.texts import split_text
+from dynaxx.lab.tune.result import TaskTrial
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
+
+SAMPLES = 3  # prompts of each task
+LIMIT = 0.1  # nats per answer token that a task may lose on average, as the policy's own tolerance
+
+
+class HeldTasks:
+    """Scores tasks under a policy; those that the dense model cannot do are left alone, and said.
+
+    Args:
+        model, tokenizer: the model.
+        text: the sample; its calibration half is the haystack.
+        names: tasks and suites.
+        tokens: length of the prompts.
+        seed: draws the samples; validation draws others.
+        remember: keeps the result of a step by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        text: str,
+        names: Sequence[str],
+        tokens: int,
+        seed: int,
+        remember: Callable[[str, Callable[[], Any]], Any],
+    ) -> None:
+        self._model, self._tokenizer, self._remember = model, tokenizer, remember
+        tasks = named_tasks(names)
+        haystack = Haystack(split_text(text).calibration)
+        self._samples = {
+            name: [make_task(name, tokenizer, haystack, tokens, seed=seed, index=-1 - i) for i in range(SAMPLES)]
+            for name in tasks
+        }
+
+    def under(self, policy: Policy, key: str) -> tuple[TaskTrial, ...]:
+        """Return what each task loses under a policy whose budgets have this key."""
+        from dynaxx.integrations.transformers.apply_policy import apply
+
+        rows = []
+        for name, samples in self._samples.items():
+            dense = self._remember(f"task {name} dense", partial(self._answers, name, True))
+            known, match = (statistics.mean(each[i] for each in dense) for i in (2, 1))
+            informative = match >= ANSWERED or statistics.mean(each[0] for each in dense) - known >= KNOWN
+            drop = 0.0
+            if informative:
+                with apply(self._model, policy):
+                    sparse = self._remember(f"task {name} {key}", partial(self._answers, name, False))
+                drop = statistics.mean(a[0] - b[0] for a, b in zip(dense, sparse, strict=True))
+            assert len(samples) == len(dense), "samples of another run"
+            rows.append(TaskTrial(name, drop, informative, drop <= LIMIT))
+        return tuple(rows)
+
+    def _answers(self, name: str, alone: bool) -> list[tuple[float, float, float]]:
+        """Return log-probability, match, and log-probability without the context, if it is asked for."""
+        found = []
+        for sample in self._samples[name]:
+            answer = answer_task(self._model, self._tokenizer, sample, generate=False)
+            found.append((answer.logprob, answer.match, closed_book(self._model, sample) if alone else 0.0))
+        return found

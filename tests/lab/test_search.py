@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuner's search: where it looks, on which texts and tasks it decides, and how it does on kinds it never saw."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.lab.tune import run as tune_module
+from dynaxx.lab.tune import search as search_module
+from dynaxx.lab.tune import search_texts as texts_module
+from dynaxx.lab.tune.guide import Guide
+from dynaxx.lab.tune.pipeline_result import PipelineResult
+from dynaxx.lab.tune.result import TaskTrial, Trial
+from dynaxx.lab.tune.sensitivity import measure_head_costs
+from tiny import TEXT, save_tiny_model
+
+FINE, LEAST = 1.1, 0.05
+
+
+def trial(density, rise, passed, error=0.0):
+    return Trial(density, 1.0, math.exp(rise), error, passed)
+
+
+def searched(predicted, real, tolerance=0.01):
+    """Search as the tuner does; return the sparsest density that passed and the number of trials."""
+    guide, trials = Guide(predicted, tolerance, 2), []
+    for _ in range(12):
+        passed = min((each.density for each in trials if each.passed), default=1.0)
+        failed = max((each.density for each in trials if not each.passed and each.density < passed), default=None)
+        if trials and passed / (failed or LEAST) < FINE:
+            break
+        density = guide.next(LEAST, failed, passed, FINE)
+        assert (failed or 0) < density < passed
+        trials.append(trial(density, real(density), math.exp(real(density)) <= 1 + tolerance))
+        guide.learn(trials[-1:])
+    return passed, len(trials)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
+def test_a_guide_finds_the_density_in_few_trials(factor):
+    predicted = lambda density: 0.002 / density**2
+    real = lambda density: factor * predicted(density)
+    right = math.sqrt(factor * 0.002 / math.log(1.01))
+    found, count = searched(predicted, real)
+    assert right <= found <= min(1.0, right * FINE)
+    assert count <= 3
+
+
+def test_a_guide_survives_wrong_predictions():
+    found, count = searched(lambda density: 0.01, lambda density: 0.002 / density)
+    assert found / (0.002 / math.log(1.01)) < FINE * 1.01
+    assert count <= 9
+    assert searched(lambda density: 0.0, lambda density: -0.1)[0] < 0.06, "nothing is lost at any density"
+    assert searched(lambda density: 1.0, lambda density: 1.0)[0] == 1.0, "everything fails"
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    pytest.importorskip("transformers")
+    from dynaxx.lab.models import load_model
+
+    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu")
+
+
+@pytest.fixture
+def tuned(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
+    options = dict(tokens=128, block_size=16, with_reference=False)
+    return partial(tune_module.tune, *loaded, TEXT, out=tmp_path, **options)
+
+
+def test_every_kind_of_text_decides(tuned, tmp_path, monkeypatch):
+    found = tuned(kinds=("code", "tables"), held_out=True, tolerance=0.05)
+    assert found.chosen is not None
+    assert [kind.kind for kind in found.chosen.kinds] == ["sample", "code", "tables"]
+    assert all(kind.passed for kind in found.chosen.kinds)
+    assert found.chosen.tokens == 3 * 128
+    for each in (*found.tuned, *found.uniform):
+        assert each.passed == all(kind.passed for kind in each.kinds)
+        assert each.passed or each.tokens <= 3 * 128
+    assert {each.kind for each in found.held_out} == {"sample", "code", "tables"}
+    ratios = [each.ratio for each in found.held_out]
+    assert ratios == sorted(ratios, reverse=True), "the worst first"
+    values = found.policy.evidence[0].values
+    assert values["perplexity_ratio on code"] == pytest.approx(found.chosen.kinds[1].ratio)
+    assert "perplexity_ratio on tables, tuned without it" in values
+    document = json.loads((tmp_path / "tuning.json").read_text())
+    said = PipelineResult(None, None, document, None, "", ()).summary()
+    assert "by kind of text: sample +" in said or "by kind of text: sample -" in said
+    assert "worst kind that tuning did not see: " in said
+    monkeypatch.setattr(search_module, "token_losses", lambda *_: pytest.fail("computed twice"))
+    monkeypatch.setattr(search_module, "measure_head_costs", lambda *_, **__: pytest.fail("measured twice"))
+    again = tuned(kinds=("code", "tables"), held_out=True, tolerance=0.05)
+    assert again.chosen == found.chosen
+    assert again.held_out == found.held_out
+
+
+def test_leaving_out_needs_several_kinds(tuned):
+    with pytest.raises(ValueError, match="--kinds all"):
+        tuned(held_out=True)
+    with pytest.raises(ValueError, match="no kind of text 'poems'"):
+        tuned(kinds=("poems",))
+    with pytest.raises(ValueError, match="no task 'poems'"):
+        tuned(hold=("poems",))
+
+
+def test_a_text_that_fails_ends_an_evaluation(tuned, monkeypatch):
+    seen = []
+    real = search_module.token_losses
+
+    def losses(model, ids):
+        found = real(model, ids)
+        seen.append(ids)
+        return found + 1.0 if len(seen) > 2 else found  # the first two are dense
+
+    monkeypatch.setattr(search_module, "token_losses", losses)
+    found = tuned(tolerance=0.01)
+    assert found.chosen is None
+    assert all(each.tokens == 128 for each in (*found.tuned, *found.uniform)), "one text of two"
+
+
+def test_tasks_must_hold(tuned, monkeypatch):
+    given = []
+
+    class Fake:
+        def __init__(self, model, tokenizer, text, names, tokens, seed, remember):
+            given.append((tuple(names), tokens))
+
+        def under(self, policy, key):
+            rules = [group.rule for plan in dx.policy.resolve(policy).values() for group in plan.groups]
+            found = [rule.selector.budget for rule in rules]
+            budgets = [each for budget in found for each in (budget if isinstance(budget, tuple) else (budget,))]
+            return (TaskTrial("vt", 0.3, True, sum(budgets) / len(budgets) > 0.6),)
+
+    monkeypatch.setattr(search_module, "HeldTasks", Fake)
+    found = tuned(hold=("vt",), tolerance=0.9)
+    assert given == [(("vt",), 128)]
+    assert any(each.tasks and not each.passed and all(task.drop == 0.3 for task in each.tasks) for each in found.tuned)
+    assert found.chosen is None or found.chosen.tasks[0].passed
+
+
+def test_held_tasks_are_scored_once(loaded, tmp_path):
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.lab.resume import Steps
+    from dynaxx.lab.texts import pydoc_text
+    from dynaxx.lab.tune.held_tasks import HeldTasks
+
+    steps = Steps(tmp_path / "steps.json", "key")
+    tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1"], 900, 0, steps.remember)
+    policy = dx.Policy(model=model_facts(loaded.model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    (row,) = tasks.under(policy, "a")
+    assert (row.task, row.informative, row.drop, row.passed) == ("niah_single_1", False, 0.0, True)
+    assert "task niah_single_1 dense" in steps
+    assert "task niah_single_1 a" not in steps, "what the dense model cannot do is not asked of the policy"
+
+
+def test_a_single_text_has_two_stretches_and_several_have_one_each(loaded):
+    alone = texts_module.search_texts(loaded.tokenizer, TEXT, {}, 128)
+    assert [len(part) for part in (alone.costs, alone.search)] == [1, 2]
+    several = texts_module.search_texts(loaded.tokenizer, TEXT, {"other": TEXT[5000:]}, 128)
+    assert several.kinds == ("sample", "other")
+    assert [stretch.ids.shape for stretch in several.search] == [(1, 129), (1, 129)]
+    assert not torch.equal(several.costs[0].ids[:, :128], several.search[0].ids[:, :128])
+    with pytest.raises(ValueError, match="the half of 'other' to tune on must have at least"):
+        texts_module.search_texts(loaded.tokenizer, TEXT, {"other": TEXT[:3000]}, 900)
+
+
+def test_candidates_that_no_scorer_changes_are_measured_once(loaded, monkeypatch):
+    from dynaxx.lab.tune import sensitivity
+
+    calls = []
+    real = sensitivity.select_blocks
+    monkeypatch.setattr(sensitivity, "select_blocks", lambda *a, **k: calls.append(1) or real(*a, **k))
+    rule = lambda budget, scorer: (dx.Sink(16) | dx.LocalBlocks(1)) | dx.TopK(budget, scorer, per="head")
+    candidates = [rule(b, s) for s in (dx.MeanQuery(), dx.MinMax(bound=0.5)) for b in (0.0, 0.3, 1.0)]
+    ids = torch.randint(3, 300, (1, 129))
+    found = measure_head_costs(loaded.model, ids, candidates, block_size=16)
+    assert len(calls) == 2 * 4, "two layers, and four different sets of blocks"
+    for each in found:
+        assert torch.equal(each.loss[0], each.loss[3])
+        assert torch.equal(each.loss[2], each.loss[5])
+        assert float(each.loss[2].max()) < 1e-9
+        assert torch.equal(each.density[2], torch.ones_like(each.density[2]))
