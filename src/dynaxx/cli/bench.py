@@ -10,19 +10,20 @@ from typing import Annotated
 
 import typer
 
-from dynaxx.cli.options import JsonOption, QuietOption, SeedOption, ThreadsOption, device_of
+from dynaxx.cli.options import JsonOption, QuietOption, SeedOption, ThreadsOption, device_of, numbers
 from dynaxx.cli.running import check_targets, running, tool
 
 
 class Suite(StrEnum):
-    """The kernels to benchmark."""
+    """What to benchmark: kernels, or a whole model in each engine for CPUs."""
 
     cpu = "cpu"
     gpu = "gpu"
+    cpu_model = "cpu-model"
 
 
 def bench(
-    suite: Annotated[Suite, typer.Option(help="Which kernels to benchmark.")] = Suite.cpu,
+    suite: Annotated[Suite, typer.Option(help="Kernels, or a whole model in engines for CPUs.")] = Suite.cpu,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller shapes.")] = False,
     threads: ThreadsOption = None,
     only: Annotated[
@@ -40,6 +41,16 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="GPU: draw time and memory from 4k to 1M tokens, SVG.")
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="cpu-model: the policy; else 30 % of the blocks in all heads."),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="TOKENS", help="cpu-model: prompt lengths, separated by commas.")
+    ] = "",
+    work: Annotated[
+        Path | None, typer.Option("--work", metavar="DIR", help="cpu-model: keep converted models for the next time.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the figures as JSON.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -56,6 +67,7 @@ def bench(
       dynaxx bench --suite gpu --out gpu.json --plot growth.svg
       dynaxx bench --suite gpu --only "window,layouts"
       dynaxx bench --suite gpu --peers flex
+      dynaxx bench --suite cpu-model --only fp32 --lengths 2048,8192 --policy demo/smollm2/policy.json
     """
     stdout = sys.stdout  # rows are printed as they are measured
 
@@ -64,9 +76,11 @@ def bench(
             print(line, file=sys.stderr if as_json else stdout, flush=True)
 
     with running(as_json, threads, seed) as finish:
-        if suite is Suite.cpu and (peers or plot):
+        if suite is not Suite.gpu and (peers or plot):
             raise typer.BadParameter("--peers and --plot need --suite gpu")
-        lab = tool(f"bench.{suite}")
+        if suite is not Suite.cpu_model and (policy or lengths or work):
+            raise typer.BadParameter("--policy, --lengths and --work need --suite cpu-model")
+        lab = tool(f"bench.{suite.name}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         check_targets(out, plot)
         try:
@@ -74,6 +88,9 @@ def bench(
             rows, beside = split(only) if only else [], split(peers) if peers else None
             if suite is Suite.cpu:
                 found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, only=rows, progress=say)
+            elif suite is Suite.cpu_model:
+                given = {"policy": policy, "lengths": numbers("--lengths", lengths), "work": work}
+                found = lab.run_cpu_model_suite(quick=quick, threads=threads, only=rows, progress=say, **given)
             else:
                 found = lab.run_gpu_suite(quick=quick, seed=seed, only=rows, peers=beside, progress=say, plot=plot)
         except (RuntimeError, ValueError) as error:

@@ -24,17 +24,19 @@ def attention_forward(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32; both contiguous.
 
     q (B, N, Hq, D), k (B, M, Hk, D) and v (B, M, Hk, E) may have any strides, but a tensor whose last dimension is not
     contiguous is copied. The core widens fp16 and bf16, computes in fp32 and rounds once. It runs on
-    `torch.get_num_threads()` threads.
+    `torch.get_num_threads()` threads. A contiguous `out` of that shape and dtype is written and returned.
     """
     library = active_library()
     if library is None:
-        return gather.attention_forward(q, k, v, layout, scale, softcap, sinks)
-    return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap, sinks)
+        found, lse = gather.attention_forward(q, k, v, layout, scale, softcap, sinks)
+        return (found if out is None else out.copy_(found)), lse
+    return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap, sinks, out)
 
 
 def _core_forward(
@@ -46,9 +48,13 @@ def _core_forward(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, q_heads, v.shape[3]))
+    if out is None:
+        out = q.new_empty((batch, seqlen_q, q_heads, v.shape[3]))
+    assert out.is_contiguous(), "`out` is written as a whole"
+    assert (out.dtype, out.shape) == (q.dtype, (batch, seqlen_q, q_heads, v.shape[3])), "`out` fits"
     lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
     plan = plan_of(layout, library)  # stays alive until the core is done, even if another thread changes the layout
     logits = None if sinks is None else sinks.detach().to(torch.float32).contiguous()

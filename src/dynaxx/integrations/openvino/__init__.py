@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenVINO: a model converted for it, a policy inside such a model, and a policy in OpenVINO GenAI's own words."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.openvino.convert import to_openvino
+    from dynaxx.integrations.openvino.genai import GenAiSparseAttention, sparse_attention_config
+    from dynaxx.integrations.openvino.insert import insert_policy
+    from dynaxx.integrations.openvino.running import OpenVinoHandle, cpu_config
+
+_SOURCE_OF = {
+    "GenAiSparseAttention": "genai",
+    "OpenVinoHandle": "running",
+    "cpu_config": "running",
+    "insert_policy": "insert",
+    "sparse_attention_config": "genai",
+    "to_openvino": "convert",
+}
+
+__all__ = [
+    "GenAiSparseAttention",
+    "OpenVinoHandle",
+    "cpu_config",
+    "insert_policy",
+    "sparse_attention_config",
+    "to_openvino",
+]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _SOURCE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_SOURCE_OF[name]}"), name)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`insert_policy`: replace the attention of an OpenVINO model by dynaxx's, in place, before it is compiled.
+
+It looks for OpenVINO's own attention node, `ScaledDotProductAttention`, of which a decoder has one per layer. Keys that
+were repeated for grouped heads are read before the repetition.
+
+    k (B, Hk, M, D) -> Unsqueeze -> Broadcast -> Reshape -> SDPA -> Transpose -> ...
+    k ------------------------------------> SparseAttention --------------------> ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynaxx.arguments import typed
+from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.integrations.openvino.packages import openvino
+from dynaxx.integrations.openvino.running import OpenVinoHandle
+from dynaxx.policy import Policy, resolve
+
+ATTENTION = "ScaledDotProductAttention"
+REPEATING = ("Reshape", "Broadcast", "Unsqueeze", "Tile")
+
+
+@typed
+def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: str = "openvino") -> OpenVinoHandle:
+    """Let dynaxx compute the attention of an OpenVINO model, by a policy and exactly elsewhere.
+
+    Compile the model afterwards, for the CPU, with `cpu_config(precision)`. The operator lives in this process: a model
+    with it can be compiled and run, and not be saved.
+
+    Args:
+        model: an `openvino.Model` of a decoder, as `to_openvino` or OpenVINO's converters make it.
+        policy: for the model that it was converted from.
+        precision: the precision that it will be compiled for, "f32" or "bf16".
+        name: of the model in metrics, `model_name`.
+
+    Returns:
+        A handle with counters and a kill switch.
+
+    Raises:
+        ImportError: openvino is not installed.
+        TypeError: not an OpenVINO model.
+        PolicyError: the policy was made for a model of another shape.
+        UnsupportedInputError: a model or a policy that cannot be served rightly; with the reasons.
+    """
+    ov = openvino()
+    if not isinstance(model, ov.Model):
+        raise TypeError(f"`model` must be an openvino.Model, got {type(model).__name__}; to_openvino makes one")
+    if precision not in ("f32", "bf16"):
+        raise ValueError(f'`precision` must be "f32" or "bf16", got {precision!r}')
+    from dynaxx.integrations.openvino.operator import SparseAttention
+
+    nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
+    _check(policy, nodes)
+    handle = OpenVinoHandle(policy, half=precision == "bf16", name=name)
+    for layer, node in enumerate(nodes):
+        inputs = [node.input(i).get_source_output() for i in range(node.get_input_size())]
+        q, k, v = inputs[0], _before_repetition(inputs[1]), _before_repetition(inputs[2])
+        mask = [] if node.get_attributes()["causal"] or len(inputs) < 4 else [inputs[3]]
+        inside = SparseAttention([q, k, v, *mask], handle, layer, _scale(inputs))
+        last, transposed = _after(node)
+        if not transposed:  # whoever reads it wants heads before tokens
+            order = ov.opset13.constant([0, 2, 1, 3], ov.Type.i64)
+            inside = ov.opset13.transpose(inside.output(0), order)
+        for reader in list(last.output(0).get_target_inputs()):
+            reader.replace_source_output(inside.output(0))
+    model.validate_nodes_and_infer_types()
+    handle.layers = len(nodes)
+    return handle
+
+
+def _check(policy: Policy, nodes: list[Any]) -> None:
+    """Hold a policy against the attention nodes of a model.
+
+    Raises:
+        PolicyError: it is of another shape.
+        UnsupportedInputError: it has what cannot be served inside OpenVINO.
+    """
+    facts, reasons = policy.model, []
+    if not nodes:
+        reasons.append(f"the model has no {ATTENTION} node: convert it with to_openvino, or from SDPA attention")
+    if any(rule.phase == "decode" for rule in policy.rules):
+        reasons.append("rules of phase decode need a cache that dynaxx sees: take them out")
+    if policy.reuse > 1:
+        reasons.append("`reuse` is not served: set it to 1")
+    if policy.guard is not None:
+        reasons.append("`guard` is not served: take it out, or run the policy in transformers")
+    if policy.rollout.share < 1.0 or policy.rollout.flag is not None:
+        reasons.append(
+            "`rollout.share` and `rollout.flag` choose by request, which OpenVINO does not tell: remove them"
+        )
+    if any(plan.needs_tokens for plan in resolve(policy).values()):
+        reasons.append("rules by content need the token ids, which attention does not get")
+    if reasons:
+        raise UnsupportedInputError("a policy inside OpenVINO", {"openvino": reasons})
+    if len(nodes) != facts.layers:
+        raise PolicyError(f"`model.layers` is {facts.layers} in the policy, and the model has {len(nodes)} attentions")
+    for layer, node in enumerate(nodes):
+        heads = {"q_heads": (0, facts.q_heads), "kv_heads": (1, facts.kv_heads)}
+        for field, (index, wanted) in heads.items():
+            source = node.input(index).get_source_output()
+            shape = (source if index == 0 else _before_repetition(source)).get_partial_shape()
+            if shape.rank.is_static and shape.rank.get_length() != 4:
+                raise UnsupportedInputError(
+                    "this model", {"openvino": [f"attention {layer} has no (B, H, N, D) inputs"]}
+                )
+            for name, at, expected in ((field, 1, wanted), ("head_dim", 3, facts.head_dim)):
+                if shape[at].is_static and shape[at].get_length() != expected:
+                    raise PolicyError(
+                        f"`model.{name}` is {expected} in the policy and {shape[at].get_length()} in layer {layer}: "
+                        "the policy was made for another model; tune one for this"
+                    )
+
+
+def _before_repetition(output: Any) -> Any:
+    """Return the keys or values before they were repeated for the heads of a group, or as they are."""
+    node, repeated = output.get_node(), False
+    while node.get_type_name() in REPEATING:
+        repeated |= node.get_type_name() in ("Broadcast", "Tile")
+        node = node.input(0).get_source_output().get_node()
+    found = node.output(0)
+    rank = found.get_partial_shape().rank
+    return found if repeated and rank.is_static and rank.get_length() == 4 else output
+
+
+def _after(node: Any) -> tuple[Any, bool]:
+    """Return the last node that only moves the result, and whether it brings tokens before heads."""
+    while True:
+        readers = list(node.output(0).get_target_inputs())
+        if len(readers) != 1:
+            return node, False
+        after = readers[0].get_node()
+        if after.get_type_name() == "Transpose":
+            order = after.input(1).get_source_output().get_node()
+            turned = order.get_type_name() == "Constant" and list(order.get_vector()) == [0, 2, 1, 3]
+            return (after, True) if turned else (node, False)
+        before, now = node.output(0).get_partial_shape(), after.output(0).get_partial_shape()
+        if after.get_type_name() != "Reshape" or str(before) != str(now) or before.rank.get_length() != 4:
+            return node, False
+        node = after
+
+
+def _scale(inputs: list[Any]) -> float | None:
+    """Return the softmax scale of an attention node, None for head_dim ** -0.5."""
+    if len(inputs) < 5:
+        return None
+    node = inputs[4].get_node()
+    while node.get_type_name() in ("Convert", "Reshape", "Squeeze"):
+        node = node.input(0).get_source_output().get_node()
+    if node.get_type_name() != "Constant":
+        raise UnsupportedInputError("this model", {"openvino": ["the scale of an attention is not a constant"]})
+    return float(node.get_data().reshape(-1)[0])

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy at work in an OpenVINO model: what each attention call does, on memory that OpenVINO owns.
+
+OpenVINO:  ... --> SparseAttention.evaluate(q, k, v, mask) --> ...
+| pointers, no copies
+dynaxx:    route: a rule -> its layout, else exact causal -> C++ core -> OpenVINO's output
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dynaxx.integrations.runtime.background import Background
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
+from dynaxx.integrations.runtime.policy_events import Announcer
+from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
+from dynaxx.kernels import cpu
+from dynaxx.layout import BlockLayout
+from dynaxx.patterns import Causal
+from dynaxx.policy import KILL_SWITCH, KillSwitch, Policy
+from dynaxx.telemetry import recorder
+
+logger = logging.getLogger("dynaxx")
+
+EXACT_BLOCK = 64
+MASK_ROWS = 1024  # of a mask compared at a time
+EXACT = Causal()
+
+
+def cpu_config(precision: str = "f32", threads: int | None = None) -> dict[str, Any]:
+    """Return options for `openvino.Core.compile_model(model, "CPU", options)` that suit a model with a policy inside.
+
+    OpenVINO pins its threads to cores by default. dynaxx's threads would inherit that and share one core.
+
+    Args:
+        precision: "f32" or "bf16", as `INFERENCE_PRECISION_HINT`.
+        threads: of both, default `torch.get_num_threads()`.
+    """
+    return {
+        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": threads or torch.get_num_threads(),
+        "ENABLE_CPU_PINNING": False,
+    }
+
+
+class Arguments(NamedTuple):
+    """The tensors of one attention call, on OpenVINO's memory."""
+
+    q: Tensor  # (batch, seqlen_q, q_heads, head_dim)
+    k: Tensor  # (batch, seqlen_k, kv_heads, head_dim)
+    v: Tensor  # (batch, seqlen_k, kv_heads, head_dim_v)
+    mask: Tensor | None  # (batch | 1, 1, seqlen_q, seqlen_k), bool or an addend; None where OpenVINO was told "causal"
+    out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), to be written
+    scale: float
+
+
+class OpenVinoHandle:
+    """A policy at work in an OpenVINO model, whichever way it is compiled.
+
+    Attributes:
+        layers: how many attention nodes it serves.
+        counts: what layer calls did.
+        kill_switch: `engage()` makes everything dense from the next layer call on.
+        half: whether calls are computed in bf16, which loses nothing where OpenVINO itself runs in bf16.
+    """
+
+    def __init__(self, policy: Policy, *, half: bool = False, name: str = "openvino") -> None:
+        numbers = recorder().bind(model_name=name)
+        self.counts = Counts(numbers)
+        self.kill_switch = KillSwitch(KILL_SWITCH)
+        self.half = half
+        self.layers = 0
+        self._deployed = Deployed(policy, numbers, Background(partial(numbers.failed, "guard")), native=True)
+        self._causal: dict[int, bool] = {}  # by address of a mask, what the pass's first layer found
+        self._said: set[str] = set()
+        Announcer(numbers).in_force(self._deployed)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self._deployed.policy
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What layer calls did, as the handle of `dynaxx.apply` says it."""
+        return self.counts.to_dict()
+
+    @torch.inference_mode()
+    def attend(self, layer: int, call: Arguments) -> None:
+        """Compute one attention call of a layer into `call.out`."""
+        _warn_about_pinning(self._said)
+        seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+        if not call.out.numel():
+            return
+        steps = is_step(seqlen_q, seqlen_k)
+        phase = "decode" if seqlen_q == 1 else "prefill"
+        blocked = DenseReason.KILLED if self.kill_switch.engaged() else None
+        if not self._is_causal(layer, call):
+            self._dense(layer, call, DenseReason.MASK_KIND, phase)
+            return
+        state = self._deployed.state(layer, blocked)
+        decision = route(
+            self._deployed.rules_of(layer), state, Arrived(native=True), Sequence(seqlen_q, seqlen_k, steps)
+        )
+        self._deployed.remember_length(seqlen_k, decodes=steps)
+        if decision.route is Route.DENSE:
+            self._dense(layer, call, decision.reason or DenseReason.NO_RULE, phase)
+            return
+        stopped = self._deployed.interruption(layer, native=decision.route is Route.NATIVE)
+        if stopped is not None:
+            self._dense(layer, call, stopped, phase)
+            return
+        breaker = self._deployed.breakers[layer]
+        try:
+            self._sparse(layer, call, decision.route)
+        except Exception as error:  # whatever a kernel does, the request gets its answer
+            breaker.failed()
+            self.counts.failed(layer, error, phase)
+            _dense_attention(call)
+            return
+        breaker.worked()
+        if decision.route is Route.RULE:
+            self.counts.sparse(layer)
+        else:
+            self.counts.native(phase)
+
+    def _sparse(self, layer: int, call: Arguments, chosen: Route) -> None:
+        q, k, v, out = call.q, call.k, call.v, call.out
+        if self.half:
+            q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        if chosen is Route.RULE:
+            probe = self.counts.probe.start(layer, q)
+            layout = self._deployed.plans[layer].layout(q, k, scale=call.scale)
+            probe.selected(layout)
+            _forward(q, k, v, layout, call.scale, out)
+            probe.done(k, v)
+        else:
+            layout = EXACT.layout(q.shape[1], k.shape[1], block_size=EXACT_BLOCK)
+            _forward(q, k, v, layout, call.scale, out)
+
+    def _dense(self, layer: int, call: Arguments, reason: DenseReason, phase: str) -> None:
+        self.counts.dense(layer, reason, phase)
+        _dense_attention(call)
+
+    def _is_causal(self, layer: int, call: Arguments) -> bool:
+        """Whether the mask shows each query all keys up to its own; looked at once per pass, in its first layer."""
+        if call.mask is None or (call.q.shape[1] == 1 == call.mask.shape[2] and layer):
+            return True
+        address = call.mask.data_ptr()
+        if layer == 0 or address not in self._causal:
+            if len(self._causal) > 64:
+                self._causal.clear()
+            self._causal[address] = is_causal_mask(call.mask, call.q.shape[1], call.k.shape[1])
+        return self._causal[address]
+
+
+def is_causal_mask(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
+    """Return whether a mask (batch | 1, 1, seqlen_q, seqlen_k), bool or an addend, shows what causality shows."""
+    if mask.shape[-2:] != (seqlen_q, seqlen_k) or mask.shape[1] != 1:
+        return False
+    keys, offset = torch.arange(seqlen_k, dtype=torch.int32), seqlen_k - seqlen_q
+    for first in range(0, seqlen_q, MASK_ROWS):
+        part = mask[:, 0, first : first + MASK_ROWS]
+        shown = part if part.dtype == torch.bool else part == 0
+        rows = torch.arange(first, first + part.shape[1], dtype=torch.int32)
+        if not bool((shown == (keys <= rows[:, None] + offset)).all()):
+            return False
+        if part.dtype != torch.bool and bool(((part > -1e4) & (part != 0)).any()):  # a bias, not a mask
+            return False
+    return True
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, out: Tensor) -> None:
+    if out.dtype == q.dtype:
+        cpu.attention_forward(q, k, v, layout, scale, out=out)
+    else:
+        out.copy_(cpu.attention_forward(q, k, v, layout, scale)[0])
+
+
+def _dense_attention(call: Arguments) -> None:
+    """Compute what the model's own attention computes."""
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    mask, seqlen_q, seqlen_k = call.mask, q.shape[2], k.shape[2]
+    causal = mask is None and seqlen_q == seqlen_k
+    if mask is None and not causal:
+        mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
+    found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=True)
+    call.out.copy_(found.transpose(1, 2))
+
+
+def _warn_about_pinning(said: set[str]) -> None:
+    """Say once that threads share a core, which makes attention as slow as on one."""
+    if "pinning" in said or not hasattr(os, "sched_getaffinity"):
+        return
+    said.add("pinning")
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if cores < threads:
+        logger.warning(
+            "OpenVINO pinned its thread to %d core(s), and attention would run %d threads on them: compile the model "
+            "with dynaxx.integrations.openvino.cpu_config(), or with ENABLE_CPU_PINNING=False",
+            cores,
+            threads,
+        )

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in OpenVINO, dense and with a policy inside: what transformers computes, within 1e-4. `make test-openvino`."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.integrations.openvino.running import is_causal_mask
+from dynaxx.integrations.transformers.apply_policy import model_facts
+from dynaxx.policy import Guard, Rollout, to_spec
+
+ov = pytest.importorskip("openvino")
+pytest.importorskip("transformers")
+
+# From torch.export and OpenVINO's converter.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+TOLERANCE = 1e-4
+
+
+def tiny(kv_heads: int = 2, layers: int = 2) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=6,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        max_position_embeddings=4096,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def policy(model: Any, rule: Any, layers: Any = "all", **fields: Any) -> dx.Policy:
+    rules = () if rule is None else (dx.Rule(layers=layers, heads="all", attention=to_spec(rule)),)
+    return dx.Policy(model=model_facts(model), block_size=16, rules=rules, **fields)
+
+
+def logits(converted: Any, ids: torch.Tensor, precision: str = "f32") -> np.ndarray:
+    from dynaxx.integrations.openvino import cpu_config
+
+    request = ov.Core().compile_model(converted, "CPU", cpu_config(precision)).create_infer_request()
+    return np.array(request.infer({0: ids.numpy()})[0])
+
+
+@torch.no_grad()
+def expected(model: Any, ids: torch.Tensor, rules: dx.Policy | None = None) -> np.ndarray:
+    if rules is None:
+        return model(ids, logits_to_keep=1).logits.numpy()
+    with dx.apply(model, rules):
+        return model(ids, logits_to_keep=1).logits.numpy()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_dense_and_sparse_are_those_of_transformers(kv_heads: int) -> None:
+    from dynaxx.integrations.openvino import insert_policy, to_openvino
+
+    model = tiny(kv_heads)
+    rules = policy(model, dx.Sink(16) | dx.SlidingWindow(32) | dx.TopK(0.3), dense_below=100)
+    converted = to_openvino(model)
+    assert model.config._attn_implementation == "sdpa"
+    prompts = [torch.randint(0, 97, shape) for shape in ((1, 2), (1, 99), (2, 129), (3, 257))]
+    for ids in prompts:
+        np.testing.assert_allclose(logits(converted, ids), expected(model, ids), atol=TOLERANCE)
+    handle = insert_policy(converted, rules)
+    assert handle.layers == 2
+    for ids in prompts:
+        np.testing.assert_allclose(logits(converted, ids), expected(model, ids, rules), atol=TOLERANCE)
+    assert handle.stats["sparse_calls"] == 4
+    assert handle.stats["native_calls"] == 4
+    assert not handle.stats["dense_calls"]
+
+
+def test_one_layer_may_follow_a_rule_and_all_logits_be_kept() -> None:
+    from dynaxx.integrations.openvino import insert_policy, to_openvino
+
+    model, ids = tiny(), torch.randint(0, 97, (1, 200))
+    rules = policy(model, dx.SlidingWindow(48), layers=[1])
+    converted = to_openvino(model, all_logits=True)
+    insert_policy(converted, rules)
+    found = logits(converted, ids)
+    with torch.no_grad(), dx.apply(model, rules):
+        np.testing.assert_allclose(found, model(ids).logits.numpy(), atol=TOLERANCE)
+
+
+def test_bf16_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynaxx.integrations.openvino import insert_policy, to_openvino
+
+    model, ids = tiny(), torch.randint(0, 97, (1, 160))
+    converted = to_openvino(model)
+    insert_policy(converted, policy(model, dx.SlidingWindow(64)), precision="bf16")
+    found, exact = logits(converted, ids, "bf16"), expected(model, ids, policy(model, dx.SlidingWindow(64)))
+    assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def masked_model(model: Any) -> Any:
+    """Convert as a user does, with transformers' own mask as an input of attention."""
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1).logits
+
+    ids = torch.randint(0, 97, (2, 80))
+    batch, seqlen = torch.export.Dim("batch"), torch.export.Dim("seqlen", min=2)
+    shape = {0: batch, 1: seqlen}
+    with torch.no_grad():
+        program = torch.export.export(
+            Logits().eval(), (ids, torch.ones_like(ids)), dynamic_shapes=(shape, shape), strict=False
+        )
+        return ov.convert_model(program)
+
+
+def test_a_mask_is_read_and_padding_runs_dense() -> None:
+    from dynaxx.integrations.openvino import cpu_config, insert_policy
+
+    model = tiny()
+    rules = policy(model, dx.SlidingWindow(32))
+    converted = masked_model(model)
+    handle = insert_policy(converted, rules)
+    request = ov.Core().compile_model(converted, "CPU", cpu_config()).create_infer_request()
+    ids, mask = torch.randint(0, 97, (2, 120)), torch.ones(2, 120, dtype=torch.int64)
+    found = np.array(request.infer([ids.numpy(), mask.numpy()])[0])
+    np.testing.assert_allclose(found, expected(model, ids, rules), atol=TOLERANCE)
+    assert handle.stats["sparse_calls"] == 2
+    mask[0, :50] = 0
+    found = np.array(request.infer([ids.numpy(), mask.numpy()])[0])
+    with torch.no_grad():
+        np.testing.assert_allclose(found, model(ids, attention_mask=mask, logits_to_keep=1).logits, atol=TOLERANCE)
+    assert handle.stats["dense_calls"] == {"mask is not causal sequences": 2}
+
+
+def test_the_kill_switch_and_failures_run_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynaxx.integrations.openvino import cpu_config, insert_policy, running, to_openvino
+
+    model, ids = tiny(), torch.randint(0, 97, (1, 150))
+    converted = to_openvino(model)
+    handle = insert_policy(converted, policy(model, dx.SlidingWindow(32)))
+    request = ov.Core().compile_model(converted, "CPU", cpu_config()).create_infer_request()
+    handle.kill_switch.engage()
+    np.testing.assert_allclose(np.array(request.infer({0: ids.numpy()})[0]), expected(model, ids), atol=TOLERANCE)
+    assert handle.stats["dense_calls"] == {"kill switch": 2}
+    handle.kill_switch.release()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.cpu, "attention_forward", fail)
+        np.testing.assert_allclose(np.array(request.infer({0: ids.numpy()})[0]), expected(model, ids), atol=TOLERANCE)
+    assert handle.stats["dense_calls"]["kernel failed"] == 2
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    from dynaxx.integrations.openvino import insert_policy, to_openvino
+
+    model = tiny()
+    converted = to_openvino(model)
+    with pytest.raises(TypeError, match=r"openvino\.Model"):
+        insert_policy(model, policy(model, dx.SlidingWindow(32)))
+    with pytest.raises(PolicyError, match=r"model\.layers"):
+        insert_policy(converted, policy(tiny(layers=3), dx.SlidingWindow(32)))
+    with pytest.raises(PolicyError, match="kv_heads"):
+        insert_policy(converted, policy(tiny(kv_heads=3), dx.SlidingWindow(32)))
+    with pytest.raises(ValueError, match="precision"):
+        insert_policy(converted, policy(model, None), precision="f16")
+    refused = policy(model, dx.SlidingWindow(32), guard=Guard(), rollout=Rollout(share=0.5), reuse=2)
+    with pytest.raises(UnsupportedInputError, match=r"(?s)reuse.*guard.*rollout"):
+        insert_policy(converted, refused)
+    insert_policy(converted, policy(model, None))
+    with pytest.raises(UnsupportedInputError, match="no ScaledDotProductAttention"):
+        insert_policy(converted, policy(model, None))
+    with pytest.raises(ValueError, match="eval mode"):
+        to_openvino(tiny().train())
+
+
+def test_causal_masks_are_recognised() -> None:
+    for seqlen_q, seqlen_k in ((1, 1), (7, 7), (5, 12), (1030, 1040)):
+        causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)[None, None]
+        added = torch.zeros(causal.shape).masked_fill(~causal, -torch.inf)
+        assert is_causal_mask(causal, seqlen_q, seqlen_k)
+        assert is_causal_mask(added, seqlen_q, seqlen_k)
+        assert is_causal_mask(added.clamp_min(-3e38), seqlen_q, seqlen_k)
+        if seqlen_q > 1:
+            assert not is_causal_mask(~causal, seqlen_q, seqlen_k)
+            assert not is_causal_mask(torch.where(causal, 0.0, -1.0), seqlen_q, seqlen_k)
+        assert not is_causal_mask(causal.expand(1, 2, -1, -1), seqlen_q, seqlen_k)
+        wrong = causal.clone()
+        wrong[..., -1, 0] = False
+        assert not is_causal_mask(wrong, seqlen_q, seqlen_k)
