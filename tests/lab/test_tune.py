@@ -52,7 +52,7 @@ def test_steps_survive_a_kill_and_refuse_another_key(tmp_path, caplog):
     again = Steps(path, "a")
     assert again.remember("x", lambda: pytest.fail("computed twice")) == [1, 2]
     assert "x" not in Steps(path, "b")
-    assert "starting anew" in caplog.text
+    assert "starting over" in caplog.text
     path.write_text(path.read_text()[:20])
     assert "x" not in Steps(path, "a")
     assert "x" not in Steps(tmp_path / "none.json", "a")
@@ -100,7 +100,7 @@ def test_steps_that_somebody_changed_are_done_again(change, tmp_path, caplog):
     change(found)
     path.write_text(json.dumps(found))
     assert "x" not in Steps(path, "a")
-    assert "starting anew" in caplog.text
+    assert "starting over" in caplog.text
 
 
 def test_dense_below_is_where_sparse_stays_faster():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`validate` on a tiny model: what it measures is what is there, and it fails what should fail."""
 
+import copy
 import json
 import math
 import random
@@ -11,6 +12,9 @@ import torch
 
 import dynaxx as dx
 from dynaxx.lab import prefill_speed
+from dynaxx.lab.kinds import digest_of, text_of
+from dynaxx.lab.tasks.run import SuitePlan
+from dynaxx.lab.texts import pydoc_text, split_text
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.raise_border import validate_tuned
 from dynaxx.lab.tune.result import TuneResult
@@ -32,6 +36,9 @@ class Letters:
 
     def __call__(self, text, **_):
         return {"input_ids": [1 + ord(letter) % 96 for letter in text]}
+
+    def decode(self, ids):
+        return "".join(chr(32 + int(i)) for i in ids)
 
 
 def words(count, seed=0):
@@ -239,6 +246,99 @@ def test_a_later_border_keeps_what_ran_the_same_blocks(model, monkeypatch):
     latest = later.replace(dense_below=750, sparse_from=750)
     with pytest.raises(pytest.fail.Exception, match="compared"):
         validate(model, Letters(), latest, TEXT, lengths=(300,), earlier=first)  # longer stretches than before
+
+
+def test_other_kinds_of_text_are_held_to_the_same_limit(model):
+    policy = dx.Policy(
+        model=model_facts(model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(4)),),
+        tolerances=Tolerances(perplexity_ratio=1.0001, slowdown=None, task_logprob_drop=None),
+    )  # fmt: skip
+    found = validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=600, kinds=("code", "tables"))
+    assert [row.kind for row in found.kinds] == ["code", "tables"]
+    checks = {check.where: check for check in found.checks if check.name == "perplexity_ratio"}
+    assert list(checks) == ["held-out text of the sample", "Python source code", "tables"]
+    ids = torch.tensor([Letters()(split_text(text_of("code")).held_out)["input_ids"][:600]])
+    with torch.no_grad():
+        dense = model(ids[:, :-1]).logits
+        with dx.apply(model, policy):
+            sparse = model(ids[:, :-1]).logits
+    entropy = lambda logits: torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="none").double()
+    losses = [entropy(dense), entropy(sparse)]
+    change = losses[1] - losses[0]
+    row = found.kinds[0]
+    assert row.ratio == pytest.approx(float(change.mean().exp()), rel=1e-5)
+    assert row.error == pytest.approx(float(change.std() / 599**0.5), rel=1e-4)
+    assert row.dense == pytest.approx(float(losses[0].mean().exp()), rel=1e-4)
+    assert (row.tokens, row.digest) == (599, digest_of(text_of("code")))
+    failing = [check for check in checks.values() if not check.passed]
+    assert failing
+    for check in failing:
+        assert f"FAIL  perplexity +{100 * (check.value - 1):.2f} % (limit +0.01 %) on {check.where}" in found.summary()
+    worse = [each.kind for each in found.kinds if each.ratio > 1.0001]
+    assert not worse or f"`--kinds {','.join(worse)}`" in found.summary()
+    with pytest.raises(ValueError, match="no kind of text 'poems'"):
+        validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=600, kinds=("poems",))
+
+
+def test_the_noise_of_the_dense_model_is_its_own(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = check(model, dx.SlidingWindow(16), tolerances=Tolerances(slowdown=None))
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before), "the weights are put back, bit by bit"
+    ids = torch.tensor([Letters()(split_text(TEXT).held_out)["input_ids"][:800]])
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.bfloat16())
+        loss = [
+            float(torch.nn.functional.cross_entropy(each(ids[:, :-1]).logits[0], ids[0, 1:]))
+            for each in (model, rounded)
+        ]
+    assert found.noise.rounding == pytest.approx(math.exp(loss[1] - loss[0]) - 1, abs=1e-5)
+    assert found.noise.stretches > 0
+    assert "with weights rounded to bfloat16, and differs by" in found.summary()
+
+
+def test_a_suite_takes_the_place_of_the_three_tasks(model):
+    policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    plan = SuitePlan(("niah_single_1",), (700,), samples=2)
+    found = validate(model, Letters(), policy, pydoc_text(), lengths=(300,), tokens=600, suite=plan)
+    assert found.tasks == ()
+    assert [row.verdict for row in found.suite.rows] == ["not informative"]
+    (held,) = [each for each in found.checks if each.name == "suite"]
+    assert held.passed
+    assert "pass  0 informative long-context tasks fail (limit 0)" in found.summary()
+    assert "niah_single_1" in found.summary()
+    json.dumps(found.to_dict(), allow_nan=False)
+    with pytest.raises(ValueError, match="at most the model's limit 1,024"):
+        validate(model, Letters(), policy, pydoc_text(), lengths=(300,), suite=SuitePlan(lengths=(2000,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ("perplexity_ratio", 1.0138, 1.01, "", "Python source code"),
+            "perplexity +1.38 % (limit +1.00 %) on Python",
+        ),
+        (("perplexity_ratio", 1.01001, 1.01, "", ""), "perplexity +1.001 % (limit +1.000 %) on held-out text"),
+        (("perplexity_ratio", 0.99999999, 1.01, "", ""), "perplexity +0.00 % (limit"),
+        (("top1_agreement", 0.971, 0.99, "", ""), "the same for 97.1 % of the tokens (at least 99.0 %)"),
+        (
+            ("slowdown", 1.2, 1.03, "", "64 tokens"),
+            "prefill of 64 tokens takes 1.20 times as long as dense",
+        ),
+        (("repetition_increase", 0.2, 0.1, "", ""), "repeated 4-grams in generated text +20.0 points (limit +10.0)"),
+        (
+            ("task_logprob_drop", 0.2, 0.1, "nats", "the task 'needle'"),
+            "0.200 nats lost per answer token (limit 0.100)",
+        ),
+        (("kl", 0.2, 0.1, "nats", ""), "kl: 0.2000 nats (limit 0.1000)"),
+    ],
+)
+def test_checks_are_said_in_words(given, said):
+    name, value, limit, unit, where = given
+    assert said in Check(name, value, limit, False, unit, where).to_text()
 
 
 def test_the_model_is_left_as_it_was(model):
