@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dynaxx.distributed.split import SequenceSplit
 from dynaxx.distributed.summaries import has_summaries, with_summaries
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+from dynaxx.layout.entries import joined_entries
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.attention import sparse_attention as attend_on_one_device
 from dynaxx.patterns.base import Pattern
@@ -118,7 +120,7 @@ def select_split_blocks(
         select_blocks(q[:, run.first : run.last], keys[:, : run.keys], rule_of_run(own_rule, run, split), **options)
         for run in query_runs(split, rank, causal)
     ]
-    return ShardedLayout(_one_behind_another(layouts, split, rank), split, split, rank)
+    return ShardedLayout(_stacked_rows(layouts, split, rank), split, split, rank)
 
 
 @typed
@@ -278,28 +280,15 @@ def rule_of_heads(rule: Any, heads: slice, q_heads: int) -> Any:
     return Hybrid(rule.pattern, own) if isinstance(rule, Hybrid) else own
 
 
-def _one_behind_another(layouts: list[BlockLayout], split: SequenceSplit, rank: int) -> BlockLayout:
+def _stacked_rows(layouts: list[BlockLayout], split: SequenceSplit, rank: int) -> BlockLayout:
     """Concatenate the rows of several layouts into one layout over the whole sequence."""
     first, tokens = layouts[0], split.length(rank)
     grid = BlockGrid(tokens, split.seqlen, first.block_size, causal=False)
-    masks, done = first.masks, 0
-    leads, columns, kinds = [], [], []
-    for number, layout in enumerate(layouts):
-        shift = 0
-        if number:
-            shift, masks = len(masks), masks.append(layout.masks)
-        lead, cols, codes = layout.entries()
-        head, row = lead // max(1, layout.q_blocks), lead % max(1, layout.q_blocks)
-        leads.append(head * grid.q_blocks + row + done)
-        columns.append(cols)
-        kinds.append(torch.where(codes >= 0, codes + shift, codes))
-        done += layout.q_blocks
-    return BlockLayout.from_entries(
-        grid,
-        torch.cat(leads),
-        torch.cat(columns),
-        torch.cat(kinds),
-        masks,
-        layout_batch=first.layout_batch,
-        layout_heads=first.layout_heads,
-    )
+    starts = [0, *accumulate(layout.q_blocks for layout in layouts)]
+
+    def lead_of(index: int, lead: Tensor) -> Tensor:
+        q_blocks = max(1, layouts[index].q_blocks)
+        return lead // q_blocks * grid.q_blocks + lead % q_blocks + starts[index]
+
+    joined = joined_entries(layouts, lead_of)
+    return BlockLayout.from_entries(grid, *joined, layout_batch=first.layout_batch, layout_heads=first.layout_heads)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,21 +114,39 @@ def stacked_entries(layouts: Sequence[BlockLayout]) -> Entries:
                 "`layouts` must agree in (seqlen_q, seqlen_k, block_size, layout_batch), got "
                 f"{(first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch)} and {same}"
             )
-    heads = sum(layout.layout_heads for layout in layouts)
-    masks, leads, cols, codes, done = layouts[0].masks, [], [], [], 0
+    starts = [0, *accumulate(layout.layout_heads for layout in layouts)]
+    heads, q_blocks = starts[-1], max(1, first.q_blocks)
+
+    def lead_of(index: int, lead: Tensor) -> Tensor:
+        own_heads = layouts[index].layout_heads
+        batch, head = lead // q_blocks // own_heads, lead // q_blocks % own_heads + starts[index]
+        return (batch * heads + head) * q_blocks + lead % q_blocks
+
+    return Entries(*joined_entries(layouts, lead_of), first.layout_batch, heads)
+
+
+def joined_entries(
+    layouts: Sequence[BlockLayout], lead_of: Callable[[int, Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, ElementMasks]:
+    """Concatenate the visited blocks of layouts and their mask tables.
+
+    Args:
+        layouts: layouts of one block size and device, at least one.
+        lead_of: function (index, lead) that maps flat rows of `layouts[index]` to rows of the joined layout.
+
+    Returns:
+        (lead, cols, codes, masks), as in `Entries`.
+    """
+    masks, leads, columns, joined_codes = layouts[0].masks, [], [], []
     for index, layout in enumerate(layouts):
-        shift = 0
+        offset = 0
         if index:
-            shift, masks = len(masks), masks.append(layout.masks)
-        lead, col, code = layout.entries()
-        q_blocks = max(1, layout.q_blocks)
-        head, row = lead // q_blocks, lead % q_blocks
-        batch, head = head // layout.layout_heads, head % layout.layout_heads + done
-        leads.append((batch * heads + head) * q_blocks + row)
-        cols.append(col)
-        codes.append(torch.where(code >= 0, code + shift, code))
-        done += layout.layout_heads
-    return Entries(torch.cat(leads), torch.cat(cols), torch.cat(codes), masks, first.layout_batch, heads)
+            offset, masks = len(masks), masks.append(layout.masks)
+        lead, cols, codes = layout.entries()
+        leads.append(lead_of(index, lead))
+        columns.append(cols)
+        joined_codes.append(torch.where(codes >= 0, codes + offset, codes))
+    return torch.cat(leads), torch.cat(columns), torch.cat(joined_codes), masks
 
 
 def entries_of_heads(layout: BlockLayout, heads: Sequence[int]) -> Entries:

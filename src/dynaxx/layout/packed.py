@@ -26,7 +26,7 @@ from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
 CuSeqlens: TypeAlias = Tensor | Sequence[int]  # cumulative lengths (0, ..., total), num_seqs + 1 numbers
 
-PIECES_AT_ONCE = 256
+PIECES_AT_ONCE = 256  # pieces that one step combines; bounds temporary memory
 
 
 @dataclass(frozen=True, eq=False)

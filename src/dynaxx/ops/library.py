@@ -83,6 +83,14 @@ def attention_backward(
     return _in_memory_as(q, dq), _in_memory_as(k, dk), _in_memory_as(v, dv)
 
 
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse of an attention forward, uninitialized: the shapes and dtypes that compilers need."""
+    batch, seqlen_q, q_heads, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(batch, seqlen_q, q_heads, v.shape[3])
+    return out, q.new_empty(batch, q_heads, seqlen_q, dtype=lse_dtype)
+
+
 @attention_forward.register_fake
 def _(
     q: Tensor,
@@ -96,10 +104,7 @@ def _(
     backend: str,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, q_heads, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(batch, seqlen_q, q_heads, v.shape[3])
-    return out, q.new_empty(batch, q_heads, seqlen_q, dtype=lse_dtype)
+    return empty_results(q, v)
 
 
 @attention_backward.register_fake

@@ -13,6 +13,7 @@ from torch import Tensor
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend
+from dynaxx.ops.library import empty_results
 from dynaxx.patterns.base import Pattern
 
 _patterns: list[Pattern] = []
@@ -65,9 +66,7 @@ def _layout(q: Tensor, k: Tensor, pattern: int, block_size: int) -> BlockLayout:
 def _(
     q: Tensor, k: Tensor, v: Tensor, pattern: int, block_size: int, scale: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, q_heads, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(batch, seqlen_q, q_heads, v.shape[3]), q.new_empty(batch, q_heads, seqlen_q, dtype=lse_dtype)
+    return empty_results(q, v)
 
 
 @pattern_attention_backward.register_fake

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.reference.softmax import masked_attention
 from dynaxx.layout import BlockLayout
 
 
@@ -38,19 +39,7 @@ def attention_forward(
     group_size = q.shape[2] // k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(dtype).repeat_interleave(group_size, dim=2) for x in (k, v))
-    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    visible = layout.to_dense()
-    if sinks is not None:
-        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        visible = torch.cat([visible.expand_as(scores), column > -torch.inf], -1)
-        scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
-    scores = scores.masked_fill(~visible, -torch.inf)
-    sees_any = visible.any(-1, keepdim=True)
-    weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
-    lse = scores.masked_fill(~sees_any, 0.0).logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
-    return torch.einsum("bhnm,bmhe->bnhe", weights, v).to(q.dtype), lse
+    return masked_attention(q, k, v, layout.to_dense(), scale, softcap, sinks)
 
 
 def attention_backward(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.problem import DecodeProblem
+from dynaxx.kernels.reference.softmax import masked_attention
 from dynaxx.layout.exact_tokens import ExactTokens
 from dynaxx.layout.paging import PagedCache, PageSummaries
 
@@ -48,18 +49,7 @@ def attend_pages(
         k, v, visible = with_exact_tokens(cache, cache.exact, k, v, visible, left)
     k, v = (x.repeat_interleave(group_size, dim=2) for x in (k, v))
     visible = visible.repeat_interleave(group_size, dim=1)
-    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if sink_logits is not None:
-        sinks = sink_logits.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        scores, v = torch.cat([scores, sinks], -1), torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
-        visible = torch.cat([visible.expand_as(scores[..., :-1]), sinks > -torch.inf], -1)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    sees_any = visible.any(-1, keepdim=True)
-    weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
-    lse = scores.masked_fill(~sees_any, 0.0).logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
-    return torch.einsum("bhnm,bmhe->bnhe", weights, v).to(q.dtype), lse
+    return masked_attention(q, k, v, visible, scale, softcap, sink_logits)
 
 
 def select_pages(

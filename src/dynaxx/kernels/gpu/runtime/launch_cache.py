@@ -3,7 +3,7 @@
 
 On the host, computing a kernel's arguments from a layout and shapes takes longer than a short call runs on the GPU. The
 arguments are therefore cached with the layout, which layers, training steps and requests of one length share. Layouts
-from selections, which differ at every call, share one cache entry per form.
+from selections, which differ at every call, share one cache entry if their `BlockLayout.form` is equal.
 """
 
 from __future__ import annotations
