@@ -11,6 +11,7 @@ TRITON_ENV ?= .venv-triton
 XFORMERS_ENV ?= .venv-xformers
 OPENVINO ?= openvino==2026.4.1
 OPENVINO_ENV ?= .venv-openvino
+SERVE_ENV ?= .venv-serve
 DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
@@ -23,7 +24,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm test-vllm-oldest test-triton test-xformers test-openvino lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +81,17 @@ $(TRITON_ENV)/triton.stamp: pyproject.toml
 
 test-triton: $(TRITON_ENV)/triton.stamp ## Test model repositories in a real Triton Inference Server
 	$(TRITON_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_triton_server.py
+
+# What transformers' own HTTP server needs beside transformers.
+$(SERVE_ENV)/serve.stamp: pyproject.toml
+	@echo "making $(SERVE_ENV): some minutes"
+	@test -x $(SERVE_ENV)/bin/python || $(PYTHON) -m venv $(SERVE_ENV)
+	@$(SERVE_ENV)/bin/pip install -qq "$(TORCH)" -c constraints.txt
+	@$(SERVE_ENV)/bin/pip install -qq -e '.[transformers,metrics]' 'transformers[serving]' pytest -c constraints.txt
+	@touch $@
+
+test-serve: $(SERVE_ENV)/serve.stamp ## Test policies in transformers' own HTTP server
+	$(SERVE_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_serve_transformers.py
 
 # Only its masks are used, which are plain Python.
 $(XFORMERS_ENV)/xformers.stamp: pyproject.toml

@@ -54,6 +54,7 @@ CASES = {
     "chunked prefill": {"prefill_chunk_size": 40},
     "beam search": {"num_beams": 2},
     "sampling": {"do_sample": True, "temperature": 0.7},
+    "a tokenizer, as transformers' server passes": {"tokenizer": object()},
 }
 
 

@@ -15,6 +15,7 @@ SINKS = ("s_aux", "sinks")  # the names of learned sinks
 # Arguments that do not change the result, or that are handled elsewhere.
 _HARMLESS = frozenset(
     {
+        "assistant_tokenizer",
         "cache_position",
         "cu_seq_lens_k",
         "cu_seq_lens_q",
@@ -31,6 +32,7 @@ _HARMLESS = frozenset(
         "scaling",
         "seq_idx",
         "shift_labels",
+        "tokenizer",  # `generate(tokenizer=...)` hands it down, as transformers' server does
         "use_cache",
     }
 )
