@@ -19,7 +19,12 @@ from families import FAMILIES, PAGE, REFUSED
 
 transformers = pytest.importorskip("transformers")
 EPS = torch.finfo(torch.float32).eps
-SERVED = [pytest.param(each, id=each.name) for each in FAMILIES]
+# One family of each kind of attention, and of each model that is built differently; `pytest -m slow` runs the others.
+QUICK = {
+    "Llama", "Mistral", "Qwen 2", "Qwen 3", "Phi-3", "Gemma 2", "Gemma 3", "Gemma 4", "gpt-oss", "Cohere 2", "Llama 4",
+    "DeepSeek-V3", "GPT-2", "OPT", "Qwen3-Next", "LFM 2",
+}  # fmt: skip
+SERVED = [pytest.param(each, id=each.name, marks=() if each.name in QUICK else pytest.mark.slow) for each in FAMILIES]
 
 
 @pytest.fixture(autouse=True)
@@ -189,8 +194,7 @@ def test_a_mask_of_unknown_parts_is_made_and_read():
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Gemma 2", "gpt-oss", "Llama 4"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("chunk", [None, 48])
+@pytest.mark.parametrize(("cache", "chunk"), [("dynamic", 48), ("static", None)])
 def test_generate(name, cache, chunk):
     model = named(name)
     arguments = padded() | {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
