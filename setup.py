@@ -15,7 +15,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 PACKAGE = "dynaxx.core"
-core = runpy.run_path(str(Path(__file__).parent / "src" / PACKAGE.replace(".", "/") / "build.py"))
+SOURCES = Path(__file__).parent / "src"
+core = runpy.run_path(str(SOURCES / PACKAGE.replace(".", "/") / "build.py"))
+ONNX = "dynaxx.integrations.onnx"  # its operator, compiled with the core into a library of its own
 
 
 class BuildCore(build_ext):
@@ -25,6 +27,8 @@ class BuildCore(build_ext):
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext: Extension) -> None:
+        if self.inplace and ext.more:
+            return  # compiled at first use: few who develop need it
         compiler = core["find_compiler"]()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         if not self.inplace:
@@ -33,7 +37,7 @@ class BuildCore(build_ext):
             raise CompileError("no C++ compiler found")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            core["compile_library"](ext.isa, target, compiler)
+            core["compile_library"](ext.isa, target, compiler, ext.more)
         except (OSError, RuntimeError) as error:
             raise CompileError(str(error)) from error
 
@@ -54,15 +58,21 @@ class CoreWheel(bdist_wheel):
         return ("py3", "none", "any") if self.root_is_pure else ("py3", "none", super().get_tag()[2])
 
 
-def extension(isa: str) -> Extension:
+def extension(isa: str, package: str = PACKAGE, stem: str = "core", more: Path | None = None) -> Extension:
     """Describe the library of one instruction set to setuptools."""
-    name = f"{PACKAGE}.{core['library_name'](isa).removesuffix('.so')}"
-    built = Extension(name, sources=[], depends=sorted(map(str, core["SOURCE"].iterdir())), optional=True)
-    built.isa = isa
+    name = f"{package}.{core['library_name'](isa, stem).removesuffix('.so')}"
+    sources = [*core["SOURCE"].iterdir(), *(more.iterdir() if more else ())]
+    built = Extension(name, sources=[], depends=sorted(map(str, sources)), optional=True)
+    built.isa, built.more = isa, more
     return built
 
 
+onnx_source = SOURCES / ONNX.replace(".", "/") / "source"
 setup(
-    ext_modules=[extension(isa) for isa in core["buildable_isas"]()],
+    ext_modules=[
+        each
+        for isa in core["buildable_isas"]()
+        for each in (extension(isa), extension(isa, ONNX, "onnx", onnx_source))
+    ],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": CoreWheel},
 )

@@ -57,17 +57,21 @@ def supported_isas() -> tuple[str, ...]:
 
 
 @cache
-def source_hash() -> str:
-    """Return a hash of the core's source files, to detect libraries that were built from other sources."""
+def source_hash(more: Path | None = None) -> str:
+    """Return a hash of the core's source files, to detect libraries that were built from other sources.
+
+    Args:
+        more: a folder of further sources that are compiled with the core.
+    """
     digest = hashlib.sha256()
-    for path in sorted(SOURCE.iterdir()):
+    for path in [*sorted(SOURCE.iterdir()), *(sorted(more.iterdir()) if more else ())]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def library_name(isa: str) -> str:
-    """Return the file name of a library, both in this folder and in the cache."""
-    return f"_core_{isa.replace('-', '_')}.so"
+def library_name(isa: str, stem: str = "core") -> str:
+    """Return the file name of a library, both in its package's folder and in the cache."""
+    return f"_{stem}_{isa.replace('-', '_')}.so"
 
 
 def find_compiler() -> str | None:
@@ -78,21 +82,28 @@ def find_compiler() -> str | None:
     return next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
 
 
-def compile_library(isa: str, target: Path, compiler: str) -> None:
+def compile_library(isa: str, target: Path, compiler: str, more: Path | None = None) -> None:
     """Compile the core for `isa` into `target`, several files in parallel. The library is replaced atomically.
 
     No OpenMP runtime is linked. source/tasks.h calls the runtime that torch has loaded, so that there is one thread
     pool, which `torch.set_num_threads` controls.
 
+    Args:
+        isa: one of `ISAS`.
+        target: the library.
+        compiler: with its arguments.
+        more: a folder of further sources, compiled with those of the core into one library.
+
     Raises:
         OSError: the directory does not exist or is not writable.
         RuntimeError: the compiler failed or timed out; contains its output.
     """
-    sources = [str(path) for path in sorted(SOURCE.glob("*.cpp"))]
+    sources = [str(path) for folder in (SOURCE, more) if folder for path in sorted(folder.glob("*.cpp"))]
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
     os.close(handle)
     flags = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden"]
-    define = f'-DDYNAXX_SOURCE_HASH="{source_hash()}"'
+    define = f'-DDYNAXX_SOURCE_HASH="{source_hash(more)}"'
+    flags += [f"-I{SOURCE}"] if more else []
     try:
         with tempfile.TemporaryDirectory() as build:
             command = [*shlex.split(compiler), *flags, *ISAS[isa], define, "-c"]

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the numbers of `plan` to the layouts of static rules, and to what a choice of blocks starts from.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <list>
+#include <mutex>
+
+#include "layer_rules.h"
+
+extern "C" {
+int dynaxx_cpu_static_layout(const int64_t* program, int64_t size, const dynaxx::Grid* grid, int64_t* sizes, void** built);
+int dynaxx_cpu_take_layout(void* built, int32_t* numbers, int64_t capacity);
+int dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t num_masks, int64_t q_block, int64_t kv_block,
+                          int64_t rows_are_keys, uint16_t* words, uint8_t* runs);
+int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order);
+}
+
+namespace dynaxx_onnx {
+
+namespace {
+
+constexpr size_t MOST_KEPT = 8;  // pairs of lengths and rules whose layouts are kept
+
+void check(int status) {
+  if (status == NO_MEMORY) throw std::bad_alloc();
+  if (status == BAD_INPUT) throw BadInput();
+  if (status != OK) throw std::runtime_error("the core failed");
+}
+
+class Reader {
+ public:
+  explicit Reader(const std::vector<int64_t>& numbers) : numbers_(numbers) {}
+
+  int64_t next() {
+    require(at_ < numbers_.size());
+    return numbers_[at_++];
+  }
+  double next_real() {
+    const int64_t bits = next();
+    double x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+  int64_t next_count() {
+    const int64_t count = next();
+    require(count >= 0 && uint64_t(count) <= numbers_.size() - at_);
+    return count;
+  }
+  std::vector<int64_t> next_list() {
+    std::vector<int64_t> list(next_count());
+    for (int64_t& each : list) each = next();
+    return list;
+  }
+  bool done() const { return at_ == numbers_.size(); }
+
+ private:
+  const std::vector<int64_t>& numbers_;
+  size_t at_ = 0;
+};
+
+struct Parts {
+  std::array<std::vector<int32_t>, 7> numbers;  // indptr, num_partial, indices, codes, bits, bands, order
+};
+
+Parts layout_of(const std::vector<int64_t>& program, const Grid& grid) {
+  int64_t sizes[7];
+  void* built = nullptr;
+  check(dynaxx_cpu_static_layout(program.data(), int64_t(program.size()), &grid, sizes, &built));
+  int64_t total = 0;
+  for (const int64_t size : sizes) total += (size + 3) / 4 * 4;
+  std::vector<int32_t> all(total);
+  check(dynaxx_cpu_take_layout(built, all.data(), total));
+  Parts parts;
+  const int32_t* from = all.data();
+  for (int i = 0; i < 7; i++) {
+    parts.numbers[i].assign(from, from + sizes[i]);
+    from += (sizes[i] + 3) / 4 * 4;
+  }
+  return parts;
+}
+
+}  // namespace
+
+LayerRules LayerRules::read(const std::vector<int64_t>& numbers) {
+  Reader from(numbers);
+  LayerRules rules;
+  rules.q_block = from.next();
+  rules.kv_block = from.next();
+  require(is_block_size(rules.q_block) && is_block_size(rules.kv_block));
+  rules.groups.resize(from.next_count());
+  require(!rules.groups.empty());
+  for (Group& group : rules.groups) {
+    group.heads = from.next_list();
+    require(!group.heads.empty() && std::is_sorted(group.heads.begin(), group.heads.end()) && group.heads[0] >= 0);
+    group.program = from.next_list();
+    group.chooses = from.next() != 0;
+    require(group.chooses || !group.program.empty());
+    if (!group.chooses) continue;
+    TopK& choice = group.choice;
+    choice.scorer = from.next();
+    require(within(choice.scorer, MEAN_QUERY, MIN_MAX));
+    choice.parameter = from.next_real();
+    choice.shares = from.next() != 0;
+    choice.together = from.next() != 0;
+    choice.floor = from.next();
+    choice.budgets.resize(from.next_count());
+    for (double& budget : choice.budgets) budget = from.next_real();
+    require(choice.budgets.size() == 1 || choice.budgets.size() == group.heads.size());
+  }
+  require(from.done());
+  return rules;
+}
+
+namespace {
+
+std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& grid, int64_t q_heads) {
+  auto made = std::make_shared<Prepared>();
+  made->grid = grid;
+  const int64_t mask_words = grid.q_block * grid.words(), rows = grid.q_blocks();
+  std::vector<uint32_t> bits;
+  for (int64_t row = 0; grid.causal && row < rows; row++)
+    for (int64_t col = grid.limit(row) - 1; col >= 0; col--) {
+      const int64_t distance = grid.first(row) - col * grid.kv_block;
+      if (distance >= grid.kv_block - 1) break;
+      if (distance <= -grid.q_block || made->causal.count(distance)) continue;
+      made->causal[distance] = int32_t(bits.size() / mask_words);
+      for (int64_t i = 0; i < grid.q_block; i++)
+        for (int64_t w = 0; w < grid.words(); w++) {
+          uint32_t word = 0;
+          for (int64_t j = 0; j < 32 && w * 32 + j < grid.kv_block; j++)
+            word |= uint32_t(distance + i >= w * 32 + j) << j;
+          bits.push_back(word);
+        }
+    }
+  std::vector<Parts> parts(rules.groups.size());
+  for (size_t g = 0; g < parts.size(); g++) {
+    Static pattern;
+    pattern.indptr.assign(rows + 1, 0);
+    if (!rules.groups[g].program.empty()) {
+      parts[g] = layout_of(rules.groups[g].program, grid);
+      auto& [indptr, num_partial, indices, codes, own, bands, order] = parts[g].numbers;
+      const int32_t first = int32_t(bits.size() / mask_words);
+      bits.insert(bits.end(), own.begin(), own.end());
+      pattern.indptr = indptr;
+      pattern.indices = indices;
+      pattern.codes = codes;
+      for (int32_t& code : pattern.codes) code += code >= 0 ? first : 0;
+      pattern.covered.resize(codes.size());
+      for (int64_t row = 0; row < rows; row++)
+        for (int32_t entry = indptr[row]; entry < indptr[row + 1]; entry++) {
+          const int32_t code = pattern.codes[entry], causal = made->causal_code(row, indices[entry]);
+          pattern.covered[entry] =
+              code == causal || code == FULL ||
+              (code >= 0 && causal >= 0 &&
+               !std::memcmp(&bits[code * mask_words], &bits[causal * mask_words], mask_words * sizeof(uint32_t)));
+        }
+    }
+    made->patterns.push_back(std::move(pattern));
+  }
+  const int64_t num_masks = int64_t(bits.size()) / mask_words, panels = grid.q_block / PANEL;
+  made->words.resize(num_masks * panels * grid.kv_block);
+  made->runs.resize(num_masks * panels * 2 * MAX_RUNS);
+  check(dynaxx_cpu_plan_masks(bits.data(), num_masks, grid.q_block, grid.kv_block, 0, made->words.data(),
+                              made->runs.data()));
+  if (!rules.is_static()) return made;
+  made->layout_heads = rules.groups.size() == 1 ? 1 : q_heads;
+  std::vector<const Static*> of_head(made->layout_heads, &made->patterns[0]);
+  for (size_t g = 0; g < rules.groups.size() && made->layout_heads > 1; g++)
+    for (const int64_t head : rules.groups[g].heads) of_head[head] = &made->patterns[g];
+  for (const Static* pattern : of_head) {
+    const int32_t before = int32_t(made->indices.size());
+    for (const int32_t end : pattern->indptr) made->indptr.push_back(before + end);
+    made->indices.insert(made->indices.end(), pattern->indices.begin(), pattern->indices.end());
+    made->masks.insert(made->masks.end(), pattern->codes.begin(), pattern->codes.end());
+  }
+  made->order.resize(made->layout_heads * rows);
+  check(dynaxx_cpu_plan_rows(made->indptr.data(), made->layout_heads, rows, made->order.data()));
+  return made;
+}
+
+}  // namespace
+
+std::shared_ptr<const Prepared> Prepared::of(const LayerRules& rules, const std::vector<int64_t>& key, const Grid& grid,
+                                             int64_t q_heads) {
+  struct Kept {
+    std::vector<int64_t> key;
+    std::shared_ptr<const Prepared> made;
+  };
+  static std::mutex mutex;
+  static std::list<Kept> kept;  // the last used first
+  std::vector<int64_t> whole(key);
+  whole.insert(whole.end(), {grid.seqlen_q, grid.seqlen_k, grid.causal, q_heads});
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto at = kept.begin(); at != kept.end(); ++at)
+    if (at->key == whole) {
+      kept.splice(kept.begin(), kept, at);
+      return kept.front().made;
+    }
+  auto made = prepare(rules, grid, q_heads);
+  kept.push_front({std::move(whole), made});
+  if (kept.size() > MOST_KEPT) kept.pop_back();
+  return made;
+}
+
+}  // namespace dynaxx_onnx

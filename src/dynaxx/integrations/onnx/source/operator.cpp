@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+// dynaxx::SparseAttention for ONNX Runtime: attention of one layer by its rules, on the core.
+//
+// Inputs q (batch, q_heads, seqlen_q, head_dim), k and v (batch, kv_heads, seqlen_k, head_dim), queries aligned to the
+// last keys; output (batch, seqlen_q, q_heads, head_dim of v). All fp32. Attributes: `scale`; `plan`, the rules as
+// `LayerRules::read` takes them; `sparse_from`, keys from which they hold, before that all keys are seen; `always`, 1 for
+// a window of the model, which holds at every length and in decoding.
+#include <algorithm>
+#include <string>
+#include <thread>
+
+#include "cache.h"
+#include "layer_rules.h"
+#include "ort_api.h"
+#include "vec.h"
+
+extern "C" int dynaxx_cpu_forward(const dynaxx::ForwardArgs* args);
+
+namespace dynaxx {
+// As in decode.cpp.
+struct DecodeStep {
+  const CacheArgs* cache;
+  const void* q;
+  int64_t element;
+  Strides q_strides;
+  int64_t seqlen_q, q_heads;
+  const int32_t* pages;
+  int64_t slots;
+  float *out, *lse;
+  double scale;
+  int64_t threads;
+  const void *exact_k, *exact_v;
+  int64_t exact_stored, exact_slots, exact_sinks;
+  double softcap;
+  const float* sink_logits;
+  int64_t left;
+};
+}  // namespace dynaxx
+
+extern "C" int dynaxx_cpu_decode(const dynaxx::DecodeStep* args);
+
+namespace {
+
+using namespace dynaxx_onnx;
+
+// The runtime's threads, for the core's tasks. The core calls its OpenMP runtime by this name; in this library, hidden, it
+// is the pool of the session that is computing.
+thread_local const ort::Api* current_api = nullptr;
+thread_local const ort::KernelContext* current_context = nullptr;
+
+struct Work {
+  void (*run)(void*);
+  void* data;
+};
+
+// Every key: a band without ends, cut by causality.
+const std::vector<int64_t> ALL_KEYS = {64, 64, 1, 1, 0, 3, BAND, 0, int64_t(1) << 62, 0};
+
+class Refused : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Kernel {
+ public:
+  Kernel(const ort::Api& api, const ort::KernelInfo* info) : api_(api) {
+    float scale = 0;
+    check(api.attribute(info, "scale", &scale));
+    scale_ = scale;
+    check(api.attribute(info, "sparse_from", &sparse_from_));
+    check(api.attribute(info, "always", &always_));
+    size_t count = 0;
+    if (ort::Status* status = api.attribute(info, "plan", nullptr, &count)) api.release(status);
+    plan_.resize(count);
+    if (count) check(api.attribute(info, "plan", plan_.data(), &count));
+    if (plan_.empty()) plan_ = ALL_KEYS;
+    rules_ = LayerRules::read(plan_);
+    all_keys_ = LayerRules::read(ALL_KEYS);
+  }
+
+  void compute(ort::KernelContext* context) const {
+    const Tensor q = input(context, 0), k = input(context, 1), v = input(context, 2);
+    if (q.batch != k.batch || k.batch != v.batch || k.heads != v.heads || k.seqlen != v.seqlen || q.dim != k.dim ||
+        !k.heads || q.heads % k.heads || q.seqlen > k.seqlen || !q.dim || !v.dim)
+      throw Refused(
+          "q (batch, q_heads, seqlen_q, head_dim), k and v (batch, kv_heads, seqlen_k, head_dim) must fit each other, "
+          "with q_heads a multiple of kv_heads and no more queries than keys, got " +
+          said(q) + ", " + said(k) + " and " + said(v));
+    const int64_t sizes[4] = {q.batch, q.seqlen, q.heads, v.dim};
+    ort::Value* value = nullptr;
+    check(api_.output(context, 0, sizes, 4, &value));
+    void* out = nullptr;
+    check(api_.data_of(value, &out));
+    if (!q.batch || !q.seqlen || !q.heads) return;
+    current_api = &api_;
+    current_context = context;
+    try {
+      attend(q, k, v, static_cast<float*>(out));
+    } catch (...) {
+      current_context = nullptr;
+      throw;
+    }
+    current_context = nullptr;
+  }
+
+ private:
+  void check(ort::Status* status) const {
+    if (!status) return;
+    api_.release(status);
+    throw Refused("ONNX Runtime refused a call");
+  }
+
+  static std::string said(const Tensor& x) {
+    return "(" + std::to_string(x.batch) + ", " + std::to_string(x.heads) + ", " + std::to_string(x.seqlen) + ", " +
+           std::to_string(x.dim) + ")";
+  }
+
+  Tensor input(const ort::KernelContext* context, size_t index) const {
+    const ort::Value* value = nullptr;
+    check(api_.input(context, index, &value));
+    ort::Shape* shape = nullptr;
+    check(api_.shape_of(value, &shape));
+    size_t rank = 0;
+    int64_t sizes[4] = {};
+    ort::Status* status = api_.rank_of(shape, &rank);
+    if (!status && rank == 4) status = api_.sizes_of(shape, sizes, 4);
+    api_.release(shape);
+    check(status);
+    if (rank != 4) throw Refused("q, k and v must have four dimensions, got " + std::to_string(rank));
+    void* data = nullptr;
+    check(api_.data_of(const_cast<ort::Value*>(value), &data));
+    return {static_cast<const float*>(data), sizes[0], sizes[1], sizes[2], sizes[3]};
+  }
+
+  void attend(const Tensor& q, const Tensor& k, const Tensor& v, float* out) const {
+    const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
+    std::vector<float> lse(q.batch * q.heads * q.seqlen);
+    if (q.seqlen == 1 && !always_) return decode(q, k, v, out, lse.data(), threads);
+    const bool sparse = always_ || k.seqlen >= sparse_from_;
+    const LayerRules& rules = sparse ? rules_ : all_keys_;
+    for (const Group& group : rules.groups)
+      if (group.heads.back() >= q.heads && rules.groups.size() > 1)
+        throw Refused("`plan` names q head " + std::to_string(group.heads.back()) + " of " + std::to_string(q.heads));
+    const Grid grid{q.seqlen, k.seqlen, rules.q_block, rules.kv_block, 1};
+    const auto prepared = Prepared::of(rules, sparse ? plan_ : ALL_KEYS, grid, q.heads);
+    Plan plan{};
+    plan.seqlen = q.seqlen;
+    plan.block = rules.q_block;
+    plan.visited_seqlen = k.seqlen;
+    plan.visited_block = rules.kv_block;
+    plan.layout_batch = 1;
+    plan.layout_heads = prepared->layout_heads;
+    plan.mask_words = prepared->words.data();
+    plan.mask_runs = prepared->runs.data();
+    Chosen chosen;
+    if (prepared->layout_heads) {
+      plan.indptr = prepared->indptr.data();
+      plan.indices = prepared->indices.data();
+      plan.masks = prepared->masks.data();
+      plan.row_order = prepared->order.data();
+    } else {
+      chosen = choose(rules, *prepared, q, k, scale_, threads);
+      plan.layout_batch = q.batch;
+      plan.layout_heads = q.heads;
+      plan.indptr = chosen.indptr.data();
+      plan.indices = chosen.indices.data();
+      plan.masks = chosen.masks.data();
+      plan.row_order = chosen.order.data();
+    }
+    ForwardArgs args{};
+    args.q = q.data;
+    args.k = k.data;
+    args.v = v.data;
+    args.out = out;
+    args.lse = lse.data();
+    args.batch = q.batch;
+    args.q_heads = q.heads;
+    args.kv_heads = k.heads;
+    args.head_dim = q.dim;
+    args.head_dim_v = v.dim;
+    args.q_strides = q.strides();
+    args.k_strides = k.strides();
+    args.v_strides = v.strides();
+    args.plan = &plan;
+    args.scale = scale_;
+    args.threads = threads;
+    of_core(dynaxx_cpu_forward(&args));
+  }
+
+  void decode(const Tensor& q, const Tensor& k, const Tensor& v, float* out, float* lse, int64_t threads) const {
+    constexpr int64_t PAGE = 64;
+    const std::vector<int32_t> used(k.batch, int32_t(k.seqlen));
+    CacheArgs cache{};
+    cache.k = k.data;
+    cache.v = v.data;
+    cache.k_strides = {k.heads * k.seqlen * k.dim, PAGE * k.dim, k.dim, k.seqlen * k.dim};
+    cache.v_strides = {v.heads * v.seqlen * v.dim, PAGE * v.dim, v.dim, v.seqlen * v.dim};
+    cache.seqused = used.data();
+    cache.batch = k.batch;
+    cache.kv_heads = k.heads;
+    cache.max_pages = cache.num_pages = (k.seqlen + PAGE - 1) / PAGE;
+    cache.page_size = PAGE;
+    cache.head_dim = k.dim;
+    cache.head_dim_v = v.dim;
+    cache.max_keys = k.seqlen;
+    DecodeStep step{};
+    step.cache = &cache;
+    step.q = q.data;
+    step.q_strides = q.strides();
+    step.seqlen_q = q.seqlen;
+    step.q_heads = q.heads;
+    step.out = out;
+    step.lse = lse;
+    step.scale = scale_;
+    step.threads = threads;
+    step.left = -1;
+    of_core(dynaxx_cpu_decode(&step));
+  }
+
+  static void of_core(int status) {
+    if (status == NO_MEMORY) throw std::bad_alloc();
+    if (status != OK) throw Refused("the core refused its arguments, status " + std::to_string(status));
+  }
+
+  const ort::Api& api_;
+  double scale_ = 0;
+  int64_t sparse_from_ = 0, always_ = 0;
+  std::vector<int64_t> plan_;
+  LayerRules rules_, all_keys_;
+};
+
+// No exception may reach the runtime: it becomes a status with its words.
+template <class Run>
+ort::Status* status_of_call(const ort::Api& api, const Run& run) {
+  try {
+    run();
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return api.create_status(ort::FAIL, "dynaxx::SparseAttention: out of memory; try a shorter prompt, or chunks of it");
+  } catch (const BadInput&) {
+    return api.create_status(ort::INVALID_ARGUMENT,
+                             "dynaxx::SparseAttention: `plan` is none that this version reads; export the model again");
+  } catch (const std::exception& error) {
+    return api.create_status(ort::INVALID_ARGUMENT, (std::string("dynaxx::SparseAttention: ") + error.what()).c_str());
+  }
+}
+
+struct Operator : ort::CustomOp {
+  Operator() : ort::CustomOp() {
+    version = ort::VERSION;
+    name = [](const CustomOp*) { return "SparseAttention"; };
+    provider = [](const CustomOp*) -> const char* { return nullptr; };  // the CPU's
+    input_type = output_type = [](const CustomOp*, size_t) { return ort::FLOAT; };
+    input_count = [](const CustomOp*) -> size_t { return 3; };
+    output_count = [](const CustomOp*) -> size_t { return 1; };
+    input_characteristic = output_characteristic = [](const CustomOp*, size_t) { return ort::REQUIRED; };
+    input_memory = [](const CustomOp*, size_t) { return 0; };
+    variadic_input_least = variadic_output_least = [](const CustomOp*) { return 1; };
+    variadic_input_alike = variadic_output_alike = [](const CustomOp*) { return 1; };
+    first_version = [](const CustomOp*) { return 1; };
+    last_version = [](const CustomOp*) { return INT32_MAX; };
+    destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+    create_v2 = [](const CustomOp*, const ort::Api* api, const ort::KernelInfo* info, void** kernel) -> ort::Status* {
+      return status_of_call(*api, [&] { *kernel = new Kernel(*api, info); });
+    };
+    compute_v2 = [](void* kernel, ort::KernelContext* context) -> ort::Status* {
+      return status_of_call(*used_api, [&] { static_cast<Kernel*>(kernel)->compute(context); });
+    };
+  }
+
+  static const ort::Api* used_api;
+};
+
+const ort::Api* Operator::used_api = nullptr;
+
+}  // namespace
+
+// Run the core's tasks on the runtime's threads, `data` on as many of them as there are; see source/tasks.h of the core.
+extern "C" __attribute__((visibility("hidden"))) void GOMP_parallel(void (*run)(void*), void* data, unsigned threads,
+                                                                   unsigned) {
+  if (current_context) {
+    Work work{run, data};
+    const auto once = [](void* work, size_t) { static_cast<Work*>(work)->run(static_cast<Work*>(work)->data); };
+    ort::Status* status = current_api->parallel_for(current_context, once, threads, &work);
+    if (!status) return;
+    current_api->release(status);
+  }
+  run(data);  // takes every task that is left
+}
+
+// What ONNX Runtime calls as it loads the library.
+extern "C" DYNAXX_EXPORT ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiBase* base) {
+  static const Operator op;
+  const ort::Api* api = base->get(ort::VERSION);
+  if (!api) {
+    const std::string said = std::string("dynaxx needs ONNX Runtime >= 1.17, got ") + base->version();
+    return base->get(1)->create_status(ort::NOT_IMPLEMENTED, said.c_str());
+  }
+  Operator::used_api = api;
+  static ort::Domain* domain = nullptr;
+  if (!domain) {
+    if (ort::Status* status = api->create_domain("dynaxx", &domain)) return status;
+    if (ort::Status* status = api->add_op(domain, &op)) return status;
+  }
+  return api->add_domain(options, domain);
+}
