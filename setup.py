@@ -70,9 +70,7 @@ def extension(isa: str, package: str = PACKAGE, stem: str = "core", more: Path |
 onnx_source = SOURCES / ONNX.replace(".", "/") / "source"
 setup(
     ext_modules=[
-        each
-        for isa in core["buildable_isas"]()
-        for each in (extension(isa), extension(isa, ONNX, "onnx", onnx_source))
+        each for isa in core["buildable_isas"]() for each in (extension(isa), extension(isa, ONNX, "onnx", onnx_source))
     ],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": CoreWheel},
 )

@@ -63,7 +63,7 @@ def test_the_files_say_what_they_are(exported):
     graph = onnx.load(made.folder / "prefill.onnx", load_external_data=False)
     assert {(each.domain, each.version) for each in graph.opset_import} == {("", made.opset)}
     assert graph.graph.input[0].type.tensor_type.shape.dim[1].dim_param == "seqlen"
-    assert json.loads((made.folder / "dynaxx.json").read_text())["dense_below"] == 64
+    assert json.loads((made.folder / "dynaxx.json").read_text())["sparse_from"] == 64
     assert dx.load_policy(made.folder / "policy.json") == policy
     weights = sum(each.numel() * 4 for each in exported[0].parameters())
     assert (made.folder / "weights.bin").stat().st_size < 1.5 * weights + 4096 * 40  # once for both graphs
@@ -79,7 +79,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(exported, tmp_path, mon
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export_module, "decoder_graph", lambda *args: None)
+    monkeypatch.setattr(export_module._Export, "graphs", lambda *args: {})
     monkeypatch.setattr(export_module, "save_graphs", full)
     with pytest.raises(OSError, match="no space left to write"):
         export_onnx(model, tmp_path / "b" / "c", policy)

@@ -12,15 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
 import dynaxx
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.onnx.graph import OPSET, check_graph, decoder_graph, encoder_graph, save_graphs
+from dynaxx.integrations.onnx.operators import attend_by_operator, with_plain_operators, with_plans
 from dynaxx.integrations.onnx.packages import require
+from dynaxx.integrations.onnx.plans import OperatorPlan, operator_plans
 from dynaxx.integrations.portable import PortableModel
-from dynaxx.policy import Policy, policy_digest, save_policy
+from dynaxx.integrations.portable.plans import LayerRules, is_causal, portable_rules
+from dynaxx.integrations.transformers.decoder import Decoder
+from dynaxx.policy import Policy, policy_digest, resolve, save_policy
 
 Form = Literal["auto", "portable", "custom"]
 MANIFEST = "dynaxx.json"
@@ -63,7 +68,9 @@ def export_onnx(
 
     The portable form is plain ONNX operators, for static rules and for the windows that a model has by itself:
     `prefill.onnx` gathers the keys of each block of queries, and `decode.onnx` sees all keys, for prompts below the
-    policy's border and for the steps of decoding. An encoder is one `model.onnx`. Batch and lengths are dynamic.
+    policy's border and for the steps of decoding. An encoder is one `model.onnx`. The custom form is one `model.onnx`
+    with an operator `dynaxx::SparseAttention` for each layer, on dynaxx's C++ core, which serves dynamic rules too.
+    Batch and lengths are dynamic.
 
     Args:
         model: a decoder or an encoder of transformers, in eval mode, on a CPU.
@@ -78,7 +85,7 @@ def export_onnx(
 
     Raises:
         ImportError: a package of the extra `[onnx]` is missing.
-        ValueError: there is something at `out`, or the model is in training mode or on a GPU.
+        ValueError: there is something at `out`, or the model is in training mode, on a GPU, or not in fp32.
         PolicyError: the policy was made for another model.
         UnsupportedInputError: this form cannot hold the policy rightly; with the reasons.
         OSError: the folder cannot be written, as on a full disk; nothing is left behind.
@@ -86,18 +93,9 @@ def export_onnx(
     require("onnx", "onnxscript", "onnx_ir")
     check_target(Path(out))
     _check_model(model)
-    if form == "custom":
-        raise UnsupportedInputError(
-            "an export with the custom op", {"onnx": ["it is not there yet: use form='portable'"]}
-        )
-    sparse = PortableModel(model, policy, window=window, last_logits=not all_logits)
+    made = _Export.of(model, policy, form, window)
     with _new_folder(Path(out)) as folder:
-        if not sparse.causal:
-            graphs = {"model": encoder_graph(sparse)}
-        else:
-            dense = PortableModel(model, dense=True, last_logits=not all_logits)
-            cache = sparse.empty_cache(dtype=next(model.parameters()).dtype)
-            graphs = {"prefill": decoder_graph(sparse, cache), "decode": decoder_graph(dense, cache)}
+        graphs = made.graphs(model, all_logits)
         save_graphs(graphs, folder)
         for name in graphs:
             check_graph(folder / f"{name}.onnx")
@@ -106,20 +104,55 @@ def export_onnx(
         manifest = {
             "format": "dynaxx.onnx",
             "version": VERSION,
-            "form": "portable",
+            "form": made.form,
             "opset": OPSET,
             "graphs": list(graphs),
-            "model_type": str(sparse.config.model_type),
-            "layers": sparse.layers,
-            "causal": sparse.causal,
+            "model_type": str(Decoder.of(model).config.model_type),
+            "layers": len(Decoder.of(model).layers),
+            "causal": made.causal,
             "all_logits": all_logits,
-            "dense_below": 0 if policy is None else policy.dense_below,
+            "sparse_from": 0 if policy is None else (policy.sparse_from or policy.dense_below),
             "policy": None if policy is None else policy_digest(policy),
             "versions": _versions(),
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in folder.iterdir())
-    return OnnxExport(Path(out), "portable", tuple(graphs), OPSET, size)
+    return OnnxExport(Path(out), made.form, tuple(graphs), OPSET, size)
+
+
+class _Export(NamedTuple):
+    """What goes into the graphs."""
+
+    form: str
+    causal: bool
+    rules: dict[int, LayerRules]  # of the portable form
+    dense: dict[int, LayerRules]  # the same without the policy
+    plans: dict[int, OperatorPlan]  # of the custom form
+
+    @classmethod
+    def of(cls, model: nn.Module, policy: Policy | None, form: Form, window: int | tuple[int, int] | None) -> _Export:
+        causal = is_causal(Decoder.of(model))
+        if form == "auto":
+            dynamic = policy is not None and any(not plan.is_static for plan in resolve(policy).values())
+            form = "custom" if dynamic else "portable"
+        if form == "custom":
+            if window is not None:
+                raise UnsupportedInputError("the custom op", {"onnx": ["`window` needs form='portable'"]})
+            return cls(form, causal, {}, {}, operator_plans(model, policy))
+        return cls(form, causal, portable_rules(model, policy, window), portable_rules(model, None, window), {})
+
+    def graphs(self, model: nn.Module, all_logits: bool) -> dict[str, Any]:
+        """Return the graphs by name."""
+        traced = PortableModel(model, last_logits=not all_logits, attend=attend_by_operator)
+        if not self.causal:
+            return {"model": with_plain_operators(encoder_graph(traced), self.rules, causal=False)}
+        graph = decoder_graph(traced, traced.empty_cache())
+        if self.form == "custom":
+            return {"model": with_plans(graph, self.plans)}
+        return {
+            "prefill": with_plain_operators(graph, self.rules, causal=True),
+            "decode": with_plain_operators(graph, self.dense, causal=True),
+        }
 
 
 def check_target(path: Path) -> None:
@@ -135,6 +168,9 @@ def check_target(path: Path) -> None:
 def _check_model(model: nn.Module) -> None:
     if model.training:
         raise ValueError("`model` must be in eval mode, or dropout would be exported: call model.eval()")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes - {torch.float32}:
+        raise ValueError(f"`model` must be in fp32, got {sorted(map(str, dtypes))}: call model.float()")
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if device != "cpu":
         raise ValueError(f"`model` must be on the CPU to be exported, got {device}: call model.cpu()")
@@ -143,7 +179,6 @@ def _check_model(model: nn.Module) -> None:
 def _versions() -> dict[str, str]:
     import onnx
     import onnxscript
-    import torch
     import transformers
 
     packages = (torch, transformers, onnx, onnxscript)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a torch module to ONNX graphs in a folder, which share one file of weights."""
+"""From a torch module to an ONNX graph, and graphs to files in a folder that share their weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def decoder_graph(module: nn.Module, cache: Sequence[Tensor], *, sample: int = 1
     names = [f"past_{'key' if i % 2 == 0 else 'value'}.{i // 2}" for i in range(len(past))]
     shapes = ({0: "batch", 1: "seqlen"}, [{0: "batch", 2: "past"}] * len(past))
     outputs = ["logits", *(f"present_{name.removeprefix('past_')}" for name in names)]
-    return _graph(module, (ids, past), shapes, ["input_ids", *names], outputs, opset)
+    return trace(module, (ids, past), shapes, ["input_ids", *names], outputs, opset)
 
 
 def encoder_graph(module: nn.Module, *, sample: int = 160, opset: int = OPSET) -> Any:
@@ -38,10 +38,11 @@ def encoder_graph(module: nn.Module, *, sample: int = 160, opset: int = OPSET) -
     ids = torch.zeros(2, sample, dtype=torch.int64)
     shapes = ({0: "batch", 1: "seqlen"}, [{0: "batch", 1: "seqlen"}])
     names = ["input_ids", "attention_mask"]
-    return _graph(module, (ids, [torch.ones_like(ids)]), shapes, names, ["last_hidden_state"], opset)
+    return trace(module, (ids, [torch.ones_like(ids)]), shapes, names, ["last_hidden_state"], opset)
 
 
-def _graph(module: nn.Module, args: Any, shapes: Any, inputs: list[str], outputs: list[str], opset: int) -> Any:
+def trace(module: nn.Module, args: Any, shapes: Any, inputs: list[str], outputs: list[str], opset: int = OPSET) -> Any:
+    """Return the graph of a module, an `onnx_ir.Model`, from sample arguments and the names of their dimensions."""
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             module,

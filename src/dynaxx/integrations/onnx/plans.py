@@ -103,8 +103,8 @@ def _choice(selector: Selector) -> list[int]:
     kind = SCORERS.get(type(selector.scorer))
     if not isinstance(selector, TopK) or kind is None:
         raise ValueError(
-            f"{selector!r} is not in the operator, which has TopK by MeanQuery, MeanPool or MinMax; run this policy with "
-            "dynaxx.apply, or tune one with these"
+            f"{selector!r} is not in the operator, which has TopK by MeanQuery, MeanPool or MinMax; run this policy "
+            "with dynaxx.apply, or tune one with these"
         )
     scorer = selector.scorer
     if getattr(scorer, "pool", None) is not None or getattr(scorer, "precision", "full") != "full":

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynaxx.arguments import typed
+from dynaxx.integrations.onnx.library import library_path
 from dynaxx.integrations.onnx.packages import runtime
 
 MANIFEST = "dynaxx.json"
@@ -53,6 +54,8 @@ class OnnxModel:
             options = self._runtime.SessionOptions()
             if self._threads is not None:
                 options.intra_op_num_threads = self._threads
+            if self.manifest["form"] == "custom":
+                options.register_custom_ops_library(str(library_path()))
             path = self.folder / f"{graph}.onnx"
             self._sessions[graph] = self._runtime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
@@ -71,8 +74,9 @@ class OnnxModel:
         sees all keys.
         """
         past = 0 if cache is None else cache[0].shape[2]
-        sparse = input_ids.shape[1] > 1 and past + input_ids.shape[1] >= self.manifest["dense_below"]
-        session = self.session("prefill" if sparse else "decode")
+        sparse = input_ids.shape[1] > 1 and past + input_ids.shape[1] >= self.manifest["sparse_from"]
+        graph = "model" if self.manifest["form"] == "custom" else "prefill" if sparse else "decode"
+        session = self.session(graph)
         cache = self._empty(session, input_ids.shape[0]) if cache is None else cache
         names = [each.name for each in session.get_inputs()]
         logits, *grown = session.run(None, dict(zip(names, [input_ids, *cache], strict=True)))

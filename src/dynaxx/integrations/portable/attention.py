@@ -49,7 +49,7 @@ def gathered_attention(
     *,
     scale: float,
     key_mask: Tensor | None = None,
-    known: dict[Any, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend over the pairs that a rule shows.
 
@@ -60,7 +60,7 @@ def gathered_attention(
         rule: the visible pairs.
         scale: softmax scale.
         key_mask: (B, M) bool, the keys that may be visible; None means all.
-        known: masks of this pass by rule, which layers with the same rule share.
+        bias: the result of `gather_bias` for these lengths; None computes it.
 
     Returns:
         (B, N, Hq, D). A query that sees no key gets zeros.
@@ -74,14 +74,11 @@ def gathered_attention(
     queries = queries.reshape(batch, kv_heads, count, group * tiles.tile, head_dim)
     chosen = _chunks(tiles, count)
     keys, values = (_gathered(x, chosen, tiles, count, seqlen_q) for x in (k, v))
-    known = {} if known is None else known
-    key = ("bias", rule)
-    if key not in known:
-        known[key] = _bias(rule, tiles, count, seqlen_q, seqlen_k, q)
-    bias = known[key][:, None]  # (n, 1, T, W)
+    if bias is None:
+        bias = gather_bias(rule, seqlen_q, seqlen_k, q.dtype)
     width = keys.shape[3]
     scores = torch.matmul(queries, keys.transpose(-1, -2))
-    scores = scores.reshape(batch, kv_heads, count, group, tiles.tile, width) + bias
+    scores = scores.reshape(batch, kv_heads, count, group, tiles.tile, width) + bias[:, None]
     if key_mask is not None:
         scores = scores + _hidden_keys(key_mask, chosen, tiles, count, seqlen_q)
     weights = torch.softmax(scores, dim=-1)
@@ -108,10 +105,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, sca
     return out.reshape(batch, q_heads, seqlen_q, v.shape[-1]).transpose(1, 2)
 
 
-def causal_bias(q: Tensor, seqlen_k: Any) -> Tensor:
+def causal_bias(seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
     """(N, M): hide the keys after each query, queries being the last of the keys."""
-    rows = torch.arange(q.shape[2], device=q.device) + (seqlen_k - q.shape[2])
-    return _as_bias(rows[:, None] >= torch.arange(seqlen_k, device=q.device), q.dtype)
+    rows = torch.arange(seqlen_q) + (seqlen_k - seqlen_q)
+    return _as_bias(rows[:, None] >= torch.arange(seqlen_k), dtype)
 
 
 def mask_bias(key_mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -155,15 +152,17 @@ def _positions(tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[
     return first + torch.arange(tiles.tile), torch.cat([shared, band], dim=1) if tiles.shared else band
 
 
-def _bias(rule: GatherRule, tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any, q: Tensor) -> Tensor:
+def gather_bias(rule: GatherRule, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
     """(n, T, W): 0 where a gathered key is seen, else HIDDEN."""
+    tiles = Tiles.of(rule)
+    count = (seqlen_q + tiles.tile - 1) // tiles.tile
     q_pos, k_pos = _positions(tiles, count, seqlen_q, seqlen_k)
     there = (k_pos >= 0) & (k_pos < seqlen_k)
     if tiles.shared and tiles.band:  # a shared key that the band has, too, is read once
         band = torch.arange(k_pos.shape[1]) >= len(tiles.shared)
         there = there & ~(band & inside(k_pos, rule.reach.keys))
     seen = rule.visible(q_pos[..., None], k_pos[:, None], seqlen_k - seqlen_q) & there[:, None]
-    return _as_bias(seen, q.dtype)
+    return _as_bias(seen, dtype)
 
 
 def _hidden_keys(key_mask: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any) -> Tensor:

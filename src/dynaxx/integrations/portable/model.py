@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.portable.attention import causal_bias, dense_attention, gathered_attention, mask_bias
+from dynaxx.integrations.portable.layer import attend_by_rules
 from dynaxx.integrations.portable.plans import LayerRules, is_causal, own_window, portable_rules
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy import Policy
@@ -107,31 +107,7 @@ class PortableModel(nn.Module):
             self.owner.set_attn_implementation(before)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-        rules = self.rules[layer]
-        if len(rules.parts) == 1:
-            return self._part(rules.parts[0].rule, q, k, v, scale, mask)
-        group, outs = q.shape[1] // k.shape[1], []
-        order: list[int] = []
-        for part in rules.parts:
-            heads, of_head = torch.tensor(part.heads), [head // group for head in part.heads]
-            used = sorted(set(of_head))
-            evenly = all(of_head.count(each) * len(used) == len(of_head) for each in used)
-            own = torch.tensor(used if evenly else of_head)
-            keys, values = k.index_select(1, own), v.index_select(1, own)
-            outs.append(self._part(part.rule, q.index_select(1, heads), keys, values, scale, mask))
-            order += part.heads
-        back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
-        return torch.cat(outs, dim=2).index_select(2, back)
-
-    def _part(self, rule: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-        if rule is not None:
-            return gathered_attention(q, k, v, rule, scale=scale, key_mask=mask, known=self._known)
-        bias = None if mask is None else mask_bias(mask, q.dtype)
-        if self.causal:
-            if "causal" not in self._known:
-                self._known["causal"] = causal_bias(q, k.shape[2])
-            bias = self._known["causal"] if bias is None else bias + self._known["causal"]
-        return dense_attention(q, k, v, bias, scale=scale)
+        return attend_by_rules(self.rules[layer], q, k, v, scale, mask, causal=self.causal, known=self._known)
 
 
 def cache_heads(config: Any) -> tuple[int, int]:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one layer by its rules, in plain tensor operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.portable.attention import (
+    causal_bias,
+    dense_attention,
+    gather_bias,
+    gathered_attention,
+    mask_bias,
+)
+from dynaxx.integrations.portable.plans import LayerRules
+from dynaxx.integrations.portable.rules import GatherRule
+
+Known = dict[GatherRule | None, Tensor]  # the bias of each rule, None being causality alone
+
+
+def attend_by_rules(
+    rules: LayerRules,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    known: Known,
+) -> Tensor:
+    """Attend: q (B, Hq, N, D), k and v (B, H, M, D), mask (B, M) bool or None; to (B, N, Hq, D).
+
+    `known` holds the biases of this pass, which layers share; those that are missing are added.
+    """
+    for part in rules.parts:
+        if part.rule not in known and (causal or part.rule is not None):
+            known[part.rule] = bias_of(part.rule, q.shape[2], k.shape[2], q.dtype)
+    if len(rules.parts) == 1:
+        return _attend(rules.parts[0].rule, q, k, v, scale, mask, known)
+    group, outs = q.shape[1] // k.shape[1], []
+    order: list[int] = []
+    for part in rules.parts:
+        heads, of_head = torch.tensor(part.heads), [head // group for head in part.heads]
+        used = sorted(set(of_head))
+        evenly = all(of_head.count(each) * len(used) == len(of_head) for each in used)
+        own = torch.tensor(used if evenly else of_head)
+        keys, values = k.index_select(1, own), v.index_select(1, own)
+        outs.append(_attend(part.rule, q.index_select(1, heads), keys, values, scale, mask, known))
+        order += part.heads
+    back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+    return torch.cat(outs, dim=2).index_select(2, back)
+
+
+def bias_of(rule: GatherRule | None, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
+    """Return the bias of a rule, or of causality alone, for so many queries at the end of so many keys."""
+    if rule is None:
+        return causal_bias(seqlen_q, seqlen_k, dtype)
+    return gather_bias(rule, seqlen_q, seqlen_k, dtype)
+
+
+def _attend(
+    rule: GatherRule | None, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, known: Known
+) -> Tensor:
+    if rule is not None:
+        return gathered_attention(q, k, v, rule, scale=scale, key_mask=mask, bias=known[rule])
+    bias = None if mask is None else mask_bias(mask, q.dtype)
+    causal = known.get(None)
+    if causal is not None:
+        bias = causal if bias is None else bias + causal
+    return dense_attention(q, k, v, bias, scale=scale)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator computes and chooses what dynaxx does in torch, for each rule, block size, length and head grouping."""
+
+import itertools
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+import dynaxx as dx
+from dynaxx.core import build
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.onnx import library, packages
+from dynaxx.integrations.onnx.plans import _plan, operator_plans
+from dynaxx.integrations.transformers import model_facts
+from dynaxx.policy import Policy, Rule
+from dynaxx.policy.plan import HeadGroup, LayerPlan
+from tiny import llama, tokens
+
+pytestmark = pytest.mark.slow  # the operator is compiled at first use: a minute
+
+ALL = tuple(range(6))
+SCORERS = (dx.MeanQuery(), dx.MeanPool(), dx.MinMax(), dx.MinMax(0.5))
+RULES = (
+    [HeadGroup(ALL, dx.SlidingWindow(100) | dx.Sink(5))],
+    [HeadGroup(ALL, dx.Strided(70) | dx.SlidingWindow(70))],
+    [HeadGroup((0, 1, 5), dx.SlidingWindow(100)), HeadGroup((2, 3, 4), dx.Causal())],
+    *([HeadGroup(ALL, dx.Sink(4) | dx.SlidingWindow(65) | dx.TopK(0.25, scorer, per=per))]
+      for scorer, per in itertools.product(SCORERS, ("head", "group"))),
+    [HeadGroup(ALL, dx.TopK((0.1, 0.0, 1.0, 0.3, 0.5, 0.2), per="head"))],
+    [HeadGroup(ALL, dx.TopK(3))],
+    [HeadGroup(ALL, dx.LocalBlocks(2) | dx.TopK(0.3, floor=10))],
+    [HeadGroup((0, 1, 2), dx.LocalBlocks(2) | dx.TopK(0.3)), HeadGroup((3, 5), dx.SlidingWindow(70)),
+     HeadGroup((4,), dx.TopK(2, dx.MinMax()))],
+)  # fmt: skip
+
+
+def operator(plan=(), sparse_from=0, always=0, scale=0.125, threads=2):
+    attributes = {
+        "scale": scale,
+        "sparse_from": sparse_from,
+        "always": always,
+        **({"plan": list(plan)} if plan else {}),
+    }
+    node = helper.make_node("SparseAttention", ["q", "k", "v"], ["out"], domain="dynaxx", **attributes)
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in ("q", "k", "v", "out")]
+    graph = helper.make_graph([node], "one", values[:3], values[3:])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("dynaxx", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(library.library_path()))
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(model.SerializeToString(), options)
+
+
+def run(session, q, k, v):
+    given = {name: x.transpose(1, 2).contiguous().numpy() for name, x in zip("qkv", (q, k, v), strict=True)}
+    return torch.from_numpy(session.run(None, given)[0])
+
+
+@pytest.mark.parametrize("block_size", [(64, 64), (32, 64), (128, 32)])
+@pytest.mark.parametrize("head_dim", [64, 24])
+@pytest.mark.parametrize("groups", RULES, ids=repr)
+def test_it_computes_what_torch_does(groups, block_size, head_dim):
+    torch.manual_seed(0)
+    plan = LayerPlan(tuple(groups), 6, 2, block_size)
+    session = operator(_plan(plan, 0).plan)
+    for batch, seqlen_q, seqlen_k in ((1, 600, 600), (2, 333, 333), (1, 100, 700), (1, 2, 2), (1, 65, 65)):
+        q = torch.randn(batch, seqlen_q, 6, head_dim) * 2
+        k, v = torch.randn(batch, seqlen_k, 2, head_dim) * 1.5, torch.randn(batch, seqlen_k, 2, 40)
+        want = dx.sparse_attention(q, k, v, plan.layout(q, k, scale=0.125), scale=0.125)
+        torch.testing.assert_close(run(session, q, k, v), want, atol=1e-4, rtol=1e-4)
+
+
+def dense(q, k, v):
+    rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    mask = rows >= torch.arange(k.shape[1])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.125, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_short_prompts_and_steps_see_all_keys_and_windows_stay(threads):
+    torch.manual_seed(0)
+    window = LayerPlan((HeadGroup(ALL, dx.SlidingWindow(50)),), 6, 2, (64, 64))
+    numbers = _plan(window, 0).plan
+    for seqlen_q, seqlen_k in ((1, 1), (1, 300), (300, 300), (7, 77)):
+        q, k, v = torch.randn(2, seqlen_q, 6, 16), torch.randn(2, seqlen_k, 2, 16), torch.randn(2, seqlen_k, 2, 16)
+        found = run(operator(numbers, sparse_from=301, threads=threads), q, k, v)
+        torch.testing.assert_close(found, dense(q, k, v), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(run(operator(threads=threads), q, k, v), found)
+        kept = run(operator(numbers, sparse_from=10**6, always=1, threads=threads), q, k, v)
+        want = dx.sparse_attention(q, k, v, window.layout(q, k), scale=0.125)
+        torch.testing.assert_close(kept, want, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_to_do_and_bad_inputs():
+    q, k = torch.randn(1, 5, 6, 16), torch.randn(1, 9, 2, 16)
+    session = operator()
+    assert run(session, q[:, :0], k, k).shape == (1, 0, 6, 16)
+    assert run(session, q[:0], k[:0], k[:0]).shape == (0, 5, 6, 16)
+    for wrong in ((q, k[:, :3], k[:, :3]), (q, k[..., :8], k), (q[:, :, :5], k, k), (q, k, k[:, :4])):
+        with pytest.raises(Exception, match="must fit each other"):
+            run(session, *wrong)
+    with pytest.raises(Exception, match="export the model again"):
+        operator((64, 64, 1, 99))
+    heads = LayerPlan((HeadGroup((0,), dx.SlidingWindow(5)), HeadGroup((1, 8), dx.Sink(2))), 9, 3, (64, 64))
+    with pytest.raises(Exception, match="q head 8 of 6"):
+        run(operator(_plan(heads, 0).plan), q, torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16))
+
+
+def test_rules_that_it_does_not_have_are_refused_with_the_fix():
+    model = llama()
+    facts = model_facts(model)
+    for rule, reason in (
+        (dx.Sink(4) | dx.TopP(0.9), "has TopK by MeanQuery"),
+        (dx.TopK(0.5, dx.MeanPool(16)), "whole block as its pool"),
+        (dx.LastQueries(3) | dx.Sink(4), "depends on the request"),
+    ):
+        with pytest.raises(UnsupportedInputError, match=reason):
+            operator_plans(model, Policy(model=facts, rules=[Rule.of(rule)]))
+    decode = Policy(model=facts, rules=[Rule.of(dx.Sink(64) | dx.SlidingWindow(256), phase="decode")])
+    with pytest.raises(UnsupportedInputError, match="decode rules"):
+        operator_plans(model, decode)
+
+
+def test_without_a_compiler_the_fix_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("DYNAXX_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(library, "_is_of_these_sources", lambda path: False)
+    library._library_path.cache_clear()
+    with pytest.raises(RuntimeError, match=r"install g\+\+ or clang\+\+"):
+        library.library_path()
+    monkeypatch.setenv("DYNAXX_CPU_ISA", "torch")
+    with pytest.raises(ValueError, match="no form in torch"):
+        library.library_path()
+    library._library_path.cache_clear()
+
+
+def test_an_old_runtime_is_refused(monkeypatch):
+    monkeypatch.setattr(onnxruntime, "__version__", "1.16.3")
+    with pytest.raises(ImportError, match=r"must be >= 1\.20, got 1\.16\.3"):
+        packages.runtime()
+
+
+@torch.no_grad()
+def test_a_dynamic_policy_exported_equals_torch_and_generates_the_same(tmp_path):
+    model, ids = llama(), tokens(2, 300)
+    policy = Policy(model=model_facts(model), rules=[Rule.of(dx.Sink(4) | dx.LocalBlocks(1) | dx.TopK(0.3))])
+    made = dx.export_onnx(model, tmp_path / "out", policy, all_logits=True)
+    assert (made.form, made.graphs) == ("custom", ("model",))
+    ran = dx.OnnxModel(made.folder)
+    with dx.apply(model, policy):
+        torch.testing.assert_close(torch.from_numpy(ran.step(ids.numpy())[0]), model(ids).logits, atol=1e-4, rtol=1e-4)
+        mask = torch.ones_like(ids)
+        want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 300:]
+    found = np.stack(list(ran.generate(ids.numpy(), 12)), 1)
+    np.testing.assert_array_equal(found[:, : want.shape[1]], want.numpy())
