@@ -98,6 +98,21 @@ def run_method(model, tokenizer, policy, text, plan, dense, seed):
     return found.rows, sum(seen) / max(1, len(seen))
 
 
+def flat(method, density, row):
+    """Return one row of the table."""
+    drop = row["drop"]
+    return {
+        "task": row["task"],
+        "method": method,
+        "density": f"{density:.1%}",
+        "dense finds": f"{row['dense_match']['mean']:.0%}",
+        "finds": f"{row['sparse_match']['mean']:.0%}",
+        "nats lost per answer token": f"{drop['mean']:+.2f}",
+        "95 % interval": f"{drop['low']:+.2f} to {drop['high']:+.2f}",
+        "verdict": row["verdict"],
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -137,7 +152,7 @@ def main():
                     found, density = run_method(model, tokenizer, policy, held_out, plan, dense, options.seed)
                     steps.remember(key, lambda found=found, density=density: [asdict(found[0]), density])
                 row, density = steps.remember(key, list)
-                rows.append({"method": name, "density": density, **row})
+                rows.append(flat(name, density, row))
     print(json.dumps({"rows": rows}) if options.json else "\n".join(map(str, rows)))
 
 

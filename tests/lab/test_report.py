@@ -318,3 +318,30 @@ def test_importing_the_report_loads_no_heavy_library():
     code = f"import sys, dynaxx.lab.report; print([name for name in {heavy} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout.strip() == "[]"
+
+
+def test_kinds_of_text_and_long_tasks_are_shown(tmp_path):
+    found = made.validation()
+    interval, share = {"mean": 0.02, "low": -0.01, "high": None}, {"mean": 0.8, "low": 0.4, "high": 1.0}
+    row = {
+        "task": "vt",
+        "tokens": 4096,
+        "dense_match": share,
+        "sparse_match": share,
+        "drop": interval,
+        "verdict": "holds",
+    }
+    kind = {
+        "kind": "code",
+        "label": "Python source code",
+        "tokens": 4095,
+        "dense": 4.2,
+        "ratio": 1.0138,
+        "error": 0.0015,
+    }
+    check = {"name": "perplexity_ratio", "value": 1.0138, "limit": 1.01, "passed": False, "where": "Python source code"}
+    found |= {"suite": {"rows": [row]}, "kinds": [kind], "checks": [*found["checks"], check]}
+    page = report(tmp_path / "run", analysis=SMALL, validation=found)
+    assert "vt, 4,096 tokens" in page.text
+    assert "perplexity ratio, Python source code" in page.text
+    assert "Perplexity by kind of text" in page.text

@@ -13,7 +13,7 @@ import torch
 
 from dynaxx.lab.tasks.counting import ZETA_2, common_words, frequent_words
 from dynaxx.lab.tasks.graphs import parents, two_steps
-from dynaxx.lab.tasks.haystack import NOISE, Haystack
+from dynaxx.lab.tasks.haystack import NOISE, Haystack, different
 from dynaxx.lab.tasks.needles import NEEDLE_TASKS
 from dynaxx.lab.tasks.result import Interval, interval_of, judged, share_of
 from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
@@ -220,12 +220,18 @@ def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_again(task)
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"task vt needs prompts of [\d,]+ tokens at least, got 100"):
         made("vt", 100)
-    with pytest.raises(ValueError, match="a haystack needs 20 sentences"):
+    with pytest.raises(ValueError, match="tasks need a text of at least 20 sentences"):
         Haystack("Too short.")
     with pytest.raises(ValueError, match="`samples` must be at least 1"):
         SuitePlan(samples=0)
     with pytest.raises(ValueError, match="no task"):
         SuitePlan(("rulers",))
+
+
+def test_names_do_not_run_out():
+    rng, taken = random.Random(0), set()
+    names = different(rng, "words", 14_000, taken)
+    assert len(set(names)) == len(names) == len(taken)
 
 
 def test_grades():
@@ -311,6 +317,7 @@ def test_verdicts():
     assert "judged by likelihood" in held[1]
     assert verdict([right] * 5, [wrong] * 5, limit=None)[0] == "holds"
     assert verdict([right], [right])[0] == "unclear", "one sample"
+    assert judged("vt", 1024, [right], [right], [-4.0], 0.1, ran_sparse=False).verdict == "dense by policy"
 
 
 def test_intervals():

@@ -310,6 +310,9 @@ def test_a_suite_takes_the_place_of_the_three_tasks(model):
     assert "pass  0 informative long-context tasks fail (limit 0)" in found.summary()
     assert "niah_single_1" in found.summary()
     json.dumps(found.to_dict(), allow_nan=False)
+    later = policy.replace(dense_below=701)
+    found = validate(model, Letters(), later, pydoc_text(), lengths=(300,), tokens=800, suite=plan)
+    assert [row.verdict for row in found.suite.rows] == ["dense by policy"]
     with pytest.raises(ValueError, match="at most the model's limit 1,024"):
         validate(model, Letters(), policy, pydoc_text(), lengths=(300,), suite=SuitePlan(lengths=(2000,)))
 

@@ -243,7 +243,11 @@ def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> d
     return {
         "passed": bool(document["passed"]),
         "checks": [
-            {**_picked(check, "name value limit passed"), "unit": check.get("unit") or ""}
+            {
+                **_picked(check, "name value limit passed"),
+                "unit": check.get("unit") or "",
+                "where": check.get("where") or "",
+            }
             for check in document["checks"]
         ],
         "speed": sorted(speed, key=lambda row: row["seqlen"]),
@@ -255,8 +259,35 @@ def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> d
         ),
         "with_memory": any(row.get("dense_peak_mb") for row in speed),
         "tasks": _table(document.get("tasks")),
+        "kinds": _kinds_table(document.get("kinds")),
+        "suite": _suite_table(document.get("suite")),
         "details": {name: _flat(value) for name, value in details.items()},
     }
+
+
+def _kinds_table(rows: Any) -> dict[str, Any]:
+    """Return perplexity by kind of text as header and rows."""
+    shown = [
+        [row["label"], row["tokens"], row["dense"], change(row["ratio"]), percent(row["error"], 2)]
+        for row in rows or []
+    ]
+    return {"header": ["kind", "tokens", "dense perplexity", "change", "standard error"], "rows": shown}
+
+
+def _suite_table(suite: Any) -> dict[str, Any]:
+    """Return long-context tasks as header and rows."""
+    shown = [
+        [
+            f"{row['task']}, {row['tokens']:,} tokens",
+            percent(row["dense_match"]["mean"]),
+            percent(row["sparse_match"]["mean"]),
+            row["drop"]["mean"],
+            row["drop"]["high"] if row["drop"]["high"] is not None else "",
+            row["verdict"],
+        ]
+        for row in (suite or {}).get("rows", ())
+    ]
+    return {"header": ["task", "dense finds", "sparse finds", "nats lost", "at most", "verdict"], "rows": shown}
 
 
 def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ NOUNS = tuple(_NOUNS.split())
 NOISE = "The lake is still. The bread is warm. The wind is low. Off we walk. Round the hill and home."
 WORD = re.compile(r"\b[a-z]{4,10}\b")
 MOST_WORDS = 40  # of a sentence
+MOST_COLLISIONS = 100  # names in a row that were taken, after which longer names are drawn
 MOST_LETTERS = 30  # of a word: longer ones are rules and tables, of many tokens
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
 
@@ -52,8 +53,8 @@ class Haystack:
         self.words = tuple(sorted(set(WORD.findall(text))))
         if len(self.sentences) < 20 or len(self.words) < 100:
             raise ValueError(
-                f"a haystack needs 20 sentences and 100 different words, got {len(self.sentences)} and "
-                f"{len(self.words)}; give a longer text"
+                "tasks need a text of at least 20 sentences and 100 different words in Latin letters, got "
+                f"{len(self.sentences)} and {len(self.words)}; give a longer text, or a built-in one such as 'pydoc'"
             )
 
     def stretch(self, rng: random.Random, count: int) -> list[str]:
@@ -95,11 +96,15 @@ def different(rng: random.Random, kind: str, count: int, taken: set[str] | None 
     draw = {"words": pair_of_words, "numbers": number, "uuids": new_uuid}[kind]
     taken = set() if taken is None else taken
     found: list[str] = []
+    collisions = 0
     while len(found) < count:
-        name = draw(rng)
-        if name not in taken:
-            taken.add(name)
-            found.append(name)
+        name = draw(rng) if collisions < MOST_COLLISIONS else f"{draw(rng)}-{draw(rng)}"
+        if name in taken:
+            collisions += 1
+            continue
+        taken.add(name)
+        found.append(name)
+        collisions = 0 if collisions < MOST_COLLISIONS else collisions
     return found
 
 

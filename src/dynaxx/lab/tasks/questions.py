@@ -42,7 +42,8 @@ class _World:
         names = [f"{first} {last}" for first in FIRST for last in LAST]
         rng.shuffle(names)
         self.people = [
-            (name if i < len(names) else f"{name} the Younger") for i, name in enumerate(_again(names, people))
+            (name if i < len(names) else f"{name} ({i // len(names) + 1})")
+            for i, name in enumerate(_again(names, people))
         ]
         self.city = [rng.choice(CITIES) for _ in self.people]
         self.field = [rng.choice(FIELDS) for _ in self.people]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Verdict = Literal["holds", "fails", "unclear", "not informative"]
+Verdict = Literal["holds", "fails", "unclear", "not informative", "dense by policy"]
 
 ANSWERED = 0.5  # share of answers that the dense model must find for a task to be informative
 KNOWN = 0.5  # nats per token that its context must give the dense model otherwise, beyond chance
@@ -112,7 +112,9 @@ class SuiteResult:
                 f"{lost:<30} {row.verdict}"
             )
         counts = ", ".join(
-            f"{len(self.of(v))} {v}" for v in ("holds", "fails", "unclear", "not informative") if self.of(v)
+            f"{len(self.of(v))} {v}"
+            for v in ("holds", "fails", "unclear", "not informative", "dense by policy")
+            if self.of(v)
         )
         return "\n".join([*lines, f"{len(self.rows)} rows: {counts}", *self.skipped])
 
@@ -124,6 +126,8 @@ def judged(
     sparse: Sequence[tuple[float, float]],
     known: Sequence[float],
     limit: float | None,
+    *,
+    ran_sparse: bool = True,
 ) -> TaskRow:
     """Return the row of a task.
 
@@ -134,11 +138,14 @@ def judged(
         sparse: (log-probability, match) of each sample, sparse.
         known: dense log-probability of each answer without the context.
         limit: allowed loss in nats per answer token; None means no limit.
+        ran_sparse: False where every call ran dense, so that dense was compared with dense.
     """
     drop = interval_of([before[0] - after[0] for before, after in zip(dense, sparse, strict=True)])
     gain = interval_of([before[0] - without for before, without in zip(dense, known, strict=True)])
     dense_match, sparse_match = (share_of([each[1] for each in found]) for found in (dense, sparse))
     verdict, why = _verdict(dense_match, sparse_match, drop, gain, limit)
+    if not ran_sparse:
+        verdict, why = "dense by policy", "the policy leaves prompts of this length dense"
     return TaskRow(
         task=task,
         tokens=tokens,

@@ -113,8 +113,9 @@ def _row(
     dense: DenseAnswers,
 ) -> TaskRow:
     before = [dense.of(model, tokenizer, sample, seed, index, plan.generate) for index, sample in enumerate(made)]
-    with applied():
+    with applied() as handle:
         after = [answer_task(model, tokenizer, sample, generate=plan.generate) for sample in made]
+        ran_sparse = handle is None or handle.stats()["sparse_calls"] > 0
     return judged(
         made[0].task,
         made[0].tokens,
@@ -122,4 +123,5 @@ def _row(
         [(each.logprob, each.match) for each in after],
         [each[2] for each in before],
         limit,
+        ran_sparse=ran_sparse,
     )

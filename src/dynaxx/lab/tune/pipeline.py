@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynaxx.lab.files import read_json, write_json
-from dynaxx.lab.kinds import text_of
+from dynaxx.lab.kinds import kinds_of, text_of
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.profile.run import default_lengths
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -109,6 +109,7 @@ class _Steps:
 
     def __init__(self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress) -> None:
         from dynaxx.lab.tune.decode import check_cuda_graph
+        from dynaxx.lab.tune.held_tasks import HeldTasks
         from dynaxx.lab.tune.run import default_block_size
         from dynaxx.lab.tune.search_texts import search_texts
 
@@ -118,7 +119,12 @@ class _Steps:
         self.block_size = plan.block_size or default_block_size(model)
         self.files: list[Path] = []
         check_tokens(model, plan.tokens, self.block_size)
-        search_texts(tokenizer, text, {kind: text_of(kind) for kind in plan.kinds}, plan.tokens)
+        kinds = {kind: text_of(kind) for kind in kinds_of(plan.kinds)}
+        search_texts(tokenizer, text, kinds, plan.tokens)
+        if plan.held_out and not kinds:
+            raise ValueError("leaving one kind of text out needs several: give --kinds, for example --kinds all")
+        if plan.hold:
+            HeldTasks(model, tokenizer, text, plan.hold, plan.tokens, plan.seed, lambda name, compute: compute())
         check_cuda_graph(model, plan.decode, plan.cuda_graph)
         self._known = _begin(model, text, plan, self.lengths)
 

@@ -129,12 +129,12 @@ class Search:
         chosen, make = sparser((best_tuned, tuned), (best_uniform, uniform))
         budgets = make(chosen.density)[1] if chosen else [[1.0] * costs.heads for _ in layers]
         policy = self._policy(layers, budgets, scorer)
-        left_out = self._leave_one_out(each_costs, scorer, task) if held_out else ()
         task.advance(0, "crossover against dense")
         key = f"crossover {rules_digest(policy)}"
         timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
         crossover = tuple(LengthTiming(**timing) for timing in timings)
         border = dense_below(crossover) if chosen else None
+        left_out = self._leave_one_out(each_costs, scorer, task) if held_out else ()
         result = TuneResult(
             model=name,
             tokens=self.tokens,

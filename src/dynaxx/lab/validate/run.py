@@ -14,6 +14,7 @@ from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.kinds import kinds_of, label, text_of
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.texts import encode, split_text
 from dynaxx.lab.tune.crossover import within
@@ -96,6 +97,8 @@ def validate(
     others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
     if suite is not None and max(suite.lengths) > limit:
         raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {max(suite.lengths):,}")
+    if suite is not None:
+        Haystack(split_text(text).held_out)  # refuse a text for tasks before long work
     if known is not None and (known.window_tokens != window or known.window_tokens <= border):
         known = None
     with evaluating(model), progress.task("Validating", 100) as task:
