@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dynaxx.patterns.base import Pattern
 
 
-class Entries(NamedTuple):
+class VisitedEntries(NamedTuple):
     """The visited blocks row by row. Each row lists its partial blocks and then its full ones, each ascending."""
 
     num_partial: Ints  # (q_blocks,) partial blocks of each row
@@ -61,7 +61,7 @@ def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockL
     return _layout(grid, entries, bits, device)
 
 
-def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[Entries, Words]:
+def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[VisitedEntries, Words]:
     """Return the entries and mask bits of a rule on distances, which shows the same distances in each row."""
     step = min(grid.block_size)
     up, down = (size // step for size in grid.block_size)  # steps between neighbouring rows, and between columns
@@ -87,10 +87,10 @@ def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[Entries, Words
     cols = rows.astype(np.int32).repeat(num_partial + num_full)
     cols -= apart.astype(np.int32).take(place)
     of_entries = codes.astype(np.int32).take(place)
-    return Entries(num_partial, num_partial + num_full, cols if down == 1 else cols // down, of_entries), bits
+    return VisitedEntries(num_partial, num_partial + num_full, cols if down == 1 else cols // down, of_entries), bits
 
 
-def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, codes: Ints) -> Entries:
+def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, codes: Ints) -> VisitedEntries:
     """Return entries from runs that are in order. `codes` are those of the partial blocks, which lie in `rows`."""
     num_partial, num_full = partial.lengths(grid.q_blocks), filled.lengths(grid.q_blocks)
     indices = beside(partial, filled).columns(grid.q_blocks)
@@ -98,10 +98,12 @@ def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, c
     entry_codes.fill(FULL)
     before = num_full.cumsum() - num_full
     entry_codes[before.take(rows) + np.arange(len(rows))] = codes
-    return Entries(num_partial, num_partial + num_full, indices, entry_codes)
+    return VisitedEntries(num_partial, num_partial + num_full, indices, entry_codes)
 
 
-def _sorted_entries(grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: tuple[NDArray[Any], ...]) -> Entries:
+def _sorted_entries(
+    grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: tuple[NDArray[Any], ...]
+) -> VisitedEntries:
     """Return entries in order after some of the touched blocks have turned out to be full or empty.
 
     Args:
@@ -116,10 +118,10 @@ def _sorted_entries(grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: t
     parts = rows * 2 + (codes == FULL)
     order = (parts * max(1, grid.kv_blocks) + cols).argsort(kind="stable")
     counts = np.bincount(parts, minlength=2 * grid.q_blocks).reshape(-1, 2)
-    return Entries(counts[:, 0], counts.sum(1), cols[order], codes[order])
+    return VisitedEntries(counts[:, 0], counts.sum(1), cols[order], codes[order])
 
 
-def _layout(grid: BlockGrid, entries: Entries, bits: Words, device: torch.device) -> BlockLayout:
+def _layout(grid: BlockGrid, entries: VisitedEntries, bits: Words, device: torch.device) -> BlockLayout:
     """Return the layout of some entries. The order of its rows is computed here, where the host has their lengths."""
     num_blocks = entries.num_blocks
     indptr = np.zeros((1, 1, grid.q_blocks + 1), np.int64)

@@ -38,21 +38,21 @@ class Leaf(Spec):
         return self.makes(**{name: getattr(self, name) for name in type(self).model_fields if name != "kind"})
 
 
-class Causal(Leaf):
+class CausalSpec(Leaf):
     """Every key at or before the query."""
 
     makes = p.Causal
     kind: Literal["causal"] = "causal"
 
 
-class Full(Leaf):
+class FullSpec(Leaf):
     """Every pair that causality allows."""
 
     makes = p.Full
     kind: Literal["full"] = "full"
 
 
-class SlidingWindow(Leaf):
+class SlidingWindowSpec(Leaf):
     """The last `window` keys, the query's own included; or `left` keys before it and `right` keys after it."""
 
     makes = p.SlidingWindow
@@ -60,7 +60,7 @@ class SlidingWindow(Leaf):
     window: Positive | tuple[Sides, Sides]
 
 
-class Dilated(Leaf):
+class DilatedSpec(Leaf):
     """`window` keys, `dilation` tokens apart."""
 
     makes = p.Dilated
@@ -69,7 +69,7 @@ class Dilated(Leaf):
     dilation: Positive
 
 
-class Strided(Leaf):
+class StridedSpec(Leaf):
     """Keys at distances that are multiples of `stride`."""
 
     makes = p.Strided
@@ -77,7 +77,7 @@ class Strided(Leaf):
     stride: Positive
 
 
-class GlobalTokens(Leaf):
+class GlobalTokensSpec(Leaf):
     """The first `tokens` keys, or those at the given positions."""
 
     makes = p.GlobalTokens
@@ -86,7 +86,7 @@ class GlobalTokens(Leaf):
     symmetric: Flag = False
 
 
-class GlobalContent(Leaf):
+class GlobalContentSpec(Leaf):
     """The tokens that match, and `span` tokens after each match; see `content_tokens`."""
 
     makes = p.GlobalContent
@@ -97,7 +97,7 @@ class GlobalContent(Leaf):
     symmetric: Flag = False
 
 
-class Sink(Leaf):
+class SinkSpec(Leaf):
     """The first `tokens` keys."""
 
     makes = p.Sink
@@ -105,7 +105,7 @@ class Sink(Leaf):
     tokens: Count = 4
 
 
-class LastQueries(Leaf):
+class LastQueriesSpec(Leaf):
     """The last `queries` queries see every key."""
 
     makes = p.LastQueries
@@ -113,7 +113,7 @@ class LastQueries(Leaf):
     queries: Count
 
 
-class LocalBlocks(Leaf):
+class LocalBlocksSpec(Leaf):
     """The q block's own kv block and those before it, `blocks` in all."""
 
     makes = p.LocalBlocks
@@ -121,7 +121,7 @@ class LocalBlocks(Leaf):
     blocks: Positive
 
 
-class RandomBlocks(Leaf):
+class RandomBlocksSpec(Leaf):
     """`blocks` random kv blocks per q block."""
 
     makes = p.RandomBlocks
@@ -130,7 +130,7 @@ class RandomBlocks(Leaf):
     seed: Int = 0
 
 
-class Documents(Leaf):
+class DocumentsSpec(Leaf):
     """Pairs within one document of a packed sequence."""
 
     makes = p.Documents
@@ -138,7 +138,7 @@ class Documents(Leaf):
     cu_seqlens: Counts
 
 
-class AnyOf(Spec):
+class AnyOfSpec(Spec):
     """A pair is visible if any part shows it: `a | b`."""
 
     kind: Literal["any_of"] = "any_of"
@@ -149,7 +149,7 @@ class AnyOf(Spec):
         return p.Union(tuple(part.build() for part in self.parts))
 
 
-class AllOf(Spec):
+class AllOfSpec(Spec):
     """A pair is visible if every part shows it: `a & b`."""
 
     kind: Literal["all_of"] = "all_of"
@@ -161,21 +161,21 @@ class AllOf(Spec):
 
 
 AnyPattern: TypeAlias = (
-    Causal
-    | Full
-    | SlidingWindow
-    | Dilated
-    | Strided
-    | GlobalTokens
-    | GlobalContent
-    | Sink
-    | LastQueries
-    | LocalBlocks
-    | RandomBlocks
-    | Documents
-    | AnyOf
-    | AllOf
+    CausalSpec
+    | FullSpec
+    | SlidingWindowSpec
+    | DilatedSpec
+    | StridedSpec
+    | GlobalTokensSpec
+    | GlobalContentSpec
+    | SinkSpec
+    | LastQueriesSpec
+    | LocalBlocksSpec
+    | RandomBlocksSpec
+    | DocumentsSpec
+    | AnyOfSpec
+    | AllOfSpec
 )
 PatternSpec: TypeAlias = Annotated[AnyPattern, Field(discriminator="kind")]
-for _model in (AnyOf, AllOf):
+for _model in (AnyOfSpec, AllOfSpec):
     _model.model_rebuild()

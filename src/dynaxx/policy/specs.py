@@ -15,7 +15,7 @@ from pydantic import Field, Strict, model_validator
 from dynaxx import patterns as p
 from dynaxx import selection as s
 from dynaxx.policy.document import MOST_LISTED, Count, Counts, Int, NotNegative, Positive, Share
-from dynaxx.policy.pattern_specs import AllOf, AnyOf, AnyPattern, Leaf, PatternSpec, Spec
+from dynaxx.policy.pattern_specs import AllOfSpec, AnyOfSpec, AnyPattern, Leaf, PatternSpec, Spec
 
 AttentionRule: TypeAlias = p.Pattern | s.Selector | s.Hybrid  # the rule of a head; None means dense
 
@@ -27,7 +27,7 @@ Tables = Annotated[int, Strict(), Field(ge=1, le=256)]
 Bits = Annotated[int, Strict(), Field(ge=1, le=16)]  # 2^bits buckets
 
 
-class MeanQuery(Leaf):
+class MeanQuerySpec(Leaf):
     """Score blocks by the attention of a q block's mean query to each of their keys."""
 
     makes = s.MeanQuery
@@ -36,7 +36,7 @@ class MeanQuery(Leaf):
     precision: Literal["full", "int8"] = "full"
 
 
-class TwoStage(Spec):
+class TwoStageSpec(Spec):
     """Score blocks in two stages: bounds rule out most blocks, and `fine` ranks the rest.
 
     The second stage gets a `share` of the visible blocks, or a number of `blocks`.
@@ -45,11 +45,11 @@ class TwoStage(Spec):
     kind: Literal["two_stage"] = "two_stage"
     share: Share | None = None
     blocks: Count | None = None
-    fine: MeanQuery = MeanQuery()
+    fine: MeanQuerySpec = MeanQuerySpec()
     panel: Positive = 32
 
     @model_validator(mode="after")
-    def _one_keep(self) -> TwoStage:
+    def _one_keep(self) -> TwoStageSpec:
         if (self.share is None) == (self.blocks is None):
             raise ValueError("give exactly one of `share` and `blocks`")
         self.build()
@@ -62,7 +62,7 @@ class TwoStage(Spec):
         )
 
 
-class MeanPool(Leaf):
+class MeanPoolSpec(Leaf):
     """Score blocks by mean-pooled keys."""
 
     makes = s.MeanPool
@@ -70,7 +70,7 @@ class MeanPool(Leaf):
     pool: Positive | None = None
 
 
-class MinMax(Leaf):
+class MinMaxSpec(Leaf):
     """Score blocks by a bound from the minima and maxima of their keys, or by its mixture with the mean key."""
 
     makes = s.MinMax
@@ -79,7 +79,7 @@ class MinMax(Leaf):
     pool: Positive | None = None
 
 
-class LastQueryProbe(Leaf):
+class LastQueryProbeSpec(Leaf):
     """Score blocks by the vertical and slash lines that the last queries see."""
 
     makes = s.LastQueryProbe
@@ -87,7 +87,7 @@ class LastQueryProbe(Leaf):
     queries: Positive = 64
 
 
-class AntiDiagonal(Leaf):
+class AntiDiagonalSpec(Leaf):
     """Score blocks by sums over strided anti-diagonals."""
 
     makes = s.AntiDiagonal
@@ -95,7 +95,7 @@ class AntiDiagonal(Leaf):
     stride: Positive = 16
 
 
-class SimHash(Leaf):
+class SimHashSpec(Leaf):
     """Score blocks by how often their keys share a random bucket with the queries."""
 
     makes = s.SimHash
@@ -105,7 +105,7 @@ class SimHash(Leaf):
     seed: Int = 0
 
 
-class KeyClusters(Leaf):
+class KeyClustersSpec(Leaf):
     """Score blocks by the clusters of keys nearest to the queries."""
 
     makes = s.KeyClusters
@@ -116,7 +116,7 @@ class KeyClusters(Leaf):
     seed: Int = 0
 
 
-class ClusterGlobals(Leaf):
+class ClusterGlobalsSpec(Leaf):
     """Select, for every query, the blocks that hold most keys of each cluster.
 
     `per_cluster` is one number, or one per head that the rule covers.
@@ -130,7 +130,7 @@ class ClusterGlobals(Leaf):
     seed: Int = 0
 
 
-class TopK(Spec):
+class TopKSpec(Spec):
     """Select the best-scored blocks: a `share` of the causally visible ones, or a number of `blocks`.
 
     Either is one value, or one per head that the rule covers. They have different names because JSON does not
@@ -140,12 +140,12 @@ class TopK(Spec):
     kind: Literal["top_k"] = "top_k"
     share: Share | Shares | None = None
     blocks: Count | Counts | None = None
-    scorer: ScorerSpec = MeanQuery()
+    scorer: ScorerSpec = MeanQuerySpec()
     floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of this many
     per: Per = "group"  # "group": the q heads of a kv head choose together; "head": each chooses alone
 
     @model_validator(mode="after")
-    def _one_budget(self) -> TopK:
+    def _one_budget(self) -> TopKSpec:
         if (self.share is None) == (self.blocks is None):
             raise ValueError("give exactly one of `share` and `blocks`")
         return self
@@ -162,12 +162,12 @@ class TopK(Spec):
         )
 
 
-class TopP(Spec):
+class TopPSpec(Spec):
     """Select the best-scored blocks up to a share of the estimated attention mass; one value, or one per head."""
 
     kind: Literal["top_p"] = "top_p"
     mass: Share | Shares
-    scorer: ScorerSpec = MeanQuery()
+    scorer: ScorerSpec = MeanQuerySpec()
     per: Per = "group"
 
     @property
@@ -180,7 +180,7 @@ class TopP(Spec):
         return s.TopP(_floats(self.mass), self.scorer.build(), self.per)
 
 
-class Threshold(Spec):
+class ThresholdSpec(Spec):
     """Select the blocks whose estimated mass reaches a share of the row's largest mass, or of an even spread.
 
     The share is one value, or one per head.
@@ -189,7 +189,7 @@ class Threshold(Spec):
     kind: Literal["threshold"] = "threshold"
     share: NotNegative | Annotated[tuple[NotNegative, ...], Field(max_length=MOST_LISTED)]
     of: Literal["max", "uniform"] = "max"
-    scorer: ScorerSpec = MeanQuery()
+    scorer: ScorerSpec = MeanQuerySpec()
     per: Per = "group"
 
     @property
@@ -202,7 +202,7 @@ class Threshold(Spec):
         return s.Threshold(_floats(self.share), self.of, self.scorer.build(), self.per)
 
 
-class Hybrid(Spec):
+class HybridSpec(Spec):
     """A pattern that is always visible, and a selector that spends its budget on the rest."""
 
     kind: Literal["hybrid"] = "hybrid"
@@ -214,7 +214,7 @@ class Hybrid(Spec):
         return s.Hybrid(self.pattern.build(), self.selector.build())
 
 
-class Dense(Spec):
+class DenseSpec(Spec):
     """Dense attention, stated explicitly."""
 
     kind: Literal["dense"] = "dense"
@@ -225,13 +225,20 @@ class Dense(Spec):
 
 
 ScorerSpec: TypeAlias = Annotated[
-    MeanQuery | TwoStage | MeanPool | MinMax | LastQueryProbe | AntiDiagonal | SimHash | KeyClusters,
+    MeanQuerySpec
+    | TwoStageSpec
+    | MeanPoolSpec
+    | MinMaxSpec
+    | LastQueryProbeSpec
+    | AntiDiagonalSpec
+    | SimHashSpec
+    | KeyClustersSpec,
     Field(discriminator="kind"),
 ]
-AnySelector: TypeAlias = TopK | TopP | Threshold | ClusterGlobals
+AnySelector: TypeAlias = TopKSpec | TopPSpec | ThresholdSpec | ClusterGlobalsSpec
 SelectorSpec: TypeAlias = Annotated[AnySelector, Field(discriminator="kind")]
-AttentionSpec: TypeAlias = Annotated[AnyPattern | AnySelector | Hybrid | Dense, Field(discriminator="kind")]
-for _model in (TopK, TopP, Threshold, Hybrid):
+AttentionSpec: TypeAlias = Annotated[AnyPattern | AnySelector | HybridSpec | DenseSpec, Field(discriminator="kind")]
+for _model in (TopKSpec, TopPSpec, ThresholdSpec, HybridSpec):
     _model.model_rebuild()
 
 _SPEC_OF = {leaf.makes: leaf for leaf in Leaf.__subclasses__()}
@@ -244,22 +251,22 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
         ValueError: a policy file cannot express the object.
     """
     if rule is None:
-        return Dense()
+        return DenseSpec()
     if isinstance(rule, p.Union):
-        return AnyOf(parts=tuple(to_spec(part) for part in rule.parts))
+        return AnyOfSpec(parts=tuple(to_spec(part) for part in rule.parts))
     if isinstance(rule, p.Intersection):
-        return AllOf(parts=tuple(to_spec(part) for part in rule.parts))
+        return AllOfSpec(parts=tuple(to_spec(part) for part in rule.parts))
     if isinstance(rule, s.Hybrid):
-        return Hybrid(pattern=to_spec(rule.pattern), selector=to_spec(rule.selector))
+        return HybridSpec(pattern=to_spec(rule.pattern), selector=to_spec(rule.selector))
     if type(rule) is s.TopK:
         return _top_k_spec(rule)
     if type(rule) is s.TopP:
-        return TopP(mass=rule.mass, scorer=to_spec(rule.scorer), per=rule.per)
+        return TopPSpec(mass=rule.mass, scorer=to_spec(rule.scorer), per=rule.per)
     if type(rule) is s.Threshold:
-        return Threshold(share=rule.share, of=rule.of, scorer=to_spec(rule.scorer), per=rule.per)
+        return ThresholdSpec(share=rule.share, of=rule.of, scorer=to_spec(rule.scorer), per=rule.per)
     if type(rule) is s.TwoStage:
         name = "blocks" if isinstance(rule.keep, int) else "share"
-        return TwoStage(**{name: rule.keep}, fine=to_spec(rule.fine), panel=rule.panel)  # type: ignore[arg-type]
+        return TwoStageSpec(**{name: rule.keep}, fine=to_spec(rule.fine), panel=rule.panel)  # type: ignore[arg-type]
     leaf = _SPEC_OF.get(type(rule))
     if leaf is None:
         raise ValueError(f"a policy cannot express {rule!r}; use a pattern, selector or hybrid of dynaxx")
@@ -267,12 +274,12 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
     return leaf(**{name: own[name] for name in leaf.model_fields if name != "kind"})
 
 
-def _top_k_spec(rule: s.TopK) -> TopK:
+def _top_k_spec(rule: s.TopK) -> TopKSpec:
     values = rule.budget if isinstance(rule.budget, tuple) else (rule.budget,)
     if len({type(value) for value in values}) > 1:
         raise ValueError(f"`budget` must be shares or block counts, not both, got {rule.budget}; use one rule for each")
     name = "blocks" if isinstance(values[0], int) else "share"
-    return TopK(**{name: rule.budget}, scorer=to_spec(rule.scorer), floor=rule.floor, per=rule.per)  # type: ignore[arg-type]
+    return TopKSpec(**{name: rule.budget}, scorer=to_spec(rule.scorer), floor=rule.floor, per=rule.per)  # type: ignore[arg-type]
 
 
 def _floats(value: Any) -> Any:

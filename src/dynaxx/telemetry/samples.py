@@ -19,7 +19,7 @@ ROWS_COMPARED = 64
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockCounts:
     """The blocks of one call, counted on its device. The copy of the counts to the host may be in progress."""
 
     counts: Tensor  # (3,) int32 on the host: visited blocks; shared and all blocks of some neighbouring rows
@@ -38,7 +38,7 @@ class Sample:
     backend: str
     clock: Clock
     marks: tuple[Any, Any, Any]
-    blocks: Blocks | None
+    blocks: BlockCounts | None
     copied: Any  # the mark after which `blocks.counts` are on the host
 
     def ready(self) -> bool:
@@ -86,7 +86,7 @@ class HostSlots:
 
 def count_blocks(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, slots: HostSlots, overlap: Random | None
-) -> Blocks:
+) -> BlockCounts:
     """Count the blocks of a call without waiting for its device.
 
     Args:
@@ -107,7 +107,7 @@ def count_blocks(
         counts[:1].copy_(layout.kv_indptr[-1, -1, -1:], non_blocking=True)
     if overlap is not None and layout.q_blocks > 1 and layout.kv_indices.numel():
         counts[1:].copy_(_shared_by_neighbours(layout, overlap), non_blocking=True)
-    return Blocks(
+    return BlockCounts(
         counts=counts,
         visible=layout.visible_blocks(),
         flops_per_block=2 * q_block * kv_block * dims * copies,

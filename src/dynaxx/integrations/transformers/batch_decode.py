@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import DenseReason
-from dynaxx.integrations.transformers.batch_step import BatchStep, Row, Tenants
+from dynaxx.integrations.transformers.batch_step import BatchRow, BatchStep, Tenants
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
@@ -55,7 +55,7 @@ class BatchMemory:
         allocator: Any,
         layer: int,
         step: BatchStep,
-        rows: Sequence[Row],
+        rows: Sequence[BatchRow],
         scale: float | None,
         *,
         softcap: float | None = None,
@@ -121,7 +121,7 @@ def page_size_reason(allocator: Any, page_size: int) -> DenseReason | None:
     return DenseReason.PAGE_SIZE
 
 
-def _cache_of(allocator: Any, layer: int, step: BatchStep, rows: Sequence[Row], page_size: int) -> PagedCache:
+def _cache_of(allocator: Any, layer: int, step: BatchStep, rows: Sequence[BatchRow], page_size: int) -> PagedCache:
     """Return the cache of some rows, as views."""
     k, v = (x.view(-1, page_size, *x.shape[2:]) for x in allocator.get_cache_for_block_table(layer))
     used = torch.tensor([row.run.seqlen_k for row in rows], dtype=torch.int32).to(k.device, non_blocking=True)

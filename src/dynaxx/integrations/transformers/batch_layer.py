@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Sequence, route
 from dynaxx.integrations.transformers.arguments import Scores, sinks_of
 from dynaxx.integrations.transformers.batch_decode import page_size_reason
-from dynaxx.integrations.transformers.batch_step import BatchStep, Row
-from dynaxx.integrations.transformers.forward_context import Pass
+from dynaxx.integrations.transformers.batch_step import BatchRow, BatchStep
+from dynaxx.integrations.transformers.forward_context import ForwardContext
 from dynaxx.integrations.transformers.layer import Layer
 from dynaxx.integrations.transformers.masks import Run
 
@@ -26,7 +26,7 @@ class BatchCall(NamedTuple):
 
     layer: Layer
     module: nn.Module
-    current: Pass
+    current: ForwardContext
     cache: Any
     allocator: Any
     q: Tensor
@@ -49,7 +49,7 @@ class BatchCall(NamedTuple):
         key, value, kwargs = self._update(step.read_index)
         return self._attend(self.q, key, value, step.visible, step.runs, kwargs, dense=only_decodes)
 
-    def _decoding(self) -> tuple[list[Row], Counter[DenseReason]]:
+    def _decoding(self) -> tuple[list[BatchRow], Counter[DenseReason]]:
         """Return the requests that decode by a budget, and the reasons why other decoding requests are dense."""
         single = [row for row in self.step.rows if row.decodes]
         if not single:
@@ -80,7 +80,7 @@ class BatchCall(NamedTuple):
         scores = Scores.of(for_attention(self.arguments))
         return scores.unserved or page_size_reason(self.allocator, plan.page_size)
 
-    def _decode(self, rows: list[Row], dense: Counter[DenseReason]) -> Tensor | None:
+    def _decode(self, rows: list[BatchRow], dense: Counter[DenseReason]) -> Tensor | None:
         """Run the whole step, with `rows` by their budget. Return None if a kernel failed, which is counted."""
         index, counts, guard = self.layer.index, self.layer.handle.counts, self.current.deployed.guard
         breaker, step = self.current.deployed.breakers[index], self.step

@@ -50,7 +50,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Row:
+class BatchRow:
     """One request of a step."""
 
     run: Run  # its queries, and its keys in `read_index`
@@ -69,7 +69,7 @@ class Tenants:
         for tenant in self._by_id.values():
             tenant.summarized.clear()
 
-    def rows(self, allocator: Any, arguments: dict[str, Any]) -> list[Row]:
+    def rows(self, allocator: Any, arguments: dict[str, Any]) -> list[BatchRow]:
         """Return the requests of a step, in order. Call it once per step.
 
         A step does not name its requests, but the block of a request's last token belongs to that request only.
@@ -94,7 +94,7 @@ class Tenants:
             tenant = Tenant([]) if name is None else self._by_id.setdefault(name, Tenant([]))
             blocks = [] if name is None else known[name][: -(-run.seqlen_k // page_size)]
             decodes = tenant.advance(run, list(blocks), page_size, generates=run.q_stop - 1 in making)
-            rows.append(Row(run, tenant, decodes))
+            rows.append(BatchRow(run, tenant, decodes))
         return rows
 
 
@@ -107,7 +107,7 @@ class BatchStep:
         mask: (1, 1, queries, keys) of transformers, 0 where a query sees a key.
     """
 
-    def __init__(self, rows: Sequence[Row], read_index: Tensor, mask: Tensor) -> None:
+    def __init__(self, rows: Sequence[BatchRow], read_index: Tensor, mask: Tensor) -> None:
         self.rows = tuple(rows)
         self.read_index = read_index
         self.mask = mask
@@ -129,7 +129,7 @@ class BatchStep:
         q_stop, k_stop = (runs[-1].q_stop, runs[-1].k_stop) if runs else (0, 0)
         return runs + ([Run(q_stop, seqlen_q, k_stop, k_stop, False)] if q_stop < seqlen_q else [])
 
-    def page_table(self, rows: Sequence[Row], page_size: int) -> Tensor:
+    def page_table(self, rows: Sequence[BatchRow], page_size: int) -> Tensor:
         """Return (rows, pages) int32, the page table of some decoding rows, padded with -1.
 
         Args:
@@ -151,7 +151,7 @@ class BatchStep:
         places = {row.run.q_start: place for place, row in enumerate(every)}
         return table[torch.tensor([places[row.run.q_start] for row in rows]).to(table.device)]
 
-    def without(self, rows: Sequence[Row]) -> PartOfStep:
+    def without(self, rows: Sequence[BatchRow]) -> PartOfStep:
         """Return the requests other than `rows`."""
         left_out = {row.run.q_start for row in rows}
         key = tuple(sorted(left_out))
@@ -164,14 +164,14 @@ class BatchStep:
 class PartOfStep:
     """Some requests of a step, as a smaller step."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[BatchRow, ...]
     runs: list[Run]  # within the part
     queries: Tensor  # (n,) int64 indices of its queries in the step
     read_index: Tensor  # (m,) int64 rows of its keys in the cache
     visible: Tensor  # (1, 1, n, m) bool
 
     @classmethod
-    def of(cls, step: BatchStep, rows: Sequence[Row]) -> PartOfStep:
+    def of(cls, step: BatchStep, rows: Sequence[BatchRow]) -> PartOfStep:
         """Return the part of a step with these requests."""
         runs, q_stop, k_stop = [], 0, 0
         for row in rows:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.batch_layer import BatchCall, for_attention
 from dynaxx.integrations.transformers.decoder import DENSE
-from dynaxx.integrations.transformers.forward_context import ARGUMENT, Pass
+from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 from dynaxx.integrations.transformers.layer import LAYERS
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def ragged_attention(
         kwargs.pop(ARGUMENT, None)
         return _own(module, query, key, value, attention_mask, **kwargs)
     del kwargs["cache"]
-    current: Pass = kwargs.pop(ARGUMENT, None) or layer.handle.unannounced_pass(layer.index)
+    current: ForwardContext = kwargs.pop(ARGUMENT, None) or layer.handle.unannounced_pass(layer.index)
     if attention_mask is None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=kwargs)
         return layer.attend(current, module, query, key, value, None, for_attention(kwargs))

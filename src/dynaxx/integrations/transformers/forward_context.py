@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context of one forward pass: decided once when it starts, and passed to each of its attention calls.
 
-Two torch hooks on the decoder provide it. The first adds a `Pass` to the keyword arguments, which transformers passes
-to every attention call, even if a checkpointed layer is recomputed in the backward pass. The second stores the
+Two torch hooks on the decoder provide it. The first adds a `ForwardContext` to the keyword arguments, which transformers
+passes to every attention call, even if a checkpointed layer is recomputed in the backward pass. The second stores the
 decisions with the cache that the pass filled, so that the next chunk of a prompt and its decoding follow them. Running
 passes keep their policy if it is replaced, and passes in different threads are independent.
 """
@@ -25,7 +25,7 @@ from dynaxx.integrations.transformers.batch_step import BatchStep
 from dynaxx.integrations.transformers.decode import CacheMemory
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
-from dynaxx.integrations.transformers.native import Part
+from dynaxx.integrations.transformers.native import NativePart
 from dynaxx.integrations.transformers.planning import Work
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
@@ -37,11 +37,11 @@ logger = logging.getLogger("dynaxx")
 
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
-Parts = Sequence[Part] | DenseReason  # the layouts of the model's own pattern, or why there are none
+NativeParts = Sequence[NativePart] | DenseReason  # the layouts of the model's own pattern, or why there are none
 Place = tuple[int, Run | None]  # a sequence of a pass, by batch entry and run
 
 
-class Pass:
+class ForwardContext:
     """The context that all attention calls of one forward pass share.
 
     Attributes:
@@ -97,7 +97,7 @@ class Pass:
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
-        self._parts: dict[Hashable, tuple[Parts, weakref.ref[Tensor] | None]] = {}
+        self._parts: dict[Hashable, tuple[NativeParts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
         self._runs: list[list[Run]] | None = None
 
@@ -141,7 +141,7 @@ class Pass:
                 self._runs = causal_runs(seqlen_q, seqlen_k, mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 
-    def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], Parts]) -> Parts:
+    def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], NativeParts]) -> NativeParts:
         """Return the layouts of the model's own pattern, built once per mask."""
         known, of_mask = self._parts.get(key, (None, None))
         if known is None or (of_mask is not None and of_mask() is not mask):
@@ -153,15 +153,15 @@ class Pass:
 class Starter(Protocol):
     """An object that starts and ends the passes of a decoder, namely a handle."""
 
-    def start_pass(self, arguments: dict[str, Any]) -> Pass:
+    def start_pass(self, arguments: dict[str, Any]) -> ForwardContext:
         """Begin a pass, from the decoder's arguments by name."""
 
-    def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
+    def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """End a pass. `cache` is the cache that it filled, or None."""
 
 
 class PassHooks:
-    """The hooks on a decoder that create a `Pass` for each forward pass. `remove()` removes them."""
+    """The hooks on a decoder that create a `ForwardContext` for each forward pass. `remove()` removes them."""
 
     def __init__(self, body: nn.Module, starter: Starter) -> None:
         self.starter = starter

@@ -25,7 +25,7 @@ from dynaxx.integrations.transformers.batching import continuous_batching, is_op
 from dynaxx.integrations.transformers.decode import CacheMemories
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention
-from dynaxx.integrations.transformers.forward_context import Pass, PassHooks, prompt_tokens
+from dynaxx.integrations.transformers.forward_context import ForwardContext, PassHooks, prompt_tokens
 from dynaxx.integrations.transformers.layer import LAYERS, Layer
 from dynaxx.integrations.transformers.lazy_mask import IMPLEMENTATIONS
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
@@ -187,11 +187,11 @@ class Handle:
             self._tokens = TokenReader()
         return deployed
 
-    def start_pass(self, arguments: dict[str, Any]) -> Pass:
+    def start_pass(self, arguments: dict[str, Any]) -> ForwardContext:
         """Create the context of a forward pass, from the decoder's arguments by name."""
         self._watch_implementation()
         if comparing():
-            return Pass(self._deployed, choice=COMPARISON)
+            return ForwardContext(self._deployed, choice=COMPARISON)
         killed, cache = self._is_killed(), arguments.get("past_key_values")
         said, before = current_request(), self._requests.get(cache) if cache is not None else None
         plain = before is None or (before[0] is self._deployed and before[1] is ALL)
@@ -199,7 +199,7 @@ class Handle:
             before = self._deployed, self._choose(said)
         deployed, choice = before
         tokens = UNKNOWN if self._tokens is None else self._tokens.read(arguments)
-        current = Pass(deployed, tokens, choice, killed=killed)
+        current = ForwardContext(deployed, tokens, choice, killed=killed)
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
@@ -207,7 +207,7 @@ class Handle:
             current.timer = self.counts.probe.request("dense", count, device)
         return current
 
-    def end_pass(self, done: Pass, arguments: dict[str, Any], output: Any, cache: Any) -> None:
+    def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Store the state that later passes over `cache` need."""
         counted, done.dense_calls = done.dense_calls, None
         for (reason, phase), calls in (counted or {}).items():
@@ -237,11 +237,11 @@ class Handle:
                 NAME,
             )
 
-    def unannounced_pass(self, layer: int) -> Pass:
+    def unannounced_pass(self, layer: int) -> ForwardContext:
         """Return the current pass of this thread, if the decoder passes none on. Layers run in ascending order."""
         before = getattr(self._own, "current", None)
         if before is None or layer <= before[0]:
-            current = Pass(self._deployed, choice=self._choose(current_request()), killed=self._is_killed())
+            current = ForwardContext(self._deployed, choice=self._choose(current_request()), killed=self._is_killed())
             before = (layer, current)
         self._own.current = (layer, before[1])
         return before[1]

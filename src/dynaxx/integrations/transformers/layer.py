@@ -19,9 +19,9 @@ from dynaxx.integrations.transformers.compiled import attend_compiled, remember
 from dynaxx.integrations.transformers.decode import decode_step
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
-from dynaxx.integrations.transformers.forward_context import ARGUMENT, Pass
+from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 from dynaxx.integrations.transformers.masks import Run
-from dynaxx.integrations.transformers.native import Part
+from dynaxx.integrations.transformers.native import NativePart
 from dynaxx.integrations.transformers.planning import Work, plan_call
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.autocast import follow_autocast
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dynaxx")
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The tensors and the context of a call: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D)."""
 
     q: Tensor
@@ -43,15 +43,15 @@ class Call(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     guard: LiveGuard | None
-    current: Pass
+    current: ForwardContext
     place: tuple[int, Run | None] = (0, None)  # batch entry and run of a part
 
-    def entry(self, b: int) -> Call:
+    def entry(self, b: int) -> AttentionCall:
         """Return the call of one batch entry."""
         part = self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1])
         return part._replace(place=(b, None))
 
-    def part(self, run: Run) -> Call:
+    def part(self, run: Run) -> AttentionCall:
         """Return the call of one run."""
         if run[:4] == (0, self.q.shape[2], 0, self.k.shape[2]):  # the run is the whole call
             return self._replace(place=(self.place[0], run))
@@ -73,7 +73,14 @@ class Layer:
         remember(self, module)
 
     def attend(
-        self, current: Pass | None, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any
+        self,
+        current: ForwardContext | None,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) -> (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:
@@ -85,7 +92,9 @@ class Layer:
             return self.dense(module, q, k, v, mask, **kwargs)
         if work.route is not Route.DENSE:
             guard = current.deployed.guard if self.index in current.deployed.plans else None
-            call = Call(*follow_autocast(q, k, v), scores.scale, scores.softcap, sinks_of(kwargs), guard, current)
+            call = AttentionCall(
+                *follow_autocast(q, k, v), scores.scale, scores.softcap, sinks_of(kwargs), guard, current
+            )
             out = self._run_guarded(call, work)
             if out is not None:
                 return out, None
@@ -96,7 +105,7 @@ class Layer:
 
     def _work(
         self,
-        current: Pass,
+        current: ForwardContext,
         module: nn.Module,
         q: Tensor,
         k: Tensor,
@@ -118,13 +127,13 @@ class Layer:
             _warn_once(f"attention calls with the unsupported argument {work.argument!r} run dense")
         return work
 
-    def _count_dense(self, current: Pass, work: Work, reason: DenseReason) -> None:
+    def _count_dense(self, current: ForwardContext, work: Work, reason: DenseReason) -> None:
         if current.dense_calls is None:  # no hook reports the end of the pass
             self.handle.counts.dense(self.index, reason, work.phase)
         else:
             current.dense_calls[reason, work.phase] += 1
 
-    def _run_guarded(self, call: Call, work: Work) -> Tensor | None:
+    def _run_guarded(self, call: AttentionCall, work: Work) -> Tensor | None:
         """Run by a rule, and return (B, Lq, Hq, D), or None if the guard or a failure makes the call dense."""
         counts, deployed = self.handle.counts, call.current.deployed
         stopped = deployed.interruption(self.index, native=work.route is Route.NATIVE)
@@ -148,7 +157,7 @@ class Layer:
         call.current.ran_sparse = True
         return out
 
-    def _run(self, call: Call, work: Work) -> Tensor:
+    def _run(self, call: AttentionCall, work: Work) -> Tensor:
         """Return (B, Lq, Hq, D), with one layout per sequence."""
         for fault in self.handle.faults:
             fault(self.index)
@@ -180,7 +189,7 @@ class Layer:
         return torch.cat([self._run_entry(call.entry(b), *entry) for b, entry in entries])
 
     def _run_entry(
-        self, call: Call, runs: Sequence[Run], dense: Sequence[DenseReason | None], plans: Sequence[LayerPlan]
+        self, call: AttentionCall, runs: Sequence[Run], dense: Sequence[DenseReason | None], plans: Sequence[LayerPlan]
     ) -> Tensor:
         pieces = []
         for run, reason, plan in zip(runs, dense, plans, strict=True):
@@ -194,7 +203,7 @@ class Layer:
                 pieces.append(self._sparse_piece(part, plan))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _sparse_piece(self, part: Call, plan: LayerPlan) -> Tensor:
+    def _sparse_piece(self, part: AttentionCall, plan: LayerPlan) -> Tensor:
         """Return the result of one sequence, (B, n, Hq, D)."""
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
         runs = plan if part.guard is None else part.guard.plan(self.index, plan)
@@ -210,7 +219,7 @@ class Layer:
             part.guard.take(self.index, q[:1], k[:1], v[:1], part.scale, plan, runs, out[:1])
         return out
 
-    def _sample_unseen(self, call: Call, work: Work) -> None:
+    def _sample_unseen(self, call: AttentionCall, work: Work) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
         assert call.guard is not None, "only a guard disables a rule"
         if not call.guard.wants_call():
@@ -221,7 +230,7 @@ class Layer:
         call.guard.take(self.index, q, k, v, part.scale, work.plans[b][i], None, None)
 
 
-def _run_native(call: Call, parts: Sequence[Part]) -> Tensor:
+def _run_native(call: AttentionCall, parts: Sequence[NativePart]) -> Tensor:
     """Run the model's own pattern, (B, Lq, Hq, D)."""
     q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
     first = parts[0]
@@ -267,7 +276,7 @@ def attention(
         if out is not None:
             return out, None
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
-    current: Pass | None = kwargs.pop(ARGUMENT, None)
+    current: ForwardContext | None = kwargs.pop(ARGUMENT, None)
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no handle, so it runs dense")

@@ -13,15 +13,15 @@ from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
 from dynaxx.integrations.transformers.border import Kind, least_queries, wins
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run
-from dynaxx.integrations.transformers.native import Part, parts_of_mask, parts_of_runs, parts_of_window
+from dynaxx.integrations.transformers.native import NativePart, parts_of_mask, parts_of_runs, parts_of_window
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.forward_context import Pass
+    from dynaxx.integrations.transformers.forward_context import ForwardContext
 
 
 T = TypeVar("T")
-Entries = Ordered[Ordered[T]]  # by batch entry and run
+PerRun = Ordered[Ordered[T]]  # by batch entry and run
 
 
 class Work(NamedTuple):
@@ -30,10 +30,10 @@ class Work(NamedTuple):
     route: Route
     phase: str  # "prefill" or "decode"
     reason: DenseReason | None = None  # why the call does not run by a rule
-    runs: Entries[Run] = ()
-    dense: Entries[DenseReason | None] = ()  # why each run is dense; None if it runs by a rule
-    plans: Entries[LayerPlan] = ()  # the rule of each run
-    parts: Ordered[Part] = ()  # layouts of the model's own pattern
+    runs: PerRun[Run] = ()
+    dense: PerRun[DenseReason | None] = ()  # why each run is dense; None if it runs by a rule
+    plans: PerRun[LayerPlan] = ()  # the rule of each run
+    parts: Ordered[NativePart] = ()  # layouts of the model's own pattern
     argument: str = ""  # the name of an unsupported argument
 
     @property
@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
 
 def plan_call(
-    current: Pass,
+    current: ForwardContext,
     index: int,
     module: nn.Module,
     q: Tensor,
@@ -125,7 +125,7 @@ def plan_call(
     return Work(Route.RULE, phase, None, runs, dense, plans)
 
 
-def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
+def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
     runs = [[Run(0, seqlen_q, 0, seqlen_k, True)]] * batch
@@ -148,8 +148,14 @@ def _plan_step(current: Pass, index: int, q: Tensor, k: Tensor, mask: Tensor | N
 
 
 def _native(
-    current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, module: nn.Module, is_causal: bool | None
-) -> Ordered[Part] | DenseReason:
+    current: ForwardContext,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+    module: nn.Module,
+    is_causal: bool | None,
+) -> Ordered[NativePart] | DenseReason:
     """Return the layouts of the model's own pattern, or why the model's original attention must compute it."""
     seqlen_q, device = q.shape[2], q.device
     least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
@@ -165,8 +171,8 @@ def _native(
 
 
 def _make_parts(
-    current: Pass, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, causal: bool
-) -> Ordered[Part] | DenseReason:
+    current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, causal: bool
+) -> Ordered[NativePart] | DenseReason:
     (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
     asked = _asked_window(current, q, k, mask)
     if asked is not None:
@@ -192,7 +198,7 @@ def _make_parts(
     return parts_of_runs(runs, device, scores.window if current.steps else None)
 
 
-def _asked_window(current: Pass, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
+def _asked_window(current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
     """Return the window that the caller asked for, if it hides any key. It never changes a layer's own pattern."""
     window = current.deployed.window
     if window is None or q.shape[2] != k.shape[2] or q.shape[2] <= min(window) + 1 or has_own_pattern(mask):
@@ -205,7 +211,7 @@ def _first(reasons: set[DenseReason | None]) -> DenseReason:
     return min((reason for reason in reasons if reason is not None), default=DenseReason.BELOW)
 
 
-def _sharded(current: Pass, index: int, module: nn.Module, q: Tensor, k: Tensor) -> DenseReason | None:
+def _sharded(current: ForwardContext, index: int, module: nn.Module, q: Tensor, k: Tensor) -> DenseReason | None:
     plan = current.deployed.plans.get(index)
     groups = getattr(module, "num_key_value_groups", None)
     q_heads = plan.q_heads if plan is not None else None if groups is None else k.shape[1] * groups
