@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context of one forward pass: decided once when it starts, and passed to each of its attention calls.
 
-Two torch hooks on the decoder provide it. The first adds a `ForwardContext` to the keyword arguments, which transformers
-passes to every attention call, even if a checkpointed layer is recomputed in the backward pass. The second stores the
-decisions with the cache that the pass filled, so that the next chunk of a prompt and its decoding follow them. Running
-passes keep their policy if it is replaced, and passes in different threads are independent.
+Two torch hooks on the decoder provide it. The first adds a `ForwardContext` to the keyword arguments, and transformers
+passes it to every attention call, even if a checkpointed layer is recomputed in the backward pass. The second stores
+the decisions with the cache that the pass filled, so that the next chunk of a prompt and its decoding follow them.
+Running passes keep their policy if it is replaced, and passes in different threads are independent.
 """
 
 from __future__ import annotations
