@@ -542,7 +542,7 @@ def test_a_new_policy_comes_into_force_and_a_bad_one_does_not(tmp_path, telemetr
     assert not found.step(batch.sequences).split(0).sparse
     with pytest.raises(dx.PolicyError, match=r"rules for layers \[1\], which had none when the engine started"):
         found.replace(policy_of(dx.Rule.of(dx.SlidingWindow(9))))
-    with pytest.raises(dx.PolicyError, match="made for another model"):
+    with pytest.raises(dx.PolicyError, match="is for another model"):
         found.replace(dx.Policy(model=FACTS.model_copy(update={"layers": 7})))
     assert found.policy.dense_below == 1000
     assert found.replace(policy_of(dx.Rule.of(None)))

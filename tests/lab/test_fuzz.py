@@ -68,7 +68,7 @@ def test_a_layout_that_shows_another_pair_is_found(monkeypatch):
 
 
 def test_an_unknown_build_is_refused():
-    with pytest.raises(ValueError, match="`isas` must be of"):
+    with pytest.raises(ValueError, match="`isas` must be among"):
         fuzz(1, isas=["z80"])
 
 

@@ -117,7 +117,7 @@ def test_records_of_other_rules_and_missing_goals_are_refused(policy, seen):
 
 
 def test_recording_needs_lengths_at_which_it_is_sparse(policy, loaded):
-    with pytest.raises(ValueError, match=r"lengths must be from 500, .*, got 400"):
+    with pytest.raises(ValueError, match=r"lengths must be from 500 .*, got 400"):
         record(policy.replace(dense_below=500), loaded, TEXT, lengths=[400])
     with pytest.raises(ValueError, match="no layer ran sparse"):
         record(policy.replace(rules=()), loaded, TEXT, lengths=[100], requests=1)
@@ -166,7 +166,7 @@ def test_the_commands(folder, policy, seen, tmp_path):
     assert "prefill, layer 0" in dynaxx("diff", old, new)
     assert "--stats FILE or --model" in dynaxx("retune", old, code=2)
     (tmp_path / "statistics.json").write_text("{")
-    assert "no dynaxx profile" in dynaxx("retune", old, *stats, code=2)
+    assert "not a dynaxx profile" in dynaxx("retune", old, *stats, code=2)
 
 
 def test_a_renewed_policy_runs(policy, loaded):

@@ -278,7 +278,7 @@ def test_a_changed_file_comes_into_force_and_a_bad_one_does_not(model, telemetry
         bad = {
             "cut short": (whole[: len(whole) // 2], "is not JSON"),
             "from the future": (whole.replace('"version": 1', '"version": 7', 1), "newer dynaxx wrote it"),
-            "another model": (dx.Policy(**other).model_dump_json(), "made for another model"),
+            "another model": (dx.Policy(**other).model_dump_json(), "policy is for another model"),
             "empty": ("", "is not JSON"),
         }
         for name, (text, message) in bad.items():

@@ -49,7 +49,7 @@ def analyze(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Show where each head attends and which pattern preserves it. Writes DIR/analysis.json.
+    r"""Show where heads attend and which pattern keeps it. Writes DIR/analysis.json.
 
     \b
     Examples:

@@ -18,7 +18,7 @@ def diff(
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Another policy file.")],
     as_json: JsonOption = False,
 ) -> None:
-    r"""Show the differences between two policies, by field and head.
+    r"""Show the differences between two policies.
 
     \b
     Example:

@@ -46,7 +46,7 @@ def doctor(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Show which backends serve your shapes on this machine, and check their results.
+    r"""Show which backends serve your shapes, and check them.
 
     Lists the machine, the versions, the backends that can serve your shapes, and why the others cannot. Compares each
     usable backend, forward and gradients, with attention computed in fp64. With --fuzz it checks random problems

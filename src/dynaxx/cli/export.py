@@ -34,7 +34,7 @@ def export(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Write a model and its policy in the form that another engine serves.
+    r"""Export a model and its policy to another engine.
 
     onnx: graphs for ONNX Runtime and others, with `pip install 'dynaxx[onnx]'`. Options: form (auto, portable, custom),
     logits (last, all), and for an encoder window (W, or LEFT,RIGHT).

@@ -43,7 +43,7 @@ def profile(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Show where a model spends its time, and whether sparse attention is worth it.
+    r"""Show where time goes, and if sparse attention is worth it.
 
     Measures the machine's peak rates, then at each length the time in attention, projections, MLP and the rest.
 

@@ -16,7 +16,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the JSON files of other commands.")],
     as_json: JsonOption = False,
 ) -> None:
-    r"""Write the results in DIR as one page, DIR/report.html, that needs no network.
+    r"""Write the results in DIR as a page. DIR/report.html needs no network.
 
     \b
     Example:

@@ -30,7 +30,7 @@ def serve_metrics(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 9466,
     host: HostOption = "127.0.0.1",
 ) -> None:
-    r"""Serve the metrics of other processes to Prometheus until Ctrl-C.
+    r"""Serve the metrics of other processes to Prometheus.
 
     Use it for processes that cannot serve their own metrics. It reads their snapshot files, or the folder that
     PROMETHEUS_MULTIPROC_DIR names. A process that can serve calls dynaxx.telemetry.prometheus.serve() itself.

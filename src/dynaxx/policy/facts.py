@@ -41,7 +41,7 @@ class ModelFacts(Document):
         """Compare with the facts of the model that the policy is to run in.
 
         Raises:
-            PolicyError: the policy was made for another model.
+            PolicyError: the policy is for another model.
         """
         for name in ModelFacts.model_fields:
             ours, theirs = getattr(self, name), getattr(found, name)

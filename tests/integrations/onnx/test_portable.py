@@ -122,5 +122,5 @@ def test_what_plain_operations_cannot_hold_is_refused_with_the_fix():
     with pytest.raises(UnsupportedInputError, match="`window` is for encoders"):
         PortableModel(model, window=8)
     other = Policy(model=facts.model_copy(update={"layers": 3}), rules=[])
-    with pytest.raises(PolicyError, match="made for another model"):
+    with pytest.raises(PolicyError, match="is for another model"):
         PortableModel(model, other)

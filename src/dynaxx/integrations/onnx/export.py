@@ -85,8 +85,8 @@ def export_onnx(
 
     Raises:
         ImportError: a package of the extra `[onnx]` is missing.
-        ValueError: there is something at `out`, or the model is in training mode, on a GPU, or not in fp32.
-        PolicyError: the policy was made for another model.
+        ValueError: `out` already exists, or the model is in training mode, on a GPU, or not in fp32.
+        PolicyError: the policy is for another model.
         UnsupportedInputError: this form cannot hold the policy rightly; with the reasons.
         OSError: the folder cannot be written, as on a full disk; nothing is left behind.
     """

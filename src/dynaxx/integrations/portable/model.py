@@ -50,7 +50,7 @@ class PortableModel(nn.Module):
         attend: computes attention in place of the rules; None for plain operations.
 
     Raises:
-        PolicyError: the policy was made for another model.
+        PolicyError: the policy is for another model.
         UnsupportedInputError: plain operations cannot serve this; with the reasons.
     """
 

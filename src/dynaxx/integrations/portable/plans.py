@@ -46,7 +46,7 @@ def portable_rules(
         window: of an encoder, as for `dynaxx.apply`; None for none.
 
     Raises:
-        PolicyError: the policy was made for another model.
+        PolicyError: the policy is for another model.
         UnsupportedInputError: a layer that plain operations cannot serve rightly; with the reasons.
     """
     decoder = Decoder.of(model)

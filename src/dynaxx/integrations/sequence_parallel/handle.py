@@ -226,7 +226,7 @@ def attach(model: nn.Module, policy: Policy | None, mesh: Mesh) -> SplitHandle:
 
     Raises:
         ValueError: the model is split already.
-        PolicyError: the policy was made for another model.
+        PolicyError: the policy is for another model.
         UnsupportedInputError: a model or a policy that cannot be split; with the reasons.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
