@@ -19,6 +19,7 @@ A sentence asks for one cell by file, row (the start of its first cell) and colu
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import re
 import sys
@@ -66,7 +67,7 @@ def load_result(name: str) -> dict[str, Any]:
 
 def table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
     """Yield the lines of a Markdown table; columns that hold numbers are aligned to the right."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in [columns, *rows]]
+    escaped = [[_escape(cell) for cell in row] for row in [columns, *rows]]
     numeric = [
         column > 0 and all(not row[column] or re.match(r"[*~<>+-]*[\d.]", row[column]) for row in rows)
         for column in range(len(columns))
@@ -75,6 +76,12 @@ def table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
     yield "|" + "|".join("--:" if right else "---" for right in numeric) + "|"
     for row in escaped[1:]:
         yield "| " + " | ".join(row) + " |"
+
+
+def _escape(cell: str) -> str:
+    """Escape the character `|` of a cell. Markdown shows the backslash of `\\|` in code, so such code becomes HTML."""
+    cell = re.sub(r"`([^`]*\|[^`]*)`", lambda code: f"<code>{html.escape(code[1])}</code>", cell)
+    return cell.replace("|", "&#124;")
 
 
 def render(name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention's functions by name and argument, on dynaxx's kernels: for drop-in tests, on a CPU too."""
+"""FlashAttention's functions with the same names and arguments, on dynaxx's kernels."""
 
 from typing import TYPE_CHECKING, Any
 

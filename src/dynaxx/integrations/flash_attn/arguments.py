@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FlashAttention's arguments mean here: a rule and a few numbers, or a refusal."""
+"""Convert FlashAttention's arguments to a rule and its numbers, or refuse them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def softcap_of(softcap: float) -> float | None:
-    """Return dynaxx's softcap: FlashAttention's 0.0 is none.
+    """Return dynaxx's softcap, which is None for FlashAttention's 0.0.
 
     Raises:
-        ValueError: below 0 or not finite.
+        ValueError: `softcap` is below 0 or not finite.
     """
     if not 0 <= softcap < float("inf"):
-        raise ValueError(f"`softcap` must be 0.0 for none, or above, got {softcap}")
+        raise ValueError(f"`softcap` must be finite and >= 0.0 (0.0 disables it), got {softcap}")
     return None if softcap == 0 else float(softcap)
 
 
@@ -56,9 +56,9 @@ def refuse(
     """
     reasons = []
     if dropout_p:
-        reasons.append(f"`dropout_p` must be 0.0, got {dropout_p}: attention weights are not dropped")
+        reasons.append(f"`dropout_p` must be 0.0, got {dropout_p}: dropout is not supported")
     if alibi_slopes is not None:
-        reasons.append("`alibi_slopes` must be None: no bias is added to scores")
+        reasons.append("`alibi_slopes` must be None: biases are not supported")
     if block_table is not None:
         reasons.append("`block_table` must be None: use flash_attn_with_kvcache for a paged cache")
     if reasons:
@@ -66,7 +66,7 @@ def refuse(
 
 
 def check_deterministic(deterministic: bool, *tensors: Tensor) -> None:
-    """Refuse a promise that is not kept: on a GPU gradients are bitwise the same where torch is told so.
+    """Check that gradients are deterministic, which on a GPU depends on a setting of torch.
 
     Raises:
         ValueError: gradients on a GPU without `torch.use_deterministic_algorithms(True)`.
@@ -77,5 +77,5 @@ def check_deterministic(deterministic: bool, *tensors: Tensor) -> None:
 
 
 def block_size_of(q: Tensor) -> int:
-    """Return the tokens per block that kernels of q's device like."""
+    """Return the best number of tokens per block on q's device."""
     return 64 if q.device.type == "cpu" else 128

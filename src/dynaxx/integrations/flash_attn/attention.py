@@ -52,11 +52,11 @@ def flash_attn_func(
         return_attn_probs: also return the log-sum-exp.
 
     Returns:
-        out (batch, seqlen_q, q_heads, head_dim), or (out, lse, None): lse (batch, q_heads, seqlen_q) fp32. A query that
-        sees nothing gives out = 0 and lse = -inf; flash-attn gives lse = inf there.
+        out (batch, seqlen_q, q_heads, head_dim), or (out, lse, None) with lse (batch, q_heads, seqlen_q) fp32. A query
+        that sees no key has out = 0 and lse = -inf; flash-attn returns lse = inf.
 
     Raises:
-        UnsupportedInputError: the call has dropout or ALiBi, or no backend serves the inputs; it lists the reasons.
+        UnsupportedInputError: the call has dropout or ALiBi, or no backend supports the inputs.
         ValueError: the inputs do not fit together.
         TypeError: an argument has a wrong type.
     """
@@ -94,8 +94,8 @@ def flash_attn_varlen_func(
         q: (tokens_q, q_heads, head_dim).
         k: (tokens_k, kv_heads, head_dim).
         v: (tokens_k, kv_heads, head_dim).
-        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0. Lengths on a GPU are read back once per call, so pass
-            host tensors or lists if you have them.
+        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0. Lengths on a GPU are copied to the host once per call;
+            host tensors and lists avoid the copy.
         cu_seqlens_k: (num_seqs + 1,) cumulative lengths of the keys.
         max_seqlen_q: at least the longest sequence of queries.
         max_seqlen_k: at least the longest sequence of keys.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flash_attn_with_kvcache` of flash-attn 2.8, on dynaxx's decoding kernels.
 
-A cache is read where it lies: pages by their table, a contiguous cache as pages of its own rows. Queries that do not
-all end at the last key (no causality, a window to the right) become sequences of one query over the same pages.
+A cache is read without a copy: a paged one through its table, a contiguous one as pages that are views of its rows.
+Queries without causality or with a window to the right become sequences of one query each over the same pages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dynaxx.integrations.flash_attn.arguments import check_window, refuse, softc
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import sparse_decode
 
-PAGES = (256, 128, 64, 32, 16)  # tokens per page that dynaxx reads
+PAGES = (256, 128, 64, 32, 16)  # supported tokens per page
 
 
 class _Pages(NamedTuple):
-    """A cache as pages."""
+    """Paged view of a cache."""
 
     k: Tensor  # (num_pages, page_size, kv_heads, head_dim), a view of the caller's tensor where `views`
     v: Tensor
@@ -52,12 +52,12 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attend to a kv cache as `flash_attn.flash_attn_with_kvcache` does, after appending new keys and values to it.
+    """Append new keys and values to a kv cache, then attend to it as `flash_attn.flash_attn_with_kvcache` does.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim).
         k_cache: (batch_cache, seqlen_cache, kv_heads, head_dim), or with `block_table` (num_pages, page_size, kv_heads,
-            head_dim) with pages of 16, 32, 64, 128 or a multiple of 256 tokens.
+            head_dim). A page has 16, 32, 64, 128 or a multiple of 256 tokens.
         v_cache: the values, in the same form.
         k: (batch, seqlen_new, kv_heads, head_dim), written in place after the cached keys.
         v: (batch, seqlen_new, kv_heads, head_dim), written in place after the cached values.
@@ -78,8 +78,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: also return the log-sum-exp.
 
     Returns:
-        out (batch, seqlen_q, q_heads, head_dim), or (out, lse) with lse (batch, q_heads, seqlen_q) fp32, without
-        gradients.
+        out (batch, seqlen_q, q_heads, head_dim), or (out, lse) with lse (batch, q_heads, seqlen_q) fp32. The result has
+        no gradients.
 
     Raises:
         UnsupportedInputError: see `flash_attn_func`.
@@ -89,7 +89,7 @@ def flash_attn_with_kvcache(
     refuse("flash_attn_with_kvcache", alibi_slopes=alibi_slopes)
     cap, (left, right) = softcap_of(softcap), check_window(window_size)
     if num_splits != 0:
-        raise ValueError(f"`num_splits` must be 0, got {num_splits}: the kernel chooses how it splits")
+        raise ValueError(f"`num_splits` must be 0, got {num_splits}: the kernel chooses the splits")
     if q.ndim != 4 or k_cache.ndim != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
         raise ValueError(
             "`q`, `k_cache` and `v_cache` must be (batch, seqlen, heads, head_dim), the caches of the same lengths and "
@@ -121,7 +121,7 @@ def _each_query(
     cap: float | None,
     window_size: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Attend from each query as a sequence of one, from its first to its last visible key."""
+    """Attend with each query as a sequence of its own, from its first to its last visible key."""
     batch, count, heads, _ = q.shape
     left, right = window_size
     position = used[:, None] - count + torch.arange(count, device=q.device, dtype=torch.int32)
@@ -143,7 +143,7 @@ def _each_query(
 
 
 def _lengths(given: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """Return the keys that are there, (batch,) int32."""
+    """Return the number of cached keys, (batch,) int32."""
     batch = q.shape[0]
     if given is None:
         if block_table is not None:
@@ -159,7 +159,7 @@ def _lengths(given: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table
 
 
 def _pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, block_table: Tensor | None) -> _Pages:
-    """Return the cache as pages that dynaxx reads: views, so that what is written shows in the caller's tensors."""
+    """Return the cache as pages that are views, so that writes appear in the caller's tensors."""
     batch, length = q.shape[0], k_cache.shape[1]
     if block_table is not None and rows is not None:
         raise ValueError("`cache_batch_idx` must be None with `block_table`, which names the pages")
@@ -182,7 +182,7 @@ def _pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, blo
     table = (block_table.long()[:, :, None] * each + torch.arange(each, device=q.device)).flatten(1)
     k_pages, v_pages = (x.unflatten(1, (each, size)).flatten(0, 1) for x in (k_cache, v_cache))
     if k_pages.data_ptr() != k_cache.data_ptr() or v_pages.data_ptr() != v_cache.data_ptr():
-        raise ValueError("`k_cache` and `v_cache` must be contiguous in batch and length, so that they can be pages")
+        raise ValueError("`k_cache` and `v_cache` must be contiguous in the dimensions batch and length")
     return _Pages(k_pages, v_pages, table.to(torch.int32), size)
 
 
@@ -196,10 +196,10 @@ def _append(
     interleaved: bool,
     ordered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Write new keys and values behind those that are there; return q, rotated, and the lengths after it."""
+    """Append new keys and values to the cache, and return the rotated q and the new lengths."""
     cos, sin = rotary
     if (k is None) != (v is None) or (cos is None) != (sin is None):
-        raise ValueError("`k` and `v` go together, and so do `rotary_cos` and `rotary_sin`")
+        raise ValueError("`k` needs `v`, and `rotary_cos` needs `rotary_sin`: give both or neither")
     if k is None or v is None:
         if cos is not None:
             raise ValueError("`rotary_cos` and `rotary_sin` need new `k` and `v`")
@@ -213,7 +213,7 @@ def _append(
     place = used[:, None].long() + torch.arange(new, device=q.device)
     capacity = pages.table.shape[1] * pages.page_size
     if place.is_cpu and place.numel() and int(place.max()) >= capacity:
-        raise ValueError(f"the cache must have room for {new} new keys, got lengths {used.tolist()} of {capacity}")
+        raise ValueError(f"the cache must have space for {new} new keys, got lengths {used.tolist()} of {capacity}")
     if cos is not None and sin is not None:
         k = _rotated(k, cos, sin, place, interleaved)
         at = used[:, None].long() + (torch.arange(q.shape[1], device=q.device) if ordered else 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix products of a torch model on oneDNN, where torch would take a slower library for them."""
+"""Run the matrix products of a torch model on oneDNN where torch would use a slower library."""
 
 from dynaxx.integrations.onednn.linears import OneDnnHandle, OneDnnLinear, use_onednn
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`use_onednn`: run a model's linear layers on oneDNN.
 
-On x86, torch computes fp32 linear layers with MKL. MKL uses AVX-512 on Intel's processors only; on AMD's it takes
-AVX2 and reaches half of what the processor can do. oneDNN, which torch brings too, decides by what the processor has.
+On x86, torch computes fp32 linear layers with MKL. MKL uses AVX-512 only on Intel's processors. On AMD's processors it
+uses AVX2 and reaches half of the peak. oneDNN, which torch also contains, uses the instructions that a processor has.
 
-    model:  Linear --> OneDnnLinear   the same weight, not a copy; same state dict
-    call:   enough tokens, no gradient, fp32 on a CPU --> oneDNN, else torch's own
+    model:  Linear --> OneDnnLinear   shares the weight and keeps the state dict
+    call:   enough tokens, no gradient, fp32 on a CPU --> oneDNN, else torch's default
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.nn import functional as F
 
 from dynaxx.arguments import typed
 
-LEAST_TOKENS = 16  # from here on oneDNN won for every shape tried: 576 to 1,536 features on an AMD EPYC (Zen 5)
-WORTH = 1.1  # times faster in a short measurement, or a layer stays as it is
-SAMPLE = 128  # tokens of that measurement
+LEAST_TOKENS = 16  # oneDNN is faster from here on: measured for 576 to 1,536 features on an AMD EPYC (Zen 5)
+WORTH = 1.1  # minimum speedup in a short measurement; other layers do not change
+SAMPLE = 128  # tokens of the measurement
 ROUNDS = 7
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that oneDNN computes where it can.
+    """Linear layer that runs on oneDNN where possible.
 
-    It shares the parameters of the layer that it stands for, so training, saving and moving work as before.
+    It shares the parameters of the layer that it replaces, so training, saving and moving work as before.
     """
 
     least_tokens: int = LEAST_TOKENS
@@ -44,11 +44,11 @@ class OneDnnLinear(nn.Linear):
 
 
 class OneDnnHandle:
-    """Linear layers that run on oneDNN until `remove()`; a context manager.
+    """Handle of linear layers that run on oneDNN until `remove()`. Also a context manager.
 
     Attributes:
-        times_faster: by (in_features, out_features), how many times faster oneDNN was for 128 tokens when measured.
-        replaced: how many layers run on it.
+        times_faster: measured speedup of oneDNN for 128 tokens, by (in_features, out_features).
+        replaced: number of layers that run on oneDNN.
     """
 
     def __init__(self, model: nn.Module, times_faster: dict[tuple[int, int], float], worth: float) -> None:
@@ -66,7 +66,7 @@ class OneDnnHandle:
         return len(self._before)
 
     def remove(self) -> None:
-        """Put the layers back that were there before."""
+        """Restore the original layers."""
         while self._before:
             parent, name, child = self._before.pop()
             child.training = getattr(parent, name).training
@@ -83,14 +83,14 @@ class OneDnnHandle:
 
 @typed
 def use_onednn(model: nn.Module, *, always: bool = False) -> OneDnnHandle:
-    """Let oneDNN compute a model's fp32 linear layers on the CPU, in place, where it is faster.
+    """Run a model's fp32 linear layers on oneDNN where it is faster on this CPU. Modifies the model in place.
 
-    Each shape of layer is measured once for both libraries, a few milliseconds each. Results differ from MKL's by
-    rounding. Half-precision layers run on oneDNN without this. Call it before `torch.compile`.
+    Each shape of layer is timed once with both libraries, which takes a few milliseconds. Results differ from MKL's by
+    rounding. Half-precision layers run on oneDNN without this function. Call it before `torch.compile`.
 
     Args:
-        model: any module; layers of the exact type `nn.Linear` are looked at, and those of subclasses stay.
-        always: move all layers, without measuring.
+        model: any module. Only layers of the exact type `nn.Linear` change, not those of subclasses.
+        always: replace all layers without timing them.
 
     Returns:
         A handle; `remove()` restores the model.
@@ -110,7 +110,7 @@ def _can_move(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 
 def _moved(layer: nn.Linear) -> OneDnnLinear:
-    """Return a layer with the parameters, the hooks and the mode of another one."""
+    """Return a layer with the parameters, hooks and training mode of another one."""
     moved = OneDnnLinear.__new__(OneDnnLinear)
     moved.__dict__.update(layer.__dict__)
     return moved
@@ -129,7 +129,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("dynaxx::onednn_linear", mutates_args=())
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias by oneDNN. Compilers do not look into it: inductor would want frozen weights."""
+    """Return x @ weight.T + bias, computed by oneDNN. It is opaque to inductor, which requires frozen weights."""
     return _product(x, weight, bias)
 
 
@@ -140,12 +140,12 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _times_faster(layer: nn.Linear) -> float:
-    """Return how many times faster oneDNN is than torch's own choice, both at their best of some rounds."""
+    """Return the speedup of oneDNN over torch's default; each uses the best of several rounds."""
     x = torch.ones(SAMPLE, layer.in_features)
     seconds: dict[Any, float] = {}
     for _ in range(ROUNDS):
         for run in (F.linear, _product):
-            start = time.process_time()  # what other processes do meanwhile does not count
+            start = time.process_time()  # excludes the time of other processes
             run(x, layer.weight, layer.bias)
             seconds[run] = min(seconds.get(run, float("inf")), time.process_time() - start)
     return seconds[F.linear] / seconds[_product]

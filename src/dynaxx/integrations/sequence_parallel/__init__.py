@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a transformers model with its sequence split over the ranks of a mesh."""
+"""Split the sequence of a transformers model over the ranks of a mesh."""
 
 from typing import TYPE_CHECKING, Any
 

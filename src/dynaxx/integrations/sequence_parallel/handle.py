@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dx.apply(model, policy, mesh=mesh)`: each rank runs the whole model on its own tokens of one sequence.
 
-Everything in a transformer but attention is per token, so only the attention modules change. They are reached through
-transformers' `AttentionInterface`, under a name of their own. `SplitHandle.shard` gives each rank its tokens.
+Only attention looks at several tokens, so only the attention modules change, through an entry in the
+`AttentionInterface` of transformers. `SplitHandle.shard` returns each rank's tokens.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from dynaxx.policy.rollout import Rollout
 logger = logging.getLogger("dynaxx")
 
 NAME = "dynaxx_sequence_parallel"
-IGNORED = -100  # labels that do not count, as in transformers
-GROWING_ROPE = {"dynamic", "longrope"}  # angles that depend on the longest position a rank sees
+IGNORED = -100  # label of ignored tokens, as in transformers
+GROWING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest position that a rank sees
 
 
 class SplitHandle:
     """A model whose sequence is split over the ranks of a mesh. Also a context manager that removes it.
 
     Attributes:
-        policy: whose prefill rules run; None where the model's own pattern does.
+        policy: the policy whose prefill rules run, or None if the model's own pattern runs.
         rank: this process's rank in the mesh.
-        split: which rank owns which tokens of the sequence that `shard` was given last.
+        split: the tokens of each rank in the last sequence given to `shard`.
         kill_switch: `engage()` on any rank makes every rank run the model's own pattern, from the next `shard` on.
         counts: attention calls, "sparse" by the policy's rules and "native" by the model's own pattern.
     """
@@ -73,10 +73,10 @@ class SplitHandle:
 
     @property
     def split(self) -> SequenceSplit:
-        """Who owns which tokens.
+        """The tokens of each rank in the last sequence given to `shard`.
 
         Raises:
-            RuntimeError: `shard` was not called yet.
+            RuntimeError: `shard` has not been called.
         """
         if self._split is None:
             raise RuntimeError("no sequence is split yet: call model(**handle.shard(input_ids))")
@@ -85,24 +85,25 @@ class SplitHandle:
     def shard(
         self, input_ids: Tensor, *, labels: Tensor | None = None, split: SequenceSplit | None = None
     ) -> dict[str, Any]:
-        """Return this rank's part of a batch, to call the model with: `model(**handle.shard(input_ids))`.
+        """Return the model's arguments for this rank's part of a batch: `model(**handle.shard(input_ids))`.
 
-        Every rank calls it with the same batch, before each forward pass. The ranks compare lengths and kill switches
-        in one small exchange, so that all of them run the same attention.
+        Every rank must call it with the same batch before each forward pass. The ranks compare lengths and kill
+        switches in one small exchange, so that all of them run the same attention.
 
         Args:
             input_ids: (batch, seqlen), without padding.
-            labels: (batch, seqlen), -100 for tokens that do not count. The model then returns this rank's part of the
-                mean loss of the whole batch: the sum over the ranks is the loss. FSDP takes the mean of the ranks'
-                gradients, so multiply the loss by the number of ranks there.
-            split: who owns which tokens. By default contiguous runs where every layer has a window, else zigzag, which
-                gives each rank an early and a late run.
+            labels: (batch, seqlen), -100 for ignored tokens. The model then returns this rank's part of the mean loss
+                of the whole batch; the sum over the ranks is the loss. FSDP averages the gradients of the ranks, so
+                multiply the loss by the number of ranks.
+            split: the tokens of each rank. The default is one contiguous run per rank if every layer has a window, else
+                zigzag, which gives each rank an early and a late run.
 
         Returns:
-            input_ids, position_ids, attention_mask, use_cache, and with labels what the loss needs.
+            `input_ids`, `position_ids`, `attention_mask`, `use_cache`, and the arguments of the loss if labels are
+            given.
 
         Raises:
-            ValueError: a batch that does not fit, a sequence too short to be split, or ranks that disagree.
+            ValueError: the batch is invalid, the sequence is too short to be split, or the ranks disagree.
             PeerError: another rank failed.
         """
         if input_ids.ndim != 2 or (labels is not None and labels.shape != input_ids.shape):
@@ -130,7 +131,8 @@ class SplitHandle:
         found = {
             "input_ids": own,
             "position_ids": positions,
-            "attention_mask": torch.ones_like(own),  # without one, transformers takes gaps in positions for documents
+            # Without a mask, transformers interprets gaps in the positions as borders of documents.
+            "attention_mask": torch.ones_like(own),
             "use_cache": False,
         }
         if labels is not None:
@@ -142,11 +144,11 @@ class SplitHandle:
 
     @torch.no_grad()
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return a result of all ranks in the order of the sequence, on every rank, without gradients.
+        """Gather a result of all ranks in the order of the sequence, on every rank, without gradients.
 
         Args:
             x: this rank's part, such as logits (batch, own tokens, vocabulary).
-            dim: of the tokens.
+            dim: the dimension of the tokens.
         """
         split = self.split
         split.check_tokens(x, split.length(self.rank), dim)
@@ -165,7 +167,7 @@ class SplitHandle:
         return {"sparse_calls": self.counts["sparse"], "native_calls": self.counts["native"]}
 
     def remove(self) -> None:
-        """Give the model back the attention that it had. More calls do nothing."""
+        """Restore the model's attention. Further calls do nothing."""
         for module in list(self._modules):
             LAYERS.pop(module, None)
         owner = self._owner()
@@ -182,7 +184,7 @@ class SplitHandle:
         """Return whether any rank's kill switch is engaged.
 
         Raises:
-            ValueError: ranks with batches of other shapes.
+            ValueError: the batches of the ranks have different shapes.
         """
         where = device if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
         own = torch.tensor([batch, seqlen, self.kill_switch.engaged() is not None], dtype=torch.int64, device=where)
@@ -209,7 +211,7 @@ class SplitHandle:
             )
 
     def _resolve(self, input_ids: Tensor) -> None:
-        """Give layers whose rules depend on token ids the rules for this sequence."""
+        """Set the rules of layers that depend on token ids for this sequence."""
         for module in self._modules:
             plan = self._plans.get(LAYERS[module].index)
             if plan is not None and plan.needs_tokens:
@@ -222,18 +224,18 @@ LAYERS: weakref.WeakKeyDictionary[nn.Module, SplitLayer] = weakref.WeakKeyDictio
 
 
 def attach(model: nn.Module, policy: Policy | None, mesh: Mesh) -> SplitHandle:
-    """Split a model's sequence over the ranks of a mesh. What `dx.apply(model, policy, mesh=mesh)` does.
+    """Split a model's sequence over the ranks of a mesh. `dx.apply(model, policy, mesh=mesh)` calls it.
 
     Raises:
-        ValueError: the model is split already.
+        ValueError: the model is already split.
         PolicyError: the policy is for another model.
-        UnsupportedInputError: a model or a policy that cannot be split; with the reasons.
+        UnsupportedInputError: the model or the policy cannot be split.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     decoder = Decoder.of(model)
     if any(module in LAYERS for module in decoder.layers.values()):
-        raise ValueError("`model` is split already; call remove() on its handle first")
+        raise ValueError("`model` is already split: call remove() on its handle first")
     if policy is not None:
         decoder.check(policy)
     handle = SplitHandle(decoder, policy, mesh)
@@ -263,10 +265,10 @@ def _attention(
 
 
 def _make_mask(**request: Any) -> Tensor | None:
-    """Describe a mask by its rule. The mask itself, of own tokens alone, would mean nothing.
+    """Return the rule of a mask. A mask of this rank's tokens alone would be meaningless.
 
     Raises:
-        UnsupportedInputError: padding, or a mask that no rule describes.
+        UnsupportedInputError: the batch has padding, or no rule describes the mask.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -279,27 +281,25 @@ def _make_mask(**request: Any) -> Tensor | None:
 
 
 def _model_reasons(decoder: Decoder) -> list[str]:
-    """Return why a model cannot run on some of its tokens alone."""
+    """Return the reasons why a model cannot run with its sequence split."""
     config, reasons = decoder.config, []
     missing = config.num_hidden_layers - len(decoder.layers)
     if missing:
-        reasons.append(
-            f"{missing} of its {config.num_hidden_layers} layers mix tokens by something else than attention"
-        )
+        reasons.append(f"{missing} of its {config.num_hidden_layers} layers mix tokens without attention")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
     reasons += [
-        f"its rope_type {kind!r} depends on the longest position, which ranks do not share"
+        f"its rope_type {kind!r} depends on the longest position, which differs between ranks"
         for kind in sorted(kinds & GROWING_ROPE)
     ]
     return reasons
 
 
 def _policy_reasons(policy: Policy, plans: dict[int, LayerPlan], ranks: int) -> list[str]:
-    """Return why a policy's rules cannot run with the sequence split."""
+    """Return the reasons why a policy cannot run with the sequence split."""
     reasons = []
     if policy.reuse != 1:
-        reasons.append("`reuse` must be 1: each layer chooses by itself; use policy.replace(reuse=1)")
+        reasons.append("`reuse` must be 1, because each layer selects on its own: use policy.replace(reuse=1)")
     if policy.rollout != Rollout() and (policy.rollout.share < 1 or policy.rollout.flag is not None):
         reasons.append("`rollout` must cover all requests: ranks cannot choose requests apart")
     if policy.guard is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve policies with Triton Inference Server: a model repository whose Python backend runs a model under a policy."""
+"""Serve policies with Triton Inference Server, from a model repository for its Python backend."""
 
 from typing import TYPE_CHECKING, Any
 

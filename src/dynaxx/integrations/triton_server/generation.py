@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate for several prompts at once, and hand each token out when it is there.
+"""Generate tokens for several prompts at once, and pass each token on as soon as it is generated.
 
-Knows nothing of Triton. Transformers' own `generate` runs the model: prompts of different lengths are padded on the
-left, which changes no choice of a policy. A stopping criterion, which sees every new token, hands them out.
+This module does not depend on Triton. The `generate` method of transformers runs the model. Prompts of different
+lengths are padded on the left, which does not affect a policy's selection. A stopping criterion, which transformers
+calls with every new token, passes the tokens to their receivers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Prompt:
 
     Attributes:
         ids: token ids, at least one.
-        max_tokens: most new tokens, at least one.
-        temperature: 0 takes the most likely token; above, tokens are drawn.
-        top_p: draw from the fewest tokens that have this much probability together.
-        seed: of the draw; None draws differently each time.
-        id: of the request, for a policy that is rolled out to a share of them.
+        max_tokens: maximum number of new tokens, at least one.
+        temperature: 0 selects the most likely token; above 0, tokens are sampled.
+        top_p: sample from the smallest set of tokens with this total probability.
+        seed: seed of the sampling; None samples differently each time.
+        id: request id, for a policy that is rolled out to a share of the requests.
     """
 
     ids: tuple[int, ...]
@@ -40,20 +41,20 @@ class Prompt:
 
 
 class Receiver(Protocol):
-    """Takes the tokens of one prompt."""
+    """Receiver of the tokens of one prompt."""
 
     def token(self, token: int, finish_reason: str) -> None:
-        """Take the next token; `finish_reason` is "" but for the last: "stop" (an end token) or "length"."""
+        """Accept the next token. `finish_reason` is "stop" (an end token) or "length" for the last token, else ""."""
 
     def cancelled(self) -> bool:
-        """Return whether nobody waits for more."""
+        """Return whether the client no longer waits for tokens."""
 
 
 class Limits:
-    """What a model can be asked for.
+    """Limits of a model on its requests.
 
     Args:
-        model: of transformers.
+        model: a transformers model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -62,10 +63,10 @@ class Limits:
         self.context = int(getattr(config, "max_position_embeddings", None) or 2**31)
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse a prompt that the model cannot serve, with the reason.
+        """Check that the model can serve a prompt.
 
         Raises:
-            ValueError: the message names the field and its limit.
+            ValueError: a field exceeds its limit.
         """
         count = len(prompt.ids)
         if not count:
@@ -84,15 +85,15 @@ class Limits:
         if not 0 < prompt.top_p <= 1:
             raise ValueError(f"`top_p` must be above 0 and at most 1, got {prompt.top_p}")
         if prompt.temperature == 0 and (prompt.top_p != 1 or prompt.seed is not None):
-            raise ValueError("`top_p` and `seed` need a `temperature` above 0: without one nothing is drawn")
+            raise ValueError("`top_p` and `seed` need a `temperature` above 0")
 
 
 def batches(prompts: Sequence[Prompt], most_tokens: int) -> list[list[int]]:
-    """Put prompts of similar lengths together, so that little is padded.
+    """Group prompts of similar lengths into batches with little padding.
 
     Args:
-        prompts: in any order.
-        most_tokens: of a batch, padding and answers included. A prompt that is longer runs alone.
+        prompts: prompts in any order.
+        most_tokens: maximum tokens of a batch, including padding and answers. A longer prompt runs alone.
 
     Returns:
         Indices into `prompts`, shortest prompts first; each index once.
@@ -110,13 +111,13 @@ def batches(prompts: Sequence[Prompt], most_tokens: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def generate(model: Any, handle: Any, prompts: Sequence[Prompt], receivers: Sequence[Receiver]) -> None:
-    """Generate for one batch.
+    """Generate the answers to one batch.
 
     Args:
         model: a causal language model of transformers.
-        handle: of `dynaxx.apply`.
-        prompts: each within `Limits`.
-        receivers: one per prompt.
+        handle: the handle that `dynaxx.apply` returned.
+        prompts: prompts within `Limits`.
+        receivers: one receiver per prompt.
     """
     longest, device = max(len(prompt.ids) for prompt in prompts), model.device
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -145,7 +146,7 @@ def _end_tokens(model: Any) -> frozenset[int]:
 
 
 class _HandOut:
-    """A stopping criterion of transformers: hands out each row's new token, and says which rows are done."""
+    """Stopping criterion of transformers that passes on each row's new token and returns the finished rows."""
 
     def __init__(self, prompts: Sequence[Prompt], receivers: Sequence[Receiver], ends: frozenset[int]) -> None:
         self._receivers, self._ends = receivers, ends
@@ -166,7 +167,7 @@ class _HandOut:
 
 
 class _Draws:
-    """A logits processor of transformers: leaves each row the one token that was drawn for it."""
+    """Logits processor of transformers that leaves each row only its sampled token."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
@@ -189,17 +190,17 @@ class _Draws:
 
 
 def _draw(probability: Tensor, top_p: float, generator: torch.Generator) -> int:
-    """Draw from the fewest tokens that have `top_p` together."""
+    """Sample from the smallest set of tokens with total probability `top_p`."""
     ordered, tokens = probability.sort(descending=True, stable=True)
     kept = ordered.cumsum(0) - ordered < top_p
     return int(tokens[torch.multinomial(ordered * kept, 1, generator=generator)])
 
 
 class TextStream:
-    """Turns tokens into text piece by piece; a character of several tokens appears when it is whole.
+    """Incremental decoder of tokens to text. A character that spans several tokens appears with its last token.
 
     Args:
-        decode: returns the text of some token ids.
+        decode: function from token ids to their text.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -208,7 +209,7 @@ class TextStream:
         self._shown = ""
 
     def add(self, token: int, *, last: bool) -> str:
-        """Return the text that a token adds."""
+        """Add a token and return its new text."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if (text.endswith("\N{REPLACEMENT CHARACTER}") and not last) or not text.startswith(self._shown):

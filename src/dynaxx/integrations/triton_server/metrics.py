@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show dynaxx's numbers at Triton's own `/metrics`, beside Triton's.
+"""Export dynaxx's metrics through Triton's `/metrics` endpoint.
 
-Triton's Python backend knows counters and gauges. A histogram becomes the counters that Prometheus stores of it:
-`NAME_bucket` with `le`, `NAME_sum` and `NAME_count`, so queries are the same as anywhere else.
+Triton's Python backend supports only counters and gauges. A histogram is exported as the counters that Prometheus
+stores for it, `NAME_bucket` with `le`, `NAME_sum` and `NAME_count`, so queries do not change.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dynaxx.telemetry.store import Series
 
 logger = logging.getLogger("dynaxx")
 
-SECONDS = 1.0  # between two looks
+SECONDS = 1.0  # between two copies
 
 
 class _Sample(NamedTuple):
-    """One number as Triton shows it."""
+    """One metric value in Triton's form."""
 
     name: str
-    counts: bool  # a counter, or else a gauge
+    counts: bool  # True for a counter, False for a gauge
     help: str
     labels: dict[str, str]
     value: float
 
 
 class TritonMetrics:
-    """Copies the process's numbers to Triton every second, in a daemon thread, until `close`.
+    """Copies this process's metrics to Triton every second, in a daemon thread, until `close`.
 
     Args:
         utils: Triton's `triton_python_backend_utils`.
-        numbers: the recorder; None takes this process's.
+        numbers: the recorder; this process's by default.
         interval: seconds between two copies.
     """
 
@@ -49,13 +49,13 @@ class TritonMetrics:
         self._thread.start()
 
     def copy(self) -> None:
-        """Copy all numbers now."""
+        """Copy all metrics now."""
         for series in (self._numbers or recorder()).snapshot():
             for sample in _samples(series):
                 self._show(sample)
 
     def close(self) -> None:
-        """Copy for the last time, and stop. More calls do nothing."""
+        """Copy all metrics for the last time and stop. Further calls do nothing."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._thread.join()
@@ -65,8 +65,8 @@ class TritonMetrics:
             last = self._stopped.wait(self._interval)
             try:
                 self.copy()
-            except Exception as error:  # a server without metrics: requests go on
-                logger.warning("Triton shows no metrics of dynaxx: %s", error)
+            except Exception as error:  # a server without metrics still answers requests
+                logger.warning("metrics are not exported to Triton: %s", error)
                 return
             if last:
                 return

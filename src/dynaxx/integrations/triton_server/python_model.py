@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that Triton's Python backend runs: one transformers model under one policy.
+"""Model for Triton's Python backend: one transformers model with one policy.
 
-Triton calls `initialize` once, `execute` with the requests that its dynamic batcher put together, `finalize` at the
-end. A bad request gets an error of its own; its neighbours in the batch run.
+Triton calls `initialize` once, `execute` with each batch of requests, and `finalize` at the end. An invalid request
+gets an error response; the other requests of its batch continue.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ logger = logging.getLogger("dynaxx")
 
 
 def _utils() -> Any:
-    """Return Triton's module for Python models, which exists in its process alone."""
+    """Return Triton's module for Python models, which exists only in Triton's processes."""
     import triton_python_backend_utils
 
     return triton_python_backend_utils
 
 
 class TritonPythonModel:
-    """Triton's contract for a Python model."""
+    """Implementation of Triton's interface for a Python model."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the model and the policy, and follow the policy's file.
+        """Load the model and the policy, and start watching the policy file.
 
         Raises:
-            OSError, ValueError: a model or policy that cannot be loaded; Triton shows the message and serves nothing.
+            OSError, ValueError: the model or policy cannot be loaded. Triton shows the message and does not serve it.
         """
         config = json.loads(args["model_config"])
         logger.addHandler(_TritonLog(_utils().Logger))
@@ -70,7 +70,7 @@ class TritonPythonModel:
         """Answer the requests of a batch.
 
         Returns:
-            One response per request, or None where tokens are streamed: the answers went out by themselves.
+            One response per request, or None in streaming mode, which sends the responses itself.
         """
         answers = [_Answer(request, self._streams, self._text_stream()) for request in requests]
         prompts: list[Prompt] = []
@@ -89,12 +89,12 @@ class TritonPythonModel:
         return None if self._streams else [answer.response for answer in answers]
 
     def finalize(self) -> None:
-        """Take the policy off and stop the threads; Triton unloads the model."""
+        """Remove the policy and stop the threads before Triton unloads the model."""
         self._metrics.close()
         self._handle.remove()
 
     def _warm_up(self) -> None:
-        """Answer one prompt, so that kernels are compiled before Triton says that the model is ready."""
+        """Answer one prompt, so that kernels are compiled before Triton reports the model ready."""
         count = min(WARM_UP_TOKENS, self._limits.context - 2)
         if count > 0:
             generate(self._model, self._handle, [Prompt((0,) * count, 2, id="warm-up")], [_Nobody()])
@@ -102,7 +102,7 @@ class TritonPythonModel:
     def _run(self, prompts: list[Prompt], answers: list[_Answer]) -> None:
         try:
             generate(self._model, self._handle, prompts, answers)
-        except Exception as error:  # one batch fails, the server goes on
+        except Exception as error:  # the failure of one batch must not stop the server
             logger.exception("a batch of %d requests failed", len(prompts))
             for answer in answers:
                 answer.fail(f"{type(error).__name__}: {error}")
@@ -118,7 +118,7 @@ class TritonPythonModel:
         """Read a request's tensors.
 
         Raises:
-            ValueError: a tensor that says nothing that can be served.
+            ValueError: a tensor is invalid.
         """
         text, ids = _read(request, "text_input"), _read(request, "input_ids")
         if (text is None) == (ids is None):
@@ -141,7 +141,7 @@ class TritonPythonModel:
 
 
 class _Nobody:
-    """A `Receiver` that throws tokens away."""
+    """Receiver that discards tokens."""
 
     def token(self, token: int, finish_reason: str) -> None:
         """Take a token; see `Receiver`."""
@@ -152,7 +152,7 @@ class _Nobody:
 
 
 class _Answer:
-    """The answer to one request: a `Receiver` of its tokens."""
+    """Answer to one request, and receiver of its tokens."""
 
     def __init__(self, request: Any, streams: bool, text: TextStream) -> None:
         self._request, self._text = request, text
@@ -161,7 +161,7 @@ class _Answer:
         self._said = ""
         self._done = False
         self.stream = False
-        self.response: Any = None  # where nothing is streamed
+        self.response: Any = None  # the response without streaming
 
     def token(self, token: int, finish_reason: str) -> None:
         """Take a token; see `Receiver`."""
@@ -171,7 +171,7 @@ class _Answer:
             self._send(finish_reason)
 
     def cancelled(self) -> bool:
-        """Return whether the client has gone."""
+        """Return whether the client has disconnected."""
         return self._done or bool((self._sender or self._request).is_cancelled())
 
     def fail(self, message: str) -> None:
@@ -181,7 +181,7 @@ class _Answer:
             self._finish(utils.InferenceResponse(error=utils.TritonError(message)))
 
     def close(self) -> None:
-        """Make sure that something was answered; after a cancelled request Triton still waits for it."""
+        """Send the final response if none was sent. Triton waits for it even after a cancelled request."""
         if not self._done:
             utils = _utils()
             kind = getattr(utils.TritonError, "CANCELLED", None)
@@ -209,14 +209,14 @@ class _Answer:
 
 
 class _TritonLog(logging.Handler):
-    """Sends the log `dynaxx` to Triton's."""
+    """Forwards the logger `dynaxx` to Triton's log."""
 
     def __init__(self, log: Any) -> None:
         super().__init__()
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a record at Triton's level for it."""
+        """Log a record at the corresponding level of Triton."""
         level = "error" if record.levelno >= logging.ERROR else "warn" if record.levelno >= logging.WARNING else "info"
         getattr(self._log, f"log_{level}")(f"dynaxx: {self.format(record)}")
 
@@ -230,17 +230,17 @@ def _load(folder: Path, dtype: str, device: str) -> Any:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder; None if it holds none."""
+    """Return the tokenizer in a folder, or None if there is none."""
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return None
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _read(request: Any, name: str) -> Any:
-    """Return an input of one prompt; None if it was not sent.
+    """Return an input of one prompt, or None if it was not sent.
 
     Raises:
-        ValueError: it holds several prompts.
+        ValueError: the input holds several prompts.
     """
     tensor = _utils().get_input_tensor_by_name(request, name)
     if tensor is None:

@@ -3,10 +3,10 @@
 
 model_repository/
   NAME/
-    config.pbtxt     inputs, outputs, batching, streaming: edit it as any other of Triton's
+    config.pbtxt     inputs, outputs, batching, streaming; may be edited
     1/
       model.py       seven lines that load `dynaxx.integrations.triton_server.python_model`
-      policy.json    followed while the server runs: replace the file, and new requests use it
+      policy.json    the policy; new requests use a replaced file without a restart
       model/         weights and tokenizer in Hugging Face's format
 """
 
@@ -29,11 +29,11 @@ name: "$name"
 backend: "python"
 max_batch_size: $max_batch_size
 
-# Requests that wait together run as one batch. Prompts of different lengths may share one.
+# Waiting requests run as one batch. A batch may contain prompts of different lengths.
 dynamic_batching { max_queue_delay_microseconds: $queue_delay }
 
-# true: tokens can be streamed; clients use gRPC streams, or HTTP's generate and generate_stream.
-# false: one answer per request; clients may use HTTP's and gRPC's plain infer, too.
+# true: tokens can be streamed; clients use gRPC streams, or generate and generate_stream over HTTP.
+# false: one answer per request; clients can also use plain infer over HTTP and gRPC.
 model_transaction_policy { decoupled: $stream }
 
 instance_group [ { kind: KIND_AUTO count: 1 } ]
@@ -62,7 +62,7 @@ parameters [
 
 MODEL = '''\
 # SPDX-License-Identifier: Apache-2.0
-"""Loads dynaxx's model for Triton. The server ignores PYTHONPATH, so DYNAXX_PYTHONPATH says where packages are."""
+"""Load dynaxx's model for Triton. DYNAXX_PYTHONPATH lists package folders, because some servers ignore PYTHONPATH."""
 
 import os
 import sys
@@ -77,18 +77,19 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class RepositorySettings:
-    """Numbers and names of a repository; all of them stand in its config.pbtxt.
+    """Settings of a repository, all of which are written to its config.pbtxt.
 
     Attributes:
-        name: of the model in Triton.
+        name: name of the model in Triton.
         stream: whether tokens can be streamed (Triton's decoupled mode).
-        max_batch_size: most requests in a batch.
-        max_batch_tokens: most tokens in a batch, padding and answers included; a larger batch is cut, shortest first.
+        max_batch_size: maximum requests in a batch.
+        max_batch_tokens: maximum tokens in a batch, including padding and answers. A larger batch is divided, and its
+            shortest requests run first.
         queue_delay: microseconds that a request waits for others.
-        dtype: of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        dtype: data type of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
-        ValueError: a field that Triton or the model could not use.
+        ValueError: a field has an invalid value.
     """
 
     name: str = "dynaxx"
@@ -115,23 +116,23 @@ def write_repository(
 
     Args:
         model: folder in Hugging Face's format; it is copied.
-        policy: for this model; None runs the model's own attention pattern on dynaxx's kernels.
-        out: the repository's folder; models beside this one stay.
-        settings: name, batching, streaming.
+        policy: policy for this model; None runs the model's own attention pattern on dynaxx's kernels.
+        out: the repository's folder; other models in it do not change.
+        settings: name, batching and streaming.
 
     Returns:
-        "model": the model's folder in the repository; "name"; "policy": whether it has one; "stream".
+        A dict with "model", the model's folder in the repository, "name", "policy", whether it has one, and "stream".
 
     Raises:
-        ValueError: `out` holds a model of this name already, or `model` is no model's folder.
-        PolicyError, UnsupportedInputError: as `dynaxx.apply`; nothing is written.
+        ValueError: `out` already contains a model of this name, or `model` is not a model folder.
+        PolicyError, UnsupportedInputError: see `dynaxx.apply`; nothing is written.
     """
     settings = settings or RepositorySettings()
     source, target = Path(model), Path(out) / settings.name
     if not (source / "config.json").is_file():
         raise ValueError(f"`model` must be a folder with a config.json, as save_pretrained writes it, got {source}")
     if target.exists():
-        raise ValueError(f"{target} is there already: remove it, or choose another folder or name")
+        raise ValueError(f"{target} already exists: remove it, or choose another folder or name")
     _check(source, policy)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -146,7 +147,7 @@ def export_model(model: Path, policy: Policy | None, out: Path, options: Mapping
     """Write a repository for `dynaxx export --format triton`; `options` are fields of `RepositorySettings` as text.
 
     Raises:
-        ValueError: an option that does not exist or is not of its kind; else as `write_repository`.
+        ValueError: an option does not exist or has an invalid value; also see `write_repository`.
     """
     known = {field.name: str(field.type) for field in fields(RepositorySettings)}
     unknown = sorted(set(options) - set(known))
@@ -179,7 +180,7 @@ def _fill(folder: Path, source: Path, policy: Policy | None, settings: Repositor
 
 
 def _check(folder: Path, policy: Policy | None) -> None:
-    """Apply the policy to a model of this shape without weights, which refuses what the server would refuse."""
+    """Apply the policy to a model of this shape without weights, so that errors occur before the export."""
     import torch
     import transformers
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn xFormers' masks into layouts, without importing xFormers."""
+"""Convert xFormers' masks to layouts without importing xFormers."""
 
 from typing import TYPE_CHECKING, Any
 

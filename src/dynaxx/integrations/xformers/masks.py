@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""xFormers' masks as layouts.
+"""Convert xFormers' masks to layouts.
 
-Masks are known by the names of their classes, so xFormers is not imported. A class that is not in the table is refused,
-a subclass of a known one too: it may mean something else. Gaps and padding between keys become sequences without
-queries, which nothing sees.
+Masks are recognized by their class names, so xFormers is not imported. Classes that are not in the table are refused,
+including subclasses of known ones, because they may change the mask. Gaps and padding between keys become sequences
+without queries.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dynaxx.patterns.runs import Ints, Visited
 
 @dataclass(frozen=True)
 class Band(DistanceRule):
-    """Keys lo <= query - key <= hi, None where unlimited; positions count from both starts, or from both ends."""
+    """Rule lo <= query - key <= hi with None for unlimited. Positions count from the starts or from the ends."""
 
     lo: int | None
     hi: int | None
     from_start: bool
 
     def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
-        """Return the limits between positions as a grid aligns them: at their ends."""
+        """Return the limits for a grid, which aligns positions at their ends."""
         shift = grid.offset if self.from_start else 0
         return (None if self.lo is None else self.lo + shift), (None if self.hi is None else self.hi + shift)
 
@@ -79,14 +79,14 @@ def _sides(mask: Any) -> Band:
     return Band(-int(mask.window_right), int(mask.window_left), from_start=False)
 
 
-# Without lengths of their own: q and k are (batch, seqlen, heads, head_dim).
+# Masks without lengths: q and k are (batch, seqlen, heads, head_dim).
 WHOLE: dict[str, Callable[[Any], Band]] = {
     "LowerTriangularMask": _causal,
     "LowerTriangularFromBottomRightMask": _causal_at_end,
     "LowerTriangularFromBottomRightLocalAttentionMask": _local_at_end,
     "LocalAttentionFromBottomRightMask": _sides,
 }
-# With lengths: sequences behind one another.
+# Masks with lengths: the sequences are concatenated.
 BLOCKS: dict[str, Callable[[Any], Band]] = {
     "BlockDiagonalMask": _full,
     "BlockDiagonalCausalMask": _causal,
@@ -111,24 +111,25 @@ def layout_of_mask(
     block_size: int | tuple[int, int] = 128,
     device: torch.device | str = "cpu",
 ) -> BlockLayout:
-    """Return the layout that shows exactly the pairs that one of xFormers' masks shows.
+    """Return the layout with the same visible pairs as one of xFormers' masks.
 
     Args:
         mask: an `attn_bias` of `xformers.ops.memory_efficient_attention`: `BlockDiagonalMask`, its causal and local
             variants, with padded or gappy keys; `LowerTriangularMask` and its variants,
             `LocalAttentionFromBottomRightMask`.
-        seqlen_q: number of queries, for masks without lengths only.
-        seqlen_k: number of keys, for masks without lengths only; `seqlen_q` by default.
+        seqlen_q: number of queries, only for masks without lengths.
+        seqlen_k: number of keys, only for masks without lengths; `seqlen_q` by default.
         block_size: tokens per block, as in `Pattern.layout`.
         device: the device of the layout. Lengths are read from the mask's host lists.
 
     Returns:
-        For a mask with sequences a `PackedLayout`, for `sparse_attention` with q, k, v of (tokens, heads, head_dim);
-        xFormers' own shape is (1, tokens, heads, head_dim): pass `q[0]`. For the others a `BlockLayout`.
+        A `PackedLayout` for a mask with sequences, else a `BlockLayout`. With a `PackedLayout`, `sparse_attention`
+        takes (tokens, heads, head_dim); pass `q[0]` of xFormers' (1, tokens, heads, head_dim).
 
     Raises:
-        UnsupportedInputError: another mask: a bias in numbers, pages (use a `PagedCache`), a subclass.
-        ValueError: lengths for a mask that has its own or none for one that has not; keys that overlap or go back.
+        UnsupportedInputError: the mask is a tensor bias, a paged mask (use a `PagedCache`) or a subclass.
+        ValueError: lengths are given for a mask that has its own, or missing for one that has none, or the sequences of
+            keys overlap or are out of order.
     """
     name = type(mask).__name__
     if name in WHOLE:
@@ -142,7 +143,7 @@ def layout_of_mask(
         reasons = [f"no layout for {name}; known: {', '.join((*WHOLE, *BLOCKS))}"]
         raise UnsupportedInputError("layout_of_mask", {"xformers": reasons})
     if seqlen_q is not None or seqlen_k is not None:
-        raise ValueError(f"`seqlen_q` and `seqlen_k` must be None with {name}, which has lengths of its own")
+        raise ValueError(f"`seqlen_q` and `seqlen_k` must be None with {name}, which has its own lengths")
     ends_q, ends_k = _with_gaps(name, mask)
     rule = BLOCKS[name](mask)
     return packed_layout(rule, ends_q, ends_k, causal=False, block_size=block_size, device=device)
@@ -158,7 +159,7 @@ def _with_gaps(name: str, mask: Any) -> tuple[list[int], list[int]]:
     ends_q, ends_k = [0], [0]
     for i, (start, length) in enumerate(zip(starts_k, lengths, strict=False)):
         if start < ends_k[-1]:
-            raise ValueError(f"keys of {name} must lie behind one another, got sequence {i} at {start}")
+            raise ValueError(f"the sequences of keys of {name} must not overlap, got sequence {i} at {start}")
         if start > ends_k[-1]:
             ends_q.append(ends_q[-1])
             ends_k.append(start)
