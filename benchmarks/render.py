@@ -79,7 +79,7 @@ def table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 
 def _escape(cell: str) -> str:
-    """Escape the character `|` of a cell. Markdown shows the backslash of `\\|` in code, so such code becomes HTML."""
+    """Escape `|` in a cell. Code that contains it becomes HTML, because Markdown would show the backslash."""
     cell = re.sub(r"`([^`]*\|[^`]*)`", lambda code: f"<code>{html.escape(code[1])}</code>", cell)
     return cell.replace("|", "&#124;")
 

@@ -227,8 +227,8 @@ def test_what_else_is_refused():
         flash_attn_varlen_func(q[0], q[0], q[0], ends, ends, 32, 31)
     for said, given in {
         "`num_splits`": {"num_splits": 4},
-        "room": {"k": q, "v": q},
-        "go together": {"k": q},
+        "must have space": {"k": q, "v": q},
+        "both or neither": {"k": q},
         "need new": {"rotary_cos": cos, "rotary_sin": cos},
         "`cache_seqlens` must be given": {"block_table": table},
         "`cache_batch_idx` must be None": {"block_table": table, "cache_seqlens": 3, "cache_batch_idx": table[0]},

@@ -131,7 +131,7 @@ def test_repositories(tmp_path):
     assert sorted(path.name for path in version.iterdir()) == ["model", "model.py", "policy.json"]
     assert dx.load_policy(version / "policy.json") == policy
     assert "decoupled: false" in (tmp_path / "repository" / "plain" / "config.pbtxt").read_text()
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         write_repository(tmp_path / "model", policy, tmp_path / "repository")
     with pytest.raises(ValueError, match=r"config\.json"):
         write_repository(tmp_path, None, tmp_path / "other")

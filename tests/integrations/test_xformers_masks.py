@@ -114,7 +114,7 @@ def test_what_is_refused():
         layout_of_mask(stand_in("LowerTriangularMask"))
     with pytest.raises(ValueError, match="its own lengths"):
         layout_of_mask(blocks("BlockDiagonalMask", Q, K), 5)
-    with pytest.raises(ValueError, match="behind one another"):
+    with pytest.raises(ValueError, match="must not overlap"):
         layout_of_mask(padded("BlockDiagonalGappyKeysMask", [3, 3], [10, 0, 40], [5, 5]))
 
 

@@ -15,7 +15,7 @@ from dynaxx.cli.running import check_targets, running, tool
 
 
 class Suite(StrEnum):
-    """What to benchmark: kernels, or a whole model in each engine for CPUs."""
+    """Benchmark suites: kernels, or a whole model in each CPU engine."""
 
     cpu = "cpu"
     gpu = "gpu"
@@ -23,7 +23,7 @@ class Suite(StrEnum):
 
 
 def bench(
-    suite: Annotated[Suite, typer.Option(help="Kernels, or a whole model in engines for CPUs.")] = Suite.cpu,
+    suite: Annotated[Suite, typer.Option(help="Kernels, or a whole model in CPU engines.")] = Suite.cpu,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller shapes.")] = False,
     threads: ThreadsOption = None,
     only: Annotated[
@@ -43,13 +43,16 @@ def bench(
     ] = None,
     policy: Annotated[
         Path | None,
-        typer.Option("--policy", metavar="FILE", help="cpu-model: the policy; else 30 % of the blocks in all heads."),
+        typer.Option(
+            "--policy", metavar="FILE", help="cpu-model: the policy. Default: 30 % of the blocks in all heads."
+        ),
     ] = None,
     lengths: Annotated[
         str, typer.Option("--lengths", metavar="TOKENS", help="cpu-model: prompt lengths, separated by commas.")
     ] = "",
     work: Annotated[
-        Path | None, typer.Option("--work", metavar="DIR", help="cpu-model: keep converted models for the next time.")
+        Path | None,
+        typer.Option("--work", metavar="DIR", help="cpu-model: store converted models in DIR for later runs."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the figures as JSON.")] = None,
     seed: SeedOption = 0,

@@ -12,7 +12,7 @@ import typer
 from dynaxx.cli.options import JsonOption, ModelArgument, QuietOption
 from dynaxx.cli.running import progress_of, running, tool
 
-# By format, the module of `dynaxx.integrations` whose `export_model(folder, policy, out, options)` writes it.
+# The module of `dynaxx.integrations` for each format; it defines `export_model(folder, policy, out, options)`.
 FORMATS = {
     "onnx": "onnx.command",
     "triton": "triton_server.repository",
@@ -24,20 +24,20 @@ def export(
     model: ModelArgument,
     policy: Annotated[
         Path | None,
-        typer.Argument(metavar="[POLICY]", help="A policy for this model; none runs the model's own pattern."),
+        typer.Argument(metavar="[POLICY]", help="Policy for this model. Default: the model's own pattern."),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="The engine to write for.")] = ...,  # type: ignore[assignment]
+    format: Annotated[Format, typer.Option("--format", help="Target engine.")] = ...,  # type: ignore[assignment]
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write to.")] = ...,  # type: ignore[assignment]
     option: Annotated[
-        list[str], typer.Option("--option", metavar="NAME=VALUE", help="A setting of the format; may be repeated.")
+        list[str], typer.Option("--option", metavar="NAME=VALUE", help="Option of the format; may be repeated.")
     ] = [],  # noqa: B006  # typer reads it, nothing changes it
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     r"""Export a model and its policy to another engine.
 
-    onnx: graphs for ONNX Runtime and others, with `pip install 'dynaxx[onnx]'`. Options: form (auto, portable, custom),
-    logits (last, all), and for an encoder window (W, or LEFT,RIGHT).
+    onnx: graphs for ONNX Runtime and other engines; needs the extra dynaxx[onnx]. Options: form (auto, portable,
+    custom), logits (last, all), and window (W or LEFT,RIGHT) for an encoder.
 
     triton: a model repository for Triton Inference Server. Options: name, stream, max_batch_size, max_batch_tokens,
     queue_delay (microseconds), dtype.
@@ -59,10 +59,10 @@ def export(
 
 
 def _options(given: list[str]) -> dict[str, str]:
-    """Return NAME=VALUE words by name.
+    """Return NAME=VALUE arguments as a dict.
 
     Raises:
-        ValueError: a word of another form, or a name twice.
+        ValueError: an argument has another form, or a name occurs twice.
     """
     options: dict[str, str] = {}
     for each in given:
@@ -70,6 +70,6 @@ def _options(given: list[str]) -> dict[str, str]:
         if not (name and equals):
             raise ValueError(f"--option must be NAME=VALUE, got {each!r}")
         if name in options:
-            raise ValueError(f"--option {name} must be given once")
+            raise ValueError(f"--option {name} must be given only once")
         options[name] = value
     return options

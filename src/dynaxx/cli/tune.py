@@ -40,12 +40,13 @@ def tune(
     kinds: KindsOption = "",
     hold: Annotated[
         str,
-        typer.Option(metavar="NAME,NAME,...", help="Long-context tasks that must hold: ruler, long, or tasks by name."),
+        typer.Option(metavar="NAME,NAME,...", help="Long-context tasks that must pass: ruler, long, or tasks by name."),
     ] = "",
     held_out: Annotated[
         bool,
         typer.Option(
-            "--held-out/--no-held-out", help="Also tune on all kinds of text but one, in turns, and report the worst."
+            "--held-out/--no-held-out",
+            help="Also tune without each kind of text in turn, and report the worst loss on it.",
         ),
     ] = False,
     lengths: LengthsOption = "",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Five kinds of real text that come with Python and the packages beside it: prose, code, legal text, tables, chat.
+"""Five kinds of real text from Python and its installed packages: prose, code, legal text, tables and chat.
 
-A policy that was tuned on one kind of text may lose more on another. Nothing is downloaded: prose and code are Python's
-own, legal text is the licences of whatever is installed, tables and chat are made of data and documentation that come
-with Python. So they differ between environments; results name the digest of each.
+A policy that was tuned on one kind of text may lose more on another. Nothing is downloaded. Prose and code are Python's
+documentation and modules, legal text is the licences of installed packages, and tables and chat are generated from
+Python's data and documentation. The texts differ between environments, so results contain the digest of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-MOST_CHARS = 240_000  # of one kind: about 60,000 tokens
+MOST_CHARS = 240_000  # characters of one kind, about 60,000 tokens
 LEAST_CHARS = 20_000
 _CODE = """
     argparse ast asyncio/base_events asyncio/streams bdb calendar cgitb codecs collections/__init__ configparser
@@ -41,7 +41,7 @@ FOLLOWED = ("Thanks. And {0}?", "That helps. Now what about {0}?", "Good to know
 
 
 def prose_text() -> str:
-    """Return the topics of Python's own `help()`, in their order."""
+    """Return the topics of Python's `help()` in order."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
@@ -53,7 +53,7 @@ def code_text() -> str:
 
 
 def legal_text() -> str:
-    """Return the licences of Python and of installed packages; a paragraph that comes again is left out."""
+    """Return the licences of Python and of installed packages without repeated paragraphs."""
     site = Path(sysconfig.get_path("purelib"))
     files = [Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"]
     files += sorted(
@@ -73,7 +73,7 @@ def legal_text() -> str:
 def tables_text() -> str:
     """Return tables as CSV, Markdown and aligned columns: characters, media types, time, source files."""
     tables = [*_character_tables(), *_media_tables(), *_module_tables(), *_calendar_tables()]
-    order = sorted(range(len(tables)), key=lambda i: hashlib.sha256(str(i).encode()).digest())  # formats take turns
+    order = sorted(range(len(tables)), key=lambda i: hashlib.sha256(str(i).encode()).digest())  # mixes the formats
     return "\n\n".join(tables[i] for i in order)
 
 
@@ -105,28 +105,26 @@ def text_of(kind: str) -> str:
     """Return the text of a kind, at most `MOST_CHARS` of it.
 
     Raises:
-        ValueError: an unknown kind, or an installation that has too little of it.
+        ValueError: the kind is unknown, or the installation has too little text of it.
     """
     if kind not in KINDS:
         raise ValueError(f"no kind of text {kind!r}: there are {', '.join(KINDS)}")
     text = KINDS[kind][1]()[: None if kind == "prose" else MOST_CHARS]
     if len(text) < LEAST_CHARS:
-        raise ValueError(
-            f"this installation has only {len(text):,} characters of {label(kind)}; give a file of your own"
-        )
+        raise ValueError(f"this installation has only {len(text):,} characters of {label(kind)}: use a file instead")
     return text
 
 
 def label(kind: str) -> str:
-    """Return a kind's name for a reader; the name of a file is its own."""
+    """Return the readable name of a kind, or the name itself for a file."""
     return KINDS[kind][0] if kind in KINDS else kind
 
 
 def kinds_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return kinds by name, all of them for "all", each once.
+    """Return the kinds with these names without duplicates, or all kinds for "all".
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: a kind is unknown.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -142,7 +140,7 @@ def digest_of(text: str) -> str:
 
 
 def _sources(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Return dotted names and source of those modules that this Python has, one by one."""
+    """Yield the dotted name and the source of each module that this Python has."""
     folder = Path(sysconfig.get_path("stdlib"))
     for name in names:
         if source := _read(folder / f"{name}.py"):
@@ -157,7 +155,7 @@ def _read(path: Path) -> str:
 
 
 def _documented(source: str) -> Iterator[tuple[str, str]]:
-    """Return names and docstrings of a module's functions and classes, those of two lines and more."""
+    """Return names and docstrings of a module's functions and classes, excluding docstrings of one line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             said = ast.get_docstring(node)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long-context tasks: RULER's thirteen, multi-round reference and graph walking, made offline from real text."""
+"""Long-context tasks, generated offline from real text: RULER's thirteen, multi-round reference and graph walking."""

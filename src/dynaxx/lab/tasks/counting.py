@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's two counting tasks: the common words of a list, and the frequent words of a coded text."""
+"""RULER's two counting tasks: find the common words of a list, and the frequent words of a coded text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import string
 from dynaxx.lab.tasks.example import Example, TaskDefinition, in_a_row
 from dynaxx.lab.tasks.haystack import Haystack, letters
 
-COMMON = 10  # words that are asked for
+COMMON = 10  # number of words to find
 LONG = 4096  # tokens from which words are repeated more often
 CODED = 6  # letters of a coded word
 ALPHA = 2.0  # exponent of Zipf's law
@@ -20,7 +20,7 @@ ZETA_2 = 1.6449340668482264  # sum of k ** -ALPHA over all k
 def common_words(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
     """List ten common words and `size` others, after a solved example.
 
-    The common ones are there 30 times each, the others 3 times; in short prompts 6 times and once.
+    Each common word occurs 30 times and each other word 3 times. In short prompts they occur 6 times and once.
     """
     long = tokens >= LONG
     solved = _word_list(rng, haystack, *((30, 10, 3) if long else (10, 3, 1)))
@@ -53,7 +53,7 @@ def _numbered(words: list[str]) -> str:
 def frequent_words(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
     """Write `size` coded words by Zipf's law.
 
-    The most frequent of all are dots, and the three after them are asked for.
+    Dots are the most frequent. The answer is the next three words.
     """
     vocabulary: list[str] = []
     known: set[str] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of a task: a prompt and its answers as text, made at any size."""
+"""Definition of a task: a prompt of any size and its answers, as text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Example:
     """One prompt and its answers.
 
     Attributes:
-        context: what comes before the question: instructions and the haystack with its facts.
-        question: the question and the beginning of the answer, the end of the prompt.
-        answers: what a right continuation holds, in the order of `pieces`.
-        pieces: the right continuation, cut so that piece i ends with answer i; joined they follow the prompt.
+        context: the text before the question: instructions and the haystack with its facts.
+        question: the end of the prompt: the question and the beginning of the answer.
+        answers: the answers in a correct continuation, in the order of `pieces`.
+        pieces: the correct continuation, divided so that piece i ends with answer i.
     """
 
     context: str
@@ -43,16 +43,16 @@ Make = Callable[[random.Random, Haystack, int, int], Example]
 
 @dataclass(frozen=True)
 class TaskDefinition:
-    """A task that can be made at any size.
+    """A task that generates prompts of any size.
 
     Attributes:
-        name: RULER's name for it, where it is one of RULER's.
-        what: one sentence for a reader of the report.
-        make: returns an example from (random numbers, haystack, size, tokens). The same numbers give the same facts at
-            every size; only the haystack grows with the size. `tokens` is the length that is aimed at, on which some
-            definitions depend.
-        grade: how a generated continuation is graded: "all" is the share of answers that it holds, "any" is 1 if it
-            holds one, "ratio" how similar it is to the answer if it begins like it, "f1" compares sets of names.
+        name: name of the task, which is RULER's for its tasks.
+        what: one-sentence description for the report.
+        make: function from (random numbers, haystack, size, tokens) to an example. The same random numbers give the
+            same facts at every size; only the haystack grows. `tokens` is the target length, on which some definitions
+            depend.
+        grade: grading of a generated continuation. "all" is the share of answers that it contains, "any" is 1 if it
+            contains one, "ratio" is the similarity to the answer if both begin alike, and "f1" compares sets of names.
         least: the smallest size.
     """
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk a graph that the prompt lists edge by edge: who leads here, and what is two steps away.
+"""Graph tasks over a list of edges: find the parents of a node, and the nodes two steps from it.
 
-After OpenAI's GraphWalks: nodes are random hexadecimal names, edges are directed, and the answer is a set of nodes.
+The tasks follow OpenAI's GraphWalks: nodes are random hexadecimal names, edges are directed, and the answer is a set of
+nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _edges(rng: random.Random, count: int) -> tuple[list[str], list[tuple[str, s
 
 
 def parents(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
-    """Ask which nodes lead to one that some lead to."""
+    """Ask for the parents of a node that has some."""
     pick = rng.random()
     _, edges = _edges(rng, size)
     before: dict[str, list[str]] = {}
@@ -47,7 +48,7 @@ def parents(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> E
 
 
 def two_steps(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
-    """Ask which nodes are exactly two steps from one."""
+    """Ask for the nodes exactly two steps from a node."""
     pick = rng.random()
     nodes, edges = _edges(rng, size)
     after: dict[str, list[str]] = {}

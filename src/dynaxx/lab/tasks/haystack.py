@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The haystack: sentences of a real text, its words, and names to hide in it."""
+"""Haystack of sentences and words from a real text, and generated names to hide in it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NOUNS = """
 NOUNS = tuple(_NOUNS.split())
 NOISE = "The lake is still. The bread is warm. The wind is low. Off we walk. Round the hill and home."
 WORD = re.compile(r"\b[a-z]{4,10}\b")
-MOST_WORDS = 40  # of a sentence
-MOST_COLLISIONS = 100  # names in a row that were taken, after which longer names are drawn
-MOST_LETTERS = 30  # of a word: longer ones are rules and tables, of many tokens
+MOST_WORDS = 40  # words in a sentence
+MOST_COLLISIONS = 100  # consecutive draws of used names after which longer names are drawn
+MOST_LETTERS = 30  # letters in a word; longer ones are lines and tables with many tokens
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
 
 
@@ -41,10 +41,10 @@ class Haystack:
     """Sentences and words of a real text.
 
     Args:
-        text: at least some hundred words; where a longer haystack is asked for, it begins again.
+        text: at least a few hundred words. A longer haystack repeats it.
 
     Raises:
-        ValueError: a text too short.
+        ValueError: the text is too short.
     """
 
     def __init__(self, text: str) -> None:
@@ -58,12 +58,12 @@ class Haystack:
             )
 
     def stretch(self, rng: random.Random, count: int) -> list[str]:
-        """Return `count` sentences in a row from a random place, from the beginning again after the end."""
+        """Return `count` consecutive sentences from a random place, continuing at the start after the end."""
         start = rng.randrange(len(self.sentences))
         return [self.sentences[(start + i) % len(self.sentences)] for i in range(count)]
 
     def vocabulary(self, rng: random.Random, count: int) -> list[str]:
-        """Draw `count` different words: of the text, then pairs of words where it has no more."""
+        """Draw `count` different words of the text, or pairs of words if it has too few."""
         drawn = rng.sample(self.words, min(count, len(self.words)))
         known = set(drawn)
         while len(drawn) < count:
@@ -75,13 +75,13 @@ class Haystack:
 
 
 def _cut(sentence: str) -> list[str]:
-    """Return a sentence in parts of at most `MOST_WORDS` words: what looks like one may be a whole table."""
+    """Divide a sentence into parts of at most `MOST_WORDS` words, because it may be a whole table."""
     words = [word for word in sentence.split() if len(word) <= MOST_LETTERS]
     return [" ".join(words[start : start + MOST_WORDS]) for start in range(0, len(words), MOST_WORDS)]
 
 
 def hide(rng: random.Random, text: Sequence[str], facts: Sequence[str]) -> list[str]:
-    """Return a text's sentences with facts at random places, in their order."""
+    """Return a text's sentences with facts inserted in order at random places."""
     places = sorted(rng.randrange(len(text) + 1) for _ in facts)
     found: list[str] = []
     done = 0
@@ -92,7 +92,7 @@ def hide(rng: random.Random, text: Sequence[str], facts: Sequence[str]) -> list[
 
 
 def different(rng: random.Random, kind: str, count: int, taken: set[str] | None = None) -> list[str]:
-    """Draw `count` different "words", "numbers" or "uuids", none of `taken`, to which they are added."""
+    """Draw `count` different "words", "numbers" or "uuids" that are not in `taken`, and add them to it."""
     draw = {"words": pair_of_words, "numbers": number, "uuids": new_uuid}[kind]
     taken = set() if taken is None else taken
     found: list[str] = []
@@ -109,7 +109,7 @@ def different(rng: random.Random, kind: str, count: int, taken: set[str] | None 
 
 
 def pair_of_words(rng: random.Random) -> str:
-    """Draw an adjective and a noun with a hyphen between."""
+    """Draw an adjective and a noun, joined by a hyphen."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's eight needle tasks: values under keys, hidden in text, in a repeated line or among others of their form."""
+"""RULER's eight needle tasks: find the values of keys in real text, in repeated lines or among other needles."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Needles:
     """RULER's settings of a needle task.
 
     Attributes:
-        haystack: "repeat" is one line over and over, "essay" real text, "needle" more needles under other keys.
+        haystack: "repeat" is one repeated line, "essay" is real text, and "needle" is needles with other keys.
         key, value: "words", "numbers" or "uuids".
-        keys: keys in the text.
-        values: values under each.
-        queries: keys that are asked for.
+        keys: number of keys in the text.
+        values: number of values of each key.
+        queries: number of keys in the question.
     """
 
     haystack: str = "essay"
@@ -42,7 +42,7 @@ class Needles:
         rng.shuffle(facts)
         asked = rng.sample(range(count), self.queries)
         answers = tuple(value for index in asked for value in values[index])
-        places = random.Random(rng.random())  # the haystack takes as many numbers as it likes
+        places = random.Random(rng.random())  # independent of how many numbers the haystack draws
         if self.haystack == "essay":
             context = " ".join(hide(places, haystack.stretch(places, size), facts))
         else:

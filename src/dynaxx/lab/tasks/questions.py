@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's two question-answering tasks over passages made here: a fact in one passage, and one over two passages.
+"""RULER's two question-answering tasks with generated passages: a fact from one passage, and one from two passages.
 
-RULER takes passages and questions from SQuAD and HotpotQA; nothing of them is here. A passage is about an invented
-person or building; a question of the first kind asks for a fact of one passage, one of the second kind names the
-building and asks for a fact of whoever designed it, which another passage tells.
+RULER uses passages and questions of SQuAD and HotpotQA, which this module does not contain. Each passage describes an
+invented person or building. The first task asks for a fact of one passage. The second task names a building and asks
+for a fact about its designer, which is in another passage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUILDINGS = ("bridge", "library", "theatre", "museum", "lighthouse", "station", 
 
 
 class _World:
-    """Invented people and buildings, each with a passage; real sentences between make passages differ."""
+    """Invented people and buildings with a passage each, varied by real sentences."""
 
     def __init__(self, rng: random.Random, haystack: Haystack, people: int) -> None:
         names = [f"{first} {last}" for first in FIRST for last in LAST]
@@ -82,7 +82,7 @@ def one_passage(rng: random.Random, haystack: Haystack, size: int, tokens: int) 
 
 
 def two_passages(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
-    """Ask where the designer of one of `size` buildings was born; the passages of both are there."""
+    """Ask where the designer of one of `size` buildings was born, with the passages of both in the prompt."""
     asked = rng.random()
     world = _World(rng, haystack, size)
     i = int(asked * size)

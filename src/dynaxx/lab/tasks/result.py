@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy does to each task at each length, with intervals: never a mean over tasks, never a mean alone."""
+"""Results of a suite: one row for each task and length, with confidence intervals and without a mean over tasks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 Verdict = Literal["holds", "fails", "unclear", "not informative", "dense by policy"]
 
-ANSWERED = 0.5  # share of answers that the dense model must find for a task to be informative
-KNOWN = 0.5  # nats per token that its context must give the dense model otherwise, beyond chance
+ANSWERED = 0.5  # a task is informative if the dense model finds this share of the answers,
+KNOWN = 0.5  # or if the context raises the answers' log-probability by this many nats per token, beyond chance
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom, as in any table; above, the normal one is close
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 NORMAL = 1.96
@@ -31,7 +31,7 @@ class Interval:
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return the mean and Student's interval; of a single value, an interval without ends."""
+    """Return the mean and Student's interval, which is infinite for a single value."""
     mean = statistics.mean(values)
     if len(values) < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -42,7 +42,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 def share_of(values: Sequence[float]) -> Interval:
-    """Return a share and Wilson's interval, which has a width also where all values are 0 or 1."""
+    """Return a share and Wilson's interval, which has a width even if all values are 0 or 1."""
     n, mean = len(values), statistics.mean(values)
     spread = NORMAL**2 / n
     middle = (mean + spread / 2) / (1 + spread)
@@ -58,12 +58,12 @@ class TaskRow:
         task: name.
         tokens: length of the prompts with their answers.
         samples: prompts.
-        dense_match, sparse_match: share of the answers that greedy decoding gives.
+        dense_match, sparse_match: share of the answers that greedy decoding finds.
         dense_logprob, sparse_logprob: nats per answer token.
-        drop: dense minus sparse log-probability, of the same prompts.
+        drop: dense minus sparse log-probability of the same prompts.
         context_gain: dense log-probability with the context minus without it.
-        verdict: whether the policy holds the task; "unclear" where the samples are too few to tell.
-        why: the verdict in words.
+        verdict: whether the policy passes the task; "unclear" if there are too few samples to decide.
+        why: explanation of the verdict.
     """
 
     task: str
@@ -81,12 +81,12 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """All rows, and the limit that they were held to."""
+    """All rows and their limit."""
 
     rows: tuple[TaskRow, ...]
     limit: float | None  # nats per answer token
     seed: int
-    skipped: tuple[str, ...] = ()  # tasks and lengths that could not be made, and why
+    skipped: tuple[str, ...] = ()  # tasks and lengths that were skipped, and why
 
     @property
     def passed(self) -> bool:
@@ -164,7 +164,7 @@ def judged(
 def _verdict(
     dense: Interval, sparse: Interval, drop: Interval, gain: Interval, limit: float | None
 ) -> tuple[Verdict, str]:
-    """Judge a row: is the task informative, and if so, does the policy hold it?"""
+    """Return the verdict of a row and its explanation."""
     learns = gain.low >= KNOWN if math.isfinite(gain.low) else gain.mean >= KNOWN
     if dense.mean < ANSWERED and not learns:
         return "not informative", (

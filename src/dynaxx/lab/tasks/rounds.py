@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-round reference: a conversation with two equal requests among like ones; repeat what answered one of them.
+"""Multi-round reference: repeat the answer to one of two equal requests in a conversation.
 
-After MRCR ("Michelangelo", arXiv 2409.12640, and OpenAI's data set of that name). Answers are sentences of real text,
-so that those asked for look like all others. A mark to begin with shows that the model does what it is told.
+The task follows MRCR ("Michelangelo", arXiv 2409.12640, and OpenAI's data set of that name). Answers are sentences of
+real text, so that the requested ones look like all others. The answer starts with a mark, which shows that the model
+follows the instructions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def rounds(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Ex
 
 
 def _unequal(rng: random.Random, haystack: Haystack, count: int) -> list[str]:
-    """Return the beginnings of sentences in a row, all different, from a random place; numbered where the text ends."""
+    """Return different beginnings of consecutive sentences from a random place, numbered if the text has too few."""
     whole = haystack.stretch(rng, len(haystack.sentences))
     found: dict[str, None] = {}
     for sentence in whole:

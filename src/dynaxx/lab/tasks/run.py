@@ -19,13 +19,13 @@ SAMPLES = 5
 
 @dataclass(frozen=True)
 class SuitePlan:
-    """What to run.
+    """Tasks, lengths and number of samples of a suite.
 
     Attributes:
         tasks: names of tasks and suites.
-        lengths: tokens of prompts.
-        samples: prompts of each task at each length.
-        generate: decode where the model leaves the right answer, to match its text.
+        lengths: prompt lengths in tokens.
+        samples: number of prompts for each task and length.
+        generate: continue greedy decoding after a wrong token, to grade the generated text.
     """
 
     tasks: tuple[str, ...] = ("ruler",)
@@ -47,7 +47,7 @@ class SuitePlan:
 
 @dataclass
 class DenseAnswers:
-    """What the dense model answered, so that several policies are compared with one run of it."""
+    """Cache of the dense model's answers, so that several policies are compared with one dense run."""
 
     found: dict[tuple[str, int, int, int], tuple[float, float, float]] = field(default_factory=dict)
 
@@ -77,13 +77,13 @@ def run_suite(
     Args:
         model: a causal language model of transformers, dense.
         tokenizer: the model's.
-        applied: returns a context within which the model runs sparse.
+        applied: function that returns a context in which the model runs sparse.
         text: real text for haystacks.
-        plan: tasks, lengths, samples.
-        limit: nats per answer token that may be lost.
-        seed: draws the samples.
-        dense: answers of the dense model, used and added to.
-        say: is told the share of the work that is done, and what comes next.
+        plan: tasks, lengths and samples.
+        limit: allowed loss in nats per answer token.
+        seed: seed of the samples.
+        dense: cache of the dense model's answers.
+        say: callback with the completed share of the work and a note.
     """
     haystack, dense = Haystack(text), DenseAnswers() if dense is None else dense
     rows: list[TaskRow] = []

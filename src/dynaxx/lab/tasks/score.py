@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score a model on a task: how likely the right answer is, and whether greedy decoding gives it.
+"""Score a model on a task: the likelihood of the correct answer, and whether greedy decoding finds it.
 
-As in use: the prompt is one prefill, and what follows is decoded token by token over its cache. Greedy decoding goes
-along the right answer as long as the model finds it most likely; where it leaves it, the cache is copied, so that the
-likelihood of the right answer and the text that the model would have written are both known from one prefill.
+The prompt is one prefill, and the answer is decoded token by token with its cache. Greedy decoding follows the correct
+answer while its next token is the most likely one. At the first difference the cache is copied, so one prefill gives
+both the likelihood of the correct answer and the generated text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEGINNING = 8  # letters that a "ratio" answer must begin with
 
 @dataclass(frozen=True)
 class TaskAnswer:
-    """What a model makes of one sample.
+    """Score of a model on one sample.
 
     Attributes:
         logprob: mean log-probability of the answer's tokens in nats.
@@ -45,10 +45,10 @@ def answer_task(model: Any, tokenizer: Any, sample: TaskSample, *, generate: boo
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: the model's; it decodes what was generated.
+        tokenizer: the tokenizer of the model, which decodes the generated tokens.
         sample: a sample of `make_task`.
-        generate: decode on where the model leaves the right answer. Without it, an answer counts as found if each of
-            its tokens was most likely after the right ones before it.
+        generate: continue greedy decoding after a wrong token. If False, an answer is found if each of its tokens is
+            the most likely one after the correct tokens before it.
     """
     answer = sample.answer.to(model.device)
     cache, fed, found = None, sample.prompt.to(model.device), 0.0
@@ -101,7 +101,7 @@ def _decode(model: Any, cache: Any, token: Tensor, count: int) -> list[int]:
 
 
 def grade(kind: Grade, text: str, answers: Sequence[str]) -> float:
-    """Grade a text from 0 to 1, as the task's definition says; letter case does not matter."""
+    """Grade a text from 0 to 1 by the task's definition, ignoring case."""
     text = text.lower()
     wanted = [answer.lower() for answer in answers]
     if kind == "ratio":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks by name, and samples of them at a wanted number of tokens, the same for the same seed."""
+"""Tasks by name, and samples of them with a given number of tokens and seed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MORE = (*ROUND_TASKS, *GRAPH_TASKS)
 DEFINITIONS = {task.name: task for task in (*RULER, *MORE)}
 SUITES = {
     "ruler": tuple(task.name for task in RULER),
-    "long": tuple(DEFINITIONS),  # RULER and what is beside it
+    "long": tuple(DEFINITIONS),  # RULER and all other tasks
 }
-SPARE = 16  # tokens that a model may generate beyond the answer's
-FITTED = 0.01  # a prompt may be shorter than asked for by this share, beyond one sentence or line
+SPARE = 16  # tokens that a model may generate beyond the answer
+FITTED = 0.01  # a prompt may be shorter than requested by this share, in addition to one sentence or line
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class TaskSample:
 
     Attributes:
         task: name.
-        tokens: length that was asked for; the prompt and what is generated fit into it.
+        tokens: the requested length, which includes the prompt and the generated tokens.
         prompt: (1, n) int64.
-        question: its last tokens, which hold the question, (1, m) int64.
-        answer: (a,) int64, the right continuation.
-        ends: the number of tokens of `answer` up to the end of each answer.
-        answers: as text.
+        question: (1, m) int64, the last tokens of the prompt, which contain the question.
+        answer: (a,) int64, the correct continuation.
+        ends: number of tokens of `answer` up to the end of each answer.
+        answers: the answers as text.
     """
 
     task: str
@@ -55,10 +55,10 @@ class TaskSample:
 
 
 def named_tasks(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the tasks of names and suites, each once.
+    """Return the tasks of names and suites without duplicates.
 
     Raises:
-        ValueError: an unknown name; the message lists those there are.
+        ValueError: a name is unknown.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -73,7 +73,7 @@ def named_tasks(names: Sequence[str]) -> tuple[str, ...]:
 def make_task(
     task: str, tokenizer: Any, haystack: Haystack, tokens: int, *, seed: int = 0, index: int = 0
 ) -> TaskSample:
-    """Make sample number `index` of a task, as long as fits into `tokens` with what is generated.
+    """Make sample number `index` of a task with the longest prompt that fits into `tokens` with its answer.
 
     Raises:
         ValueError: the smallest prompt of the task is longer than `tokens`.
@@ -99,7 +99,7 @@ def make_task(
 
 
 def _longest(definition: TaskDefinition, made: Callable[[int], tuple[Example, int]], tokens: int) -> Example:
-    """Return the example of the largest size that fits, found by interpolation: its last step is at most `FITTED`."""
+    """Return the largest example that fits, found by interpolation to within `FITTED`."""
     low = definition.least
     example, shortest = made(low)
     if shortest > tokens:

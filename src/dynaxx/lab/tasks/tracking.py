@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RULER's variable tracking: a value is handed from variable to variable; name all that have it."""
+"""RULER's variable tracking: name all variables in a chain of assignments that have a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynaxx.lab.tasks.example import Example, TaskDefinition, in_a_row
 from dynaxx.lab.tasks.haystack import NOISE, Haystack, hide, letters
 
 HOPS = 4
-EXAMPLE_LINES, EXAMPLE_LETTERS = 12, 3  # of the solved example in front
+EXAMPLE_LINES, EXAMPLE_LETTERS = 12, 3  # in the solved example
 
 
 def variable_tracking(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:

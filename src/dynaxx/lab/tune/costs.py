@@ -52,7 +52,7 @@ class Costs(NamedTuple):
 
     @staticmethod
     def plain(costs: Sequence[HeadCosts]) -> dict[str, Any]:
-        """Return costs of all layers side by side, as JSON data."""
+        """Return the costs of all layers as JSON data."""
         if not costs:
             return {"layers": [], "density": [], "loss": []}
         return {
@@ -63,7 +63,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Costs:
-        """Read the costs that `plain` wrote, scorer by scorer."""
+        """Read the costs of each scorer that `plain` wrote."""
         density, loss = (torch.tensor(found[name]).chunk(len(SCORERS)) for name in ("density", "loss"))
         by_scorer = lambda parts: dict(zip(SCORERS, parts, strict=True))
         return cls(tuple(found["layers"]), by_scorer(density), by_scorer(loss))

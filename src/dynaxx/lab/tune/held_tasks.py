@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that must hold while budgets are searched."""
+"""Tasks that a budget must pass during the search."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from dynaxx.lab.tune.result import TaskTrial
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-SAMPLES = 3  # prompts of each task
-LIMIT = 0.1  # nats per answer token that a task may lose on average, as the policy's own tolerance
+SAMPLES = 3  # prompts per task
+LIMIT = 0.1  # allowed mean loss of a task in nats per answer token, equal to the policy's tolerance
 
 
 class HeldTasks:
-    """Scores tasks under a policy; those that the dense model cannot do are left alone, and said.
+    """Scores tasks under a policy. Tasks that the dense model cannot solve are reported as not informative.
 
     Args:
-        model, tokenizer: the model.
+        model, tokenizer: the model and its tokenizer.
         text: the sample; its calibration half is the haystack.
         names: tasks and suites.
         tokens: length of the prompts.
-        seed: draws the samples; validation draws others.
-        remember: keeps the result of a step by name.
+        seed: seed of the samples; validation uses other samples.
+        remember: function that stores the result of a step by name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HeldTasks:
         }
 
     def under(self, policy: Policy, key: str) -> tuple[TaskTrial, ...]:
-        """Return what each task loses under a policy whose budgets have this key."""
+        """Return the loss of each task under the policy whose budgets have this key."""
         from dynaxx.integrations.transformers.apply_policy import apply
 
         rows = []
@@ -71,7 +71,7 @@ class HeldTasks:
         return tuple(rows)
 
     def _answers(self, name: str, alone: bool) -> list[tuple[float, float, float]]:
-        """Return log-probability, match, and log-probability without the context, if it is asked for."""
+        """Return the log-probability, the match, and on request the log-probability without the context."""
         found = []
         for sample in self._samples[name]:
             answer = answer_task(self._model, self._tokenizer, sample, generate=False)

@@ -49,9 +49,9 @@ class TuneSettings:
     resume: bool = True
     decode: bool = False  # also search decode rules
     cuda_graph: bool = False  # time decode rules in captured steps
-    kinds: tuple[str, ...] = ()  # kinds of text to tune and validate on beside the sample
-    hold: tuple[str, ...] = ()  # tasks that must hold
-    held_out: bool = False  # also tune on all kinds but one, in turns
+    kinds: tuple[str, ...] = ()  # kinds of text to tune and validate on in addition to the sample
+    hold: tuple[str, ...] = ()  # tasks that the policy must pass
+    held_out: bool = False  # also tune on all kinds except one, for each kind
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
@@ -66,7 +66,7 @@ def run(
 ) -> PipelineResult:
     """Run every step of `plan` that is neither skipped nor done, and write each result at once.
 
-    `announce` is told the first verdict as soon as the model is profiled: whether sparse attention can be worth it.
+    `announce` is called after the profile with the first verdict, whether sparse attention can be worth it.
 
     Raises:
         ValueError: a step refuses the settings or the text.
@@ -91,13 +91,13 @@ def run(
 
 
 class StepClock:
-    """Seconds of each step of a run; a step that was done before takes next to none."""
+    """Seconds of each step of a run, close to zero for steps of a previous run."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def timed(self, name: str, step: Callable[[], Result]) -> Result:
-        """Do a step and keep its seconds."""
+        """Run a step and store its seconds."""
         started = time.monotonic()
         found = step()
         self.seconds[name] = time.monotonic() - started

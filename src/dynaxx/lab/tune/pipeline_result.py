@@ -94,7 +94,7 @@ def _clock(seconds: float) -> str:
 
 
 def _by_kind(chosen: dict[str, Any], held_out: Sequence[dict[str, Any]]) -> list[str]:
-    """Say how the chosen budgets do on each kind of text and task, and how a kind does that tuning did not see."""
+    """Return lines with the results of the chosen budgets by kind of text and task, and the worst held-out kind."""
     lines = []
     if chosen.get("kinds"):
         said = ", ".join(f"{label(each['kind'])} {each['ratio'] - 1:+.2%}" for each in chosen["kinds"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KindTrial:
-    """What one evaluated budget does to one kind of text: perplexity over dense, and its standard error."""
+    """Result of one evaluated budget on one kind of text: perplexity over dense, and its standard error."""
 
     kind: str
     ratio: float
@@ -30,11 +30,11 @@ class KindTrial:
 
 @dataclass(frozen=True)
 class TaskTrial:
-    """What one evaluated budget does to one task: nats per answer token that it loses."""
+    """Result of one evaluated budget on one task: its loss in nats per answer token."""
 
     task: str
     drop: float
-    informative: bool  # of the dense model
+    informative: bool  # whether the dense model solves the task
     passed: bool
 
 
@@ -47,11 +47,11 @@ class Trial:
         perplexity: perplexity under the budget.
         ratio: perplexity over dense perplexity.
         error: standard error of the ratio.
-        passed: whether the ratio plus twice its error is within the tolerance, on every kind of text, and every task
-            holds.
-        tokens: tokens that were evaluated: fewer where the first text showed already that the budget fails.
-        kinds: the same by kind of text, where several decide.
-        tasks: the tasks that must hold.
+        passed: whether the ratio plus twice its error is within the tolerance on every kind of text, and every task
+            passes.
+        tokens: number of evaluated tokens, fewer if the budget fails on the first text.
+        kinds: the same figures for each kind of text, if there are several.
+        tasks: results of the tasks that must pass.
     """
 
     density: float
@@ -66,12 +66,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class HeldOutKind:
-    """A policy tuned on all kinds of text but one, on that one.
+    """Result of a policy, tuned on all kinds of text except one, on the excluded kind.
 
     Attributes:
-        kind: the kind that tuning did not see.
-        density: of the sparsest budgets that hold all others; None if nothing sparse does.
-        ratio, error, passed: on the kind held out.
+        kind: the excluded kind.
+        density: density of the sparsest budgets that pass on all other kinds, or None if there are none.
+        ratio, error, passed: results on the excluded kind.
     """
 
     kind: str
@@ -128,7 +128,7 @@ class TuneResult:
     decode: DecodeResult | None = None  # None unless decode rules were requested
     reference: str = ""  # summary of the policy's reference, or why it has none
     raised: tuple[Raised, ...] = ()  # raises of the border by the validation
-    held_out: tuple[HeldOutKind, ...] = ()  # leave-one-kind-out, the worst first
+    held_out: tuple[HeldOutKind, ...] = ()  # results on excluded kinds, the worst first
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

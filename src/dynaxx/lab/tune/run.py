@@ -60,9 +60,10 @@ def tune(
         cuda_graph: time decoding as a captured CUDA graph, as engines run it, instead of single launches. GPU only.
         with_reference: also record attention statistics under the policy as the baseline for drift, and set a `guard`
             that counts.
-        kinds: kinds of text (`kinds.KINDS`, or "all") to tune on beside `text`; each must stay within the tolerance.
-        hold: tasks (`tasks.suite`) that must not lose more than 0.1 nats per answer token on average.
-        held_out: also tune on all kinds but one, in turns, and measure that one.
+        kinds: kinds of text (`kinds.KINDS`, or "all") to tune on in addition to `text`; each must stay within the
+            tolerance.
+        hold: tasks (`tasks.suite`) that may lose at most 0.1 nats per answer token on average.
+        held_out: also tune on all kinds except one, for each kind, and measure the excluded kind.
         resume: continue from `out/tuning_state.json` if model, text and settings are the same.
         progress: reports each step.
         command: the command, stored as evidence.
@@ -78,7 +79,7 @@ def tune(
     block_size = block_size or default_block_size(model)
     others = {kind: text_of(kind) for kind in kinds_of(kinds) if text_of(kind) != text}
     if held_out and not others:
-        raise ValueError("leaving one kind of text out needs several: give `kinds`, for example --kinds all")
+        raise ValueError("`held_out` needs several kinds of text: give `kinds`, for example --kinds all")
     settings = (out, tokens, block_size, seed, resume, progress, time_budget, tolerance, others, hold)
     search = Search(model, tokenizer, text, *settings)
     traffic = text if with_reference else ""

@@ -165,7 +165,7 @@ class Search:
         return make
 
     def _leave_one_out(self, costs: Sequence[Costs], scorer: Scorer, task: Task) -> tuple[HeldOutKind, ...]:
-        """Tune on all kinds but one, and measure that one; the worst kind first."""
+        """Tune on all kinds except one and measure that one, for each kind; return the worst first."""
         found = []
         for index, kind in enumerate(self.texts.kinds):
             task.advance(0, f"without {kind}")
@@ -174,7 +174,7 @@ class Search:
         return tuple(sorted(found, key=lambda each: -each.ratio))
 
     def _without(self, kind: str, costs: Costs, scorer: Scorer) -> HeldOutKind:
-        """Tune with the costs of all other kinds until all others hold, and measure this one."""
+        """Tune on all other kinds and measure this one."""
         seen = [each for each in self.texts.kinds if each != kind]
         allocator = Allocator(costs.density[scorer], costs.loss[scorer])
         make = self._tuned(costs, allocator)
@@ -190,7 +190,7 @@ class Search:
         return HeldOutKind(kind, best.density, trial.ratio, trial.error, trial.passed)
 
     def _head_costs(self, index: int) -> Costs:
-        """Return what each head loses on one of the texts for costs."""
+        """Return the loss of each head on one of the texts for costs."""
         stretch = self.texts.costs[index]
         of = "" if len(self.texts.costs) == 1 else f" on {stretch.kind}"
         until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
@@ -226,10 +226,10 @@ class Search:
         return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
 
     def _best_scorer(self, costs: Costs) -> tuple[Scorer, Allocator, Trial | None]:
-        """Return the scorer whose allocated budgets lose least at one density in the real model, and its trial there.
+        """Return the scorer with the smallest loss at one density in the real model, and its trial.
 
-        The first text decides; the winner is then evaluated on the others, too. Without time to try them, the predicted
-        costs decide, and there is no trial.
+        The first text decides; the best scorer is then evaluated on the other texts. If time has run out, the predicted
+        costs decide and there is no trial.
         """
         tried: list[tuple[float, Scorer, Allocator, Budgets | None]] = []
         for scorer in SCORERS:
@@ -258,10 +258,10 @@ class Search:
         guide: Guide,
         known: Trial | None = None,
     ) -> tuple[list[Trial], Trial | None]:
-        """Evaluate densities where the guide expects the tolerance, at most until a share of the time budget.
+        """Evaluate the densities that the guide predicts, until a share of the time budget is used.
 
         Returns:
-            The trials, densest first, and the sparsest that passed.
+            The trials from dense to sparse, and the sparsest that passed.
         """
         trials = [] if known is None else [known]
         guide.learn(trials)
@@ -299,7 +299,7 @@ class Search:
         scorer: Scorer,
         kinds: Sequence[str] | None = None,
     ) -> Trial:
-        """Run budgets on the texts of these kinds, all by default, until one text shows that they fail."""
+        """Evaluate budgets on the texts of these kinds (all by default) until one text fails."""
         policy, key = self._policy(layers, budgets, scorer), self._key(budgets, scorer)
         by_kind: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for index, stretch in enumerate(self.texts.search):
@@ -331,7 +331,7 @@ class Search:
         )
 
     def _remembered(self, key: str, policy: Policy | None, index: int) -> list[float]:
-        """Return the loss of every token of one of the search texts, computed now or before."""
+        """Return the stored or computed loss of every token of one of the search texts."""
         found: list[float] = self.steps.remember(f"{key} {index}", lambda: self._losses(policy, index))
         return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts that a search decides on: one sample in several stretches, or several kinds with one stretch each."""
+"""Texts of a search: several stretches of one sample, or one stretch of each kind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dynaxx.lab.texts import encode, split_text
 
-SEARCH_TEXTS = 2  # stretches that a single text is evaluated on
+SEARCH_TEXTS = 2  # evaluated stretches of a single text
 SAMPLE = "sample"  # name of the user's own text
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """One text of the search: the kind it is of, and its ids, (1, tokens + 1)."""
+    """One text of the search: its kind and its ids (1, tokens + 1)."""
 
     kind: str
     ids: Tensor
@@ -26,7 +26,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class SearchTexts:
-    """Texts whose gradients tell what heads cost, and others on which budgets are evaluated."""
+    """Texts for the costs of heads, and others for the evaluation of budgets."""
 
     costs: tuple[Stretch, ...]
     search: tuple[Stretch, ...]
@@ -36,12 +36,12 @@ class SearchTexts:
         return tuple(stretch.kind for stretch in self.costs)
 
     def key(self) -> Tensor:
-        """Return all ids in a row, to tell one set of texts from another."""
+        """Return all ids concatenated, as an identity of the texts."""
         return torch.cat([stretch.ids[0] for stretch in (*self.costs, *self.search)])
 
 
 def search_texts(tokenizer: Any, text: str, kinds: Mapping[str, str], tokens: int) -> SearchTexts:
-    """Cut the calibration half of each text into stretches: the first for costs, the next ones for the search.
+    """Divide the calibration half of each text into stretches, the first for costs, the others for the search.
 
     Raises:
         ValueError: a text is too short; the message names it and gives its length.

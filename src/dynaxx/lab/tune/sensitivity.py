@@ -95,7 +95,7 @@ def measure_head_costs(
 
 
 def _scorer_free(candidate: Hybrid) -> str:
-    """Return what tells a candidate's blocks from another's: nothing and everything are the same by any scorer."""
+    """Return a key of a candidate's blocks. Budgets of 0 and 1 have the same key for every scorer."""
     budget = getattr(candidate.selector, "budget", None)
     if isinstance(budget, float) and budget in (0.0, 1.0):
         return f"{candidate.pattern!r} {budget}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense model's own differences, so that a limit of 1 % means something: between texts, and by rounding."""
+"""Measure how much the dense model's perplexity varies between texts and by rounding, to compare limits with."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dynaxx.lab.perplexity import token_losses
 
 @dataclass(frozen=True)
 class Noise:
-    """Relative changes of the dense model's perplexity that no policy has to do with.
+    """Relative changes of the dense model's perplexity without any policy.
 
     Attributes:
-        rounding: change when its weights are rounded to bfloat16, as most engines hold them.
+        rounding: change when the weights are rounded to bfloat16, the usual data type of engines.
         rounding_error: standard error of that change.
-        stretches: standard deviation between the stretches of text, over their mean; None of a single stretch.
+        stretches: standard deviation between the stretches of text over their mean, or None for a single stretch.
     """
 
     rounding: float
@@ -60,9 +60,9 @@ def measure_noise(model: Any, ids: Tensor, dense: Tensor, stretches: list[float]
 
 @contextmanager
 def _rounded(model: Any) -> Iterator[None]:
-    """Round the weights to bfloat16 within the block; computing stays as it is.
+    """Round the weights to bfloat16 within the block without changing the data type of computation.
 
-    The originals are kept on the side and put back, bit by bit. Weights that have no more bits stay as they are.
+    The original weights are stored and restored exactly. Weights with no more than 16 bits do not change.
     """
     kept: list[tuple[Tensor, Tensor]] = []
     try:
