@@ -71,7 +71,7 @@ def test_the_files_say_what_they_are(exported):
 
 def test_nothing_is_overwritten_and_nothing_half_written(exported, tmp_path, monkeypatch):
     model, policy, made = exported
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         export_onnx(model, made.folder, policy)
     with pytest.raises(ValueError, match="eval mode"):
         export_onnx(llama().train(), tmp_path / "a", policy)

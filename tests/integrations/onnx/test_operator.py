@@ -117,8 +117,8 @@ def test_rules_that_it_does_not_have_are_refused_with_the_fix():
     model = llama()
     facts = model_facts(model)
     for rule, reason in (
-        (dx.Sink(4) | dx.TopP(0.9), "has TopK by MeanQuery"),
-        (dx.TopK(0.5, dx.MeanPool(16)), "whole block as its pool"),
+        (dx.Sink(4) | dx.TopP(0.9), "has TopK with MeanQuery"),
+        (dx.TopK(0.5, dx.MeanPool(16)), "must pool whole blocks"),
         (dx.LastQueries(3) | dx.Sink(4), "depends on the request"),
     ):
         with pytest.raises(UnsupportedInputError, match=reason):
@@ -136,7 +136,7 @@ def test_without_a_compiler_the_fix_is_said(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"install g\+\+ or clang\+\+"):
         library.library_path()
     monkeypatch.setenv("DYNAXX_CPU_ISA", "torch")
-    with pytest.raises(ValueError, match="no form in torch"):
+    with pytest.raises(ValueError, match="no torch implementation"):
         library.library_path()
     library._library_path.cache_clear()
 

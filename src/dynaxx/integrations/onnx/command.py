@@ -21,11 +21,11 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     """Export the model in a folder of Hugging Face's format.
 
     Raises:
-        ValueError: an option that is not there, or has another form; and as `export_onnx`.
+        ValueError: an option is unknown or invalid; also see `export_onnx`.
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
-        raise ValueError(f"--option {unknown[0]} is not one of {', '.join(OPTIONS)}")
+        raise ValueError(f"--option must be one of {', '.join(OPTIONS)}, got {unknown[0]}")
     form, logits = options.get("form", "auto"), options.get("logits", "last")
     if form not in ("auto", "portable", "custom"):
         raise ValueError(f"--option form must be auto, portable or custom, got {form!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`export_onnx`: write a model and its policy as ONNX files that ONNX Runtime and others run."""
+"""`export_onnx`: write a model and its policy as ONNX files for ONNX Runtime and other engines."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from dynaxx.policy import Policy, policy_digest, resolve, save_policy
 
 Form = Literal["auto", "portable", "custom"]
 MANIFEST = "dynaxx.json"
-VERSION = 1  # of the manifest
+VERSION = 1  # version of the manifest
 
 
 class OnnxExport(NamedTuple):
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
-        folder: with the graphs, `weights.bin`, `dynaxx.json` and, for a policy, `policy.json`.
+        folder: folder with the graphs, `weights.bin`, `dynaxx.json` and, for a policy, `policy.json`.
         form: "portable" or "custom".
         graphs: names of the graphs: "prefill" and "decode", or "model".
-        opset: of ONNX's own operators.
-        bytes: of all files.
+        opset: version of ONNX's operator set.
+        bytes: size of all files.
     """
 
     folder: Path
@@ -64,31 +64,31 @@ def export_onnx(
     window: int | tuple[int, int] | None = None,
     all_logits: bool = False,
 ) -> OnnxExport:
-    """Write a model of transformers and its policy as ONNX, with its KV cache in and out.
+    """Export a transformers model and its policy to ONNX, with its KV cache as inputs and outputs.
 
-    The portable form is plain ONNX operators, for static rules and for the windows that a model has by itself:
-    `prefill.onnx` gathers the keys of each block of queries, and `decode.onnx` sees all keys, for prompts below the
-    policy's border and for the steps of decoding. An encoder is one `model.onnx`. The custom form is one `model.onnx`
-    with an operator `dynaxx::SparseAttention` for each layer, on dynaxx's C++ core, which serves dynamic rules too.
-    Batch and lengths are dynamic.
+    The portable form uses plain ONNX operators and supports static rules and the model's own windows. `prefill.onnx`
+    gathers the keys of each block of queries. `decode.onnx` sees all keys; it runs decode steps, and prompts below the
+    policy's border. An encoder is one `model.onnx`. The custom form is one `model.onnx` with an operator
+    `dynaxx::SparseAttention` for each layer, which runs on dynaxx's C++ core and also supports dynamic rules. Batch and
+    lengths are dynamic.
 
     Args:
         model: a decoder or an encoder of transformers, in eval mode, on a CPU.
-        out: a folder that does not exist yet, or is empty; it appears when it is whole.
-        policy: for a decoder of this shape; see `load_policy`. None exports the model's own windows alone.
-        form: "portable", "custom", or "auto": portable where every rule is static, else custom.
-        window: for an encoder, as for `dynaxx.apply`.
-        all_logits: return the logits of every token, and not of the last one alone.
+        out: an empty or missing folder. It appears only when the export is complete.
+        policy: policy for a decoder of this shape; see `load_policy`. None exports only the model's own windows.
+        form: "portable", "custom", or "auto", which is portable if every rule is static and custom otherwise.
+        window: window of an encoder, as in `dynaxx.apply`.
+        all_logits: return the logits of every token instead of the last one only.
 
     Returns:
-        What was written.
+        The files and settings of the export.
 
     Raises:
         ImportError: a package of the extra `[onnx]` is missing.
         ValueError: `out` already exists, or the model is in training mode, on a GPU, or not in fp32.
         PolicyError: the policy is for another model.
-        UnsupportedInputError: this form cannot hold the policy rightly; with the reasons.
-        OSError: the folder cannot be written, as on a full disk; nothing is left behind.
+        UnsupportedInputError: this form cannot represent the policy.
+        OSError: the folder cannot be written, for example on a full disk. No files remain.
     """
     require("onnx", "onnxscript", "onnx_ir")
     check_target(Path(out))
@@ -121,13 +121,13 @@ def export_onnx(
 
 
 class _Export(NamedTuple):
-    """What goes into the graphs."""
+    """Contents of the graphs."""
 
     form: str
     causal: bool
-    rules: dict[int, LayerRules]  # of the portable form
+    rules: dict[int, LayerRules]  # rules of the portable form
     dense: dict[int, LayerRules]  # the same without the policy
-    plans: dict[int, OperatorPlan]  # of the custom form
+    plans: dict[int, OperatorPlan]  # rules of the custom form
 
     @classmethod
     def of(cls, model: nn.Module, policy: Policy | None, form: Form, window: int | tuple[int, int] | None) -> _Export:
@@ -156,13 +156,13 @@ class _Export(NamedTuple):
 
 
 def check_target(path: Path) -> None:
-    """Refuse a path where something is already.
+    """Check that a path is free.
 
     Raises:
-        ValueError: with the fix.
+        ValueError: the path exists and is not an empty folder.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} is there already: remove it, or choose another folder")
+        raise ValueError(f"{path} already exists: remove it, or choose another folder")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -187,7 +187,7 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `path` in one step, and is removed if filling it fails."""
+    """Yield a temporary folder that is renamed to `path` at the end, or removed after an error."""
     check_target(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a torch module to an ONNX graph, and graphs to files in a folder that share their weights."""
+"""Convert a torch module to an ONNX graph, and write graphs with shared weights to a folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-OPSET = 20  # of the portable form; ONNX Runtime >= 1.17 and OpenVINO >= 2024.3 have it
+OPSET = 20  # operator set of the portable form; supported by ONNX Runtime >= 1.17 and OpenVINO >= 2024.3
 WEIGHTS = "weights.bin"
 SMALL = 1024  # bytes; smaller constants stay in the graph
-ALIGNMENT = 4096  # of a weight in the file, so that it can be mapped into memory
+ALIGNMENT = 4096  # bytes; alignment of a weight in the file, for mapping it into memory
 
 
 def decoder_graph(module: nn.Module, cache: Sequence[Tensor], *, sample: int = 160, opset: int = OPSET) -> Any:
@@ -59,7 +59,7 @@ def trace(module: nn.Module, args: Any, shapes: Any, inputs: list[str], outputs:
 
 
 def save_graphs(graphs: Mapping[str, Any], folder: Path) -> None:
-    """Write graphs as `<name>.onnx`, and each weight once, for all of them, into `weights.bin`.
+    """Write graphs as `<name>.onnx`, and each weight once to a shared `weights.bin`.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -89,7 +89,7 @@ def check_graph(path: Path) -> None:
     """Run ONNX's checker with full shape inference over a file.
 
     Raises:
-        RuntimeError: the file is not valid; this is an error of the exporter.
+        RuntimeError: the file is invalid, which is a bug of the exporter.
     """
     import onnx
 
@@ -108,7 +108,7 @@ def _append(file: IO[bytes], data: bytes) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks on torchvision, on deprecated parts of itself and on its steps to itself."""
+    """Suppress the exporter's messages about torchvision, deprecations and progress."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
     levels = [logger.level for logger in loggers]
     try:

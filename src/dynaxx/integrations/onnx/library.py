@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find or compile the library of `dynaxx::SparseAttention`, which ONNX Runtime loads.
 
-As the core: one that was built with the package, else one compiled at first use and kept in the user's cache.
+Like the core, it is built with the package, or compiled at first use and stored in the user's cache.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SOURCE = Path(__file__).parent / "source"
 
 
 def library_path() -> Path:
-    """Return the path of the library for this processor, compiled first where it has to be.
+    """Return the path of the library for this processor, after compiling it if necessary.
 
-    Give it to `SessionOptions.register_custom_ops_library`.
+    Pass the path to `SessionOptions.register_custom_ops_library`.
 
     Raises:
-        RuntimeError: there is none, and no compiler to make one, or it failed; with the fix.
-        ValueError: `DYNAXX_CPU_ISA` names an instruction set that this processor does not run.
+        RuntimeError: the library is missing and cannot be compiled.
+        ValueError: `DYNAXX_CPU_ISA` names an instruction set that this processor does not support.
     """
     return _library_path(os.environ.get(ISA_VARIABLE, ""))
 
@@ -36,7 +36,7 @@ def library_path() -> Path:
 def _library_path(isa: str) -> Path:
     choices = build.supported_isas()
     if isa and isa not in choices:
-        fix = "; leave it out: the operator has no form in torch" if isa == "torch" else ""
+        fix = ": unset it, because the operator has no torch implementation" if isa == "torch" else ""
         raise ValueError(f"`{ISA_VARIABLE}` must be one of {choices} for ONNX Runtime, got {isa!r}{fix}")
     wanted = (isa,) if isa else choices
     for name in wanted:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One graph with an operator for each layer's attention, and what the operators become.
+"""Trace a model with one operator for each layer's attention, and complete or replace the operators.
 
-A model is traced once, with a node `dynaxx::SparseAttention` in the place of each layer's attention. In the custom form
-the nodes get their rules as attributes. In the portable form each is replaced by plain operators: the attention of each
-kind of layer is traced by itself, once, and its nodes are copied. That is ten times faster than tracing every layer.
+A model is traced once, with a node `dynaxx::SparseAttention` for each layer's attention. In the custom form the nodes
+get their rules as attributes. In the portable form plain operators replace them: the attention of each kind of layer is
+traced once, and its nodes are copied, which is ten times faster than tracing every layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOMAIN, OPERATOR = "dynaxx", "SparseAttention"
 
 
 def attend_by_operator(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Put the operator into a graph that is traced; it computes nothing."""
+    """Add the operator to the traced graph without computing anything."""
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     inputs = (q, k, v) if mask is None else (q, k, v, mask)
     found: Tensor = torch.onnx.ops.symbolic(
@@ -34,7 +34,7 @@ def attend_by_operator(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
 
 
 def with_plans(graph: Any, plans: Mapping[int, OperatorPlan]) -> Any:
-    """Return a copy of a traced graph whose operators hold their rules."""
+    """Return a copy of a traced graph whose operators have their rules as attributes."""
     import onnx_ir as ir
 
     made = graph.clone()
@@ -49,7 +49,7 @@ def with_plans(graph: Any, plans: Mapping[int, OperatorPlan]) -> Any:
 
 
 def with_plain_operators(graph: Any, rules: Mapping[int, LayerRules], *, causal: bool) -> Any:
-    """Return a copy of a traced graph whose operators are replaced by plain ones."""
+    """Return a copy of a traced graph with plain operators only."""
     made = graph.clone()
     main = made.graph
     lengths = [each for each in main.inputs if each.name in ("input_ids", "past_key.0")]
@@ -129,7 +129,7 @@ def _trace_attention(
 
 
 def _insert(traced: Any, inputs: list[Any], main: Any, before: Any, prefix: str) -> list[Any]:
-    """Copy a traced graph's nodes into another before a node, and return its outputs there."""
+    """Copy a traced graph's nodes before a node of another graph, and return the copied outputs."""
     own = traced.graph.clone()
     if len(own.inputs) != len(inputs):
         raise AssertionError(f"{prefix} was traced with {len(own.inputs)} inputs, got {len(inputs)}")

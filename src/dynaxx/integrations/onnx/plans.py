@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of each layer in the numbers that `dynaxx::SparseAttention` reads; or why it cannot hold them."""
+"""Encode the rules of each layer as the integers that `dynaxx::SparseAttention` reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynaxx.policy import LayerPlan, Policy, resolve
 from dynaxx.policy.rule_parts import budget_of, parts
 from dynaxx.selection import MeanPool, MeanQuery, MinMax, Selector, TopK
 
-BLOCK = (64, 64)  # of the windows that a model has by itself
+BLOCK = (64, 64)  # block size of the model's own windows
 SCORERS = {MeanQuery: 0, MeanPool: 1, MinMax: 2}  # as in source/layer_rules.h
 
 
@@ -26,10 +26,10 @@ class OperatorPlan(NamedTuple):
     """The attributes of one layer's operator.
 
     Attributes:
-        plan: the rules in numbers; () where all keys are seen.
-        sparse_from: keys from which they hold.
-        always: whether they hold at every length and in decoding, as a model's own window does.
-        rule: the same for people.
+        plan: the encoded rules, or () if all keys are visible.
+        sparse_from: number of keys from which the rules apply.
+        always: whether the rules apply at every length and in decoding, as a model's own window does.
+        rule: readable form of the rules.
     """
 
     plan: tuple[int, ...] = ()
@@ -39,27 +39,27 @@ class OperatorPlan(NamedTuple):
 
 
 def operator_plans(model: nn.Module, policy: Policy | None) -> dict[int, OperatorPlan]:
-    """Return the operator's plan of every layer.
+    """Return the operator's plan for every layer.
 
     Raises:
-        PolicyError: the policy was made for another model.
-        UnsupportedInputError: the operator cannot hold the rules; with the reasons.
+        PolicyError: the policy is for another model.
+        UnsupportedInputError: the operator does not support the rules.
     """
     decoder = Decoder.of(model)
     reasons = [] if is_causal(decoder) else ["an encoder needs form='portable' and a `window`"]
     if policy is not None and not reasons:
         decoder.check(policy)
         if any(rule.phase == "decode" and rule.attention.kind != "dense" for rule in policy.rules):
-            reasons.append("decode rules keep summaries of pages, which the operator does not: remove them")
+            reasons.append("decode rules need summaries of pages, which the operator does not have: remove them")
         if policy.reuse > 1:
-            reasons.append("layers choose by themselves: set `reuse` to 1")
+            reasons.append("`reuse` must be 1, because each layer selects on its own: set it to 1")
     border = 0 if policy is None else (policy.sparse_from or policy.dense_below)
     resolved = {} if policy is None or reasons else resolve(policy)
     plans = {}
     for index in decoder.layers:
         own = own_window(decoder, index)
         if own is not None and index in resolved:
-            reasons.append(f"layer {index} has a window of its own beside a rule: take it out of the rule")
+            reasons.append(f"layer {index} has its own window and a rule: remove the rule")
         elif own is not None:
             window = SlidingWindow(own)
             group = [*range(decoder.facts.q_heads)]
@@ -95,7 +95,7 @@ def _program(pattern: Pattern, block_size: tuple[int, int]) -> list[int]:
         grid = BlockGrid(seqlen, seqlen, block_size, True)
         found.append(None if pattern.needs_tokens else pattern.within_causality(grid).program(grid))
     if found[0] is None or found[0] != found[1]:
-        raise ValueError(f"{pattern!r} depends on the request; give the layer windows, sinks, strides or global tokens")
+        raise ValueError(f"{pattern!r} depends on the request: use windows, sinks, strides or global tokens")
     return found[0]
 
 
@@ -103,12 +103,12 @@ def _choice(selector: Selector) -> list[int]:
     kind = SCORERS.get(type(selector.scorer))
     if not isinstance(selector, TopK) or kind is None:
         raise ValueError(
-            f"{selector!r} is not in the operator, which has TopK by MeanQuery, MeanPool or MinMax; run this policy "
-            "with dynaxx.apply, or tune one with these"
+            f"{selector!r} is not supported by the operator, which has TopK with MeanQuery, MeanPool or MinMax: run "
+            "this policy with dynaxx.apply, or tune a policy with these scorers"
         )
     scorer = selector.scorer
     if getattr(scorer, "pool", None) is not None or getattr(scorer, "precision", "full") != "full":
-        raise ValueError(f"{scorer!r} must have the whole block as its pool, and full precision")
+        raise ValueError(f"{scorer!r} must pool whole blocks in full precision")
     parameter = float(getattr(scorer, "sharpness", getattr(scorer, "bound", 0.0)))
     budget = budget_of(selector)
     budgets = budget if isinstance(budget, tuple) else (budget,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OnnxModel`: run an exported folder in ONNX Runtime; prompts, and tokens one by one with the cache."""
+"""`OnnxModel`: run an exported model in ONNX Runtime, for prompts and for decoding with the cache."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class OnnxModel:
     """An exported model in ONNX Runtime on a CPU.
 
     Args:
-        folder: that `export_onnx` wrote.
-        threads: of ONNX Runtime; None leaves its choice, the number of cores.
+        folder: a folder that `export_onnx` wrote.
+        threads: number of threads; None uses ONNX Runtime's default, the number of cores.
 
     Raises:
         ImportError: onnxruntime is not installed, or too old.
-        FileNotFoundError: this is no such folder.
-        ValueError: a newer dynaxx wrote it.
+        FileNotFoundError: `folder` does not contain an export.
+        ValueError: a newer version of dynaxx wrote the export.
     """
 
     @typed
@@ -41,15 +41,15 @@ class OnnxModel:
         self._runtime = runtime()
         path = self.folder / MANIFEST
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: give a folder that dynaxx export --format onnx wrote")
+            raise FileNotFoundError(f"{path} is missing: use a folder that dynaxx export --format onnx wrote")
         self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if self.manifest.get("format") != "dynaxx.onnx" or self.manifest.get("version", 0) > VERSION:
-            raise ValueError(f"{path} is of a newer dynaxx, or no export to ONNX: upgrade dynaxx, or export again")
+            raise ValueError(f"{path} is from a newer dynaxx, or not an ONNX export: upgrade dynaxx, or export again")
         self._threads = threads
         self._sessions: dict[str, Any] = {}
 
     def session(self, graph: str) -> Any:
-        """Return the session of a graph, "prefill", "decode" or "model"; it is made at first use."""
+        """Return the session of a graph ("prefill", "decode" or "model"), created at first use."""
         if graph not in self._sessions:
             options = self._runtime.SessionOptions()
             if self._threads is not None:
@@ -68,9 +68,9 @@ class OnnxModel:
         return self.session("model").run(None, {"input_ids": input_ids, "attention_mask": mask})[0]
 
     def step(self, input_ids: Array, cache: list[Array] | None = None) -> tuple[Array, list[Array]]:
-        """Run some tokens (batch, seqlen) after those in a cache; return the logits and the grown cache.
+        """Run tokens (batch, seqlen) after those in a cache, and return the logits and the extended cache.
 
-        Several tokens at once, as a prompt or a chunk of it, run by the policy's rules from its border on; one token
+        Several tokens, such as a prompt or a chunk of one, follow the policy's rules from its border on. A single token
         sees all keys.
         """
         past = 0 if cache is None else cache[0].shape[2]
@@ -83,7 +83,7 @@ class OnnxModel:
         return logits, grown
 
     def generate(self, input_ids: Array, max_new_tokens: int, *, eos: int | None = None) -> Iterator[Array]:
-        """Yield the most likely next tokens (batch,) one by one, at most so many; stop where all are `eos`."""
+        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all are `eos`."""
         logits, cache = self.step(input_ids)
         for _ in range(max_new_tokens):
             token = logits[:, -1].argmax(-1)

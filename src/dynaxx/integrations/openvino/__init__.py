@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVINO: a model converted for it, a policy inside such a model, and a policy in OpenVINO GenAI's own words."""
+"""OpenVINO: convert a model, run a policy inside it, and convert a policy to OpenVINO GenAI's settings."""
 
 from typing import TYPE_CHECKING, Any
 

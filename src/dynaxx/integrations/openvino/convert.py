@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`to_openvino`: a decoder of transformers as an OpenVINO model, for prompts of any length."""
+"""`to_openvino`: convert a transformers decoder to an OpenVINO model for prompts of any length."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.openvino.packages import openvino
 from dynaxx.integrations.transformers.decoder import Decoder, window_of
 
-NAME = "dynaxx_openvino"  # in transformers' registry
-SAMPLE = 96  # tokens of the prompt that is traced
+NAME = "dynaxx_openvino"  # name in the registry of transformers
+SAMPLE = 96  # tokens of the traced prompt
 
 
 @typed
 def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
-    """Convert a decoder of transformers into an `openvino.Model` that runs dense, batch and length dynamic.
+    """Convert a transformers decoder to a dense `openvino.Model` with dynamic batch and length.
 
-    Each layer's attention becomes one node with the flag "causal" and no mask: a mask of seqlen x seqlen, which the
-    plain conversion of a transformers model has, is never made. The input is `input_ids` (batch, seqlen) int64, prompts
-    of one length without padding. The output is the last token's logits (batch, 1, vocabulary).
+    Each layer's attention becomes one node with the flag "causal" and without the seqlen x seqlen mask of a plain
+    conversion. The input is `input_ids` (batch, seqlen) int64, prompts of one length without padding. The output is the
+    last token's logits (batch, 1, vocabulary).
 
     Args:
         model: a decoder in eval mode, on the CPU. It is not changed.
@@ -36,7 +36,7 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
     Raises:
         ImportError: openvino is not installed.
         ValueError: the model is in training mode or not on a CPU.
-        UnsupportedInputError: a model with windows, sinks or capped scores, which this form would drop.
+        UnsupportedInputError: the model has windows, sinks or capped scores, which this conversion does not support.
     """
     ov = openvino()
     if model.training:
@@ -47,9 +47,7 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
     found = Decoder.of(model)
     windows = [index for index, module in found.layers.items() if window_of(module)]
     if windows:
-        raise UnsupportedInputError(
-            found.facts.model_type, {"openvino": [f"layers {windows} have windows of their own"]}
-        )
+        raise UnsupportedInputError(found.facts.model_type, {"openvino": [f"layers {windows} have their own windows"]})
     sample = torch.zeros(2, SAMPLE, dtype=torch.int64)
     batch, seqlen = torch.export.Dim("batch", min=1), torch.export.Dim("seqlen", min=2)
     with torch.no_grad(), _causal_attention(found.owner), _quiet():
@@ -63,14 +61,14 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
 
 
 class _Prefill(nn.Module):
-    """Logits of a prompt."""
+    """Module that computes the logits of a prompt."""
 
     def __init__(self, model: nn.Module, all_logits: bool) -> None:
         super().__init__()
         self.model, self.kept = model, {} if all_logits else {"logits_to_keep": 1}
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        # Positions are given, or transformers looks for packed sequences in the ids.
+        # Without positions, transformers would look for packed sequences in the ids.
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         logits: Tensor = self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **self.kept).logits
         return logits

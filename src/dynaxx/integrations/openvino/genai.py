@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy in the words of OpenVINO GenAI's `SparseAttentionConfig`, where it can be said in them.
+"""Convert a policy to OpenVINO GenAI's `SparseAttentionConfig`, if GenAI can represent it.
 
-GenAI has two rules, each for all layers and heads of a model, and for prompts only:
+GenAI has two rules. Each applies to all layers and heads of a model, and only to prompts:
 
-    TRISHAPE    the first keys, the recent keys, and for the last queries all keys
-    XATTENTION  the blocks that hold a share of the attention mass, by sums over anti-diagonals
+    TRISHAPE    the first keys, the recent keys, and all keys for the last queries
+    XATTENTION  the blocks with a share of the attention mass, estimated by sums over anti-diagonals
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynaxx.policy.resolve import head_rules
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import AntiDiagonal, Hybrid, TopP
 
-CACHE_BLOCK = 32  # tokens of a block of GenAI's KV cache on a CPU
+CACHE_BLOCK = 32  # tokens in a block of GenAI's KV cache on a CPU
 
 
 class GenAiSparseAttention(NamedTuple):
@@ -63,19 +63,19 @@ class GenAiSparseAttention(NamedTuple):
 
 @typed
 def sparse_attention_config(policy: Policy, *, cache_block: int = CACHE_BLOCK) -> GenAiSparseAttention:
-    """Say a policy in the words of OpenVINO GenAI.
+    """Convert a policy to the settings of OpenVINO GenAI.
 
-    What can be said: one prefill rule for all heads of all layers, either `SlidingWindow(W)` with `Sink` or
-    `GlobalTokens` before it (TRISHAPE), or `TopP` with `AntiDiagonal`, chosen by each head for itself (XATTENTION);
-    and with either of them `LastQueries`. GenAI works in chunks of the prompt and blocks of its cache: its queries see
-    all keys that the policy shows, and up to a chunk more.
+    GenAI supports one prefill rule for all heads of all layers. The rule is `SlidingWindow(W)` with `Sink` or
+    `GlobalTokens` (TRISHAPE), or `TopP` with `AntiDiagonal` and a selection per head (XATTENTION). Both may include
+    `LastQueries`. GenAI works in chunks of the prompt and blocks of its cache, so its queries see all keys that the
+    policy shows and up to one more chunk.
 
     Args:
-        policy: of any model.
-        cache_block: tokens of a block of GenAI's cache, which sinks and windows must be multiples of.
+        policy: a policy for any model.
+        cache_block: tokens in a block of GenAI's cache. Sinks and windows must be multiples of it.
 
     Raises:
-        UnsupportedInputError: the policy says something that GenAI has no word for; with all reasons.
+        UnsupportedInputError: GenAI cannot represent the policy.
     """
     reasons = _refusals(policy)
     rules = {repr(rule): rule for heads in head_rules(policy).values() for rule in heads.values()}
@@ -122,7 +122,7 @@ def _refusals(policy: Policy) -> list[str]:
 def _say(
     rule: AttentionRule | None, policy: Policy, cache_block: int, reasons: list[str]
 ) -> GenAiSparseAttention | None:
-    """Return the config of a rule, or None, and append why."""
+    """Return the config of a rule, or None after appending the reason."""
     if isinstance(rule, TopP | Hybrid):
         return _xattention(rule, policy, reasons)
     if not isinstance(rule, Pattern):
@@ -151,7 +151,7 @@ def _say(
 
 
 def _first_tokens(part: Pattern) -> int | None:
-    """Return how many first tokens a pattern shows to all queries, None for other patterns. A Sink is one of these."""
+    """Return the number of first tokens that a pattern such as `Sink` shows to all queries, or None."""
     counted = isinstance(part, GlobalTokens) and isinstance(part.tokens, int) and not part.symmetric
     return part.tokens if counted else None  # type: ignore[attr-defined]
 

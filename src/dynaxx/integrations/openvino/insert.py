@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`insert_policy`: replace the attention of an OpenVINO model by dynaxx's, in place, before it is compiled.
+"""`insert_policy`: replace the attention of an OpenVINO model with dynaxx's, in place, before it is compiled.
 
-It looks for OpenVINO's own attention node, `ScaledDotProductAttention`, of which a decoder has one per layer. Keys that
-were repeated for grouped heads are read before the repetition.
+It replaces OpenVINO's attention nodes, `ScaledDotProductAttention`, one per layer of a decoder. Keys that are repeated
+for grouped heads are read before the repetition.
 
     k (B, Hk, M, D) -> Unsqueeze -> Broadcast -> Reshape -> SDPA -> Transpose -> ...
     k ------------------------------------> SparseAttention --------------------> ...
@@ -24,16 +24,16 @@ REPEATING = ("Reshape", "Broadcast", "Unsqueeze", "Tile")
 
 @typed
 def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: str = "openvino") -> OpenVinoHandle:
-    """Let dynaxx compute the attention of an OpenVINO model, by a policy and exactly elsewhere.
+    """Run the attention of an OpenVINO model on dynaxx, with a policy where it applies and exactly elsewhere.
 
-    Compile the model afterwards, for the CPU, with `cpu_config(precision)`. The operator lives in this process: a model
-    with it can be compiled and run, and not be saved.
+    Compile the model afterwards for the CPU with `cpu_config(precision)`. The operator exists only in this process, so
+    the model can be compiled and run but not saved.
 
     Args:
-        model: an `openvino.Model` of a decoder, as `to_openvino` or OpenVINO's converters make it.
-        policy: for the model that it was converted from.
-        precision: the precision that it will be compiled for, "f32" or "bf16".
-        name: of the model in metrics, `model_name`.
+        model: an `openvino.Model` of a decoder from `to_openvino` or OpenVINO's converters.
+        policy: policy for the original model.
+        precision: compile precision, "f32" or "bf16".
+        name: name of the model in metrics, `model_name`.
 
     Returns:
         A handle with counters and a kill switch.
@@ -41,8 +41,8 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
     Raises:
         ImportError: openvino is not installed.
         TypeError: not an OpenVINO model.
-        PolicyError: the policy was made for a model of another shape.
-        UnsupportedInputError: a model or a policy that cannot be served rightly; with the reasons.
+        PolicyError: the policy is for a model of another shape.
+        UnsupportedInputError: the model or the policy is not supported.
     """
     ov = openvino()
     if not isinstance(model, ov.Model):
@@ -60,7 +60,7 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
         mask = [] if node.get_attributes()["causal"] or len(inputs) < 4 else [inputs[3]]
         inside = SparseAttention([q, k, v, *mask], handle, layer, _scale(inputs))
         last, transposed = _after(node)
-        if not transposed:  # whoever reads it wants heads before tokens
+        if not transposed:  # the readers expect heads before tokens
             order = ov.opset13.constant([0, 2, 1, 3], ov.Type.i64)
             inside = ov.opset13.transpose(inside.output(0), order)
         for reader in list(last.output(0).get_target_inputs()):
@@ -71,27 +71,27 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
 
 
 def _check(policy: Policy, nodes: list[Any]) -> None:
-    """Hold a policy against the attention nodes of a model.
+    """Check a policy against the attention nodes of a model.
 
     Raises:
-        PolicyError: it is of another shape.
-        UnsupportedInputError: it has what cannot be served inside OpenVINO.
+        PolicyError: the shapes differ.
+        UnsupportedInputError: OpenVINO cannot run the policy.
     """
     facts, reasons = policy.model, []
     if not nodes:
         reasons.append(f"the model has no {ATTENTION} node: convert it with to_openvino, or from SDPA attention")
     if any(rule.phase == "decode" for rule in policy.rules):
-        reasons.append("rules of phase decode need a cache that dynaxx sees: take them out")
+        reasons.append("decode rules need a cache that dynaxx can read: remove them")
     if policy.reuse > 1:
-        reasons.append("`reuse` is not served: set it to 1")
+        reasons.append("`reuse` is not supported: set it to 1")
     if policy.guard is not None:
-        reasons.append("`guard` is not served: take it out, or run the policy in transformers")
+        reasons.append("`guard` is not supported: remove it, or run the policy in transformers")
     if policy.rollout.share < 1.0 or policy.rollout.flag is not None:
         reasons.append(
-            "`rollout.share` and `rollout.flag` choose by request, which OpenVINO does not tell: remove them"
+            "`rollout.share` and `rollout.flag` depend on the request, which OpenVINO does not pass on: remove them"
         )
     if any(plan.needs_tokens for plan in resolve(policy).values()):
-        reasons.append("rules by content need the token ids, which attention does not get")
+        reasons.append("rules by content need the token ids, which attention does not receive")
     if reasons:
         raise UnsupportedInputError("a policy inside OpenVINO", {"openvino": reasons})
     if len(nodes) != facts.layers:
@@ -109,12 +109,12 @@ def _check(policy: Policy, nodes: list[Any]) -> None:
                 if shape[at].is_static and shape[at].get_length() != expected:
                     raise PolicyError(
                         f"`model.{name}` is {expected} in the policy and {shape[at].get_length()} in layer {layer}: "
-                        "the policy was made for another model; tune one for this"
+                        "the policy is for another model; tune a policy for this model"
                     )
 
 
 def _before_repetition(output: Any) -> Any:
-    """Return the keys or values before they were repeated for the heads of a group, or as they are."""
+    """Return the keys or values before their repetition for grouped heads, or unchanged if they are not repeated."""
     node, repeated = output.get_node(), False
     while node.get_type_name() in REPEATING:
         repeated |= node.get_type_name() in ("Broadcast", "Tile")
@@ -125,7 +125,7 @@ def _before_repetition(output: Any) -> Any:
 
 
 def _after(node: Any) -> tuple[Any, bool]:
-    """Return the last node that only moves the result, and whether it brings tokens before heads."""
+    """Return the last node that only transposes the result, and whether it puts tokens before heads."""
     while True:
         readers = list(node.output(0).get_target_inputs())
         if len(readers) != 1:
@@ -142,7 +142,7 @@ def _after(node: Any) -> tuple[Any, bool]:
 
 
 def _scale(inputs: list[Any]) -> float | None:
-    """Return the softmax scale of an attention node, None for head_dim ** -0.5."""
+    """Return the softmax scale of an attention node, or None for head_dim ** -0.5."""
     if len(inputs) < 5:
         return None
     node = inputs[4].get_node()

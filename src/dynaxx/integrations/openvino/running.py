@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy at work in an OpenVINO model: what each attention call does, on memory that OpenVINO owns.
+"""Run a policy in an OpenVINO model: each attention call, on memory that OpenVINO owns.
 
 OpenVINO:  ... --> SparseAttention.evaluate(q, k, v, mask) --> ...
 | pointers, no copies
@@ -31,18 +31,18 @@ from dynaxx.telemetry import recorder
 logger = logging.getLogger("dynaxx")
 
 EXACT_BLOCK = 64
-MASK_ROWS = 1024  # of a mask compared at a time
+MASK_ROWS = 1024  # rows of a mask compared at a time
 EXACT = Causal()
 
 
 def cpu_config(precision: str = "f32", threads: int | None = None) -> dict[str, Any]:
-    """Return options for `openvino.Core.compile_model(model, "CPU", options)` that suit a model with a policy inside.
+    """Return options of `openvino.Core.compile_model(model, "CPU", options)` for a model with a policy.
 
-    OpenVINO pins its threads to cores by default. dynaxx's threads would inherit that and share one core.
+    OpenVINO pins its threads to cores by default. dynaxx's threads would inherit the pinning and share one core.
 
     Args:
-        precision: "f32" or "bf16", as `INFERENCE_PRECISION_HINT`.
-        threads: of both, default `torch.get_num_threads()`.
+        precision: "f32" or "bf16", for `INFERENCE_PRECISION_HINT`.
+        threads: number of threads of both libraries; `torch.get_num_threads()` by default.
     """
     return {
         "INFERENCE_PRECISION_HINT": precision,
@@ -57,19 +57,19 @@ class Arguments(NamedTuple):
     q: Tensor  # (batch, seqlen_q, q_heads, head_dim)
     k: Tensor  # (batch, seqlen_k, kv_heads, head_dim)
     v: Tensor  # (batch, seqlen_k, kv_heads, head_dim_v)
-    mask: Tensor | None  # (batch | 1, 1, seqlen_q, seqlen_k), bool or an addend; None where OpenVINO was told "causal"
-    out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), to be written
+    mask: Tensor | None  # (batch | 1, 1, seqlen_q, seqlen_k), bool or additive; None with OpenVINO's flag "causal"
+    out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), written by the call
     scale: float
 
 
 class OpenVinoHandle:
-    """A policy at work in an OpenVINO model, whichever way it is compiled.
+    """A policy in an OpenVINO model, for all its compiled forms.
 
     Attributes:
-        layers: how many attention nodes it serves.
-        counts: what layer calls did.
-        kill_switch: `engage()` makes everything dense from the next layer call on.
-        half: whether calls are computed in bf16, which loses nothing where OpenVINO itself runs in bf16.
+        layers: number of attention nodes that run on dynaxx.
+        counts: counts of the layer calls.
+        kill_switch: `engage()` makes all attention dense from the next layer call on.
+        half: whether calls are computed in bf16, which is exact if OpenVINO runs in bf16.
     """
 
     def __init__(self, policy: Policy, *, half: bool = False, name: str = "openvino") -> None:
@@ -79,18 +79,18 @@ class OpenVinoHandle:
         self.half = half
         self.layers = 0
         self._deployed = Deployed(policy, numbers, Background(partial(numbers.failed, "guard")), native=True)
-        self._causal: dict[int, bool] = {}  # by address of a mask, what the pass's first layer found
+        self._causal: dict[int, bool] = {}  # whether a mask is causal, by its address, from the pass's first layer
         self._said: set[str] = set()
         Announcer(numbers).in_force(self._deployed)
 
     @property
     def policy(self) -> Policy:
-        """The policy in force."""
+        """The current policy."""
         return self._deployed.policy
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What layer calls did, as the handle of `dynaxx.apply` says it."""
+        """Return the counts of layer calls, like the handle of `dynaxx.apply`."""
         return self.counts.to_dict()
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class OpenVinoHandle:
         breaker = self._deployed.breakers[layer]
         try:
             self._sparse(layer, call, decision.route)
-        except Exception as error:  # whatever a kernel does, the request gets its answer
+        except Exception as error:  # an error in a kernel must not fail the request
             breaker.failed()
             self.counts.failed(layer, error, phase)
             _dense_attention(call)
@@ -151,7 +151,7 @@ class OpenVinoHandle:
         _dense_attention(call)
 
     def _is_causal(self, layer: int, call: Arguments) -> bool:
-        """Whether the mask shows each query all keys up to its own; looked at once per pass, in its first layer."""
+        """Return whether the mask is causal. The first layer of each pass checks it."""
         if call.mask is None or (call.q.shape[1] == 1 == call.mask.shape[2] and layer):
             return True
         address = call.mask.data_ptr()
@@ -163,7 +163,7 @@ class OpenVinoHandle:
 
 
 def is_causal_mask(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
-    """Return whether a mask (batch | 1, 1, seqlen_q, seqlen_k), bool or an addend, shows what causality shows."""
+    """Return whether a mask (batch | 1, 1, seqlen_q, seqlen_k), bool or additive, is causal."""
     if mask.shape[-2:] != (seqlen_q, seqlen_k) or mask.shape[1] != 1:
         return False
     keys, offset = torch.arange(seqlen_k, dtype=torch.int32), seqlen_k - seqlen_q
@@ -186,7 +186,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float,
 
 
 def _dense_attention(call: Arguments) -> None:
-    """Compute what the model's own attention computes."""
+    """Compute the model's own attention."""
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     mask, seqlen_q, seqlen_k = call.mask, q.shape[2], k.shape[2]
     causal = mask is None and seqlen_q == seqlen_k
@@ -197,15 +197,15 @@ def _dense_attention(call: Arguments) -> None:
 
 
 def _warn_about_pinning(said: set[str]) -> None:
-    """Say once that threads share a core, which makes attention as slow as on one."""
+    """Warn once that the threads share a core, which makes attention as slow as one thread."""
     if "pinning" in said or not hasattr(os, "sched_getaffinity"):
         return
     said.add("pinning")
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     if cores < threads:
         logger.warning(
-            "OpenVINO pinned its thread to %d core(s), and attention would run %d threads on them: compile the model "
-            "with dynaxx.integrations.openvino.cpu_config(), or with ENABLE_CPU_PINNING=False",
+            "OpenVINO pinned its thread to %d core(s), which %d attention threads would share: compile the model with "
+            "dynaxx.integrations.openvino.cpu_config(), or with ENABLE_CPU_PINNING=False",
             cores,
             threads,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model and a static policy as one module in plain tensor operations, which exporters to any engine can follow."""
+"""A model with a static policy as one module of plain tensor operations, for exporters to any engine."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a static rule in plain tensor operations: gather blocks of keys, matmul, softmax, matmul.
 
-Every operation is one that exporters know, all shapes follow from those of the inputs, and nothing branches on data:
-the same graph serves any length. It computes what `sparse_attention` computes over the rule's layout.
+Exporters support every operation, all shapes derive from the shapes of the inputs, and no branch depends on data, so
+one graph serves any length. The result is that of `sparse_attention` over the rule's layout.
 
 B batch, H kv heads, G q heads of each, N / M queries and keys, D head_dim; n tiles of T queries, W keys gathered for
 each: S chunks of keys that all tiles see, then C chunks of the band, each of CHUNK keys.
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from dynaxx.integrations.portable.rules import GatherRule, inside
 
 CHUNK = 64  # keys that a gather copies in one piece
-HIDDEN = -1e30  # beside any score; finite, so that a row that sees nothing has no NaN
+HIDDEN = -1e30  # far below any score, and finite, so that a row that sees no key has no NaN
 
 
 class Tiles(NamedTuple):
@@ -28,11 +28,11 @@ class Tiles(NamedTuple):
     tile: int  # queries of a tile, a multiple of CHUNK
     before: int  # keys of the band before a tile's first query
     band: int  # chunks of the band
-    shared: tuple[int, ...]  # positions of the keys that all tiles see, filled up to whole chunks with -1
+    shared: tuple[int, ...]  # positions of the keys that all tiles see, padded to whole chunks with -1
 
     @classmethod
     def of(cls, rule: GatherRule) -> Tiles:
-        """Choose tiles: larger ones copy less, and compute more of what the mask then hides."""
+        """Choose the tile size. Larger tiles copy less, but compute more pairs that the mask hides."""
         lo, hi = rule.reach.band if rule.reach.band is not None else (0, -1)
         lo, hi = min(lo, 0), max(hi, 0)
         tile = 2 * CHUNK if hi - lo >= 4 * CHUNK else CHUNK
@@ -51,7 +51,7 @@ def gathered_attention(
     key_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend over the pairs that a rule shows.
+    """Attend over the visible pairs of a rule.
 
     Args:
         q: (B, Hq, N, D), aligned to the last keys.
@@ -93,7 +93,7 @@ def gathered_attention(
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float) -> Tensor:
-    """Attend to all keys, under a bias that broadcasts to (B, H, G, N, M); shapes as `gathered_attention`."""
+    """Attend to all keys with a bias that broadcasts to (B, H, G, N, M). Shapes as in `gathered_attention`."""
     batch, q_heads, seqlen_q, head_dim = q.shape
     kv_heads = k.shape[1]
     queries = (q * scale).reshape(batch, kv_heads, q_heads // kv_heads * seqlen_q, head_dim)
@@ -106,13 +106,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, sca
 
 
 def causal_bias(seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
-    """(N, M): hide the keys after each query, queries being the last of the keys."""
+    """Return the bias (N, M) that hides the keys after each query; the queries are the last of the keys."""
     rows = torch.arange(seqlen_q) + (seqlen_k - seqlen_q)
     return _as_bias(rows[:, None] >= torch.arange(seqlen_k), dtype)
 
 
 def mask_bias(key_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, 1, 1, 1, M): hide the keys that a mask hides."""
+    """Return the bias (B, 1, 1, 1, M) of a key mask."""
     return _as_bias(key_mask[:, None, None, None], dtype)
 
 
@@ -122,7 +122,7 @@ def _as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(tiles: Tiles, count: Any) -> Tensor:
-    """(n, S + C) int64: which chunks each tile reads; the shared ones come first."""
+    """Return the chunks that each tile reads, shared ones first, (n, S + C) int64."""
     shared = len(tiles.shared) // CHUNK
     step = tiles.tile // CHUNK
     band = shared + torch.arange(count)[:, None] * step + torch.arange(tiles.band)
@@ -130,7 +130,7 @@ def _chunks(tiles: Tiles, count: Any) -> Tensor:
 
 
 def _gathered(x: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any) -> Tensor:
-    """(B, H, M, D) -> (B, H, n, W, D)."""
+    """Gather the chunks of each tile, (B, H, M, D) -> (B, H, n, W, D)."""
     batch, heads, seqlen, dim = x.shape
     parts = []
     if tiles.shared:
@@ -145,7 +145,7 @@ def _gathered(x: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any
 
 
 def _positions(tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Tensor, Tensor]:
-    """(n, T) and (n, W): where queries and gathered keys stand; -1 for what fills up the shared keys."""
+    """Return the positions of queries (n, T) and gathered keys (n, W), -1 for the padding of the shared keys."""
     first = torch.arange(count)[:, None] * tiles.tile + (seqlen_k - seqlen_q)
     band = first - tiles.before + torch.arange(tiles.band * CHUNK)
     shared = torch.tensor(tiles.shared, dtype=torch.int64).expand(count, len(tiles.shared))
@@ -153,12 +153,12 @@ def _positions(tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[
 
 
 def gather_bias(rule: GatherRule, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
-    """(n, T, W): 0 where a gathered key is seen, else HIDDEN."""
+    """Return the bias (n, T, W), 0 where a gathered key is visible and HIDDEN elsewhere."""
     tiles = Tiles.of(rule)
     count = (seqlen_q + tiles.tile - 1) // tiles.tile
     q_pos, k_pos = _positions(tiles, count, seqlen_q, seqlen_k)
     there = (k_pos >= 0) & (k_pos < seqlen_k)
-    if tiles.shared and tiles.band:  # a shared key that the band has, too, is read once
+    if tiles.shared and tiles.band:  # hide the second copy of a shared key that is also in the band
         band = torch.arange(k_pos.shape[1]) >= len(tiles.shared)
         there = there & ~(band & inside(k_pos, rule.reach.keys))
     seen = rule.visible(q_pos[..., None], k_pos[:, None], seqlen_k - seqlen_q) & there[:, None]
@@ -166,7 +166,7 @@ def gather_bias(rule: GatherRule, seqlen_q: Any, seqlen_k: Any, dtype: torch.dty
 
 
 def _hidden_keys(key_mask: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any) -> Tensor:
-    """(B, 1, n, 1, 1, W): the bias of a mask of keys on what was gathered."""
+    """Return the bias (B, 1, n, 1, 1, W) of a key mask for the gathered keys."""
     shown = _gathered(key_mask[:, None, :, None].to(torch.float32), chosen, tiles, count, seqlen_q)
     return ((1 - shown) * HIDDEN).reshape(key_mask.shape[0], 1, count, 1, 1, -1)
 
@@ -174,7 +174,7 @@ def _hidden_keys(key_mask: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seq
 def _with_whole_rows(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: GatherRule, scale: float, key_mask: Tensor | None
 ) -> Tensor:
-    """Return `out` with the rows of the queries that may see any key computed over all keys."""
+    """Return `out` after computing the rows of queries that see all keys."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     rows = torch.tensor([row for first, end in rule.reach.queries for row in range(first, end)])
     own = torch.minimum(rows, rows.new_zeros(()) + (seqlen_q - 1))

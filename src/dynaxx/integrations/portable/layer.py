@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer by its rules, in plain tensor operations."""
+"""Attention of one layer with its rules, in plain tensor operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynaxx.integrations.portable.attention import (
 from dynaxx.integrations.portable.plans import LayerRules
 from dynaxx.integrations.portable.rules import GatherRule
 
-Known = dict[GatherRule | None, Tensor]  # the bias of each rule, None being causality alone
+Known = dict[GatherRule | None, Tensor]  # the bias of each rule; None is causal attention
 
 
 def attend_by_rules(
@@ -34,7 +34,7 @@ def attend_by_rules(
 ) -> Tensor:
     """Attend: q (B, Hq, N, D), k and v (B, H, M, D), mask (B, M) bool or None; to (B, N, Hq, D).
 
-    `known` holds the biases of this pass, which layers share; those that are missing are added.
+    `known` caches the biases of this forward pass for all layers. Missing ones are computed and added.
     """
     for part in rules.parts:
         if part.rule not in known and (causal or part.rule is not None):
@@ -56,7 +56,7 @@ def attend_by_rules(
 
 
 def bias_of(rule: GatherRule | None, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
-    """Return the bias of a rule, or of causality alone, for so many queries at the end of so many keys."""
+    """Return the bias of a rule, or of causal attention, for queries at the end of the keys."""
     if rule is None:
         return causal_bias(seqlen_q, seqlen_k, dtype)
     return gather_bias(rule, seqlen_q, seqlen_k, dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PortableModel`: a transformers model whose attention is plain tensor operations, with its KV cache in and out.
+"""`PortableModel`: a transformers model with attention in plain tensor operations and an explicit KV cache.
 
-It goes through transformers' `AttentionInterface`, so the model's own forward stays as it is, and the model that the
-caller gave is unchanged between calls. `torch.export` and the ONNX and OpenVINO converters follow it.
+It uses the `AttentionInterface` of transformers, so the model's forward method does not change, and the caller's model
+is unchanged between calls. `torch.export` and the ONNX and OpenVINO converters can trace it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynaxx.integrations.portable.plans import LayerRules, is_causal, own_window
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy import Policy
 
-NAME = "dynaxx_portable"  # in transformers' registry
+NAME = "dynaxx_portable"  # name in the registry of transformers
 UNSERVED = {"s_aux": "learned sinks", "position_bias": "a position bias", "block_indices": "block indices"}
 
 
@@ -43,15 +43,15 @@ class PortableModel(nn.Module):
 
     Args:
         model: a decoder or an encoder of transformers, in eval mode.
-        policy: static rules, as `portable_rules` takes them; None for the model's own windows alone.
-        window: of an encoder.
-        last_logits: return the logits of the last token alone, (batch, 1, vocabulary), instead of all of them.
-        dense: leave all rules out, those of the model's own windows apart: for the steps of decoding.
-        attend: computes attention in place of the rules; None for plain operations.
+        policy: policy with static rules; None uses only the model's own windows.
+        window: window of an encoder.
+        last_logits: return only the logits of the last token, (batch, 1, vocabulary).
+        dense: use no rules except the model's own windows, as for decode steps.
+        attend: function that replaces the attention; None uses plain operations.
 
     Raises:
         PolicyError: the policy is for another model.
-        UnsupportedInputError: plain operations cannot serve this; with the reasons.
+        UnsupportedInputError: plain operations do not support the model or the policy.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PortableModel(nn.Module):
         _register()
 
     def forward(self, input_ids: Tensor, others: Sequence[Tensor]) -> Any:
-        """Run the model; `others` is the cache of a decoder, and of an encoder the mask alone. See the class."""
+        """Run the model. `others` is the cache of a decoder or the mask of an encoder; see the class."""
         self._known = {}
         with self._running():
             if not self.causal:
@@ -91,7 +91,7 @@ class PortableModel(nn.Module):
             return (out.logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))
 
     def empty_cache(self, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Return the cache of a sequence that has not begun, in the order that `forward` takes."""
+        """Return an empty cache in the order of `forward`."""
         shape = (batch, *cache_heads(self.config))
         return [torch.zeros(shape[0], shape[1], 0, shape[2], dtype=dtype) for _ in range(2 * self.layers)]
 
@@ -134,14 +134,14 @@ def _register() -> None:
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Return the mask of keys alone: which pairs a rule shows, the layers know."""
+    """Return only the mask of keys; the layers know the visible pairs of their rules."""
     return attention_mask
 
 
 def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend, as `AttentionInterface` asks."""
+    """Attend with the signature of `AttentionInterface`."""
     current = _CURRENT.get()
     if current is None:
         raise RuntimeError("this model's attention was set by a PortableModel that is not running")
@@ -149,7 +149,7 @@ def _attention(
     wrong += ["capped scores"] if kwargs.get("softcap") else []
     window = kwargs.get("sliding_window")
     if current.causal and (window or None) != current.windows[int(module.layer_idx)]:  # type: ignore[arg-type]
-        wrong += [f"a window of {window} that its config does not tell"]
+        wrong += [f"a window of {window} that is not in its config"]
     if wrong:
         raise UnsupportedInputError(type(module).__name__, {"portable": [f"{said} are not served" for said in wrong]})
     scale = kwargs.get("scaling")
