@@ -56,6 +56,6 @@ def test_names():
 def test_an_installation_without_a_kind_is_told_so(monkeypatch):
     monkeypatch.setitem(kinds.KINDS, "legal", ("licence texts", lambda: "Too short."))
     text_of.cache_clear()
-    with pytest.raises(ValueError, match="only 10 characters of licence texts; use a file instead"):
+    with pytest.raises(ValueError, match="only 10 characters of licence texts: use a file instead"):
         text_of("legal")
     text_of.cache_clear()
