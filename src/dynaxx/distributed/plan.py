@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.group import peer_errors
-from dynaxx.distributed.rows import onto, split_rows
+from dynaxx.distributed.rows import split_rows, with_columns
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.layout import BlockLayout
 
@@ -162,8 +162,8 @@ def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: 
     split = split_rows(rows, own_blocks, places.tokens(own_blocks))
     parts = places.messages(needs, own_blocks if split is None else split.own_blocks)
     if split is None:
-        return Stage(layout=onto(rows, parts.order, places.tokens(parts.order)), **parts.fields(), **heads)
-    layout = onto(split.edge, parts.order, places.tokens(parts.order))
+        return Stage(layout=with_columns(rows, parts.order, places.tokens(parts.order)), **parts.fields(), **heads)
+    layout = with_columns(split.edge, parts.order, places.tokens(parts.order))
     return Stage(layout=layout, rows=split.rows, inner=split.inner, **parts.fields(), **heads)
 
 

@@ -52,14 +52,14 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
     inner = BlockLayout.from_entries(grid, lead[kept], cols[kept], codes[kept], source.masks, **shape)
     visited = np.unique(cols[~kept & is_own[cols]].cpu().numpy())
     return SplitRows(
-        onto(inner, own_blocks, own_tokens).to(rows.device),
+        with_columns(inner, own_blocks, own_tokens).to(rows.device),
         rows_of(source, edge, len(tokens)).to(rows.device),
         tokens.to(rows.device),
         visited.astype(np.int64),
     )
 
 
-def onto(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> BlockLayout:
+def with_columns(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> BlockLayout:
     """Return the same rows with the kv blocks `order` as columns, in this order; they hold `tokens` tokens."""
     source = rows.host or rows
     column = np.full(max(1, source.kv_blocks), -1, dtype=np.int64)

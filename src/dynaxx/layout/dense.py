@@ -54,7 +54,7 @@ def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
     distinct, entry = bits.flatten(1).unique(dim=0, return_inverse=True)
     first = torch.full((distinct.shape[0],), len(masks), device=bits.device)
     first.scatter_reduce_(0, entry, torch.arange(len(masks), device=bits.device), "amin")
-    return masks.some(first), entry
+    return masks.take(first), entry
 
 
 def layout_to_dense(layout: BlockLayout) -> Tensor:

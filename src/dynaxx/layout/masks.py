@@ -61,7 +61,7 @@ class ElementMasks:
     def to(self, device: torch.device | str) -> ElementMasks:
         return ElementMasks(self.bits.to(device), self.bands.to(device), self.kv_block)
 
-    def some(self, kept: Tensor) -> ElementMasks:
+    def take(self, kept: Tensor) -> ElementMasks:
         """Return the masks that `kept` selects: (num_masks,) bool or int64 indices."""
         return ElementMasks(self.bits[kept], self.bands[kept], self.kv_block)
 

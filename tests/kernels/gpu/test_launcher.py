@@ -15,7 +15,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import dynaxx as dx  # noqa: E402
-from dynaxx.kernels.gpu.runtime import launcher as light  # noqa: E402
+from dynaxx.kernels.gpu.runtime import launcher  # noqa: E402
 from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached  # noqa: E402
 
 
@@ -98,7 +98,7 @@ def test_starts_what_triton_starts(started):
     for arguments, named in given:
         _kernel[(3, 2)](*arguments, **named)
     expected = started.copy()
-    kernel = light.kernel_launcher(_kernel)
+    kernel = launcher.kernel_launcher(_kernel)
     for _ in range(3):
         started.clear()
         for arguments, named in given:
@@ -108,7 +108,7 @@ def test_starts_what_triton_starts(started):
 
 
 def test_what_is_known_does_not_ask_triton(started, monkeypatch):
-    kernel = light.kernel_launcher(_kernel)
+    kernel = launcher.kernel_launcher(_kernel)
     arguments, named = next(calls())
     kernel[(1,)](*arguments, **named)
     monkeypatch.setattr(type(_kernel), "run", lambda *args, **named: pytest.fail("asked Triton"))
@@ -119,7 +119,7 @@ def test_what_is_known_does_not_ask_triton(started, monkeypatch):
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git"])
 def test_versions_that_were_not_read_go_through_triton(started, monkeypatch, version):
     monkeypatch.setattr(triton, "__version__", version)
-    kernel = light.kernel_launcher(_kernel)
+    kernel = launcher.kernel_launcher(_kernel)
     asked = []
     run = type(_kernel).run
     monkeypatch.setattr(type(_kernel), "run", lambda self, *args, **named: asked.append(run(self, *args, **named)))
@@ -149,7 +149,7 @@ class WithDescriptors:
 def test_repeats_launch_what_triton_launches(started, monkeypatch):
     monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
     monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *arguments: ("map", *arguments), raising=False)
-    kernel = light.kernel_launcher(_kernel)
+    kernel = launcher.kernel_launcher(_kernel)
 
     def start(layout, x, out, bias, count):
         described = TensorDescriptor(x, [1, 64], [64, 1], [1, 64])
@@ -158,7 +158,7 @@ def test_repeats_launch_what_triton_launches(started, monkeypatch):
 
     layout = dx.SlidingWindow(16).layout(64, block_size=16)
     batches = [(torch.randn(1, 64), torch.empty(64)) for _ in range(3)]
-    monkeypatch.setattr(light, "MOST_ADDRESSES", 2)
+    monkeypatch.setattr(launcher, "MOST_ADDRESSES", 2)
     for x, out in batches * 3:
         launch_cached(start, layout, (x, out), True, 64, made=1)
     again = started.copy()

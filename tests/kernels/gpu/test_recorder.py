@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: E402
 from test_launcher import started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
-from dynaxx.kernels.gpu.runtime import recorder as replay  # noqa: E402
+from dynaxx.kernels.gpu.runtime import recorder  # noqa: E402
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,19 +47,19 @@ def two_launches(cache, x, scale):
 
 @pytest.fixture
 def kept(monkeypatch):
-    monkeypatch.setattr(replay, "_kept", {})
-    return replay._kept
+    monkeypatch.setattr(recorder, "_kept", {})
+    return recorder._kept
 
 
 def counted(kept):
-    return sum(value not in (replay.CALLED_ONCE, replay.NOT_REPLAYABLE) for value in kept.values())
+    return sum(value not in (recorder.CALLED_ONCE, recorder.NOT_REPLAYABLE) for value in kept.values())
 
 
 def test_the_same_launches_over_other_tensors(started, kept):  # noqa: F811
     for _ in range(3):
         cache, x = small_cache(), torch.randn(64)
         started.clear()
-        (out,) = replay.record_or_replay(two_launches, cache, (x,), 0.5)
+        (out,) = recorder.record_or_replay(two_launches, cache, (x,), 0.5)
         (_, *first), (_, *second) = started
         x_at, k_at, between = first[-1][:3]
         assert (x_at, k_at) == (x.data_ptr(), cache.k.data_ptr())
@@ -74,9 +74,9 @@ def test_another_form_is_another_call(started, kept):  # noqa: F811
     memory = torch.randn(200)
     for x in [torch.randn(64), torch.randn(128)[::2], memory[1:65], memory[2:66], memory[:64], torch.randn(64)] * 3:
         started.clear()
-        replay.record_or_replay(two_launches, small_cache(), (x,), 0.5)
+        recorder.record_or_replay(two_launches, small_cache(), (x,), 0.5)
         assert started[0][-1][0] == x.data_ptr()
-    replay.record_or_replay(two_launches, small_cache(), (x,), 0.25)
+    recorder.record_or_replay(two_launches, small_cache(), (x,), 0.25)
     assert len(kept) == 5
     assert counted(kept) == 4
 
@@ -85,11 +85,11 @@ def test_two_tensors_that_are_one_are_not_what_is_kept(started, kept):  # noqa: 
     cache, x = small_cache(), torch.randn(64)
     both = small_cache(cache.k, cache.k)
     for _ in range(3):
-        replay.record_or_replay(two_launches, both, (x,), 0.5)
+        recorder.record_or_replay(two_launches, both, (x,), 0.5)
     assert counted(kept) == 0
     for each in (cache, both, cache):
         started.clear()
-        replay.record_or_replay(two_launches, each, (x,), 0.5)
+        recorder.record_or_replay(two_launches, each, (x,), 0.5)
         assert started[0][-1][1] == each.k.data_ptr()
         assert started[1][-1][1] == each.v.data_ptr() + 128
     assert counted(kept) == 1
@@ -134,19 +134,19 @@ def test_what_does_more_is_called_every_time(call, started, kept):  # noqa: F811
     counts = []
     for _ in range(3):
         started.clear()
-        replay.record_or_replay(call, small_cache(), (torch.randn(64),), 0.5)
+        recorder.record_or_replay(call, small_cache(), (torch.randn(64),), 0.5)
         counts.append(len(started))
-    assert set(kept.values()) == {replay.NOT_REPLAYABLE}
+    assert set(kept.values()) == {recorder.NOT_REPLAYABLE}
     assert counts == [counts[0]] * 3
 
 
 def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
     def outer(cache, x, scale):
-        return replay.record_or_replay(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
+        return recorder.record_or_replay(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
 
     for _ in range(3):
         with torch.inference_mode():
-            replay.record_or_replay(outer, small_cache(), (torch.randn(64),), 0.5)
+            recorder.record_or_replay(outer, small_cache(), (torch.randn(64),), 0.5)
     assert len(started) == 6
     assert counted(kept) == 1
 
@@ -154,7 +154,7 @@ def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
 def test_nothing_is_kept_alive(started, kept):  # noqa: F811
     cache, x = small_cache(), torch.randn(64)
     for _ in range(2):
-        (out,) = replay.record_or_replay(two_launches, cache, (x,), 0.5)
+        (out,) = recorder.record_or_replay(two_launches, cache, (x,), 0.5)
     refs = [weakref.ref(each) for each in (cache, cache.k, x, out)]
     del cache, x, out
     gc.collect()
@@ -162,9 +162,9 @@ def test_nothing_is_kept_alive(started, kept):  # noqa: F811
 
 
 def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(replay, "MOST_CALLS", 3)
+    monkeypatch.setattr(recorder, "MOST_CALLS", 3)
     for i in range(10):
-        replay.record_or_replay(two_launches, small_cache(), (torch.randn(64),), float(i))
+        recorder.record_or_replay(two_launches, small_cache(), (torch.randn(64),), float(i))
     assert 0 < len(kept) <= 3
 
 

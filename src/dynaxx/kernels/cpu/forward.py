@@ -30,7 +30,7 @@ def attention_forward(
 
     q (B, N, Hq, D), k (B, M, Hk, D) and v (B, M, Hk, E) may have any strides, but a tensor whose last dimension is not
     contiguous is copied. The core widens fp16 and bf16, computes in fp32 and rounds once. It runs on
-    `torch.get_num_threads()` threads. A contiguous `out` of that shape and dtype is written and returned.
+    `torch.get_num_threads()` threads. A given `out`, contiguous and of that shape and dtype, receives the result.
     """
     library = active_library()
     if library is None:
@@ -53,8 +53,8 @@ def _core_forward(
     batch, seqlen_q, q_heads, _ = q.shape
     if out is None:
         out = q.new_empty((batch, seqlen_q, q_heads, v.shape[3]))
-    assert out.is_contiguous(), "`out` is written as a whole"
-    assert (out.dtype, out.shape) == (q.dtype, (batch, seqlen_q, q_heads, v.shape[3])), "`out` fits"
+    assert out.is_contiguous(), "`out` must be contiguous"
+    assert (out.dtype, out.shape) == (q.dtype, (batch, seqlen_q, q_heads, v.shape[3])), "`out` must fit q and v"
     lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
     plan = plan_of(layout, library)  # stays alive until the core is done, even if another thread changes the layout
     logits = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
