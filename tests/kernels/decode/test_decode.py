@@ -223,7 +223,7 @@ def test_rules_become_budgets():
     assert dx.PageBudget.of(dx.SlidingWindow(64) | dx.GlobalTokens(8)) == dx.PageBudget(0, sinks=8, window=64)
     assert dx.PageBudget.of(dx.Causal()).reads_everything
     for rule in (dx.Strided(4), dx.TopP(0.9), dx.TopK(0.1, dx.SimHash()), dx.SlidingWindow((3, 0))):
-        with pytest.raises(ValueError, match="decoding follows"):
+        with pytest.raises(ValueError, match="decoding supports"):
             dx.PageBudget.of(rule)
 
 

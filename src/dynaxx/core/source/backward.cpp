@@ -165,7 +165,7 @@ class BackwardRow {
       entry = gather_step(plan_, entry, indptr[1], q, grad, step);
       load_bases(step, head.lse(args_));
       if (pairs_) load_pairs(step, q.tokens, grad.tokens);
-      Ahead next(plan_, entry, indptr[1], q, grad);
+      StepPrefetch next(plan_, entry, indptr[1], q, grad);
       for (int p = 0; p < num_panels_; p++) {
         next.fetch(num_panels_);
         add_key_grads(step, p, q.step_stride(), grad.step_stride(), head.delta(args_));

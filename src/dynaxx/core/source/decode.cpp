@@ -157,8 +157,8 @@ class Decoder {
 
   void attend(const KeyChunk& chunk, const KeyChunk& next) {
     const int64_t bytes = bytes_of(chunk.stored), next_bytes = bytes_of(next.stored);
-    const Ahead values = {chunk.v, chunk.v_stride * bytes, cache_.head_dim_v * bytes, chunk.keys};
-    const Ahead keys = {next.k, next.k_stride * next_bytes, cache_.head_dim * next_bytes, next.keys};
+    const PrefetchRows values = {chunk.v, chunk.v_stride * bytes, cache_.head_dim_v * bytes, chunk.keys};
+    const PrefetchRows keys = {next.k, next.k_stride * next_bytes, cache_.head_dim * next_bytes, next.keys};
     int64_t k_stride, v_stride;
     const float* k = in_place_or_wide(chunk.stored, chunk.k, chunk.k_stride, cache_.head_dim, D_, chunk.keys, k_wide_, k_stride);
     for (int64_t r = 0; r < rows_; r += QUERY_ROWS) {
@@ -224,7 +224,7 @@ class Decoder {
     sum_[r] += sum_of(total);
   }
 
-  static constexpr Ahead NOTHING = {nullptr, 0, 0, 0};
+  static constexpr PrefetchRows NOTHING = {nullptr, 0, 0, 0};
 
   const DecodeArgs& args_;
   const Cache& cache_;

@@ -17,25 +17,25 @@ constexpr int KEYS = 4;                           // keys per tile: 4 x 4 accumu
 constexpr int VALUE_VECS = 4;                     // vectors of values per tile, for the same numbers of accumulators
 
 // Rows to prefetch: one of them for every row that is processed.
-struct Ahead {
+struct PrefetchRows {
   const char* data;
   int64_t stride, bytes;  // distance between rows, and length of each
   int rows;
 
-  static void ask(const Ahead& ahead, int row) {
+  static void fetch(const PrefetchRows& ahead, int row) {
     if (row < ahead.rows) prefetch(ahead.data + row * ahead.stride, ahead.bytes);
   }
 };
 
 // scores (R, CHUNK) = q (R, width) k^T (keys, width).
 template <int R>
-static void score_keys(const float* q, const float* k, int64_t k_stride, int keys, int64_t width, const Ahead& ahead,
-                       float* scores) {
+static void score_keys(const float* q, const float* k, int64_t k_stride, int keys, int64_t width,
+                       const PrefetchRows& ahead, float* scores) {
   int j = 0;
   for (; j + KEYS <= keys; j += KEYS) {
     vec sum[R][KEYS] = {};
     DYNAXX_UNROLL
-    for (int i = 0; i < KEYS; i++) Ahead::ask(ahead, j + i);
+    for (int i = 0; i < KEYS; i++) PrefetchRows::fetch(ahead, j + i);
     for (int64_t d = 0; d < width; d += LANES) {
       vec row[KEYS];
       DYNAXX_UNROLL
@@ -54,7 +54,7 @@ static void score_keys(const float* q, const float* k, int64_t k_stride, int key
       *(vec4*)(scores + r * CHUNK + j + i) = sums_of(sum[r][i], sum[r][i + 1], sum[r][i + 2], sum[r][i + 3]);
   }
   for (; j < keys; j++) {
-    Ahead::ask(ahead, j);
+    PrefetchRows::fetch(ahead, j);
     for (int r = 0; r < R; r++) {
       vec sum = {};
       for (int64_t d = 0; d < width; d += LANES) sum += load(q + r * width + d) * load(k + j * k_stride + d);
@@ -66,14 +66,14 @@ static void score_keys(const float* q, const float* k, int64_t k_stride, int key
 // out (R, width) += weights (R, CHUNK) v (keys, width), for VECS vectors starting at column d.
 template <int R, int VECS>
 DYNAXX_INLINE void add_value_tile(const float* weights, const float* v, int64_t v_stride, int keys, int64_t width,
-                                  int64_t d, const Ahead& ahead, float* out) {
+                                  int64_t d, const PrefetchRows& ahead, float* out) {
   vec sum[R][VECS];
   DYNAXX_UNROLL
   for (int r = 0; r < R; r++)
     DYNAXX_UNROLL
   for (int i = 0; i < VECS; i++) sum[r][i] = load(out + r * width + d + i * LANES);
   for (int j = 0; j < keys; j++) {
-    if (d == 0) Ahead::ask(ahead, j);
+    if (d == 0) PrefetchRows::fetch(ahead, j);
     vec row[VECS];
     DYNAXX_UNROLL
     for (int i = 0; i < VECS; i++) row[i] = load(v + j * v_stride + d + i * LANES);
@@ -92,7 +92,7 @@ DYNAXX_INLINE void add_value_tile(const float* weights, const float* v, int64_t 
 
 template <int R>
 static void add_values(const float* weights, const float* v, int64_t v_stride, int keys, int64_t width,
-                       const Ahead& ahead, float* out) {
+                       const PrefetchRows& ahead, float* out) {
   int64_t d = 0;
   for (; d + VALUE_VECS * LANES <= width; d += VALUE_VECS * LANES)
     add_value_tile<R, VALUE_VECS>(weights, v, v_stride, keys, width, d, ahead, out);

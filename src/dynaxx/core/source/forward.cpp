@@ -51,7 +51,7 @@ class ForwardRow {
     for (int64_t entry = indptr[0]; entry < indptr[1];) {
       Step step;
       entry = gather_step(plan_, entry, indptr[1], k, v, step);
-      Ahead next(plan_, entry, indptr[1], k, v);
+      StepPrefetch next(plan_, entry, indptr[1], k, v);
       for (int p = 0; p < num_panels_; p++) {
         next.fetch(num_panels_);
         Span spans[MAX_SPANS];

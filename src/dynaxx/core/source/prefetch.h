@@ -7,9 +7,9 @@ namespace dynaxx {
 
 // The rows of k and v (backward: of q and of out's gradient) in the step that begins at `entry`, prefetched in shares.
 // Consecutive blocks are skipped, because the hardware prefetcher handles them.
-class Ahead {
+class StepPrefetch {
  public:
-  Ahead(const Plan& plan, int64_t entry, int64_t end, const Rows& k, const Rows& v) : k_(k), v_(v) {
+  StepPrefetch(const Plan& plan, int64_t entry, int64_t end, const Rows& k, const Rows& v) : k_(k), v_(v) {
     for (int64_t rows = 0; entry < end; entry++) {
       const int64_t token = plan.indices[entry] * plan.visited_block;
       const int64_t stop = std::min(plan.visited_seqlen, token + plan.visited_block);

@@ -43,12 +43,14 @@ def keep(kind: str, device: torch.device, values: Values | None, store: bool = T
     if store:
         path = tuned_file(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         try:
-            beside.write_text(json.dumps({**_read(path), **known}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            os.replace(beside, path)
+            temporary.write_text(
+                json.dumps({**_read(path), **known}, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+            )
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)  # if it could not be written completely
+            temporary.unlink(missing_ok=True)  # if it could not be written completely
 
 
 def tuned_file(device: torch.device) -> Path:
