@@ -216,7 +216,7 @@ def test_per_head_budgets_and_uncovered_heads(model):
 
 def test_what_a_policy_refuses(model):
     facts = model_facts(model)
-    with pytest.raises(ValueError, match="decoding follows"):
+    with pytest.raises(ValueError, match="decoding supports"):
         dx.Rule.of(dx.Strided(8), phase="decode")
     twice = tuple(dx.Rule.of(dx.TopK(0.1), phase="decode") for _ in range(2))
     with pytest.raises(dx.PolicyError, match="both cover"):

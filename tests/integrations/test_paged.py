@@ -463,7 +463,7 @@ def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
         ({"model_config__rswa_window": 5}, "reference sliding window"),
         ({"policy": policy_of(DECODE)}, "pages of 128 tokens, decode rules .16.; use --block-size 16"),
         ({"policy": policy_of(rollout={"share": 0.5})}, "`rollout.share`"),
-        ({"policy": policy_of(dx.Rule.of(dx.GlobalContent((5,))))}, "look at content"),
+        ({"policy": policy_of(dx.Rule.of(dx.GlobalContent((5,))))}, "need token ids"),
         ({"policy": policy_of(guard={}), "parallel_config__tensor_parallel_size": 2}, "`guard` watches whole layers"),
     ],
 )

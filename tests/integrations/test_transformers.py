@@ -307,7 +307,7 @@ def test_a_copy_of_a_model_with_a_policy_is_dense(caplog):
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))), caplog.at_level(logging.WARNING, "dynaxx"):
         twin = copy.deepcopy(model)
         assert torch.equal(logits(twin, input_ids=ids), dense)
-    assert "has no policy" in caplog.text
+    assert "has no handle" in caplog.text
 
 
 def test_a_dropped_model_is_freed():

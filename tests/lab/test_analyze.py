@@ -172,7 +172,7 @@ def test_even_attention_is_broad_and_the_oracle_no_better_than_its_density():
     head = analyzed(even, even)
     assert head.recommended.kind == "broad"
     assert head.recommended.attention == "dense"
-    assert "keep dense" in head.recommended.reason
+    assert "keep it dense" in head.recommended.reason
     assert head.entropy == pytest.approx(float(torch.arange(1, 1025).float().log().mean()), rel=1e-3)
 
 

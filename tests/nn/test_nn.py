@@ -207,7 +207,7 @@ def test_bad_arguments():
         modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
         with pytest.raises(ValueError, match="different lengths"):
             modules()["moba"](torch.randn(2, 1, 24), cache=cache)
-        with pytest.raises(ValueError, match="begin a cache"):
+        with pytest.raises(ValueError, match="come first in a cache"):
             modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
     with pytest.raises(ValueError, match="no_grad"):
         module(torch.randn(1, 5, 24), cache=nn.NativeCache())
