@@ -122,7 +122,7 @@ class _Steps:
         kinds = {kind: text_of(kind) for kind in kinds_of(plan.kinds)}
         search_texts(tokenizer, text, kinds, plan.tokens)
         if plan.held_out and not kinds:
-            raise ValueError("leaving one kind of text out needs several: give --kinds, for example --kinds all")
+            raise ValueError("--held-out needs several kinds of text: give --kinds, for example --kinds all")
         if plan.hold:
             HeldTasks(model, tokenizer, text, plan.hold, plan.tokens, plan.seed, lambda name, compute: compute())
         check_cuda_graph(model, plan.decode, plan.cuda_graph)
