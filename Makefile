@@ -24,7 +24,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with
 
 test: lint types docs .venv/model.stamp ## Lint, types, documentation and the whole test suite
 	$(BIN)/pytest
+
+test-onnx: .venv/dev.stamp ## Test exports in ONNX Runtime, and its operator on the C++ core
+	$(BIN)/pytest -m "slow or not slow" tests/integrations/onnx
 
 # vLLM pins torch and transformers, so it has an environment of its own: 3.5 GB. What it removes are CUDA builds.
 $(VLLM_ENV)/vllm.stamp: pyproject.toml

@@ -18,7 +18,7 @@ from dynaxx.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
-SLOW = ("analyze.md", "cpu.md")  # a minute of a real model, and the whole benchmark
+SLOW = ("analyze.md", "cpu.md", "onnx.md")  # a minute of a real model, the whole benchmark; one in `make test-onnx`
 GENERATED = re.compile(r"docs/(api(/\w+)?|cli)\.md")  # by docs/_hooks/generate.py, when the site is built
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.onnx.graph import trace
 from dynaxx.integrations.onnx.plans import OperatorPlan
-from dynaxx.integrations.portable.layer import attend_by_rules, bias_of
+from dynaxx.integrations.portable.layer import Known, attend_by_rules, bias_of
 from dynaxx.integrations.portable.plans import LayerRules
 from dynaxx.integrations.portable.rules import GatherRule
 
@@ -26,7 +26,7 @@ DOMAIN, OPERATOR = "dynaxx", "SparseAttention"
 def attend_by_operator(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """Add the operator to the traced graph without computing anything."""
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-    inputs = (q, k, v) if mask is None else (q, k, v, mask)
+    inputs = (q, k, v)  # the mask of an encoder is in the bias, from the model's own input
     found: Tensor = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{OPERATOR}", inputs, {"layer": layer, "scale": float(scale)}, dtype=q.dtype, shape=shape, version=1
     )
@@ -52,19 +52,19 @@ def with_plain_operators(graph: Any, rules: Mapping[int, LayerRules], *, causal:
     """Return a copy of a traced graph with plain operators only."""
     made = graph.clone()
     main = made.graph
-    lengths = [each for each in main.inputs if each.name in ("input_ids", "past_key.0")]
+    lengths = [each for each in main.inputs if each.name in ("input_ids", "past_key.0", "attention_mask")]
     first = next(iter(main))
     kinds: dict[Any, Any] = {}
     biases: dict[GatherRule | None, Any] = {}
     for node in _operators(made):
         layer, scale = node.attributes["layer"].as_int(), node.attributes["scale"].as_float()
         rule = rules[layer]
-        needed = list(dict.fromkeys(part.rule for part in rule.parts if causal or part.rule is not None))
+        needed = list(dict.fromkeys(part.rule for part in rule.parts))
         for each in needed:
             if each not in biases:
                 traced = _trace_bias(each, causal)
                 (biases[each],) = _insert(traced, lengths, main, first, f"bias{len(biases)}")
-        shapes = tuple(tuple(size for size in value.shape if isinstance(size, int)) for value in node.inputs[:3])
+        shapes = tuple(tuple(size for size in value.shape if isinstance(size, int)) for value in node.inputs)
         key = rule, scale, shapes
         if key not in kinds:
             kinds[key] = _trace_attention(rule, needed, scale, node.inputs, causal)
@@ -82,13 +82,16 @@ def _operators(model: Any) -> list[Any]:
 
 
 class _Bias(nn.Module):
-    def __init__(self, rule: GatherRule | None) -> None:
+    def __init__(self, rule: GatherRule | None, causal: bool) -> None:
         super().__init__()
-        self.rule = rule
+        self.rule, self.causal = rule, causal
 
-    def forward(self, input_ids: Tensor, past: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, other: Tensor) -> Tensor | None:
+        """Return the bias from a model's inputs: ids and a key's cache of a decoder, ids and mask of an encoder."""
         seqlen = input_ids.shape[1]
-        return bias_of(self.rule, seqlen, seqlen if past is None else seqlen + past.shape[2], torch.float32)
+        seqlen_k = seqlen + other.shape[2] if self.causal else seqlen
+        mask = None if self.causal else other.to(torch.bool)
+        return bias_of(self.rule, seqlen, seqlen_k, torch.float32, causal=self.causal, key_mask=mask)
 
 
 class _Attention(nn.Module):
@@ -96,18 +99,16 @@ class _Attention(nn.Module):
         super().__init__()
         self.rules, self.needed, self.scale, self.causal = rules, needed, scale, causal
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, biases: list[Tensor]) -> Tensor:
-        known = dict(zip(self.needed, biases, strict=True))
-        return attend_by_rules(self.rules, q, k, v, self.scale, mask, causal=self.causal, known=known)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor]) -> Tensor:
+        known: Known = dict(zip(self.needed, biases, strict=True))
+        return attend_by_rules(self.rules, q, k, v, self.scale, None, causal=self.causal, known=known)
 
 
 def _trace_bias(rule: GatherRule | None, causal: bool) -> Any:
-    ids, past = torch.zeros(2, 160, dtype=torch.int64), torch.zeros(2, 1, 48, 1)
-    if not causal:
-        return trace(_Bias(rule), (ids,), ({0: "batch", 1: "seqlen"},), ["input_ids"], ["bias"])
-    shapes = {0: "batch", 1: "seqlen"}, {0: "batch", 1: "kv_heads", 2: "past", 3: "head_dim"}
-    past = torch.zeros(2, 3, 48, 5)
-    return trace(_Bias(rule), (ids, past), shapes, ["input_ids", "past"], ["bias"])
+    ids = torch.zeros(2, 160, dtype=torch.int64)
+    other = torch.zeros(2, 3, 48, 5) if causal else torch.ones_like(ids)
+    of_other = {0: "batch", 1: "kv_heads", 2: "past", 3: "head_dim"} if causal else {0: "batch", 1: "seqlen"}
+    return trace(_Bias(rule, causal), (ids, other), ({0: "batch", 1: "seqlen"}, of_other), ["ids", "other"], ["bias"])
 
 
 def _trace_attention(
@@ -116,16 +117,20 @@ def _trace_attention(
     seqlen_q, seqlen_k = 160, 208 if causal else 160
     q, k, v = (
         torch.zeros(2, value.shape[1], seqlen, value.shape[3])
-        for value, seqlen in zip(inputs[:3], (seqlen_q, seqlen_k, seqlen_k), strict=True)
+        for value, seqlen in zip(inputs, (seqlen_q, seqlen_k, seqlen_k), strict=True)
     )
     keys = "keys" if causal else "seqlen"
-    mask = torch.ones(2, seqlen_k, dtype=torch.bool) if len(inputs) == 4 else None
-    biases = [bias_of(each, seqlen_q, seqlen_k, torch.float32) for each in needed]
+    mask = None if causal else torch.ones(2, seqlen_k, dtype=torch.bool)
+    biases = [bias_of(each, seqlen_q, seqlen_k, torch.float32, causal=causal, key_mask=mask) for each in needed]
+    of_batch = {} if causal else {0: "batch"}
+    of_bias = [
+        {**of_batch, 2: f"tiles{i}"} if each is not None else {**of_batch, **({3: "seqlen"} if causal else {}), 4: keys}
+        for i, each in enumerate(needed)
+    ]
     sides = {0: "batch", 2: "seqlen"}, {0: "batch", 2: keys}
-    of_bias = [{0: f"a{i}"} if each is not None else {0: "seqlen", 1: keys} for i, each in enumerate(needed)]
-    shapes = (sides[0], sides[1], sides[1], None if mask is None else {0: "batch", 1: keys}, of_bias)
-    names = ["q", "k", "v", *(["mask"] if mask is not None else []), *(f"bias{i}" for i in range(len(needed)))]
-    return trace(_Attention(rules, needed, scale, causal), (q, k, v, mask, biases), shapes, names, ["out"])
+    names = ["q", "k", "v", *(f"bias{i}" for i in range(len(needed)))]
+    module = _Attention(rules, needed, scale, causal)
+    return trace(module, (q, k, v, biases), (sides[0], sides[1], sides[1], of_bias), names, ["out"])
 
 
 def _insert(traced: Any, inputs: list[Any], main: Any, before: Any, prefix: str) -> list[Any]:

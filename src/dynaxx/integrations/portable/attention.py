@@ -48,7 +48,6 @@ def gathered_attention(
     rule: GatherRule,
     *,
     scale: float,
-    key_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Attend over the visible pairs of a rule.
@@ -59,11 +58,10 @@ def gathered_attention(
         v: (B, H, M, D).
         rule: the visible pairs.
         scale: softmax scale.
-        key_mask: (B, M) bool, the keys that may be visible; None means all.
         bias: the result of `gather_bias` for these lengths; None computes it.
 
     Returns:
-        (B, N, Hq, D). A query that sees no key gets zeros.
+        (B, N, Hq, D). A query that sees no key gets zeros, but for one whose own key is hidden as padding.
     """
     tiles = Tiles.of(rule)
     batch, q_heads, seqlen_q, head_dim = q.shape
@@ -78,18 +76,15 @@ def gathered_attention(
         bias = gather_bias(rule, seqlen_q, seqlen_k, q.dtype)
     width = keys.shape[3]
     scores = torch.matmul(queries, keys.transpose(-1, -2))
-    scores = scores.reshape(batch, kv_heads, count, group, tiles.tile, width) + bias[:, None]
-    if key_mask is not None:
-        scores = scores + _hidden_keys(key_mask, chosen, tiles, count, seqlen_q)
-    weights = torch.softmax(scores, dim=-1)
-    if key_mask is not None or not rule.sees_itself:
-        weights = weights * (scores > HIDDEN / 2)
-    weights = weights.reshape(batch, kv_heads, count, group * tiles.tile, width)
+    scores = scores.reshape(batch, kv_heads, count, group, tiles.tile, width) + bias
+    weights = torch.softmax(scores, dim=-1).reshape(batch, kv_heads, count, group * tiles.tile, width)
     out = torch.matmul(weights, values).reshape(batch, kv_heads, count, group, tiles.tile, v.shape[-1])
+    if not rule.sees_itself:
+        out = out * (bias.amax(-1, keepdim=True) > HIDDEN / 2)
     out = out.permute(0, 2, 4, 1, 3, 5).reshape(batch, count * tiles.tile, q_heads, v.shape[-1])[:, :seqlen_q]
     if not rule.reach.queries:
         return out
-    return _with_whole_rows(out, q, k, v, rule, scale, key_mask)
+    return _with_whole_rows(out, q, k, v, rule, scale)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float) -> Tensor:
@@ -105,15 +100,22 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, sca
     return out.reshape(batch, q_heads, seqlen_q, v.shape[-1]).transpose(1, 2)
 
 
-def causal_bias(seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
-    """Return the bias (N, M) that hides the keys after each query; the queries are the last of the keys."""
-    rows = torch.arange(seqlen_q) + (seqlen_k - seqlen_q)
-    return _as_bias(rows[:, None] >= torch.arange(seqlen_k), dtype)
+def dense_bias(
+    seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype, *, causal: bool, key_mask: Tensor | None = None
+) -> Tensor | None:
+    """Return the bias of attention to all keys, None where nothing is hidden.
 
-
-def mask_bias(key_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias (B, 1, 1, 1, M) of a key mask."""
-    return _as_bias(key_mask[:, None, None, None], dtype)
+    (B or 1, 1, 1, N or 1, M): the keys after each query if `causal`, queries being the last of the keys, and those that
+    a (B, M) bool mask hides.
+    """
+    bias = None
+    if causal:
+        rows = torch.arange(seqlen_q) + (seqlen_k - seqlen_q)
+        bias = _as_bias(rows[:, None] >= torch.arange(seqlen_k), dtype)[None, None, None]
+    if key_mask is not None:
+        hidden = _as_bias(key_mask[:, None, None, None], dtype)
+        bias = hidden if bias is None else bias + hidden
+    return bias
 
 
 def _as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,8 +154,13 @@ def _positions(tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[
     return first + torch.arange(tiles.tile), torch.cat([shared, band], dim=1) if tiles.shared else band
 
 
-def gather_bias(rule: GatherRule, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
-    """Return the bias (n, T, W), 0 where a gathered key is visible and HIDDEN elsewhere."""
+def gather_bias(
+    rule: GatherRule, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype, key_mask: Tensor | None = None
+) -> Tensor:
+    """Return the bias of a rule: 0 where a gathered key is seen, else HIDDEN.
+
+    (B or 1, 1, n, 1, T, W), with a (B, M) bool mask of keys, where one is given.
+    """
     tiles = Tiles.of(rule)
     count = (seqlen_q + tiles.tile - 1) // tiles.tile
     q_pos, k_pos = _positions(tiles, count, seqlen_q, seqlen_k)
@@ -162,26 +169,20 @@ def gather_bias(rule: GatherRule, seqlen_q: Any, seqlen_k: Any, dtype: torch.dty
         band = torch.arange(k_pos.shape[1]) >= len(tiles.shared)
         there = there & ~(band & inside(k_pos, rule.reach.keys))
     seen = rule.visible(q_pos[..., None], k_pos[:, None], seqlen_k - seqlen_q) & there[:, None]
-    return _as_bias(seen, dtype)
+    bias = _as_bias(seen, dtype)[None, None, :, None]
+    if key_mask is None:
+        return bias
+    shown = _gathered(key_mask[:, None, :, None].to(dtype), _chunks(tiles, count), tiles, count, seqlen_q)
+    return bias + ((1 - shown) * HIDDEN).reshape(key_mask.shape[0], 1, count, 1, 1, -1)
 
 
-def _hidden_keys(key_mask: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any) -> Tensor:
-    """Return the bias (B, 1, n, 1, 1, W) of a key mask for the gathered keys."""
-    shown = _gathered(key_mask[:, None, :, None].to(torch.float32), chosen, tiles, count, seqlen_q)
-    return ((1 - shown) * HIDDEN).reshape(key_mask.shape[0], 1, count, 1, 1, -1)
-
-
-def _with_whole_rows(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: GatherRule, scale: float, key_mask: Tensor | None
-) -> Tensor:
-    """Return `out` after computing the rows of queries that see all keys."""
+def _with_whole_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: GatherRule, scale: float) -> Tensor:
+    """Return `out` with the rows of the queries that may see any key computed over all keys."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     rows = torch.tensor([row for first, end in rule.reach.queries for row in range(first, end)])
     own = torch.minimum(rows, rows.new_zeros(()) + (seqlen_q - 1))
     positions = torch.arange(seqlen_k)
     bias = _as_bias(rule.visible((own + (seqlen_k - seqlen_q))[:, None], positions, seqlen_k - seqlen_q), q.dtype)
-    if key_mask is not None:
-        bias = bias + mask_bias(key_mask, q.dtype)
     whole = dense_attention(q.index_select(2, own), k, v, bias, scale=scale)  # (B, R, Hq, D)
     at = torch.arange(seqlen_q)
     place = (rows[:, None] < at).sum(0).clamp(max=len(rows) - 1)

@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.portable.attention import (
-    causal_bias,
-    dense_attention,
-    gather_bias,
-    gathered_attention,
-    mask_bias,
-)
+from dynaxx.integrations.portable.attention import dense_attention, dense_bias, gather_bias, gathered_attention
 from dynaxx.integrations.portable.plans import LayerRules
 from dynaxx.integrations.portable.rules import GatherRule
 
-Known = dict[GatherRule | None, Tensor]  # the bias of each rule; None is causal attention
+Known = dict[GatherRule | None, Tensor | None]  # the bias of each rule; of None, for heads that see all keys
 
 
 def attend_by_rules(
@@ -37,10 +31,10 @@ def attend_by_rules(
     `known` caches the biases of this forward pass for all layers. Missing ones are computed and added.
     """
     for part in rules.parts:
-        if part.rule not in known and (causal or part.rule is not None):
-            known[part.rule] = bias_of(part.rule, q.shape[2], k.shape[2], q.dtype)
+        if part.rule not in known:
+            known[part.rule] = bias_of(part.rule, q.shape[2], k.shape[2], q.dtype, causal=causal, key_mask=mask)
     if len(rules.parts) == 1:
-        return _attend(rules.parts[0].rule, q, k, v, scale, mask, known)
+        return _attend(rules.parts[0].rule, q, k, v, scale, known)
     group, outs = q.shape[1] // k.shape[1], []
     order: list[int] = []
     for part in rules.parts:
@@ -49,26 +43,28 @@ def attend_by_rules(
         evenly = all(of_head.count(each) * len(used) == len(of_head) for each in used)
         own = torch.tensor(used if evenly else of_head)
         keys, values = k.index_select(1, own), v.index_select(1, own)
-        outs.append(_attend(part.rule, q.index_select(1, heads), keys, values, scale, mask, known))
+        outs.append(_attend(part.rule, q.index_select(1, heads), keys, values, scale, known))
         order += part.heads
     back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
     return torch.cat(outs, dim=2).index_select(2, back)
 
 
-def bias_of(rule: GatherRule | None, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype) -> Tensor:
-    """Return the bias of a rule, or of causal attention, for queries at the end of the keys."""
+def bias_of(
+    rule: GatherRule | None,
+    seqlen_q: Any,
+    seqlen_k: Any,
+    dtype: torch.dtype,
+    *,
+    causal: bool,
+    key_mask: Tensor | None = None,
+) -> Tensor | None:
+    """Return the bias of a rule, for so many queries at the end of so many keys; None where nothing is hidden."""
     if rule is None:
-        return causal_bias(seqlen_q, seqlen_k, dtype)
-    return gather_bias(rule, seqlen_q, seqlen_k, dtype)
+        return dense_bias(seqlen_q, seqlen_k, dtype, causal=causal, key_mask=key_mask)
+    return gather_bias(rule, seqlen_q, seqlen_k, dtype, key_mask)
 
 
-def _attend(
-    rule: GatherRule | None, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, known: Known
-) -> Tensor:
+def _attend(rule: GatherRule | None, q: Tensor, k: Tensor, v: Tensor, scale: float, known: Known) -> Tensor:
     if rule is not None:
-        return gathered_attention(q, k, v, rule, scale=scale, key_mask=mask, bias=known[rule])
-    bias = None if mask is None else mask_bias(mask, q.dtype)
-    causal = known.get(None)
-    if causal is not None:
-        bias = causal if bias is None else bias + causal
-    return dense_attention(q, k, v, bias, scale=scale)
+        return gathered_attention(q, k, v, rule, scale=scale, bias=known[rule])
+    return dense_attention(q, k, v, known[None], scale=scale)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.portable.layer import attend_by_rules
+from dynaxx.integrations.portable.layer import Known, attend_by_rules
 from dynaxx.integrations.portable.plans import LayerRules, is_causal, own_window, portable_rules
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy import Policy
@@ -75,7 +75,7 @@ class PortableModel(nn.Module):
         if attend is None:
             self.rules = portable_rules(model, None if dense else policy, window)
         self.attend: Attend = self._attend if attend is None else attend
-        self._known: dict[Any, Tensor] = {}
+        self._known: Known = {}
         _register()
 
     def forward(self, input_ids: Tensor, others: Sequence[Tensor]) -> Any:
