@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small decoder with dense attention, a window, or Native Sparse Attention; all else, and its seed, is equal.
+"""A small decoder with dense attention, a window, Native Sparse Attention or an indexer; all else is equal.
 
 Tokens bring along an embedding of the one before them: what a decoder otherwise spends its first layer and most of its
 time on before it can look a pair up. What is left to learn of such a task is where to look.
@@ -9,15 +9,20 @@ import torch
 from torch import nn
 
 import dynaxx as dx
-from dynaxx.nn import NativeSizes, NativeSparseAttention, SparseAttention
+from dynaxx.nn import IndexedSparseAttention, NativeSizes, NativeSparseAttention, SparseAttention
 
-VARIANTS = ("dense", "window", "native")
+VARIANTS = ("dense", "window", "native", "indexed")
+INDEX_HEADS, INDEX_DIM = 4, 32
 
 
 def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes, compression):
     """Return the attention module of a variant."""
     if variant == "native":
         return NativeSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, sizes=sizes, compression=compression)
+    if variant == "indexed":  # as many tokens as the native variant selects, one by one
+        choice = dx.TopKTokens(sizes.slc_count * sizes.slc_block)
+        return IndexedSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, choice=choice,
+                                      index_heads=INDEX_HEADS, index_dim=INDEX_DIM)  # fmt: skip
     block_size = 128 if torch.cuda.is_available() else 64
     module = SparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, pattern=dx.SlidingWindow(sizes.window),
                              block_size=block_size)  # fmt: skip

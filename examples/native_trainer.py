@@ -13,7 +13,7 @@ import torch
 from native_decoder import Decoder
 
 from dynaxx.lab.files import write_file
-from dynaxx.nn import NativeSizes, NativeSparseAttention
+from dynaxx.nn import IndexedSparseAttention, NativeSizes, NativeSparseAttention
 
 FIND = 0.6  # of a run: how long --find-first lasts
 
@@ -51,11 +51,13 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
             self.resize(sizes_at(self.sizes, share) if self.args.find_first else self.sizes)
+            self.warm_up(share < FIND)
             self.gradients(tokens.to(self.device), targets.to(self.device))
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.tokens += tokens.numel()
         self.resize(self.sizes)
+        self.warm_up(False)
         self._wait()
         self.seconds += time.perf_counter() - begin
         check_finite(norm, f"gradients of {self.variant}")
@@ -65,6 +67,12 @@ class Trainer:
         for layer in self.model.layers:
             if isinstance(layer.attention, NativeSparseAttention):
                 layer.attention.sizes = sizes
+
+    def warm_up(self, dense):
+        """Let indexers learn beside dense attention, or choose what attention sees."""
+        for layer in self.model.layers:
+            if isinstance(layer.attention, IndexedSparseAttention):
+                layer.attention.dense = dense
 
     def gradients(self, tokens, targets):
         """Run forward and backward of a batch, as one CUDA graph while batches keep their shape, if asked to."""
@@ -87,6 +95,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         with self.autocast():
             loss = self.step_model(tokens, targets)
+            if self.variant == "indexed":
+                loss = loss + sum(layer.attention.index_loss.loss for layer in self.model.layers)
         loss.backward()
 
     def _capture(self, *inputs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Train the same decoder with dense attention, a window, and Native Sparse Attention, on equal tokens and seed.
+r"""Train the same decoder with dense attention, a window, native sparse attention or an indexer, on equal tokens.
 
     python examples/native_data.py build/text.bin
     python examples/train_native.py --text build/text.bin --out build/native --minutes 6      # on a GPU, 30M parameters
@@ -176,7 +176,13 @@ def arguments(argv=None):
     parser.add_argument("--text", type=Path, help="bytes to learn from, as native_data.py packs them")
     parser.add_argument("--data", choices=["text", "recall", "copy", "needle"], default="text")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results and the checkpoint")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        help="indexed learns beside dense attention for the first 0.6 of the run, then by itself",
+        default=list(VARIANTS[:3]),
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="of each variant")
     length.add_argument("--minutes", type=float, default=6.0, help="as many steps as fit, measured by the second round")

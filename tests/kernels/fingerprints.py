@@ -84,6 +84,20 @@ def selected(
     operators.selected_backward(q, rows, q, k, k, q, rows, plan, 0.1)
 
 
+def tokens(group: int, dims: tuple[int, int], grain: int) -> None:
+    """Attention over chosen tokens, forward and backward; group q heads share a kv head and a choice."""
+    from dynaxx.kernels.triton.tokens import operators
+    from dynaxx.layout.tokens import TokenSpans
+
+    q, k, v = (
+        torch.zeros(64, *shape, dtype=torch.bfloat16) for shape in ((2 * group, dims[0]), (2, dims[0]), (2, dims[1]))
+    )
+    lse, chosen = torch.zeros(2 * group, 64), torch.zeros(64, 2, 32, dtype=torch.int32)
+    plan = operators.prepare(chosen, TokenSpans((0, 64), (0, 64), grain), q, k, v)
+    out, _ = operators.forward(q, k, v, plan, 0.1)
+    operators.backward(out, lse, q, k, v, out, lse, plan, 0.1)
+
+
 def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
     """Run block scores, selection of blocks, pooling and the gated sum of native sparse attention."""
     if backend == "hopper":
@@ -217,6 +231,8 @@ add("triton forward 64/32", attention, "triton", 64, 32)
 add("triton forward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1))
 add("triton backward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1), backward=True)
 add("triton forward 64/128 softcap", attention, "triton", 64, 128, softcap=50.0)
+add("triton tokens 4 of 128", tokens, 4, (128, 128), 1)
+add("triton tokens 16 of 576", tokens, 16, (576, 512), 4)
 add("triton decode bf16", decode, torch.bfloat16)
 add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)
 add("triton decode int8", decode, torch.int8)

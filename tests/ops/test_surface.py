@@ -145,6 +145,33 @@ CALLS = {
         [*packed(), torch.zeros(64, 2, 1, dtype=torch.int32)],
         {**ENDED, **SCALED, "block_size": 16, "return_lse": True},
     ),
+    "selected_attention of tokens": lambda: (
+        dx.selected_attention,
+        [*packed(), torch.tensor([0, 3]).expand(64, 1, 2)],
+        {**ENDED, **SCALED, "block_size": 1, "softcap": 3.0, "sinks": torch.ones(4), "return_lse": True},
+    ),
+    "index_tokens": lambda: (
+        dx.index_tokens,
+        [torch.ones(64, 4, 8), torch.ones(64, 8), torch.ones(64, 4), dx.TopKTokens(4)],
+        {**ENDED, "precision": "fp32", "backend": "auto"},
+    ),
+    "index_loss": lambda: (
+        dx.index_loss,
+        [torch.ones(1, 64, 4, 8), torch.ones(1, 64, 8), torch.ones(1, 64, 4), *qkv()[:2]],
+        {
+            "block_indices": torch.tensor([0, 3]).expand(1, 64, 1, 2),
+            "block_size": 1,
+            "scale": None,
+            "index_scale": None,
+        },
+    ),
+    "selected_decode": lambda: (
+        dx.selected_decode,
+        [QUERY, cache(), torch.tensor([0, 3]).expand(2, 1, 1, 2)],
+        {**SCALED, "block_size": 1, "softcap": 3.0, "sinks": torch.ones(4), "return_lse": True},
+    ),
+    "TopKTokens": lambda: (dx.TopKTokens, [8], {"block_size": 4}),
+    "TopKTokens.select": lambda: (dx.TopKTokens(8).select, [*packed()[:2]], {**ENDED, "scale": None}),
     "explain_selected": lambda: (
         dx.explain_selected,
         [*qkv(), torch.zeros(1, 64, 2, 1, dtype=torch.int32)],

@@ -21,7 +21,7 @@ import torch
 import dynaxx as dx
 from dynaxx.core.library import active_library
 from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
-from dynaxx.kernels.cpu import decode
+from dynaxx.kernels.cpu import decode, indexer, token_decode, tokens
 from dynaxx.kernels.cpu.arguments import forward_args
 from dynaxx.kernels.cpu.plan import plan_of
 
@@ -140,6 +140,79 @@ def decoding(draw: random.Random) -> None:
     assert kept
 
 
+def token_lists(draw: random.Random) -> None:
+    """Chosen tokens out of range, in any order and twice, lengths that fall, and fields that contradict the others."""
+    library, rows, slots = active_library(), 40, draw.randint(0, 9)
+    q, kv = torch.randn(rows, 4, 16), torch.randn(2, 50, 16)
+    chosen = torch.tensor([draw.choice((*INT32, *range(50))) for _ in range(rows * 2 * slots)], dtype=torch.int32)
+    ends = [torch.tensor([0, draw.choice((5, 60)) if draw.random() < 0.1 else 20, last]) for last in (rows, 50)]
+    common = tokens.TokenArgs(
+        q=q.data_ptr(), k=kv.data_ptr(), v=kv.data_ptr(), chosen=chosen.data_ptr(), ends_q=ends[0].data_ptr(),
+        ends_k=ends[1].data_ptr(), sequences=2, q_heads=4, kv_heads=2, select_heads=draw.choice((1, 2)), head_dim=16,
+        head_dim_v=draw.choice((3, 16)), slots=slots, block_size=draw.choice((1, 4, 128)), k_row=16, v_row=16,
+        q_strides=(0, 64, 16), scale=draw.choice(FLOATS), softcap=draw.choice((0.0, 1.0)), threads=2,
+    )  # fmt: skip
+    if draw.random() < 0.3:
+        name = draw.choice(("element", "sequences", "q_heads", "kv_heads", "select_heads", "head_dim", "head_dim_v",
+                            "slots", "block_size", "k_row", "v_row", "threads"))  # fmt: skip
+        setattr(common, name, draw.choice(EXTREME))
+    out, lse = torch.empty(rows, 4, 16), torch.zeros(4, rows)
+    step = tokens.TokenForwardArgs(common=common, out=out.data_ptr(), lse=lse.data_ptr())
+    check(library.dynaxx_cpu_token_forward(byref(step)))
+    dq, dk, dv = torch.zeros(rows, 4, 16), torch.zeros(2, 50, 16), torch.zeros(2, 50, 16)
+    turns = torch.zeros(2 * rows, dtype=torch.int32)
+    back = tokens.TokenBackwardArgs(
+        common=common, grad=out.data_ptr(), grad_strides=(0, 64, 16), lse=lse.data_ptr(), delta=lse.data_ptr(),
+        dq=dq.data_ptr(), dk=dk.data_ptr(), dv=dv.data_ptr(), d_row=draw.choice((16, 16, 3, *EXTREME)), e_row=16,
+        turns=turns.data_ptr(),
+    )  # fmt: skip
+    check(library.dynaxx_cpu_token_backward(byref(back)))
+    limits, found = torch.tensor([draw.choice(INT32) for _ in range(rows)], dtype=torch.int32), (c_int64 * 2)()
+    check(library.dynaxx_cpu_token_check(chosen.data_ptr(), rows * 2, slots, limits.data_ptr(), 2, 2, found))
+    check(library.dynaxx_cpu_token_check(None, draw.choice(EXTREME), draw.choice(EXTREME), None, 2, 2, found))
+    steps(draw)
+
+
+def steps(draw: random.Random) -> None:
+    """A decoding step over chosen tokens, and the choice of an indexer."""
+    library = active_library()
+    k = torch.randn(12, 16, 2, 16)
+    table = torch.tensor([[draw.choice((*INT32, *range(12))) for _ in range(6)] for _ in range(2)], dtype=torch.int32)
+    used, pad = (torch.tensor([draw.choice((*INT32, 20, 90)) for _ in range(2)], dtype=torch.int32) for _ in range(2))
+    arguments, kept = decode._cache_args(dx.PagedCache(k, k, used, table, leftpad_k=pad))
+    q, out, lse = torch.randn(2, 2, 4, 16), torch.empty(2, 2, 4, 16), torch.empty(2, 4, 2)
+    chosen = torch.tensor([draw.choice((*INT32, *range(96))) for _ in range(2 * 2 * 2 * 5)], dtype=torch.int32)
+    step = token_decode.TokenDecodeArgs(
+        cache=ctypes.pointer(arguments), q=q.data_ptr(), element=0, q_strides=decode.strides(q), seqlen_q=2, q_heads=4,
+        select_heads=draw.choice((1, 2)), chosen=chosen.data_ptr(), slots=5, block_size=draw.choice((1, 8, 128)),
+        out=out.data_ptr(), lse=lse.data_ptr(), scale=draw.choice(FLOATS), softcap=draw.choice((0.0, 1.0)), threads=2,
+    )  # fmt: skip
+    if draw.random() < 0.2:
+        setattr(step, draw.choice(("q_heads", "seqlen_q", "element", "threads", "slots", "select_heads", "block_size")),
+                draw.choice(EXTREME))  # fmt: skip
+    check(library.dynaxx_cpu_token_decode(byref(step)))
+    slots = draw.choice((0, 1, 7, 100))
+    best, scores = torch.empty(40, 1, slots, dtype=torch.int32), torch.full((40, 50), draw.choice(FLOATS)).normal_()
+    scores[draw.randrange(40), draw.randrange(50)] = draw.choice(FLOATS)
+    counts = torch.tensor([draw.choice((*INT32, 50)) for _ in range(40)], dtype=torch.int32)
+    check(library.dynaxx_cpu_token_top(scores.data_ptr(), 40, 50, counts.data_ptr(), slots, 2, best.data_ptr()))
+    ends = [torch.tensor([0, draw.choice((5, 60)) if draw.random() < 0.1 else 20, last]) for last in (40, 50)]
+    keys = torch.randn(50, 16)
+    index = indexer.IndexArgs(
+        weights=scores.data_ptr(), k=keys.data_ptr(),
+        k_scale=draw.choice((None, keys.data_ptr())), ends_q=ends[0].data_ptr(), ends_k=ends[1].data_ptr(), sequences=2,
+        heads=4, row=16, slots=slots, block_size=draw.choice((1, 4, 64)), chosen=best.data_ptr(), threads=2,
+    )  # fmt: skip
+    queries = torch.randn(40, 4, 16)
+    index.q = queries.data_ptr()
+    if draw.random() < 0.2:
+        setattr(
+            index, draw.choice(("sequences", "heads", "row", "slots", "block_size", "threads")), draw.choice(EXTREME)
+        )
+    check(library.dynaxx_cpu_index_tokens(byref(index)))
+    assert kept
+
+
 def shared(draw: random.Random) -> None:
     """A page table, lengths and a layout that another thread keeps writing to."""
     library = active_library()
@@ -184,7 +257,7 @@ def main() -> int:
         return 1
     torch.set_num_threads(2)
     for case in range(asked.cases):
-        for kind in (programs, plans, attention, decoding):
+        for kind in (programs, plans, attention, decoding, token_lists):
             draw = random.Random(f"{asked.seed} {case} {kind.__name__}")
             try:
                 kind(draw)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -20,9 +21,34 @@ class Compression(StrEnum):
     mlp = "mlp"
 
 
+class Target(StrEnum):
+    """What to convert a model to."""
+
+    native = "native"
+    indexed = "indexed"
+
+
+class IndexPrecision(StrEnum):
+    """What an indexer's queries and keys are rounded to."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+OWN = {  # options that the other target has no use for
+    Target.native: ("slc_count", "slc_block", "window", "compression", "dense_gate"),
+    Target.indexed: ("tokens", "token_block", "index_heads", "index_dim", "precision"),
+}
+
+
 def convert(
+    context: typer.Context,
     model: ModelArgument,
     out: OutOption,
+    to: Annotated[
+        Target, typer.Option(help="native: Native Sparse Attention; indexed: tokens that an indexer chooses.")
+    ] = Target.native,
     slc_count: Annotated[int, typer.Option(min=1, help="Blocks that each query selects.")] = 16,
     slc_block: Annotated[int, typer.Option(help="Tokens per selected block: 16, 32, 64 or 128.")] = 64,
     window: Annotated[int, typer.Option(min=1, help="Keys of the window branch.")] = 512,
@@ -32,6 +58,13 @@ def convert(
     dense_gate: Annotated[
         float, typer.Option(help="Initial gate of the selected branch; the other branches share the rest.")
     ] = 0.96,
+    tokens: Annotated[int, typer.Option(min=1, help="indexed: tokens that each query attends to.")] = 2048,
+    token_block: Annotated[int, typer.Option(help="indexed: neighbours chosen together: 1, 2, 4 or 8.")] = 1,
+    index_heads: Annotated[int, typer.Option(min=1, help="indexed: heads of the indexer.")] = 4,
+    index_dim: Annotated[int, typer.Option(min=1, help="indexed: width of its queries and keys.")] = 64,
+    precision: Annotated[
+        IndexPrecision, typer.Option(help="indexed: what its queries and keys are rounded to.")
+    ] = IndexPrecision.fp32,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights.")] = Dtype.float32,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -46,8 +79,21 @@ def convert(
     Examples:
       dynaxx convert smollm2 --out smollm2-native
       dynaxx convert ./llama --out ./llama-native --slc-count 32 --compression mean
+      dynaxx convert smollm2 --to indexed --out smollm2-indexed --tokens 1024 --index-heads 4
     """
     with running(as_json) as finish:
+        _check_options(context, to)
+        if to is Target.indexed:
+            with tool("files").new_folder(out) as folder:
+                dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
+                choice = tool("tokens", "selection").TopKTokens(tokens, token_block)
+                made = tool("transformers.indexed_llama", "integrations").convert_to_indexed(
+                    dense, choice, index_heads=index_heads, index_dim=index_dim, precision=precision.value
+                )
+                models = tool("models")
+                models.save_model(models.LoadedModel(made, tokenizer), folder)
+            _finish(finish, out, made, ("indexer.",), {"tokens": tokens, "block_size": token_block})
+            return
         if not 0 < dense_gate < 1:
             raise ValueError(f"--dense-gate must be between 0 and 1, got {dense_gate}")
         sizes = tool("nsa", "layout").NativeSizes(
@@ -63,12 +109,25 @@ def convert(
             gates = rest, dense_gate, rest
             made = native.convert_to_native(dense, sizes, compression=compression.value, gate_init=gates)
             models.save_model(models.LoadedModel(made, tokenizer), folder)
-        result = {
-            "model": str(out),
-            "parameters": sum(p.numel() for p in made.parameters()),
-            "new_parameters": sum(
-                p.numel() for name, p in made.named_parameters() if "gate." in name or "compress" in name
-            ),
-            "sizes": made.config.native_sizes,
-        }
-        finish(result, f"{result['new_parameters']:,} of {result['parameters']:,} parameters are new", files=[out])
+        _finish(finish, out, made, ("gate.", "compress"), {"sizes": made.config.native_sizes})
+
+
+def _check_options(context: typer.Context, to: Target) -> None:
+    """Raise ValueError for an option that the target has no use for."""
+    for other, names in OWN.items():
+        sources = {name: context.get_parameter_source(name) for name in names}
+        given = [name for name, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]
+        if other is not to and given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{options} has no effect with --to {to.value}: it belongs to --to {other.value}")
+
+
+def _finish(finish: Any, out: Path, made: Any, new: tuple[str, ...], more: dict[str, Any]) -> None:
+    """Say what was made."""
+    result = {
+        "model": str(out),
+        "parameters": sum(p.numel() for p in made.parameters()),
+        "new_parameters": sum(p.numel() for name, p in made.named_parameters() if any(part in name for part in new)),
+        **more,
+    }
+    finish(result, f"{result['new_parameters']:,} of {result['parameters']:,} parameters are new", files=[out])

@@ -179,6 +179,12 @@ def _declare(library: CDLL) -> CDLL:
         "decode": [pointer],
         "select_pages": [pointer],
         "summarize_pages": [pointer],
+        "token_check": [pointer, size, size, pointer, size, size, pointer],
+        "token_forward": [pointer],
+        "token_backward": [pointer],
+        "token_decode": [pointer],
+        "token_top": [pointer, size, size, pointer, size, size, pointer],
+        "index_tokens": [pointer],
         "static_layout": [pointer, size, pointer, pointer, pointer],
         "take_layout": [pointer, pointer, size],
     }

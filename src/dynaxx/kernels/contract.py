@@ -20,6 +20,7 @@ from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.compressed import CompressedPages, NativeLengths
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
 from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.layout.tokens import TokenSpans
 
 
 class AttentionKernels(Protocol):
@@ -134,6 +135,65 @@ class NsaKernels(Protocol):
     @property
     def fused(self) -> FusedBranches | None:
         """Kernels that compute all branches together; None: each branch runs separately."""
+
+
+class TokenKernels(Protocol):
+    """Attention of packed sequences over tokens that each query chooses. `plan` is what `prepare` returned."""
+
+    def prepare(self, block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """Return what forward and backward share; `block_indices` is (T, Hs, n) int32, ascending, -1 behind."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Any,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return out (T, Hq, E) and lse (Hq, T) fp32."""
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        plan: Any,
+        scale: float,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv. With sinks, out and lse are those with them."""
+
+
+class TokenDecodeKernels(Protocol):
+    """A decoding step over chosen tokens of a cache."""
+
+    def attend_tokens(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        block_indices: Tensor,
+        block_size: int,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return out (B, N, Hq, E) and lse (B, Hq, N); `block_indices` is (B, N, Hs, n) int32."""
+
+
+class IndexerKernels(Protocol):
+    """The choice of tokens by an indexer, of packed sequences."""
+
+    def index_tokens(
+        self, q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int
+    ) -> Tensor:
+        """Return the best blocks of each query, (T, 1, slots) int32, ascending, -1 behind."""
 
 
 class Pooling(Protocol):

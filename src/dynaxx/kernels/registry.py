@@ -20,9 +20,12 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels.contract import (
     AttentionKernels,
     DecodeKernels,
+    IndexerKernels,
     NsaDecodeKernels,
     NsaKernels,
     SelectionKernels,
+    TokenDecodeKernels,
+    TokenKernels,
 )
 from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
 
@@ -134,6 +137,28 @@ NSA_DECODE: Operation[DecodeProblem, NsaDecodeKernels] = Operation(
         "triton": Backend("triton.nsa.decode", "triton.support:decode_reasons"),
         "cpu": Backend("reference.nsa_decode", "cpu.decode:unsupported_reasons"),  # torch, with attention in the core
         "reference": Backend("reference.nsa_decode", "reference.decode:unsupported_reasons"),
+    },
+)
+TOKENS: Operation[AttentionProblem, TokenKernels] = Operation(
+    "attention over chosen tokens",
+    {
+        "triton": Backend("triton.tokens.operators", "triton.support:token_reasons"),
+        "cpu": Backend("cpu.tokens", "cpu.support:unsupported_reasons"),
+        "reference": Backend("reference.tokens", "reference.tokens:unsupported_reasons"),
+    },
+)
+TOKEN_DECODE: Operation[DecodeProblem, TokenDecodeKernels] = Operation(
+    "attention over chosen tokens of a decoding step",
+    {
+        "cpu": Backend("cpu.token_decode", "cpu.decode:unsupported_reasons"),
+        "reference": Backend("reference.tokens", "reference.decode:unsupported_reasons"),
+    },
+)
+INDEXER: Operation[SelectionProblem, IndexerKernels] = Operation(
+    "choice of tokens by an indexer",
+    {
+        "cpu": Backend("cpu.indexer", "cpu.indexer:unsupported_reasons"),
+        "reference": Backend("reference.indexer", "reference.indexer:unsupported_reasons"),
     },
 )
 SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(

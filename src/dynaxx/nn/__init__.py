@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention modules for training: a static pattern, NSA, MoBA, InfLLM-V2."""
+"""Attention modules for training: a static pattern, NSA, MoBA, InfLLM-V2, an indexer."""
 
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.compression import MeanCompression, MlpCompression, WeightedCompression
+from dynaxx.nn.indexed import IndexedSparseAttention, Indexer, IndexerOutput
 from dynaxx.nn.moba import MixtureOfBlockAttention
 from dynaxx.nn.native import NativeSparseAttention
 from dynaxx.nn.projection import ProjectedAttention, rotate
@@ -11,6 +12,9 @@ from dynaxx.nn.sparse import SparseAttention
 from dynaxx.nn.switchable import SwitchableAttention
 
 __all__ = [
+    "IndexedSparseAttention",
+    "Indexer",
+    "IndexerOutput",
     "MeanCompression",
     "MixtureOfBlockAttention",
     "MlpCompression",

@@ -14,13 +14,16 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import NsaKernels
 from dynaxx.kernels.problem import AttentionProblem
-from dynaxx.kernels.registry import NSA
+from dynaxx.kernels.registry import NSA, TOKENS
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
 from dynaxx.layout.packed import CuSeqlens
+from dynaxx.layout.tokens import TOKEN_BLOCKS, TokenSpans
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.explain import Explanation
 from dynaxx.ops.packing import check_indices, pack
+from dynaxx.ops.tokens import attend_tokens, check_block_size, check_scores, check_tokens, token_problem
 
 
 @typed
@@ -34,22 +37,29 @@ def selected_attention(
     cu_seqlens_q: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
     """Attend from each query position to the keys of its blocks, up to its own position, exactly. Differentiable.
+
+    Blocks of 1 to 8 tokens, and calls with a softcap, with sinks or with fewer select_heads than kv_heads, are served
+    by kernels that read keys one by one; the others by those of Native Sparse Attention.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys; packed (tokens, q_heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim); packed without batch.
         v: (batch, seqlen_k, kv_heads, head_dim_v); packed without batch.
         block_indices: (batch, seqlen_q, select_heads, slots), integers in any order, -1 for an empty slot. Blocks
-            count from the start of the sequence. select_heads is a multiple of kv_heads; each of these heads selects
-            for q_heads / select_heads neighbouring q heads.
-        block_size: keys per block: 16, 32, 64 or 128.
+            count from the start of the sequence. Each of the select_heads selects for
+            q_heads / select_heads neighbouring q heads; their number divides kv_heads or is a multiple of it.
+        block_size: keys per block: 1, 2, 4, 8, 16, 32, 64 or 128.
         cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
         cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
         scale: softmax scale, default head_dim ** -0.5.
+        softcap: c > 0 caps each score s to c * tanh(s / c), after the scale.
+        sinks: (q_heads,), a logit per head that joins each softmax's denominator and has no value.
         return_lse: also return the log-sum-exp of the visible scores.
         backend: "auto", "hopper", "triton", "cpu" or "reference".
 
@@ -62,17 +72,36 @@ def selected_attention(
             an index is out of range or a query names a block twice; otherwise GPU kernels skip indices out of range.
         UnsupportedInputError: no backend, or not the named one, can serve the call; lists the reasons of each.
     """
-    count = block_indices.shape[-1] if block_indices.ndim else 0
-    sizes = NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
-    spans, packed = pack(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k)
-    indices = check_indices(block_indices, packed, spans)
+    check_block_size(block_size)
+    spans, packed = pack(q, k, v, _sizes(block_indices, block_size), cu_seqlens_q, cu_seqlens_k)
     scale = softmax_scale(scale, q.shape[-1])
-    out, lse = attend_selected(packed.q, packed.k, packed.v, indices.to(torch.int32), spans, scale, backend)
+    by_token = _goes_by_token(packed.k, block_indices, block_size)
+    if by_token or softcap is not None or sinks is not None:
+        softcap = check_scores(softcap, sinks, packed.q)
+        token_spans = TokenSpans(spans.ends_q, spans.ends_k, block_size)
+        chosen = check_tokens(block_indices, packed, token_spans)
+        out, lse = attend_tokens(packed.q, packed.k, packed.v, chosen, token_spans, scale, backend, softcap, sinks)
+    else:
+        indices = check_indices(block_indices, packed, spans)
+        out, lse = attend_selected(packed.q, packed.k, packed.v, indices.to(torch.int32), spans, scale, backend)
     out = packed.unpack(out)
     if not return_lse:
         return out
     lse = lse if packed.batch is None else lse.unflatten(1, packed.batch).transpose(0, 1)
     return SparseAttentionOutput(out, lse)
+
+
+def _sizes(block_indices: Tensor, block_size: int) -> NativeSizes:
+    """Return sizes that lay out the sequences; of blocks that are no blocks of NSA, lengths alone matter."""
+    if block_size not in BLOCK_SIZES:
+        return NativeSizes(16, 16, 16, 1, 0, 0)
+    count = block_indices.shape[-1] if block_indices.ndim else 0
+    return NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
+
+
+def _goes_by_token(k: Tensor, block_indices: Tensor, block_size: int) -> bool:
+    """Whether kernels that read keys one by one serve a choice."""
+    return block_size in TOKEN_BLOCKS or (block_indices.ndim > 1 and block_indices.shape[-2] < k.shape[-2])
 
 
 def nsa_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) -> str:
@@ -167,11 +196,15 @@ def explain_selected(
     Raises:
         ValueError, TypeError, UnsupportedInputError: like `selected_attention`.
     """
-    count = block_indices.shape[-1] if block_indices.ndim else 0
-    sizes = NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
-    spans, packed = pack(q, k, v, sizes, None, None)
+    check_block_size(block_size)
+    spans, packed = pack(q, k, v, _sizes(block_indices, block_size), None, None)
     if packed.batch is None:
         raise ValueError(f"`q` must be (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
+    if _goes_by_token(packed.k, block_indices, block_size):
+        check_tokens(block_indices, packed, TokenSpans(spans.ends_q, spans.ends_k, block_size))
+        tokens = token_problem(packed.q, packed.k, packed.v, block_size)
+        name, schedule = TOKENS.resolve(tokens, backend), "token by token, each query its own list"
+        return SelectedExplanation(tokens, name, TOKENS.explain(tokens), None, schedule, _overlap(block_indices))
     check_indices(block_indices, packed, spans)
     chosen = nsa_backend(packed.q, packed.k, packed.v, block_size, backend)
     problem = nsa_problem(packed.q, packed.k, packed.v, block_size)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionPro
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
 MAX_PAGES = 16384  # scores that one program ranks in registers
 MAX_LISTS = 8192
 MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
@@ -30,6 +32,17 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append("Triton's interpreter does not multiply bf16")
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
+def token_reasons(problem: AttentionProblem) -> list[str]:
+    """Return why the kernels over chosen tokens cannot serve: as attention, but latent widths, 576/512, are served."""
+    narrow = replace(
+        problem, head_dim=min(problem.head_dim, MAX_HEAD_DIM), head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM)
+    )
+    reasons = unsupported_reasons(narrow)
+    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
+        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
     return reasons
 
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformers Llama whose layers attend to the tokens that an indexer chose: converted from a dense one.
+
+Importing this module registers it with transformers' `AutoConfig` and `AutoModelForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.transformers.nsa_llama import _check_mask
+from dynaxx.nn.indexed import IndexedSparseAttention, IndexerOutput
+from dynaxx.nn.projection import outside_of_graphs, rotate
+from dynaxx.ops.indexer import Precision
+from dynaxx.selection.tokens import TopKTokens
+
+
+class IndexedLlamaConfig(LlamaConfig):  # type: ignore[misc]
+    """A Llama's config, and what its attention needs to know.
+
+    Args:
+        index_tokens: tokens that each query attends to.
+        index_block_size: neighbouring tokens that are chosen together.
+        index_heads, index_dim, index_precision: of the indexer.
+    """
+
+    model_type = "dynaxx_indexed_llama"
+    index_tokens: int = 2048
+    index_block_size: int = 1
+    index_heads: int = 4
+    index_dim: int = 64
+    index_precision: str = "fp32"
+
+
+class IndexedLlamaAttention(IndexedSparseAttention):
+    """`IndexedSparseAttention` as a Llama layer calls it; the projections have the names that they have there.
+
+    Keys come from transformers' own cache. The indexer's keys are kept beside it, as long as it grows step by step.
+    """
+
+    def __init__(self, config: IndexedLlamaConfig, layer_idx: int) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None),
+            bias=config.attention_bias,
+            choice=TopKTokens(config.index_tokens, config.index_block_size),
+            index_heads=config.index_heads,
+            index_dim=config.index_dim,
+            precision=_precision(config.index_precision),
+        )
+        if config.attention_bias:
+            self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size)
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.num_key_value_groups, self.scaling = self.q_heads // self.kv_heads, self.scale
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend, (batch, seqlen, hidden_size) as in and out.
+
+        Raises:
+            ValueError: padding, packed sequences, a cache of fixed length, or one that was cut or filled elsewhere.
+        """
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise ValueError("an indexed Llama serves sequences of a batch, not packed ones")
+        q = self.q_proj(hidden_states).unflatten(-1, (self.q_heads, self.head_dim))
+        k = self.k_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim_v))
+        q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+        indexed = self.indexer(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            index_k = _index_keys_before(past_key_values, self.layer_idx, indexed.k)
+            keys, values = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+            k, v = keys.transpose(1, 2), values.transpose(1, 2)
+            if k.shape[1] != index_k.shape[1]:
+                raise ValueError(
+                    f"an indexed Llama needs a cache that grows, as DynamicCache: it gave {k.shape[1]} tokens for "
+                    f"{index_k.shape[1]}"
+                )
+            kept = _index_keys.setdefault(past_key_values, {})
+            kept[self.layer_idx] = _LayerKeys(index_k.detach(), weakref.ref(keys))
+            indexed = IndexerOutput(indexed.q, index_k, indexed.weights)
+        _check_padding(attention_mask, q.shape[1], k.shape[1])
+        self._indexed = indexed
+        out = outside_of_graphs()(self, hidden_states, q, k, v, None, None)
+        return self.o_proj(out.flatten(-2)), None
+
+
+def _precision(name: str) -> Precision:
+    """Return the name of a precision that there is."""
+    if name not in ("fp32", "bf16", "int8"):
+        raise ValueError(f"`index_precision` must be 'fp32', 'bf16' or 'int8', got {name!r}")
+    return name  # type: ignore[return-value]
+
+
+class _LayerKeys(NamedTuple):
+    """The indexer's keys of one layer, and the cache's tensor that they belong to."""
+
+    index_k: Tensor  # (batch, seqlen, index_dim)
+    keys: weakref.ref[Tensor]
+
+
+_index_keys: weakref.WeakKeyDictionary[Any, dict[int, _LayerKeys]] = weakref.WeakKeyDictionary()
+
+
+def _index_keys_before(cache: Any, layer: int, new: Tensor) -> Tensor:
+    """Return the indexer's keys of a cache's tokens and the new ones.
+
+    Raises:
+        ValueError: the cache holds tokens whose keys were never seen here, or was reordered or cut since.
+    """
+    length = cache.get_seq_length(layer)
+    if not length:
+        return new
+    known = _index_keys.get(cache, {}).get(layer)
+    if known is None or known.keys() is not cache.layers[layer].keys or known.index_k.shape[1] != length:
+        raise ValueError(
+            f"the cache holds {length} tokens that this model did not put there, or was reordered or cut: beam search, "
+            "assisted decoding and caches of other models are not served"
+        )
+    return torch.cat([known.index_k, new], 1)
+
+
+def _check_padding(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
+    """Raise ValueError for a mask that hides more than the future."""
+    try:
+        _check_mask(mask, seqlen_q, seqlen_k)
+    except ValueError:
+        raise ValueError("an indexed Llama does not support padding; use sequences of equal length") from None
+
+
+class IndexedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama whose layers attend by `IndexedLlamaAttention`. In training mode its loss contains the indexers'."""
+
+    config_class = IndexedLlamaConfig
+
+    def __init__(self, config: IndexedLlamaConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = IndexedLlamaAttention(config, index)
+        self.post_init()
+
+    def set_dense(self, dense: bool) -> None:
+        """Attend to everything while the indexers learn (True), or to what they choose (False)."""
+        for layer in self.model.layers:
+            layer.self_attn.dense = dense
+
+    def index_loss(self) -> tuple[Tensor, Tensor]:
+        """Return the sum of the indexers' losses of the last call in training mode, and their mean recall.
+
+        Raises:
+            ValueError: there was no such call.
+        """
+        found = [layer.self_attn.index_loss for layer in self.model.layers]
+        if any(each is None for each in found):
+            raise ValueError("`index_loss` needs a call in training mode, with gradients, before it")
+        return torch.stack([x.loss for x in found]).sum(), torch.stack([x.recall for x in found]).mean()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; with labels, in training mode, the loss contains that of the indexers."""
+        result = super().forward(*args, **kwargs)
+        if getattr(result, "loss", None) is not None and self.training and torch.is_grad_enabled():
+            result.loss = result.loss + self.index_loss()[0]
+        return result
+
+
+AutoConfig.register(IndexedLlamaConfig.model_type, IndexedLlamaConfig, exist_ok=True)
+AutoModelForCausalLM.register(IndexedLlamaConfig, IndexedLlamaForCausalLM, exist_ok=True)
+
+
+def convert_to_indexed(
+    model: Any,
+    choice: TopKTokens | None = None,
+    *,
+    index_heads: int = 4,
+    index_dim: int = 64,
+    precision: str = "fp32",
+) -> IndexedLlamaForCausalLM:
+    """Make a model that attends to chosen tokens from a dense Llama: equal weights, new indexers.
+
+    Up to `choice.k` tokens it is the dense model. Longer sequences need indexers that have learned: train them with
+    `set_dense(True)` first, then without.
+
+    Args:
+        model: a transformers `LlamaForCausalLM`. Its weights are copied; it stays as it is.
+        choice: how many tokens each query attends to; 2,048 one by one by default.
+        index_heads: heads of each indexer.
+        index_dim: width of its queries and keys.
+        precision: "fp32", "bf16" or "int8"; see `index_tokens`.
+
+    Raises:
+        UnsupportedInputError: another kind of model.
+        ValueError: sizes below 1, or an unknown precision.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if not isinstance(model, LlamaForCausalLM) or kind != "llama":
+        raise UnsupportedInputError(
+            f"conversion of a {kind} model", {"transformers": ["only LlamaForCausalLM (Llama, SmolLM, ...) is served"]}
+        )
+    choice = TopKTokens(2048) if choice is None else choice
+    values = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
+    config = IndexedLlamaConfig(
+        **values,
+        index_tokens=choice.k,
+        index_block_size=choice.block_size,
+        index_heads=index_heads,
+        index_dim=index_dim,
+        index_precision=_precision(precision),
+    )
+    config.architectures = [IndexedLlamaForCausalLM.__name__]
+    weights = next(model.parameters())
+    made = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(weights.device)  # frequencies stay fp32
+    missing, unexpected = made.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected, "a Llama's own names"
+    assert all(".indexer." in name for name in missing), "everything else is a Llama's"
+    made.generation_config = model.generation_config
+    return made.train(model.training)

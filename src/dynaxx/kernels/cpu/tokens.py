@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over chosen tokens on the CPU: pass the tensors to the core, or gather in torch.
+
+The core reads keys and values head by head, as rows of whole fp32 vectors. T queries, M keys, Hq / Hk / Hs query, kv
+and selection heads, n slots, D / E head_dim of q, k and v.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dynaxx.core.library import active_library
+from dynaxx.core.status import raise_for_status
+from dynaxx.kernels.cpu.arguments import ELEMENTS, readable
+from dynaxx.layout.host import on_host
+from dynaxx.layout.tokens import TokenSpans
+
+ROW = 16  # floats that rows of keys and values are filled up to: a whole vector of any instruction set
+GATHERED_BYTES = 64 << 20  # of rows gathered at once where there is no core
+
+
+class TokenArgs(Structure):
+    """Attention over chosen tokens, as `core/source/token_args.h` has it."""
+
+    _fields_: ClassVar = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("chosen", c_void_p),
+        ("ends_q", c_void_p),
+        ("ends_k", c_void_p),
+        ("element", c_int64),
+        ("sequences", c_int64),
+        ("q_heads", c_int64),
+        ("kv_heads", c_int64),
+        ("select_heads", c_int64),
+        ("head_dim", c_int64),
+        ("head_dim_v", c_int64),
+        ("slots", c_int64),
+        ("block_size", c_int64),
+        ("k_row", c_int64),
+        ("v_row", c_int64),
+        ("q_strides", c_int64 * 3),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("threads", c_int64),
+    ]
+
+
+class TokenForwardArgs(Structure):
+    """One forward launch."""
+
+    _fields_: ClassVar = [("common", TokenArgs), ("out", c_void_p), ("lse", c_void_p), ("sinks", c_void_p)]
+
+
+class TokenBackwardArgs(Structure):
+    """One backward launch."""
+
+    _fields_: ClassVar = [
+        ("common", TokenArgs),
+        ("grad", c_void_p),
+        ("grad_strides", c_int64 * 3),
+        ("lse", c_void_p),
+        ("delta", c_void_p),
+        ("dq", c_void_p),
+        ("dk", c_void_p),
+        ("dv", c_void_p),
+        ("d_row", c_int64),
+        ("e_row", c_int64),
+        ("turns", c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """A selection and its sequences, as the core reads them."""
+
+    chosen: Tensor  # (T, Hs, n) int32 contiguous
+    spans: TokenSpans
+    ends_q: Tensor  # (num_seqs + 1,) int64
+    ends_k: Tensor
+
+
+@on_host
+def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> TokenPlan:
+    """Return what forward and backward share."""
+    return TokenPlan(block_indices.contiguous(), spans, torch.tensor(spans.ends_q), torch.tensor(spans.ends_k))
+
+
+@on_host
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: TokenPlan,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return out (T, Hq, E) in q's dtype and lse (Hq, T) in fp32, as `kernels.reference.tokens`."""
+    library = active_library()
+    if library is None:
+        return _by_chunks(q, k, v, plan, scale, softcap, sinks)
+    q, k_rows, v_rows = readable(q), *_rows_of(k, v)
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    logits = None if sinks is None else sinks.detach().float().contiguous()
+    common = _arguments(q, k_rows, v_rows, v.shape[2], plan, scale, softcap)
+    args = TokenForwardArgs(common, out.data_ptr(), lse.data_ptr(), None if logits is None else logits.data_ptr())
+    raise_for_status(library.dynaxx_cpu_token_forward(byref(args)))
+    return out, lse
+
+
+@on_host
+def backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: TokenPlan,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv in the dtypes of q, k, v; bitwise the same on any number of threads."""
+    library = active_library()
+    if library is None:
+        return _gradients_by_chunks(do, dlse, q, k, v, out, lse, plan, scale, softcap)
+    q, do, lse = readable(q), readable(do), lse.contiguous()
+    k_rows, v_rows = _rows_of(k, v)
+    delta = torch.linalg.vecdot(do.float(), out.float()).T - dlse.masked_fill(lse == -torch.inf, 0.0)
+    delta = delta.contiguous()
+    d_row, e_row = _whole(q.shape[2]), _whole(v.shape[2])
+    dq = torch.zeros(*q.shape[:2], d_row)
+    dk, dv = (torch.zeros(k.shape[1], k.shape[0], row) for row in (d_row, e_row))
+    turns = torch.zeros(k.shape[1] * q.shape[0], dtype=torch.int32)
+    args = TokenBackwardArgs(
+        _arguments(q, k_rows, v_rows, v.shape[2], plan, scale, softcap),
+        do.data_ptr(),
+        (c_int64 * 3)(0, *do.stride()[:2]),
+        lse.data_ptr(),
+        delta.data_ptr(),
+        dq.data_ptr(),
+        dk.data_ptr(),
+        dv.data_ptr(),
+        d_row,
+        e_row,
+        turns.data_ptr(),
+    )
+    raise_for_status(library.dynaxx_cpu_token_backward(byref(args)))
+    narrow = lambda grad, like: grad[..., : like.shape[2]].to(like.dtype)
+    return narrow(dq, q), narrow(dk.transpose(0, 1), k), narrow(dv.transpose(0, 1), v)
+
+
+def check_rows(block_indices: Tensor, limits: Tensor) -> tuple[int, int] | None:
+    """Look through block indices (T, Hs, n) int32, contiguous, on the CPU, in one pass; None without a core.
+
+    Returns:
+        The first row of T * Hs with a number that is neither -1 nor below its query's limit, and the first that is not
+        ascending with -1 behind; -1 for none.
+    """
+    library = active_library()
+    if library is None:
+        return None
+    queries, heads, slots = block_indices.shape
+    found = (c_int64 * 2)(-1, -1)
+    code = library.dynaxx_cpu_token_check(
+        block_indices.data_ptr(), queries * heads, slots, limits.data_ptr(), heads, torch.get_num_threads(), found
+    )
+    raise_for_status(code)
+    return found[0], found[1]
+
+
+def _whole(width: int) -> int:
+    return -(-width // ROW) * ROW
+
+
+def _rows_of(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v as (Hk, M, row) fp32, zeros behind head_dim; v within k's where it lies in k's memory (MLA)."""
+    k_rows = _head_major(k)
+    shares = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[2] <= k.shape[2]
+    return k_rows, k_rows if shares and v.dtype == k.dtype else _head_major(v)
+
+
+def _head_major(x: Tensor) -> Tensor:
+    tokens, heads, width = x.shape
+    rows = x.transpose(0, 1)
+    if x.dtype == torch.float32 and rows.is_contiguous() and width == _whole(width):
+        return rows
+    made = torch.empty(heads, tokens, _whole(width), dtype=torch.float32)
+    made[..., :width] = rows
+    made[..., width:] = 0.0
+    return made
+
+
+def _arguments(
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, head_dim_v: int, plan: TokenPlan, scale: float, softcap: float | None
+) -> TokenArgs:
+    return TokenArgs(
+        q.data_ptr(),
+        k_rows.data_ptr(),
+        v_rows.data_ptr(),
+        plan.chosen.data_ptr(),
+        plan.ends_q.data_ptr(),
+        plan.ends_k.data_ptr(),
+        ELEMENTS[q.dtype],
+        len(plan.ends_q) - 1,
+        q.shape[1],
+        k_rows.shape[0],
+        plan.chosen.shape[1],
+        q.shape[2],
+        head_dim_v,
+        plan.chosen.shape[2],
+        plan.spans.block_size,
+        k_rows.shape[2],
+        v_rows.shape[2],
+        (c_int64 * 3)(0, *q.stride()[:2]),
+        scale,
+        softcap or 0.0,
+        torch.get_num_threads(),
+    )
+
+
+# ---- without a core: gathers in torch, a few queries at a time ----
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> list[slice]:
+    keys = max(1, plan.chosen.shape[2] * plan.spans.block_size)
+    step = max(1, GATHERED_BYTES // (4 * keys * max(plan.chosen.shape[1], k.shape[1]) * (k.shape[2] + v.shape[2])))
+    return [slice(at, min(at + step, q.shape[0])) for at in range(0, q.shape[0], step)]
+
+
+def _chosen_keys(plan: TokenPlan, some: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Return rows of k (units, t, keys), and which of them are visible; units are select_heads, or kv_heads if more."""
+    spans, chosen = plan.spans, plan.chosen[some].long()
+    key = chosen[..., None] * spans.block_size + torch.arange(spans.block_size)
+    visible = (chosen >= 0)[..., None] & (key <= spans.position[some, None, None, None])
+    rows = torch.where(visible, key + spans.first_key[some, None, None, None], 0)
+    repeat = max(1, kv_heads // chosen.shape[1])
+    merge = lambda x: x.flatten(2).transpose(0, 1).repeat_interleave(repeat, 0)
+    return merge(rows), merge(visible)
+
+
+def _gathered(x: Tensor, rows: Tensor) -> Tensor:
+    """Return (units, t, keys, D) of x (M, Hk, D)."""
+    units = rows.shape[0]
+    head = torch.arange(units)[:, None, None] * x.shape[1] // units
+    return x.float()[rows, head] if x.shape[0] else x.new_zeros(*rows.shape, x.shape[2]).float()
+
+
+def _scores(
+    q: Tensor, k: Tensor, plan: TokenPlan, some: slice, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scores (units, t, G, keys), -inf where hidden, the slope of the cap, the rows and gathered keys."""
+    rows, visible = _chosen_keys(plan, some, k.shape[1])
+    keys = _gathered(k, rows)
+    grouped = q[some].float().unflatten(1, (rows.shape[0], -1)).transpose(0, 1)
+    scores = grouped @ keys.mT * scale
+    slope = torch.ones(())
+    if softcap is not None:
+        capped = (scores / softcap).tanh()
+        scores, slope = softcap * capped, 1 - capped.square()
+    return scores.masked_fill(~visible[:, :, None], -torch.inf), slope, rows, keys
+
+
+def _by_chunks(
+    q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, scale: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
+    for some in _chunks(q, k, v, plan):
+        scores, _, rows, _ = _scores(q, k, plan, some, scale, softcap)
+        if sinks is not None:
+            logits = sinks.float().view(rows.shape[0], 1, -1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, logits], -1)
+        total = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:3], -torch.inf)
+        weights = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+        part = weights[..., : rows.shape[2]] @ _gathered(v, rows)
+        out[some] = part.transpose(0, 1).flatten(1, 2).to(q.dtype)
+        lse[:, some] = total.transpose(1, 2).flatten(0, 1)
+    return out, lse
+
+
+def _gradients_by_chunks(
+    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TokenPlan, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale, softcap = settings
+    dq = torch.zeros(q.shape)
+    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    delta = torch.linalg.vecdot(do.float(), out.float()).T - dlse.masked_fill(lse == -torch.inf, 0.0)
+    for some in _chunks(q, k, v, plan):
+        scores, slope, rows, keys = _scores(q, k, plan, some, scale, softcap)
+        split = lambda x, some=some, units=rows.shape[0]: x[some].float().unflatten(1, (units, -1)).transpose(0, 1)
+        by_row = lambda x, some=some, units=rows.shape[0]: (
+            x[:, some].unflatten(0, (units, -1)).transpose(1, 2)[..., None]
+        )
+        base = by_row(lse)
+        weights = (scores - base.masked_fill(base == -torch.inf, 0.0)).exp()
+        grad = split(do)
+        ds = weights * (grad @ _gathered(v, rows).mT - by_row(delta)) * slope * scale
+        dq[some] = (ds @ keys).transpose(0, 1).flatten(1, 2)
+        head = (torch.arange(rows.shape[0])[:, None, None] * k.shape[1] // rows.shape[0]).expand_as(rows)
+        dk.index_put_((rows, head), ds.mT @ split(q), accumulate=True)
+        dv.index_put_((rows, head), weights.mT @ grad, accumulate=True)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where packed sequences lie whose queries choose tokens, or blocks of a few neighbouring ones, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.host import on_host
+from dynaxx.lazy import lazy
+
+TOKEN_BLOCKS = (1, 2, 4, 8)  # sizes of a choice, in tokens, that are no blocks of a `BlockLayout`
+
+
+@dataclass(frozen=True)
+class TokenSpans:
+    """Sequences behind one another, queries aligned to the last keys of theirs."""
+
+    ends_q: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of queries
+    ends_k: tuple[int, ...]  # of keys
+    block_size: int = 1  # tokens that are chosen together
+
+    @lazy
+    def position(self) -> Tensor:
+        """Return (tokens_q,) int64 on the CPU: where each query stands among the keys of its sequence; may be < 0."""
+        return self._per_query(lambda a, b, c, d: torch.arange(d - c - (b - a), d - c))
+
+    @lazy
+    def first_key(self) -> Tensor:
+        """Return (tokens_q,) int64 on the CPU: the row of the first key of each query's sequence."""
+        return self._per_query(lambda a, b, c, d: torch.full((b - a,), c))
+
+    @lazy
+    def blocks(self) -> Tensor:
+        """Return (tokens_q,) int32 on the CPU: blocks of each query's sequence."""
+        return self._per_query(lambda a, b, c, d: torch.full((b - a,), -(-(d - c) // self.block_size))).int()
+
+    @on_host
+    def _per_query(self, of_sequence: object) -> Tensor:
+        pairs = zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)
+        parts = [of_sequence(a, b, c, d) for (a, b), (c, d) in pairs]  # type: ignore[operator]
+        return torch.cat(parts).long() if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def ascending(block_indices: Tensor) -> Tensor:
+    """Return each row's numbers in ascending order, -1 behind."""
+    most = torch.iinfo(block_indices.dtype).max
+    rows = torch.where(block_indices < 0, most, block_indices).sort(-1).values
+    return torch.where(rows == most, -1, rows)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`IndexedSparseAttention`: each query attends to the tokens that a learned indexer chose, one by one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.arguments import typed
+from dynaxx.layout import CuSeqlens
+from dynaxx.nn.cache import NativeCache
+from dynaxx.nn.projection import ProjectedAttention
+from dynaxx.ops.indexer import IndexLoss, Precision, index_loss, index_tokens
+from dynaxx.ops.selected import selected_attention
+from dynaxx.selection.tokens import TopKTokens
+
+
+class IndexerOutput(NamedTuple):
+    """An indexer's queries, keys and weights, for `index_tokens` and `index_loss`."""
+
+    q: Tensor  # (..., seqlen, index_heads, index_dim)
+    k: Tensor  # (..., seqlen, index_dim)
+    weights: Tensor  # (..., seqlen, index_heads)
+
+
+@typed
+class Indexer(nn.Module):
+    """Project hidden states to the queries, the keys and the weights of an indexer (DeepSeek-V3.2).
+
+    Hidden states get no gradient from it: an indexer learns from attention, not attention from an indexer.
+
+    Args:
+        hidden_size: of the hidden states.
+        heads: of the queries.
+        dim: of queries and keys.
+    """
+
+    def __init__(self, hidden_size: int, heads: int = 4, dim: int = 64) -> None:
+        super().__init__()
+        if hidden_size < 1 or heads < 1 or dim < 1:
+            raise ValueError(f"`hidden_size`, `heads` and `dim` must be >= 1, got {hidden_size}, {heads} and {dim}")
+        self.heads, self.dim = heads, dim
+        self.q_proj = nn.Linear(hidden_size, heads * dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, dim, bias=False)
+        self.k_norm = nn.LayerNorm(dim)
+        self.weight_proj = nn.Linear(hidden_size, heads, bias=False)
+
+    @typed
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> IndexerOutput:
+        """Project (..., seqlen, hidden_size); `rotary` (cos, sin) turns the first columns, as many as it has."""
+        x = x.detach()
+        q, k = self.q_proj(x).unflatten(-1, (self.heads, self.dim)), self.k_norm(self.k_proj(x))
+        if rotary is not None:
+            q, k = turned(q, rotary), turned(k.unsqueeze(-2), rotary).squeeze(-2)
+        return IndexerOutput(q, k, self.weight_proj(x))
+
+
+def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first columns of (..., seqlen, heads, dim) by position: those that `rotary` has, in halves."""
+    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rotary)
+    width = min(cos.shape[-1], x.shape[-1]) // 2 * 2
+    half = width // 2
+    # Each half of `rotary` has all frequencies, the fastest first; with fewer columns the fastest are taken.
+    cos, sin = cos[..., :half], sin[..., :half]
+    first, second, rest = x[..., :half], x[..., half:width], x[..., width:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+@typed
+class IndexedSparseAttention(ProjectedAttention):
+    """Attention over the tokens that an indexer chose for each query (DeepSeek Sparse Attention, DeepSeek-V3.2).
+
+    Train it in two stages. With `dense = True` it attends to everything, and its indexer learns what that attention
+    looks at; then, with `dense = False`, it attends to what the indexer chose and both go on learning. In training mode
+    `index_loss` holds the indexer's loss of the last call: add it to the model's.
+
+    Args:
+        hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
+        choice: how many tokens a query attends to, all heads to the same ones.
+        index_heads, index_dim: of the indexer.
+        precision: of the indexer's scores, "fp32", "bf16" or "int8"; see `index_tokens`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        q_heads: int,
+        kv_heads: int,
+        *,
+        choice: TopKTokens | None = None,
+        index_heads: int = 4,
+        index_dim: int = 64,
+        precision: Precision = "fp32",
+        **projection: Any,
+    ) -> None:
+        super().__init__(hidden_size, q_heads, kv_heads, **projection)
+        self.choice = TopKTokens(2048) if choice is None else choice
+        self.precision = precision
+        self.indexer = Indexer(hidden_size, index_heads, index_dim)
+        self.index_loss: IndexLoss | None = None
+
+    @typed
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        *,
+        cu_seqlens: CuSeqlens | None = None,
+        cache: NativeCache | None = None,
+    ) -> Tensor:
+        """Attend, as `ProjectedAttention`; sequences of a batch, without a cache.
+
+        Raises:
+            ValueError: as `ProjectedAttention`, and for packed sequences in training or a cache.
+        """
+        if cache is not None:
+            raise ValueError("`cache` must be None here: generate with a converted Llama (`convert_to_indexed`)")
+        self._indexed = self.indexer(x, rotary)
+        return super().forward(x, rotary, cu_seqlens=cu_seqlens)
+
+    def attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+    ) -> Tensor:
+        return self.attend_chosen(self._indexed, q, k, v, cu_seqlens)
+
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
+        self._learn(self._indexed, q, k, None, cu_seqlens)
+        return super().attend_dense(q, k, v, cu_seqlens)
+
+    def attend_chosen(
+        self, indexed: IndexerOutput, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None
+    ) -> Tensor:
+        """Attend to what the indexer chooses; in training mode, keep its loss."""
+        chosen = index_tokens(*indexed, self.choice, cu_seqlens_q=cu_seqlens, precision=self.precision)
+        self._learn(indexed, q, k, chosen, cu_seqlens)
+        out = selected_attention(
+            q, k, v, chosen, block_size=self.choice.block_size, cu_seqlens_q=cu_seqlens, scale=self.scale
+        )
+        assert isinstance(out, Tensor), "without `return_lse`"
+        return out
+
+    def _learn(
+        self, indexed: IndexerOutput, q: Tensor, k: Tensor, chosen: Tensor | None, cu_seqlens: CuSeqlens | None
+    ) -> None:
+        self.index_loss = None
+        if not self.training or not torch.is_grad_enabled():
+            return
+        if cu_seqlens is not None:
+            raise ValueError("`cu_seqlens` must be None in training: the indexer's loss takes sequences of a batch")
+        self.index_loss = index_loss(
+            *indexed, q, k, block_indices=chosen, block_size=self.choice.block_size, scale=self.scale
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.choice.k} tokens of {self.choice.block_size}"

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer of DeepSeek-V3.2: which tokens each query attends to, and how it learns that from dense attention."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only, refuse_transforms
+from dynaxx.kernels.problem import SelectionProblem
+from dynaxx.kernels.registry import INDEXER
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.layout.tokens import TokenSpans
+from dynaxx.ops.tokens import check_block_size, check_choice
+from dynaxx.selection.tokens import TopKTokens, check_queries_and_keys
+
+Precision = Literal["fp32", "bf16", "int8"]
+PIECE_BYTES = 64 << 20  # of scores of a few queries that `index_loss` holds at once
+_serving = lru_cache(maxsize=256)(INDEXER.resolve)
+
+
+@typed
+@torch.no_grad()
+def index_tokens(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_weights: Tensor,
+    choice: TopKTokens,
+    *,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    precision: Precision = "fp32",
+    backend: str = "auto",
+) -> Tensor:
+    """Choose tokens for each query by an indexer's scores, sum over heads h of weight[h] * relu(q[h] . k).
+
+    Scores pass by and are forgotten: memory is linear in the number of keys. Only the order of scores matters, so a
+    scale above 0 has no effect.
+
+    Args:
+        index_q: (batch, seqlen_q, index_heads, index_dim), aligned to the last keys; packed without batch.
+        index_k: (batch, seqlen_k, index_dim): all heads share it.
+        index_weights: (batch, seqlen_q, index_heads), of any sign.
+        choice: how many tokens, and how many neighbours go together; a block is as good as its best visible token.
+        cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
+        cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
+        precision: what q and k are rounded to before they are multiplied: "fp32", "bf16", or "int8" with a scale per
+            row. Products are added up in fp32, which is exact for 8 bits.
+        backend: "auto", or "cpu", "reference".
+
+    Returns:
+        block_indices (batch, seqlen_q, 1, choice.slots) int32, packed without batch, for `selected_attention`:
+        ascending, -1 behind. Of equal scores the first wins.
+
+    Raises:
+        ValueError, TypeError: inputs that do not fit together.
+        UnsupportedInputError: no backend, or not the named one, can serve.
+    """
+    spans = _check_indexer(index_q, index_k, index_weights, cu_seqlens_q, cu_seqlens_k, choice.block_size)
+    if precision not in ("fp32", "bf16", "int8"):
+        raise ValueError(f"`precision` must be 'fp32', 'bf16' or 'int8', got {precision!r}")
+    flat = (lambda x: x.flatten(0, 1)) if index_q.ndim == 4 else (lambda x: x)
+    q, k, weights, k_scale = _rounded(flat(index_q), flat(index_k), flat(index_weights), precision)
+    name = _serving(SelectionProblem(q.device, rule="an indexer"), backend)
+    chosen = INDEXER.kernels(name).index_tokens(q, k, weights, k_scale, spans, choice.slots)
+    return chosen.unflatten(0, index_q.shape[:2]) if index_q.ndim == 4 else chosen
+
+
+def _rounded(
+    q: Tensor, k: Tensor, weights: Tensor, precision: Precision
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return q, k and weights in the precision asked for, and the scale of each key in 8 bits."""
+    if precision == "fp32":
+        return q, k, weights, None
+    if precision == "bf16":
+        return q.bfloat16(), k.bfloat16(), weights, None
+    (q8, q_scale), (k8, k_scale) = _int8(q), _int8(k)
+    return q8, k8, weights.float() * q_scale, k_scale  # a scale above 0 passes through relu
+
+
+def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whole numbers from -127 to 127 in fp32, and the scale of each row."""
+    x = x.float()
+    scale = x.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (x / scale[..., None]).round(), scale
+
+
+class IndexLoss(NamedTuple):
+    """What `index_loss` returns.
+
+    Attributes:
+        loss: scalar, the mean over queries of KL(attention || indexer). Differentiable in the indexer's inputs.
+        recall: scalar, the mean share of attention that falls on the keys in `block_indices`; 1 without them.
+    """
+
+    loss: Tensor
+    recall: Tensor
+
+
+@typed
+def index_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    *,
+    block_indices: Tensor | None = None,
+    block_size: int = 1,
+    scale: float | None = None,
+    index_scale: float | None = None,
+) -> IndexLoss:
+    """Measure how far the softmax of an indexer's scores is from dense attention, and let the indexer learn from it.
+
+    The target is the attention of all q heads, averaged. Without `block_indices` it is that to all keys (the dense
+    warm-up of DeepSeek-V3.2); with them both are renormalised to the keys that each query chose (its sparse stage).
+    A few queries at a time: memory is linear in the number of keys, forward and backward.
+
+    Args:
+        index_q: (batch, seqlen_q, index_heads, index_dim).
+        index_k: (batch, seqlen_k, index_dim).
+        index_weights: (batch, seqlen_q, index_heads).
+        q: (batch, seqlen_q, q_heads, head_dim), of attention. It gets no gradient.
+        k: (batch, seqlen_k, kv_heads, head_dim), of attention. It gets no gradient.
+        block_indices: (batch, seqlen_q, 1, slots) int32: what each query attends to.
+        block_size: tokens per block of `block_indices`.
+        scale: softmax scale of attention, default head_dim ** -0.5.
+        index_scale: of the indexer's scores, default (index_dim * index_heads) ** -0.5.
+
+    Returns:
+        The loss and the recall of the choice.
+
+    Raises:
+        ValueError, TypeError: inputs that do not fit together.
+    """
+    refuse_transforms("`index_loss`", index_q, index_k, index_weights)
+    if index_q.ndim != 4:
+        raise ValueError(f"`index_q` must be (batch, seqlen_q, index_heads, index_dim), got {tuple(index_q.shape)}")
+    _check_indexer(index_q, index_k, index_weights, None, None, 1)
+    check_queries_and_keys(q, k)
+    if q.shape[:2] != index_q.shape[:2] or k.shape[:2] != index_k.shape[:2]:
+        raise ValueError(
+            "`q` and `k` must be of the tokens that the indexer has, "
+            f"got {tuple(q.shape)} and {tuple(k.shape)} beside {tuple(index_q.shape)} and {tuple(index_k.shape)}"
+        )
+    check_block_size(block_size)
+    if block_indices is not None:
+        check_choice(block_indices, tuple(q.shape[:2]), q.shape[2], k.shape[2], q.device)
+        if block_indices.shape[2] != 1:
+            raise ValueError(f"`block_indices` must have one select_head here, got {block_indices.shape[2]}")
+    heads, dim = index_q.shape[2:]
+    index_scale = softmax_scale(index_scale, dim * heads)
+    settings = (block_indices, block_size, softmax_scale(scale, q.shape[-1]), index_scale)
+    loss, recall = _IndexLoss.apply(index_q, index_k, index_weights, q.detach(), k.detach(), *settings)
+    return IndexLoss(loss, recall)
+
+
+class _IndexLoss(torch.autograd.Function):
+    """The loss and its gradients in one pass over pieces of queries: nothing of the size of a piece is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index_q: Tensor,
+        index_k: Tensor,
+        weights: Tensor,
+        q: Tensor,
+        k: Tensor,
+        block_indices: Tensor | None,
+        block_size: int,
+        scale: float,
+        index_scale: float,
+    ) -> Any:
+        leaves = [x.detach().float().requires_grad_() for x in (index_q, index_k, weights)]
+        grads = [torch.zeros_like(x, dtype=torch.float32) for x in leaves]
+        total, covered = torch.zeros((), device=q.device), torch.zeros((), device=q.device)
+        batch, seqlen_q, q_heads = q.shape[:3]
+        seqlen_k = k.shape[1]
+        needs = any(ctx.needs_input_grad[:3])
+        step = max(1, PIECE_BYTES // (4 * max(1, seqlen_k) * (q_heads + 2 * index_q.shape[2])))
+        for b in range(batch):
+            for at in range(0, seqlen_q, step):
+                some = slice(at, min(at + step, seqlen_q))
+                seen = seqlen_k - seqlen_q + some.stop
+                if seen <= 0:
+                    continue
+                position = torch.arange(some.start, some.stop, device=q.device) + seqlen_k - seqlen_q
+                target, visible, mass = _target(
+                    q[b, some], k[b, :seen], position, scale, block_indices, b, some, block_size
+                )
+                with torch.enable_grad():
+                    piece = [leaves[0][b, some], leaves[1][b, :seen], leaves[2][b, some]]
+                    loss = _divergence(target, visible, (piece[0], piece[1], piece[2]), index_scale)
+                    if needs:
+                        found = torch.autograd.grad(loss, piece)
+                        for grad, part, where in zip(grads, found, (some, slice(0, seen), some), strict=True):
+                            grad[b, where] += part
+                total += loss.detach()
+                covered += mass
+        count = max(1, batch * seqlen_q)
+        ctx.save_for_backward(*grads)
+        ctx.count, ctx.dtypes = count, (index_q.dtype, index_k.dtype, weights.dtype)
+        recall = covered / count
+        ctx.mark_non_differentiable(recall)
+        return total / count, recall
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((grad * (dloss / ctx.count)).to(dtype) for grad, dtype in pairs), *(None,) * 6
+
+
+def _target(
+    q: Tensor,
+    k: Tensor,
+    position: Tensor,
+    scale: float,
+    block_indices: Tensor | None,
+    entry: int,
+    some: slice,
+    block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return attention (t, M), averaged over heads, which keys count, and how much of it they hold, summed over t."""
+    key = torch.arange(k.shape[0], device=q.device)
+    visible = key <= position[:, None]
+    grouped = q.float().unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # (Hk, G, t, D)
+    logits = grouped @ k.float().permute(1, 2, 0)[:, None] * scale
+    attention = logits.masked_fill_(~visible, -torch.inf).softmax(-1).nan_to_num_(0.0).mean((0, 1))
+    if block_indices is None:
+        return attention, visible, attention.sum()
+    blocks = block_indices[entry, some, 0].long()
+    at = torch.where(blocks < 0, k.shape[0], blocks * block_size)[..., None] + torch.arange(block_size, device=q.device)
+    chosen = torch.zeros(len(q), k.shape[0] + 1, dtype=torch.bool, device=q.device)
+    visible = visible & chosen.scatter_(1, at.flatten(1).clamp(max=k.shape[0]), True)[:, :-1]
+    kept = attention.masked_fill(~visible, 0.0)
+    mass = kept.sum(-1, keepdim=True)
+    return kept / mass.clamp(min=torch.finfo(torch.float32).tiny), visible, mass.sum()
+
+
+def _divergence(target: Tensor, visible: Tensor, piece: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
+    """Return the sum over queries of KL(target || softmax of the indexer's scores)."""
+    q, k, weights = piece
+    products = torch.einsum("thd,md->thm", q, k).relu()
+    scores = (torch.einsum("thm,th->tm", products, weights) * scale).masked_fill(~visible, -torch.inf)
+    seen = visible.any(-1, keepdim=True)
+    logs = scores.masked_fill(~seen, 0.0).log_softmax(-1).masked_fill(~visible, 0.0)
+    return (torch.special.xlogy(target, target) - target * logs).sum()
+
+
+def _check_indexer(
+    q: Tensor, k: Tensor, weights: Tensor, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None, block_size: int
+) -> TokenSpans:
+    """Check the inputs of an indexer, and return where their sequences lie.
+
+    Raises:
+        ValueError, TypeError: they do not fit together.
+    """
+    if q.ndim not in (3, 4) or k.ndim != q.ndim - 1 or weights.shape != q.shape[:-1]:
+        raise ValueError(
+            "`index_q` must be (batch, seqlen_q, index_heads, index_dim), `index_k` (batch, seqlen_k, index_dim) and "
+            "`index_weights` (batch, seqlen_q, index_heads), all packed without batch, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(weights.shape)}"
+        )
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1] or not q.shape[-2] or (q.ndim == 4 and q.shape[0] != k.shape[0]):
+        raise ValueError(
+            "`index_q` and `index_k` must agree in batch and index_dim, with one head at least, "
+            f"got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if not all(x.is_floating_point() for x in (q, k, weights)):
+        raise TypeError(f"an indexer's inputs must be floats, got {q.dtype}, {k.dtype} and {weights.dtype}")
+    if not q.device == k.device == weights.device:
+        raise ValueError(f"an indexer's inputs must be on one device, got {q.device}, {k.device}, {weights.device}")
+    if q.ndim == 4:
+        if ends_q is not None or ends_k is not None:
+            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` go with packed inputs")
+        lengths = [tuple(n * i for i in range(q.shape[0] + 1)) for n in (q.shape[1], k.shape[1])]
+    elif ends_q is None:
+        raise ValueError("packed inputs need `cu_seqlens_q`, e.g. (0, tokens)")
+    else:
+        lengths = [host_lengths("cu_seqlens_q", ends_q)]
+        lengths.append(lengths[0] if ends_k is None else host_lengths("cu_seqlens_k", ends_k))
+        if len(lengths[0]) != len(lengths[1]) or (lengths[0][-1], lengths[1][-1]) != (len(q), len(k)):
+            raise ValueError(
+                "`cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences and end at "
+                f"{len(q)} and {len(k)} tokens, got {lengths[0]} and {lengths[1]}"
+            )
+    return TokenSpans(lengths[0], lengths[1], block_size)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over tokens that each query chooses one by one: checks, the choice of a backend, gradients; decoding."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only, refuse_transforms
+from dynaxx.kernels.contract import TokenKernels
+from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.registry import TOKEN_DECODE, TOKENS
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.sinks import sink_gradient
+from dynaxx.layout.entries import has_duplicates
+from dynaxx.layout.grid import BLOCK_SIZES
+from dynaxx.layout.paging import PagedCache
+from dynaxx.layout.tokens import TOKEN_BLOCKS, TokenSpans, ascending
+from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.checks import check_sinks, check_softcap, looks_at_values
+from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
+from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.packing import Packed
+
+
+def check_choice(
+    block_indices: Tensor, before: tuple[int, ...], q_heads: int, kv_heads: int, device: torch.device
+) -> None:
+    """Check shape, dtype and device of block indices `before` + (select_heads, slots).
+
+    Raises:
+        ValueError, TypeError: as `selected_attention`.
+    """
+    if block_indices.ndim != len(before) + 2 or block_indices.shape[:-2] != before:
+        raise ValueError(f"`block_indices` must be {before} + (select_heads, slots), got {tuple(block_indices.shape)}")
+    heads = block_indices.shape[-2]
+    if heads == 0 or q_heads % heads or (heads % kv_heads and kv_heads % heads):
+        raise ValueError(
+            f"select_heads of `block_indices` must divide q_heads {q_heads}, and divide kv_heads {kv_heads} or be a "
+            f"multiple of it, got {heads}"
+        )
+    if block_indices.is_floating_point() or block_indices.is_complex() or block_indices.dtype == torch.bool:
+        raise TypeError(f"`block_indices` must be integers, got {block_indices.dtype}")
+    if block_indices.device != device:
+        raise ValueError(f"`block_indices` must be on q's device {device}, got {block_indices.device}")
+
+
+def check_tokens(block_indices: Tensor, packed: Packed, spans: TokenSpans) -> Tensor:
+    """Check block indices of packed queries; their values where that does not wait for a GPU.
+
+    Returns:
+        (tokens, select_heads, slots) int32; ascending, -1 behind, where values were looked at.
+
+    Raises:
+        ValueError, TypeError: as `selected_attention`.
+    """
+    before = packed.batch or (packed.q.shape[0],)
+    check_choice(block_indices, before, packed.q.shape[1], packed.k.shape[1], packed.q.device)
+    indices = block_indices.flatten(0, -3)
+    if not looks_at_values(indices.device):
+        return indices.to(torch.int32)
+    if indices.dtype not in (torch.int8, torch.int16, torch.int32) and indices.numel():
+        least, most = (int(x) for x in indices.aminmax())
+        if least < -1 or most >= 1 << 31:
+            _refuse_outside(indices, spans)
+    return _ascending_values(indices.to(torch.int32).contiguous(), spans)
+
+
+def _ascending_values(indices: Tensor, spans: TokenSpans) -> Tensor:
+    """Check that numbers are in range and different, and return them in ascending order."""
+    found = _core_check(indices, spans)
+    if found is None:
+        limits = spans.blocks.to(indices.device)[:, None, None]
+        if ((indices < -1) | (indices >= limits)).any():
+            _refuse_outside(indices, spans)
+        if has_duplicates(indices):
+            _refuse_duplicates()
+        return ascending(indices)
+    outside, falls = found
+    if outside >= 0:
+        _refuse_outside(indices, spans)
+    if falls < 0:
+        return indices
+    indices = ascending(indices)
+    again = _core_check(indices, spans)
+    if again is not None and again[1] >= 0:
+        _refuse_duplicates()
+    return indices
+
+
+def _core_check(indices: Tensor, spans: TokenSpans) -> tuple[int, int] | None:
+    """Let the core look through numbers in one pass; None where it cannot."""
+    if indices.device.type != "cpu":
+        return None
+    from dynaxx.kernels.cpu.tokens import check_rows
+
+    return check_rows(indices, spans.blocks)
+
+
+def _refuse_outside(indices: Tensor, spans: TokenSpans) -> None:
+    limits = spans.blocks.to(indices.device)[:, None, None]
+    wrong = (indices < -1) | (indices >= limits)
+    raise ValueError(
+        "`block_indices` must be -1 or a block of the query's own sequence, "
+        f"got {indices[wrong][0].item()} where there are {limits.expand_as(indices)[wrong][0].item()} blocks"
+    )
+
+
+def _refuse_duplicates() -> None:
+    raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
+
+
+def token_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int, softcap: float | None = None) -> AttentionProblem:
+    """Return what a backend needs to know of packed q, k, v."""
+    return AttentionProblem(
+        device=q.device,
+        dtype=q.dtype,
+        batch=1,
+        seqlen_q=q.shape[0],
+        seqlen_k=k.shape[0],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        head_dim_v=v.shape[2],
+        block_size=(1, block_size),
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        softcap=softcap,
+    )
+
+
+_serving = lru_cache(maxsize=256)(TOKENS.resolve)
+_serving_decode = lru_cache(maxsize=256)(TOKEN_DECODE.resolve)
+
+
+def attend_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    spans: TokenSpans,
+    scale: float,
+    backend: str = "auto",
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose a backend and call it: (out (T, Hq, E), lse (Hq, T)) of packed inputs that were checked."""
+    name = _serving(token_problem(q, k, v, spans.block_size, softcap), backend)
+    kernels = TOKENS.kernels(name)
+    plan = kernels.prepare(indices, spans, q, k, v)
+    if name == "reference":
+        return kernels.forward(q, k, v, plan, scale, softcap, sinks)
+    out: tuple[Tensor, Tensor] = _TokenAttention.apply(q, k, v, sinks, plan, scale, softcap, kernels)
+    return out
+
+
+class _TokenAttention(torch.autograd.Function):
+    """Glue between a backend's forward and its backward; gradients flow through `out` and through `lse`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        plan: Any,
+        scale: float,
+        softcap: float | None,
+        kernels: TokenKernels,
+    ) -> Any:
+        out, lse = kernels.forward(q, k, v, plan, scale, softcap, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.settings, ctx.kernels = (plan, scale, softcap), kernels
+        return out, lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        grads = ctx.kernels.backward(do, dlse, q, k, v, out, lse, *ctx.settings)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            dsinks = sink_gradient(do[None], dlse[None], out[None], lse[None], sinks)
+        return *grads, dsinks, None, None, None, None
+
+
+def check_scores(softcap: float | None, sinks: Tensor | None, q: Tensor) -> float | None:
+    """Check what changes scores beside their scale, and return the softcap."""
+    if sinks is not None:
+        check_sinks(sinks, q)
+    return None if softcap is None else check_softcap(softcap)
+
+
+@typed
+@torch.no_grad()
+def selected_decode(
+    q: Tensor,
+    cache: PagedCache,
+    block_indices: Tensor,
+    *,
+    block_size: int = 1,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | SparseAttentionOutput:
+    """Attend from the last tokens of each sequence to those of its cache that each of them chose, exactly.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim): the last `seqlen_q` tokens, whose keys are in the cache already.
+        cache: keys and values, in pages or contiguous; fp8 and int8 are computed as their values. For latent attention
+            (MLA) its v is k[..., :head_dim_v], a view.
+        block_indices: (batch, seqlen_q, select_heads, slots), integers in any order, -1 for an empty slot: blocks of
+            `block_size` tokens, counted from the start of the sequence. Keys after the query are hidden.
+        block_size: tokens that are chosen together: 1, 2, 4, 8, 16, 32, 64 or 128.
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: as in `sparse_decode`.
+        sinks: as in `sparse_decode`.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: "auto", or "cpu", "reference".
+
+    Returns:
+        out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype, or (out, lse), lse (batch, q_heads, seqlen_q) fp32. A
+        query that sees nothing gives out = 0, lse = -inf.
+
+    Raises:
+        ValueError, TypeError: inputs that do not fit together. Values are checked on a CPU, on a GPU only with
+            DYNAXX_DEBUG=1.
+        UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
+    """
+    refuse_transforms("`selected_decode`", q)
+    check_cache(cache)
+    check_queries(q, cache)
+    check_values(cache)
+    check_block_size(block_size)
+    softcap = check_scores(softcap, sinks, q)
+    check_choice(block_indices, (q.shape[0], q.shape[1]), q.shape[2], cache.kv_heads, q.device)
+    if looks_at_values(q.device) and block_indices.numel():
+        least, most = (int(x) for x in block_indices.aminmax())
+        limit = -(-cache.max_keys // block_size)
+        if least < -1 or most >= limit:
+            raise ValueError(f"`block_indices` must hold -1 or blocks below {limit}, got {least} to {most}")
+        if has_duplicates(block_indices.to(torch.int32).flatten(0, 2)):
+            _refuse_duplicates()
+    kernels = TOKEN_DECODE.kernels(_serving_decode(decode_problem(cache, q), backend))
+    scale = softmax_scale(scale, q.shape[-1])
+    out, lse = kernels.attend_tokens(q, cache, block_indices.to(torch.int32), block_size, scale, softcap, sinks)
+    return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+def check_block_size(block_size: int) -> None:
+    """Raise ValueError for a size that no block of tokens has."""
+    if block_size not in (*TOKEN_BLOCKS, *BLOCK_SIZES):
+        raise ValueError(f"`block_size` must be one of {(*TOKEN_BLOCKS, *BLOCK_SIZES)}, got {block_size}")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`IndexedSparseAttention`: dense where it may choose everything, two losses that do not mix, both stages."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx import nn
+from dynaxx.nn.indexed import turned
+from dynaxx.nn.projection import rotate
+
+
+def module(count=16, **more):
+    torch.manual_seed(0)
+    return nn.IndexedSparseAttention(48, 4, 2, choice=dx.TopKTokens(count), index_heads=3, index_dim=8, **more)
+
+
+def rotary(tokens, dim=12):
+    angles = torch.arange(tokens)[:, None] * 10.0 ** -torch.arange(dim // 2)
+    return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_all_tokens_are_dense_attention(precision):
+    attention, x = module(64, precision=precision).eval(), torch.randn(2, 50, 48)
+    sparse = attention(x, rotary(50))
+    attention.dense = True
+    torch.testing.assert_close(sparse, attention(x, rotary(50)), atol=1e-6, rtol=1e-4)
+    assert attention.index_loss is None
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_each_loss_moves_its_own_part(dense):
+    attention, x = module(), torch.randn(2, 50, 48, requires_grad=True)
+    attention.dense = dense
+    out = attention(x, rotary(50))
+    own = {name for name, _ in attention.named_parameters() if name.startswith("indexer.")}
+    attention.index_loss.loss.backward(retain_graph=True)
+    moved = {name for name, p in attention.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved <= own
+    assert {"indexer.q_proj.weight", "indexer.k_proj.weight", "indexer.weight_proj.weight"} <= moved
+    assert x.grad is None
+    attention.zero_grad()
+    out.square().sum().backward()
+    assert all(p.grad is None or not p.grad.any() for name, p in attention.named_parameters() if name in own)
+    assert x.grad.any()
+    assert 0 < float(attention.index_loss.recall) <= 1.0001
+
+
+def test_it_attends_to_what_the_indexer_chooses():
+    attention, x = module(8).eval(), torch.randn(1, 40, 48)
+    chosen = dx.index_tokens(*attention.indexer(x), dx.TopKTokens(8))
+    q, k, v = (part(x).unflatten(-1, (-1, 12)) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+    want = attention.o_proj(dx.selected_attention(q, k, v, chosen, block_size=1, backend="reference").flatten(-2))
+    torch.testing.assert_close(attention(x), want, atol=1e-6, rtol=1e-4)
+
+
+def test_packed_in_evaluation_only():
+    attention, x, ends = module().eval(), torch.randn(90, 48), (0, 40, 90)
+    packed = attention(x, cu_seqlens=ends)
+    torch.testing.assert_close(packed[40:], attention(x[None, 40:])[0], atol=1e-6, rtol=1e-4)
+    with pytest.raises(ValueError, match="`cu_seqlens` must be None in training"):
+        attention.train()(x, cu_seqlens=ends)
+    with pytest.raises(ValueError, match="`cache` must be None"):
+        attention.eval()(x[None], cache=nn.NativeCache())
+
+
+def test_positions():
+    """With as many columns as attention has, an indexer turns as attention does; other columns stay."""
+    x = torch.randn(2, 9, 3, 12)
+    torch.testing.assert_close(turned(x, rotary(9)), rotate(x, rotary(9)))
+    wide = torch.randn(2, 9, 3, 20)
+    assert torch.equal(turned(wide, rotary(9))[..., 12:], wide[..., 12:])
+    assert turned(x[..., :7], rotary(9)).shape == (2, 9, 3, 7)
+
+
+def test_sizes():
+    with pytest.raises(ValueError, match="`hidden_size`, `heads` and `dim`"):
+        nn.Indexer(8, 0)
