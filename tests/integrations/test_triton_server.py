@@ -369,8 +369,7 @@ def test_a_stop_under_load_loses_no_answer_that_it_began(place, tmp_path):
         for name, (pieces, _, reasons) in found.items():
             assert [token for piece in pieces for token in piece] == place.expected(asked[int(name)], 6)
             assert reasons[-1]
-        code = running.stop()
-    assert code == 0
+    assert running.stop() == 0
     assert not [each for each in workers if os.path.exists(f"/proc/{each}")]
 
 

@@ -139,6 +139,16 @@ class Handle:
         self._announcer.reloaded(self._deployed)
         return True
 
+    def shard(self, rank: int, ranks: int) -> None:
+        """Follow the rules of one of `ranks` equal shares of the q heads from now on, where calls bring these alone.
+
+        Raises:
+            ValueError: heads that do not divide.
+        """
+        with self._deploying:
+            self._head_share = (rank, ranks)
+            self._deployed = self._ready(self.policy, None)
+
     def follow(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> PolicyFollower:
         """Follow a policy file: a daemon thread checks it every `interval` seconds and applies changes.
 
