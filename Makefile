@@ -12,6 +12,10 @@ XFORMERS_ENV ?= .venv-xformers
 OPENVINO ?= openvino==2026.4.1
 OPENVINO_ENV ?= .venv-openvino
 SERVE_ENV ?= .venv-serve
+
+DEEPSPEED_ENV ?= .venv-deepspeed
+TENSORRT_ENV ?= .venv-tensorrt
+KERNELS_ENV ?= .venv-kernels
 DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
@@ -24,7 +28,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +120,35 @@ $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
 test-openvino: $(OPENVINO_ENV)/openvino.stamp ## Test models in OpenVINO, dense and with a policy inside
 	$(OPENVINO_ENV)/bin/python -m pytest tests/integrations/test_openvino.py tests/integrations/test_openvino_genai.py
 
+$(DEEPSPEED_ENV)/deepspeed.stamp: pyproject.toml
+	@echo "making $(DEEPSPEED_ENV): some minutes"
+	@test -x $(DEEPSPEED_ENV)/bin/python || $(PYTHON) -m venv $(DEEPSPEED_ENV)
+	@$(DEEPSPEED_ENV)/bin/pip install -qq "$(TORCH)" setuptools wheel
+	@$(DEEPSPEED_ENV)/bin/pip install -qq -e '.[transformers]' pytest
+	@DS_BUILD_OPS=0 $(DEEPSPEED_ENV)/bin/pip install -qq --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
+test-deepspeed: $(DEEPSPEED_ENV)/deepspeed.stamp ## Test Ulysses and ZeRO of DeepSpeed on two CPU ranks
+	$(DEEPSPEED_ENV)/bin/python -m pytest -m "slow or not slow" tests/distributed/test_deepspeed.py
+
+$(TENSORRT_ENV)/tensorrt.stamp: pyproject.toml
+	@test -x $(TENSORRT_ENV)/bin/python || $(PYTHON) -m venv $(TENSORRT_ENV)
+	@$(TENSORRT_ENV)/bin/pip install -qq "$(TORCH)" -e '.[onnx]' pytest
+	@$(TENSORRT_ENV)/bin/pip install -qq --no-deps tensorrt-rtx-cu13-bindings==1.7.1.116 tensorrt-rtx-cu13-libs==1.7.1.116
+	@touch $@
+
+test-tensorrt: $(TENSORRT_ENV)/tensorrt.stamp ## Build engines of TensorRT for RTX, without a GPU
+	$(TENSORRT_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_tensorrt.py
+
+# transformers 5.22 is the newest that takes a release of kernels that can be had.
+$(KERNELS_ENV)/kernels.stamp: pyproject.toml
+	@test -x $(KERNELS_ENV)/bin/python || $(PYTHON) -m venv $(KERNELS_ENV)
+	@$(KERNELS_ENV)/bin/pip install -qq "$(TORCH)" -e . transformers==5.22.0 kernels==0.17.2 pytest
+	@touch $@
+
+test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Hugging Face's kernels
+	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_hub_kernels.py
+
 lint: .venv/dev.stamp ## Check style, format and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -167,4 +200,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino demo
+	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-deepspeed .venv-tensorrt .venv-kernels demo

@@ -14,9 +14,9 @@ from dynaxx.integrations.deepspeed import apply_with_ulysses
 from dynaxx.integrations.transformers import model_facts
 
 SIZES = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
-         "num_attention_heads": 6,
-         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2}  # fmt: skip
-LENGTH = 300
+         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+         "initializer_range": 0.2}  # fmt: skip
+LENGTH, TRAINED = 300, 1000
 
 
 def llama(**more):
@@ -101,7 +101,10 @@ def case_selection(ranks: Ranks):
 
 def case_one_kv_head_for_two_ranks(ranks: Ranks):
     model = llama(num_key_value_heads=1)
-    compare(ranks, model, policy_of(model, dx.Rule.of(dx.Sink(4) | dx.TopK(2))), *batch_of())
+    compare(ranks, model, policy_of(model, dx.Rule.of(dx.Sink(4) | dx.TopK(2, per="head"))), *batch_of())
+    together = policy_of(model, dx.Rule.of(dx.Sink(4) | dx.TopK(2)))
+    with pytest.raises(dx.UnsupportedInputError, match="choose together"):
+        apply_with_ulysses(model, together, sequence_parallel_size=2, micro_batch_size=2)
 
 
 def case_windows_of_the_model(ranks: Ranks):
@@ -156,7 +159,7 @@ def case_what_is_refused(ranks: Ranks):
     start(ranks)
     model, (ids, positions) = llama(), batch_of()
     sizes = {"sequence_parallel_size": 2, "micro_batch_size": 2}
-    guarded = policy_of(model, dx.Rule.of(dx.SlidingWindow(20)), guard={"interval": 100})
+    guarded = policy_of(model, dx.Rule.of(dx.SlidingWindow(20)), guard={"sample": 0.5})
     with pytest.raises(dx.UnsupportedInputError, match="guard"):
         apply_with_ulysses(model, guarded, **sizes)
     with pytest.raises(ValueError, match="`sequence_parallel_size` must be >= 2"):
@@ -165,6 +168,7 @@ def case_what_is_refused(ranks: Ranks):
     with pytest.raises(ValueError, match="divisible"):
         apply_with_ulysses(odd, **sizes)
     assert odd.config._attn_implementation == "sdpa"
+    start(ranks)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     with apply_with_ulysses(model, **sizes):
@@ -183,7 +187,7 @@ def train(engine, rows, steps=3):
     losses = []
     for step in range(steps):
         ids = torch.randint(
-            1, 64, (rows, 128), generator=torch.Generator().manual_seed(100 * step + engine.global_rank)
+            1, 64, (rows, TRAINED), generator=torch.Generator().manual_seed(100 * step + engine.global_rank)
         )
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
@@ -208,7 +212,7 @@ def zero(ranks, model, stage):
     for step in range(3):
         losses = []
         for rank in range(ranks.count):
-            ids = torch.randint(1, 64, (2, 128), generator=torch.Generator().manual_seed(100 * step + rank))
+            ids = torch.randint(1, 64, (2, TRAINED), generator=torch.Generator().manual_seed(100 * step + rank))
             loss = plain(input_ids=ids, labels=ids, use_cache=False).loss
             (loss / ranks.count).backward()
             losses.append(loss.item())

@@ -15,6 +15,7 @@ from dynaxx.cli.running import progress_of, running, tool
 # The module of `dynaxx.integrations` for each format; it defines `export_model(folder, policy, out, options)`.
 FORMATS = {
     "onnx": "onnx.command",
+    "tensorrt": "tensorrt.command",
     "triton": "triton_server.repository",
 }
 Format = StrEnum("Format", {name: name for name in FORMATS})  # type: ignore[misc]
@@ -38,6 +39,9 @@ def export(
 
     onnx: graphs for ONNX Runtime and other engines; needs the extra dynaxx[onnx]. Options: form (auto, portable,
     custom), logits (last, all), and window (W or LEFT,RIGHT) for an encoder.
+
+    tensorrt: engines of TensorRT for RTX, built without a GPU. Options: compute_capability (8.9, or several),
+    max_batch, max_prompt, max_cache (tokens).
 
     triton: a model repository for Triton Inference Server. Options: name, stream, max_batch_size, max_batch_tokens,
     queue_delay (microseconds), dtype.

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers import apply
+from dynaxx.integrations.transformers import apply, attention_layers
 from dynaxx.integrations.transformers.decoder import NAME
 from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.layer import LAYERS, attention
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, make_mask
 from dynaxx.policy import Policy
+from dynaxx.policy.resolve import head_rules
+from dynaxx.policy.rule_parts import parts
 
 _LOCAL_MASK = "dynaxx_local_mask"  # how the mask of a rank's own tokens passes DeepSpeed's wrapper
 
@@ -99,10 +102,8 @@ def apply_with_ulysses(
         raise ImportError(f"Ulysses needs DeepSpeed ({error}): pip install deepspeed") from error
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
-    if policy is not None and policy.guard:
-        raise UnsupportedInputError(
-            "Ulysses", {"deepspeed": ["a guard watches all heads, and a rank has some of them"]}
-        )
+    if policy is not None and (reasons := _refusals(policy, sequence_parallel_size)):
+        raise UnsupportedInputError("Ulysses", {"deepspeed": reasons})
     if functions.get(NAME) not in (None, attention):
         raise UnsupportedInputError("Ulysses", {"deepspeed": ["another model runs under it in this process"]})
     handle = apply(model) if policy is None else apply(model, policy)
@@ -110,7 +111,7 @@ def apply_with_ulysses(
         handle.remove()
         raise UnsupportedInputError(type(model).__name__, {"deepspeed": ["an encoder that is sparse by design"]})
     try:
-        functions[NAME] = _whole_attention
+        functions[NAME] = whole = _Whole(min(attention_layers(model)))
         mpu = UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=NAME,
@@ -119,6 +120,7 @@ def apply_with_ulysses(
             seq_length_is_variable=True,
             disable_in_eval=disable_in_eval,
         )
+        whole.group = mpu.get_sequence_parallel_group()
         functions[NAME] = _Exchanged(functions[NAME], handle)
         found = UlyssesHandle(handle, mpu, functions)
         handle.shard(found.rank, found.ranks)
@@ -129,6 +131,23 @@ def apply_with_ulysses(
         _undo(functions, handle)
         raise
     return found
+
+
+def _refusals(policy: Policy, ranks: int) -> list[str]:
+    """Return why the heads of a layer cannot be shared among ranks under a policy."""
+    reasons = []
+    if policy.guard:
+        reasons.append("a guard watches all heads, and a rank has some of them")
+    if policy.model.kv_heads < ranks:
+        for layer, rules in head_rules(policy).items():
+            for _, selector in map(parts, rules.values()):
+                if selector is not None and selector.per == "group":
+                    reasons.append(
+                        f"layer {layer}: the heads of a kv head choose together, and {ranks} ranks share "
+                        f'{policy.model.kv_heads} kv heads; choose by head (per="head")'
+                    )
+                    break
+    return reasons
 
 
 def _undo(functions: Any, handle: Handle) -> None:
@@ -156,23 +175,56 @@ class _Exchanged:
         return out
 
 
-def _whole_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Attend over whole sequences with a rank's own heads."""
-    local = kwargs.pop(_LOCAL_MASK)
-    if query.shape[2] != key.shape[2]:
-        raise UnsupportedInputError("Ulysses", {"deepspeed": ["a cache: generate without it"]})
-    mask = _whole_mask(local, query, kwargs)
-    return attention(module, query, key, value, mask, **kwargs)
+class _Whole:
+    """Attention over whole sequences with a rank's own heads: what DeepSpeed calls between its two exchanges.
+
+    Attributes:
+        group: the ranks that share a sequence.
+    """
+
+    def __init__(self, first_layer: int) -> None:
+        self._first_layer = first_layer
+        self.group: Any = None
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        local = kwargs.pop(_LOCAL_MASK)
+        reasons = _mask_refusals(local)
+        if query.shape[2] != key.shape[2]:
+            reasons.append("a cache: generate without it")
+        if module.layer_idx == self._first_layer and self._some_rank_has_padding(local, query):
+            reasons.append("padding is not served: pack sequences, with positions that start again at each")
+        if reasons:
+            raise UnsupportedInputError("Ulysses", {"deepspeed": reasons})
+        mask = _whole_mask(local, query, kwargs)
+        return attention(module, query, key, value, mask, **kwargs)
+
+    def _some_rank_has_padding(self, local: Tensor | None, query: Tensor) -> bool:
+        """Agree on it, once per pass: a rank that raises alone leaves the others waiting."""
+        import torch.distributed as dist
+
+        padding = local.padding if isinstance(local, LazyMask) else None
+        found = torch.zeros((), dtype=torch.int32, device=query.device)
+        if padding is not None:
+            found = (~padding).any().to(torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
+
+
+def _mask_refusals(local: Tensor | None) -> list[str]:
+    """Return why a mask cannot be described for whole sequences; the same on all ranks, as models make it."""
+    if local is not None and not isinstance(local, LazyMask):
+        return ["masks given as tensors are not served"]
+    if isinstance(local, LazyMask) and (
+        not local.rule.causal or local.rule.chunk is not None or local.rule.after is not None
+    ):
+        return ["only causal attention, windows and packed documents are served"]
+    return []
 
 
 def _whole_mask(local: Tensor | None, query: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Describe the mask of the whole sequences.
-
-    Raises:
-        UnsupportedInputError: padding, or a mask that is more than causal, a window and documents.
-    """
+    """Describe the mask of the whole sequences."""
     from transformers.masking_utils import (
         and_masks,
         causal_mask_function,
@@ -181,18 +233,6 @@ def _whole_mask(local: Tensor | None, query: Tensor, kwargs: dict[str, Any]) -> 
         sliding_window_causal_mask_function,
     )
 
-    reasons = []
-    if local is not None and not isinstance(local, LazyMask):
-        reasons.append("masks given as tensors are not served")
-    if isinstance(local, LazyMask):
-        rule = local.rule
-        if not rule.causal or rule.chunk is not None or rule.after is not None:
-            reasons.append("only causal attention, windows and packed documents are served")
-        padding = local.padding
-        if padding is not None and not bool(padding.all()):
-            reasons.append("padding is not served: pack sequences, with positions that start again at each")
-    if reasons:
-        raise UnsupportedInputError("Ulysses", {"deepspeed": reasons})
     window = local.rule.window if isinstance(local, LazyMask) else kwargs.get("sliding_window")
     function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
     documents = find_packed_sequence_indices(kwargs["position_ids"])

@@ -52,23 +52,21 @@ class TritonMetrics:
         """Copy all metrics now."""
         for series in (self._numbers or recorder()).snapshot():
             for sample in _samples(series):
+                if self._stopped.is_set():
+                    return
                 self._show(sample)
 
     def close(self) -> None:
-        """Copy all metrics for the last time and stop. Further calls do nothing."""
-        if not self._stopped.is_set():
-            self._stopped.set()
-            self._thread.join()
+        """Stop, and copy no more: a server that ends answers no more calls, and one would wait forever."""
+        self._stopped.set()
+        self._thread.join(timeout=2 * self._interval)
 
     def _run(self) -> None:
-        while True:
-            last = self._stopped.wait(self._interval)
+        while not self._stopped.wait(self._interval):
             try:
                 self.copy()
             except Exception as error:  # a server without metrics still answers requests
                 logger.warning("metrics are not exported to Triton: %s", error)
-                return
-            if last:
                 return
 
     def _show(self, sample: _Sample) -> None:
