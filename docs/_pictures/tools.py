@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw what other tools show of dynaxx: a profiler's trace, and attention between tokens in BertViz's manner.
+
+`python docs/_pictures/tools.py`: the numbers come from a run here, of SmolLM2 on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
+from dynaxx.lab.analyze.maps import whole_map
+from dynaxx.lab.models import load_model
+from dynaxx.lab.profile.run import write_trace
+from dynaxx.lab.texts import load_text
+
+matplotlib.use("agg")
+matplotlib.rcParams.update({"svg.hashsalt": "dynaxx", "svg.fonttype": "path", "font.size": 9})
+import matplotlib.pyplot as plt  # noqa: E402
+
+ASSETS = Path(__file__).parent.parent / "assets"
+SHOWN = 3  # layers
+TEXT = "The cat sat on the mat because the cat was tired."
+LAYER, HEADS = 5, (0, 3, 7)
+
+
+def draw_trace(model: Any, tokenizer: Any, path: Path) -> None:
+    """Draw the ranges of a profiler's trace over time: dynaxx's on top, PyTorch's operators below."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        write_trace(model, tokenizer, load_text("pydoc"), 512, file)
+        events = [each for each in json.loads(file.read_text())["traceEvents"] if each.get("ph") == "X"]
+    ranges = sorted((each for each in events if each["name"].startswith("dynaxx.attention.")), key=lambda e: e["ts"])
+    first, last = ranges[0]["ts"], ranges[SHOWN]["ts"]
+    rows = {"dynaxx.attention": [], "scaled_dot_product": [], "linear": []}  # type: dict[str, list[tuple[float, float]]]
+    for each in events:
+        row = next((row for row in rows if row in each["name"]), None)
+        top = each["name"].startswith(("dynaxx.attention.", "aten::linear", "aten::scaled_dot_product_attention"))
+        if row and top and first <= each["ts"] < last:
+            rows[row].append(((each["ts"] - first) / 1000, each["dur"] / 1000))
+    figure, ax = plt.subplots(figsize=(9, 1.9), layout="constrained")
+    for place, (_, bars) in enumerate(rows.items()):
+        ax.broken_barh(bars, (place - 0.35, 0.7), color=("#3f51b5", "#ef6c00", "#90a4ae")[place])
+    for i in range(SHOWN):
+        middle = (ranges[i]["ts"] - first + ranges[i]["dur"] / 2) / 1000
+        ax.text(middle, -0.45, ranges[i]["name"], ha="center", va="bottom", fontsize=7)
+    ax.set_yticks(range(3), ["dynaxx.attention.LAYER", "aten::scaled_dot_...", "aten::linear"])
+    ax.set_ylim(2.6, -0.9)
+    ax.margins(x=0.04)
+    ax.set_xlabel("milliseconds")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw_heads(model: Any, tokenizer: Any, path: Path) -> None:
+    """Draw, for some heads, a line from each token to each token that it attends to, as dark as its weight."""
+    ids = tokenizer(TEXT)["input_ids"]
+    names = [tokenizer.decode([each]) for each in ids]
+    maps: dict[int, torch.Tensor] = {}
+
+    def visit(attention: LayerAttention) -> None:
+        if attention.layer == LAYER:
+            maps.update({head: whole_map(attention, head) for head in HEADS})
+
+    visit_attention(model, torch.tensor([ids]), visit)
+    figure, axes = plt.subplots(1, len(HEADS), figsize=(9, 3.2), layout="constrained")
+    for ax, head in zip(axes, HEADS, strict=True):
+        for query, row in enumerate(maps[head].tolist()):
+            for key, weight in enumerate(row):
+                if weight > 0.02:
+                    ax.plot((0, 1), (query, key), color="#3f51b5", alpha=min(1.0, weight), linewidth=2)
+        for place, name in enumerate(names):
+            ax.text(-0.04, place, name, ha="right", va="center", fontsize=8)
+            ax.text(1.04, place, name, ha="left", va="center", fontsize=8)
+        ax.set_xlim(-0.6, 1.6)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.set_title(f"layer {LAYER}, head {head}", fontsize=9)
+        ax.axis("off")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    loaded = load_model("smollm2")
+    draw_heads(*loaded, ASSETS / "analyze_heads.svg")
+    draw_trace(*loaded, ASSETS / "profile_trace.svg")
