@@ -49,7 +49,7 @@ class TritonServer:
             SERVER / "bin" / "tritonserver", f"--model-repository={repository}",
             f"--backend-directory={backends(Path(folder))}", f"--http-port={http}", f"--grpc-port={grpc}",
             f"--metrics-port={metrics}", "--http-address=127.0.0.1", "--grpc-address=127.0.0.1",
-            "--metrics-address=127.0.0.1", "--exit-timeout-secs=60", *options,
+            "--metrics-address=127.0.0.1", "--exit-timeout-secs=240", *options,
             *(models if "--model-control-mode=explicit" in options else ()),
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "2", "DYNAXX_PYTHONPATH": f"{SOURCE}{os.pathsep}{SITE}"}
@@ -71,7 +71,7 @@ class TritonServer:
                 time.sleep(0.1)
         raise AssertionError(self.log.read_text(errors="replace")[-6000:])
 
-    def stop(self, seconds=90):
+    def stop(self, seconds=300):
         """Ask it to end, as an orchestrator does; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

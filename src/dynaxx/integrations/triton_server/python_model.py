@@ -155,8 +155,8 @@ class _Answer:
     """Answer to one request, and receiver of its tokens."""
 
     def __init__(self, request: Any, streams: bool, text: TextStream) -> None:
-        self._request, self._text = request, text
-        self._sender: Any = request.get_response_sender() if streams else None
+        self._text, self._streams = text, streams
+        self._link: Any = request.get_response_sender() if streams else request  # gone once the answer is complete
         self._ids: list[int] = []
         self._said = ""
         self._done = False
@@ -172,7 +172,7 @@ class _Answer:
 
     def cancelled(self) -> bool:
         """Return whether the client has disconnected."""
-        return self._done or bool((self._sender or self._request).is_cancelled())
+        return self._done or bool(self._link.is_cancelled())
 
     def fail(self, message: str) -> None:
         """Answer with an error, unless the answer is complete."""
@@ -198,14 +198,16 @@ class _Answer:
         if finish_reason:
             self._finish(response)
         else:
-            self._sender.send(response)
+            self._link.send(response)
 
     def _finish(self, response: Any) -> None:
+        """Send the last piece. Triton unloads no model while somebody holds a sender, so this one is let go."""
         self._done = True
-        if self._sender is None:
-            self.response = response
+        link, self._link = self._link, None
+        if self._streams:
+            link.send(response, flags=_utils().TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         else:
-            self._sender.send(response, flags=_utils().TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self.response = response
 
 
 class _TritonLog(logging.Handler):
