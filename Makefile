@@ -87,7 +87,7 @@ $(TRITON_ENV)/triton.stamp: pyproject.toml
 	@touch $@
 
 test-triton: $(TRITON_ENV)/triton.stamp ## Test model repositories in a real Triton Inference Server
-	$(TRITON_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_triton_server.py
+	$(TRITON_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_triton_server.py
 
 # What transformers' own HTTP server needs beside transformers.
 $(SERVE_ENV)/serve.stamp: pyproject.toml
@@ -108,7 +108,7 @@ $(XFORMERS_ENV)/xformers.stamp: pyproject.toml
 	@touch $@
 
 test-xformers: $(XFORMERS_ENV)/xformers.stamp ## Test layouts of xFormers' own masks
-	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/test_xformers_masks.py
+	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/engines/test_xformers_masks.py
 
 # OpenVINO and its GenAI pipelines: 1.7 GB.
 $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
@@ -138,7 +138,7 @@ $(TENSORRT_ENV)/tensorrt.stamp: pyproject.toml
 	@touch $@
 
 test-tensorrt: $(TENSORRT_ENV)/tensorrt.stamp ## Build engines of TensorRT for RTX, without a GPU
-	$(TENSORRT_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_tensorrt.py
+	$(TENSORRT_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_tensorrt.py
 
 # transformers 5.22 is the newest that takes a release of kernels that can be had.
 $(KERNELS_ENV)/kernels.stamp: pyproject.toml
@@ -147,7 +147,7 @@ $(KERNELS_ENV)/kernels.stamp: pyproject.toml
 	@touch $@
 
 test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Hugging Face's kernels
-	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_hub_kernels.py
+	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_hub_kernels.py
 
 lint: .venv/dev.stamp ## Check style, format and spelling
 	$(BIN)/ruff check
