@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models in OpenVINO, dense and with a policy inside: what transformers computes, within 1e-4. `make test-openvino`."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -183,6 +185,54 @@ def test_what_cannot_be_served_is_refused() -> None:
         insert_policy(converted, policy(model, None))
     with pytest.raises(ValueError, match="eval mode"):
         to_openvino(tiny().train())
+
+
+@pytest.mark.parametrize(
+    ("rule", "form", "fields"),
+    [
+        (dx.Sink(16) | dx.SlidingWindow(64), "portable", {}),
+        (dx.Sink(16) | dx.SlidingWindow(64), "custom", {"dense_below": 100}),
+        (dx.SlidingWindow(32) | dx.TopK(0.3), "custom", {}),
+    ],
+)
+def test_exports_are_read_again(rule: Any, form: str, fields: dict[str, int], tmp_path: Path) -> None:
+    from dynaxx.integrations.openvino import export_openvino, load_openvino
+
+    model = tiny()
+    rules = policy(model, rule, **fields)
+    written = export_openvino(model, tmp_path / "out", rules)
+    assert written.form == form
+    loaded = load_openvino(written.folder)
+    assert (loaded.handle is None) == (form == "portable")
+    for shape in ((1, 17), (1, 64), (1, 90), (2, 257)):
+        ids = torch.randint(0, 97, shape)
+        np.testing.assert_allclose(logits(loaded.model, ids), expected(model, ids, rules), atol=TOLERANCE)
+    with pytest.raises(ValueError, match="is there already"):
+        export_openvino(model, tmp_path / "out", rules)
+
+
+def test_exports_refuse_what_they_cannot_hold(tmp_path: Path) -> None:
+    from dynaxx.integrations.openvino import export_openvino, load_openvino
+
+    model = tiny()
+    with pytest.raises(UnsupportedInputError, match="TopK"):
+        export_openvino(model, tmp_path / "out", policy(model, dx.TopK(0.3)), form="portable")
+    with pytest.raises(UnsupportedInputError, match="no border"):
+        export_openvino(model, tmp_path / "out", policy(model, dx.SlidingWindow(32), dense_below=5), form="portable")
+    with pytest.raises(UnsupportedInputError, match="guard"):
+        export_openvino(model, tmp_path / "out", policy(model, dx.TopK(0.3), guard=Guard()))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError, match="dynaxx export --format openvino"):
+        load_openvino(tmp_path)
+
+
+def test_the_example_of_the_guide_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "guides" / "openvino.md"
+    (block,) = re.findall(r"```text\n(import openvino.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, str(page), "exec"), names)
+    assert names["handle"].stats["sparse_calls"] == 2
+    assert names["logits"].shape == (1, 1, 100)
 
 
 def test_causal_masks_are_recognised() -> None:

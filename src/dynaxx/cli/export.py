@@ -15,6 +15,7 @@ from dynaxx.cli.running import progress_of, running, tool
 # The module of `dynaxx.integrations` for each format; it defines `export_model(folder, policy, out, options)`.
 FORMATS = {
     "onnx": "onnx.command",
+    "openvino": "openvino.export",
     "tensorrt": "tensorrt.command",
     "triton": "triton_server.repository",
 }
@@ -40,6 +41,9 @@ def export(
     onnx: graphs for ONNX Runtime and other engines; needs the extra dynaxx[onnx]. Options: form (auto, portable,
     custom), logits (last, all), and window (W or LEFT,RIGHT) for an encoder.
 
+    openvino: a model for OpenVINO and its policy, with `pip install 'dynaxx[openvino]'`. Options: form (auto, portable,
+    custom), logits (last, all).
+
     tensorrt: engines of TensorRT for RTX, built without a GPU. Options: compute_capability (8.9, or several),
     max_batch, max_prompt, max_cache (tokens).
 
@@ -50,6 +54,7 @@ def export(
     Examples:
       dynaxx export smollm2 policy.json --format onnx --out smollm2-onnx
       dynaxx export ./bert --format onnx --out bert-onnx --option window=256
+      dynaxx export smollm2 policy.json --format openvino --out smollm2-openvino
       dynaxx export smollm2 policy.json --format triton --out model_repository
       dynaxx export ./llama --format triton --out model_repository --option name=llama --option stream=false
     """

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynaxx.integrations.openvino.convert import to_openvino
+    from dynaxx.integrations.openvino.export import export_openvino, load_openvino
     from dynaxx.integrations.openvino.genai import GenAiSparseAttention, sparse_attention_config
     from dynaxx.integrations.openvino.insert import insert_policy
     from dynaxx.integrations.openvino.running import OpenVinoHandle, cpu_config
@@ -13,7 +14,9 @@ _SOURCE_OF = {
     "GenAiSparseAttention": "genai",
     "OpenVinoHandle": "running",
     "cpu_config": "running",
+    "export_openvino": "export",
     "insert_policy": "insert",
+    "load_openvino": "export",
     "sparse_attention_config": "genai",
     "to_openvino": "convert",
 }
@@ -22,7 +25,9 @@ __all__ = [
     "GenAiSparseAttention",
     "OpenVinoHandle",
     "cpu_config",
+    "export_openvino",
     "insert_policy",
+    "load_openvino",
     "sparse_attention_config",
     "to_openvino",
 ]

@@ -18,7 +18,7 @@ from dynaxx.integrations.openvino.packages import openvino
 from dynaxx.integrations.transformers.decoder import Decoder, window_of
 
 NAME = "dynaxx_openvino"  # name in the registry of transformers
-SAMPLE = 96  # tokens of the traced prompt
+SAMPLE = 160  # tokens of the traced prompt
 
 
 @typed
@@ -38,7 +38,7 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
         ValueError: the model is in training mode or not on a CPU.
         UnsupportedInputError: the model has windows, sinks or capped scores, which this conversion does not support.
     """
-    ov = openvino()
+    openvino()
     if model.training:
         raise ValueError("`model` must be in eval mode, or dropout would be converted: call model.eval()")
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -48,11 +48,26 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
     windows = [index for index, module in found.layers.items() if window_of(module)]
     if windows:
         raise UnsupportedInputError(found.facts.model_type, {"openvino": [f"layers {windows} have their own windows"]})
-    sample = torch.zeros(2, SAMPLE, dtype=torch.int64)
-    batch, seqlen = torch.export.Dim("batch", min=1), torch.export.Dim("seqlen", min=2)
-    with torch.no_grad(), _causal_attention(found.owner), _quiet():
+    with _causal_attention(found.owner):
+        return convert_prefill(_Prefill(model, all_logits))
+
+
+def convert_prefill(module: nn.Module, *, traced_from: int = 2) -> Any:
+    """Convert a module from `input_ids` (batch, seqlen) to logits, both dimensions dynamic.
+
+    Args:
+        module: in eval mode.
+        traced_from: tokens from which torch promises one graph; OpenVINO's graph serves shorter prompts, too.
+    """
+    ov, sample = openvino(), torch.zeros(2, SAMPLE, dtype=torch.int64)
+    batch, seqlen = torch.export.Dim("batch", min=1), torch.export.Dim("seqlen", min=traced_from)
+    with torch.no_grad(), _quiet():
         program = torch.export.export(
-            _Prefill(model, all_logits).eval(), (sample,), dynamic_shapes=({0: batch, 1: seqlen},), strict=False
+            module.eval(),
+            (sample,),
+            dynamic_shapes=({0: batch, 1: seqlen},),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
         )
         converted = ov.convert_model(program)
     converted.inputs[0].get_tensor().set_names({"input_ids"})

@@ -37,9 +37,9 @@ class PortableModel(nn.Module):
 
     A decoder takes `input_ids` (batch, seqlen) and a list of two tensors per layer, the keys and values of its cache
     (batch, kv_heads, past, head_dim), in the order key 0, value 0, key 1, ... . It returns the logits (batch, kept,
-    vocabulary) and the grown cache in the same order. All sequences of a batch have one length, without padding. An
-    encoder takes `input_ids` and a list of one `attention_mask` (batch, seqlen), 1 for a token and 0 for padding, and
-    returns its first output.
+    vocabulary) and the grown cache in the same order; for an empty list the logits alone. All sequences of a batch have
+    one length, without padding. An encoder takes `input_ids` and a list of one `attention_mask` (batch, seqlen), 1 for
+    a token and 0 for padding, and returns its first output.
 
     Args:
         model: a decoder or an encoder of transformers, in eval mode.
@@ -84,9 +84,11 @@ class PortableModel(nn.Module):
         with self._running():
             if not self.causal:
                 return self.model(input_ids=input_ids, attention_mask=others[0], return_dict=True)[0]
-            cache, past = _cache(others), others[0].shape[2]
+            cache, past = (_cache(others), others[0].shape[2]) if others else (None, 0)
             positions = (torch.arange(input_ids.shape[1], device=input_ids.device) + past)[None]
             kept = {"logits_to_keep": 1} if self.last_logits else {}
+            if cache is None:
+                return (self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **kept).logits,)
             out = self.model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True, **kept)
             return (out.logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))
 

@@ -61,6 +61,7 @@ def facts_of_torch() -> dict[str, Any]:
 
 
 def _without_onednn(row: str) -> str:
+    """Say what torch has for an operation for which oneDNN reported nothing."""
     if "sdpa" in row:
-        return "torch's own flash attention, its products by MKL"
+        return "torch's own flash attention, no oneDNN primitive"
     return "MKL" if torch.backends.mkl.is_available() else "torch's own loops"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.transformers.apply_policy import model_facts
+from dynaxx.integrations.transformers import apply, model_facts
 from dynaxx.lab.bench.bars import Bar, Report
 from dynaxx.lab.bench.cpu_model.engines import Given, NotHereError, Precision, Prefill, Row
 from dynaxx.lab.bench.cpu_model.libraries import facts_of_torch, libraries_of_torch
@@ -47,6 +47,7 @@ LONG_ROUND = 30.0  # seconds; a longer round runs twice
 WARMED = 2048  # tokens up to which a first run, which is slower, is left out
 
 Turn = Callable[[], AbstractContextManager[Any]]
+Known = dict[bool, tuple[Tensor, Tensor]]
 
 
 def run_cpu_model_suite(
@@ -77,7 +78,8 @@ def run_cpu_model_suite(
         progress: receives lines of text.
 
     Returns:
-        "rows" (one per engine, attention, precision and length: seconds, cpu_seconds, tokens_per_second), "missing"
+        "rows" (one per engine, attention, precision and length: seconds, cpu_seconds, tokens_per_second), "table"
+        (the same, a column per length: seconds, on one thread those of CPU time), "missing"
         (rows that could not run, with the reason), "libraries" and "torch" (what computes torch's products), "policy",
         "threads", "load" and "bars".
 
@@ -101,7 +103,8 @@ def run_cpu_model_suite(
             rows = [row for seqlen in chosen for row in _time(ready, prompt, seqlen, rounds, turn, say)]
     finally:
         torch.set_num_threads(before)
-    bars = bars_of(rows)
+    figure = figure_of(threads or before)
+    bars = bars_of(rows, figure)
     for bar in bars:
         say(str(bar))
     return {
@@ -112,6 +115,7 @@ def run_cpu_model_suite(
         "torch": facts_of_torch(),
         "libraries": libraries_of_torch(),
         "rows": rows,
+        "table": table_of(rows, figure),
         "missing": missing,
         "bars": [bar.as_dict() for bar in bars],
     }
@@ -165,6 +169,7 @@ def _ready(
     """Make each engine and check it; also say which are not here."""
     ready: list[tuple[Row, Prefill]] = []
     missing = []
+    known: Known = {}
     for name, row in wanted.items():
         try:
             run = row.make(given)
@@ -172,27 +177,26 @@ def _ready(
             say(f"{name}: {missed}")
             missing.append({"row": name, "why": str(missed)})
             continue
-        error = check(row, run, given, prompt)
+        error = check(row, run, given, prompt, known)
         say(f"{name}: ready, logits within {error:.1e} of transformers'")
         ready.append((row, run))
     return ready, missing
 
 
-def check(row: Row, run: Prefill, given: Given, prompt: Tensor) -> float:
+def check(row: Row, run: Prefill, given: Given, prompt: Tensor, known: Known) -> float:
     """Compare a row's last logits with transformers', dense or under the policy; return the relative difference.
+
+    Args:
+        row: what was asked for.
+        run: its prefill.
+        given: what it was made from.
+        prompt: (1, seqlen) of which the first tokens are used.
+        known: what transformers found before, by whether it ran under the policy; filled here.
 
     Raises:
         RuntimeError: it is above what the precision explains.
     """
-    from dynaxx.integrations.transformers import apply
-
-    seqlen = (
-        max(CHECKED, given.policy.dense_below, given.policy.sparse_from or 0) if row.attention == "policy" else CHECKED
-    )
-    ids, model = prompt[:, : min(seqlen, prompt.shape[1])], given.models["fp32"]
-    applied = apply(model, given.policy) if row.attention == "policy" else nullcontext()
-    with torch.inference_mode(), applied:
-        expected = model(ids, logits_to_keep=1).logits[0, -1].float()
+    ids, expected = _expected(row.attention == "policy", given, prompt, known)
     error = float((run(ids) - expected).abs().max() / expected.abs().max())
     limit = LLAMA_TOLERANCE if row.engine == "llama.cpp" and row.precision == "fp32" else TOLERANCES[row.precision]
     if not error <= limit:
@@ -200,6 +204,16 @@ def check(row: Row, run: Prefill, given: Given, prompt: Tensor) -> float:
             f"no times: {row.precision} {row.name} differs by {error:.2g} of the largest logit, allowed {limit:g}"
         )
     return error
+
+
+def _expected(by_policy: bool, given: Given, prompt: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    """Return the prompt of the check and the last logits that transformers computes for it, in fp32."""
+    if by_policy not in known:
+        sparse_from = max(given.policy.dense_below, given.policy.sparse_from or 0) if by_policy else 0
+        ids, model = prompt[:, : max(CHECKED, sparse_from)], given.models["fp32"]
+        with torch.inference_mode(), apply(model, given.policy) if by_policy else nullcontext():
+            known[by_policy] = ids, model(ids, logits_to_keep=1).logits[0, -1].float()
+    return known[by_policy]
 
 
 def _time(
@@ -248,14 +262,33 @@ def _time(
     return found
 
 
-def bars_of(rows: list[dict[str, Any]]) -> list[Bar]:
+def figure_of(threads: int) -> str:
+    """Return which figure counts: on one thread CPU time, which other work on the machine disturbs least."""
+    return "cpu_seconds" if threads == 1 else "seconds"
+
+
+def table_of(rows: list[dict[str, Any]], figure: str) -> list[dict[str, Any]]:
+    """Return one row per engine, attention and precision, with a column per length."""
+    lengths = sorted({row["seqlen"] for row in rows})
+    table: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = (row["precision"], row["engine"], row["attention"], row["weights"])
+        names = {"precision": row["precision"], "engine": row["engine"], "attention": row["attention"]}
+        if row["weights"] != row["precision"]:
+            names["engine"] += f", {row['weights']}"
+        empty = dict.fromkeys(f"{seqlen:,} tokens" for seqlen in lengths)
+        table.setdefault(key, {**names, **empty})[f"{row['seqlen']:,} tokens"] = row[figure]
+    return list(table.values())
+
+
+def bars_of(rows: list[dict[str, Any]], figure: str = "seconds") -> list[Bar]:
     """Hold dynaxx's best row of each precision against the best dense engine."""
     bars = []
     for precision in ("fp32", "bf16"):
         for seqlen in sorted({row["seqlen"] for row in rows}):
             here = [row for row in rows if row["precision"] == precision and row["seqlen"] == seqlen]
-            dense = [row["seconds"] for row in here if row["attention"] == "dense"]
-            ours = [row["seconds"] for row in here if row["attention"] != "dense"]
+            dense = [row[figure] for row in here if row["attention"] == "dense"]
+            ours = [row[figure] for row in here if row["attention"] != "dense"]
             bar = 1.6 if seqlen >= 8192 else 1.1 if seqlen >= 2048 else 1.0
             if dense and ours:
                 where = f"{precision}, {seqlen} tokens"
