@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t ROWS_AT_ONCE = 16;     // of q blocks, in a task
 constexpr float SMALLEST = -80.f;        // beside a best of 0: nothing in fp32, as in selection/scorers/query.py
-const Ahead NOTHING = {nullptr, 0, 0, 0};
+const PrefetchRows NONE_AHEAD = {nullptr, 0, 0, 0};
 
 // The q heads of one group that read one kv head.
 struct Cluster {
@@ -188,7 +188,7 @@ class Chooser {
       for (int64_t r = 0; r < rows * heads; r += QUERY_ROWS) {
         const int tile = int(std::min<int64_t>(QUERY_ROWS, rows * heads - r));
         SCORE_KEYS[tile - 1](queries + r * summaries.width, summaries.blocks.data() + c * summaries.width, summaries.width,
-                             count, summaries.width, NOTHING, products);
+                             count, summaries.width, NONE_AHEAD, products);
         for (int i = 0; i < tile; i++)
           for (int j = 0; j < count; j++)
             if (c + j < grid_.limit(first_row + (r + i) / heads)) scores[(r + i) * C_ + c + j] = products[i * CHUNK + j];
@@ -216,7 +216,7 @@ class Chooser {
         const int tile = int(std::min<int64_t>(QUERY_ROWS, rows * heads - r));
         for (int j = 0; j < keys; j += CHUNK) {
           const int count = std::min(CHUNK, keys - j);
-          SCORE_KEYS[tile - 1](queries + r * width, block + j * width, width, count, width, NOTHING, products);
+          SCORE_KEYS[tile - 1](queries + r * width, block + j * width, width, count, width, NONE_AHEAD, products);
           for (int i = 0; i < tile; i++) std::copy_n(products + i * CHUNK, count, all[i] + j);
         }
         for (int i = 0; i < tile; i++) {
