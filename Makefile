@@ -56,7 +56,7 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with
 	@touch $@
 
 test: lint types docs .venv/model.stamp ## Lint, types, documentation and the whole test suite
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 test-onnx: .venv/dev.stamp ## Test exports in ONNX Runtime, and its operator on the C++ core
 	$(BIN)/pytest -m "slow or not slow" tests/integrations/onnx
