@@ -190,13 +190,15 @@ def test_activations_that_leave_float16_are_an_error_that_says_so(broken, tiny, 
     assert "are not finite in float16; try --dtype bfloat16 or float32" in shown.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "convert", "export", "retune"])
 def test_help_has_examples(command):
     shown = dynaxx_(command, "--help")
     assert shown.exit_code == 0
     assert "Example" in shown.stdout
     assert f"  dynaxx {command}" in shown.stdout
     assert "--json" in shown.stdout
+    assert "\\b" not in shown.stdout, "the mark for lines that must not be joined is shown"
+    assert f":\n    dynaxx {command}" in shown.stdout
 
 
 def test_the_list_of_commands_fits_a_terminal():

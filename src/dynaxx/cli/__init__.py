@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +24,12 @@ from dynaxx.cli.serve_metrics import serve_metrics
 from dynaxx.cli.tune import tune
 from dynaxx.cli.validate import validate
 from dynaxx.cli.watch import watch
+
+
+def _help(command: Callable[..., Any]) -> str:
+    """Return a command's docstring, with click's mark for lines that must not be joined."""
+    return (inspect.getdoc(command) or "").replace("\\b\n", "\b\n")
+
 
 app = typer.Typer(
     help="Practical sparse attention: measure a model, choose a policy, prove it, run it.",
@@ -47,7 +55,7 @@ for command in (
     serve_metrics,
     cache,
 ):  # in the order of `dynaxx --help`
-    app.command()(command)
+    app.command(help=_help(command))(command)
 
 
 @app.callback(invoke_without_command=True)
