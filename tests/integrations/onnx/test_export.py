@@ -139,7 +139,7 @@ def test_the_guide_runs_as_it_says(tmp_path, monkeypatch):
 
 def test_options_of_the_command_are_checked_before_the_work(tmp_path):
     for options, reason in (
-        ({"shape": "1"}, "not one of form, logits, window"),
+        ({"shape": "1"}, "must be one of form, logits, window, got shape"),
         ({"form": "fast"}, "auto, portable or custom"),
         ({"logits": "some"}, "last or all"),
         ({"window": "1,2,3"}, "W or LEFT,RIGHT"),
