@@ -117,8 +117,8 @@ def test_needles_are_as_published(task):
 
 
 def test_depths_and_facts_differ_between_samples():
-    found = [made("niah_single_2", index=index)[:2] for index in range(6)]
-    assert len({answers for _, answers in found}) == 6
+    found = [made("niah_single_2", index=index)[:2] for index in range(20)]
+    assert len({answers for _, answers in found}) == 20
     depths = [prompt.index(answers[0]) / len(prompt) for prompt, answers in found]
     assert max(depths) - min(depths) > 0.3
 

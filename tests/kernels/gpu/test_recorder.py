@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
 
 import triton.language as tl  # noqa: E402
-from test_launcher import started  # noqa: E402, F401
+from test_launcher import launches_directly, started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.runtime import recorder  # noqa: E402
@@ -55,6 +55,7 @@ def counted(kept):
     return sum(value not in (recorder.CALLED_ONCE, recorder.NOT_REPLAYABLE) for value in kept.values())
 
 
+@launches_directly
 def test_the_same_launches_over_other_tensors(started, kept):  # noqa: F811
     for _ in range(3):
         cache, x = small_cache(), torch.randn(64)
@@ -70,6 +71,7 @@ def test_the_same_launches_over_other_tensors(started, kept):  # noqa: F811
     assert counted(kept) == 1
 
 
+@launches_directly
 def test_another_form_is_another_call(started, kept):  # noqa: F811
     memory = torch.randn(200)
     for x in [torch.randn(64), torch.randn(128)[::2], memory[1:65], memory[2:66], memory[:64], torch.randn(64)] * 3:
@@ -81,6 +83,7 @@ def test_another_form_is_another_call(started, kept):  # noqa: F811
     assert counted(kept) == 4
 
 
+@launches_directly
 def test_two_tensors_that_are_one_are_not_what_is_kept(started, kept):  # noqa: F811
     cache, x = small_cache(), torch.randn(64)
     both = small_cache(cache.k, cache.k)
@@ -140,6 +143,7 @@ def test_what_does_more_is_called_every_time(call, started, kept):  # noqa: F811
     assert counts == [counts[0]] * 3
 
 
+@launches_directly
 def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
     def outer(cache, x, scale):
         return recorder.record_or_replay(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
@@ -168,6 +172,7 @@ def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
     assert 0 < len(kept) <= 3
 
 
+@launches_directly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_every_part_of_a_step_is_kept(dtype, started, kept):  # noqa: F811
     from dynaxx.kernels.triton.decode import launch as decode
