@@ -237,10 +237,7 @@ def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None
         raise TypeError(f"`rule` must be a selector or pattern | selector, got {type(rule).__name__}")
     for size in sizes:
         split.check_block(size)
-    selector = rule.selector if isinstance(rule, Hybrid) else rule
-    scorer = selector.scorer
-    row_by_row = isinstance(scorer, MeanPool | MinMax) or (isinstance(scorer, MeanQuery) and scorer.precision == "full")
-    if not isinstance(selector, TopK | TopP | Threshold) or not row_by_row:
+    if not chooses_row_by_row(rule):
         raise UnsupportedInputError(
             f"a selection by {rule!r} with the sequence split over ranks",
             {
@@ -250,6 +247,15 @@ def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None
                 ]
             },
         )
+
+
+def chooses_row_by_row(rule: Rule) -> bool:
+    """Return whether a rule's choice for a row of blocks depends on that row alone, so that ranks can choose apart."""
+    selector = rule.selector if isinstance(rule, Hybrid) else rule
+    if not isinstance(selector, TopK | TopP | Threshold):
+        return False
+    scorer = selector.scorer
+    return isinstance(scorer, MeanPool | MinMax) or (isinstance(scorer, MeanQuery) and scorer.precision == "full")
 
 
 def rule_of_run(rule: Selector | Hybrid, run: Run, split: SequenceSplit) -> Selector | Hybrid:

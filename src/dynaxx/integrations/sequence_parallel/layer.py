@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynaxx.distributed.attention import sparse_attention
 from dynaxx.distributed.heads import HeadShare, attend_by_heads
-from dynaxx.distributed.rules import sparse_attention_by_rule
+from dynaxx.distributed.rules import chooses_row_by_row, sparse_attention_by_rule
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.arguments import Scores, sinks_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
@@ -27,7 +27,6 @@ from dynaxx.ops import sparse_attention as attend_on_one_device
 from dynaxx.ops.autocast import follow_autocast
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
-from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Threshold, TopK, TopP
 
 if TYPE_CHECKING:
     from dynaxx.integrations.sequence_parallel.handle import SplitHandle
@@ -94,14 +93,7 @@ class SplitLayer:
 
 def is_row_by_row(plan: LayerPlan) -> bool:
     """Return whether one rule serves all heads and chooses for each row of blocks by itself, so ranks choose alone."""
-    if len(plan.groups) != 1:
-        return False
-    rule = plan.groups[0].rule
-    selector = rule.selector if isinstance(rule, Hybrid) else rule
-    if not isinstance(selector, TopK | TopP | Threshold):
-        return False
-    scorer = selector.scorer
-    return isinstance(scorer, MeanPool | MinMax) or (isinstance(scorer, MeanQuery) and scorer.precision == "full")
+    return len(plan.groups) == 1 and chooses_row_by_row(plan.groups[0].rule)
 
 
 def _rule_of(mask: Tensor | None, index: int, scores: Scores, kwargs: dict[str, Any]) -> MaskRule:
