@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -103,9 +104,22 @@ def random_block_indices(
         count: slots per query.
         overlap: probability that a query reuses the blocks of the previous query.
     """
+    return random_choices(rng, (spans.ends_q, spans.ends_k), spans.sizes.slc_block, heads, count, overlap)
+
+
+def random_choices(
+    rng: random.Random,
+    ends: tuple[Sequence[int], Sequence[int]],
+    block_size: int,
+    heads: int,
+    count: int,
+    overlap: float,
+) -> Tensor:
+    """Draw as `random_block_indices`, for cumulative lengths of queries and keys and blocks of any size."""
+    ends_q, ends_k = ends
     rows = []
-    for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
-        blocks = -(-(d - c) // spans.sizes.slc_block)
+    for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        blocks = -(-(d - c) // block_size)
         before: list[list[int]] = [[] for _ in range(heads)]
         for _ in range(b - a):
             for h in range(heads):
@@ -114,4 +128,4 @@ def random_block_indices(
                     before[h] = mine + [-1] * (count - len(mine))
                     rng.shuffle(before[h])
                 rows.append(before[h])
-    return torch.tensor(rows, dtype=torch.int32).view(spans.ends_q[-1], heads, count)
+    return torch.tensor(rows, dtype=torch.int32).view(ends_q[-1], heads, count)

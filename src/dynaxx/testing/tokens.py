@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from dynaxx.kernels.reference.tokens import token_mask
 from dynaxx.layout.tokens import TokenSpans
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing.cases import make_qkv
+from dynaxx.testing.native import random_choices
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
 
 
@@ -97,15 +97,4 @@ def random_token_case(
 
 def random_token_choice(rng: random.Random, spans: TokenSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:
     """Draw (tokens_q, heads, count) int32 blocks of each query's own sequence, in any order, some slots empty."""
-    rows = []
-    for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
-        blocks = -(-(d - c) // spans.block_size)
-        before: list[list[int]] = [[] for _ in range(heads)]
-        for _ in range(b - a):
-            for h in range(heads):
-                if not before[h] or rng.random() >= overlap:
-                    mine = rng.sample(range(blocks), min(blocks, rng.randint(0, count)))
-                    before[h] = mine + [-1] * (count - len(mine))
-                    rng.shuffle(before[h])
-                rows.append(before[h])
-    return torch.tensor(rows, dtype=torch.int32).view(spans.ends_q[-1], heads, count)
+    return random_choices(rng, (spans.ends_q, spans.ends_k), spans.block_size, heads, count, overlap)
