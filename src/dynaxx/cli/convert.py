@@ -22,14 +22,14 @@ class Compression(StrEnum):
 
 
 class Target(StrEnum):
-    """What to convert a model to."""
+    """The kind of attention to convert a model to."""
 
     native = "native"
     indexed = "indexed"
 
 
 class IndexPrecision(StrEnum):
-    """What an indexer's queries and keys are rounded to."""
+    """The precision to which an indexer's queries and keys are rounded."""
 
     fp32 = "fp32"
     bf16 = "bf16"

@@ -26,7 +26,7 @@ CACHE_VARIABLE = "DYNAXX_CACHE"
 
 @dataclass(frozen=True)
 class CpuStatus:
-    """What computes attention on this CPU, and why."""
+    """The code that computes attention on this CPU, and the reason for it."""
 
     kind: Literal["built", "compiled", "torch"]  # built with the package, compiled at first use, no core
     isa: str | None  # instruction set of the core; None without a core

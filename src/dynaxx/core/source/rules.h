@@ -43,7 +43,7 @@ struct Grid {
 
 inline int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
-// What a rule shows of a block: nothing, all pairs, or, from CUT on, the pairs of the mask with this number.
+// The part of a block that a rule shows: nothing, all pairs, or, from CUT on, the pairs of the mask with this number.
 enum Kind : int32_t { NOTHING = 0, WHOLE = 1, CUT = 2 };
 
 struct Run {

@@ -81,7 +81,7 @@ static void dot_rows(const float* q, int64_t q_stride, const TokenRows& rows, in
   }
 }
 
-// What a sum of rows is weighted by: weight of row j in sum r is at[r * of_sum + j * of_row].
+// The weights of sums of rows: the weight of row j in sum r is at[r * of_sum + j * of_row].
 struct TokenWeights {
   const float* at;
   int64_t of_sum, of_row;

@@ -28,7 +28,7 @@ namespace {
 
 constexpr int64_t FEWEST_SLOT_KEYS = 256;  // of a part: merging should stay a small share
 
-// What one task attends from, and to.
+// The queries of one task and the keys that they attend to.
 struct Part {
   int64_t batch, query, unit;
   int64_t from, to;  // slots

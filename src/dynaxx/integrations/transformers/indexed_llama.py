@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers.nsa_llama import _check_mask
+from dynaxx.integrations.transformers.nsa_llama import hides_more_than_the_future
 from dynaxx.nn.indexed import IndexedSparseAttention, IndexerOutput
 from dynaxx.nn.projection import outside_of_graphs, rotate
 from dynaxx.ops.indexer import Precision
@@ -136,10 +136,8 @@ def _index_keys_before(cache: Any, layer: int, new: Tensor) -> Tensor:
 
 def _check_padding(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
     """Raise ValueError for a mask that hides more than the future."""
-    try:
-        _check_mask(mask, seqlen_q, seqlen_k)
-    except ValueError:
-        raise ValueError("an indexed Llama does not support padding; use sequences of equal length") from None
+    if hides_more_than_the_future(mask, seqlen_q, seqlen_k):
+        raise ValueError("an indexed Llama does not support padding; use sequences of equal length")
 
 
 class IndexedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]

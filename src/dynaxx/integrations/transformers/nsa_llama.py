@@ -131,15 +131,20 @@ def _outside_of_graphs() -> Callable[..., Tensor]:
 
 def _check_mask(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
     """Raise ValueError for a mask that hides more than the future."""
-    if mask is None:
-        return
-    visible = mask if mask.dtype == torch.bool else mask >= 0
-    future = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
-    if not torch.equal(visible[..., -seqlen_q:, :seqlen_k], future.expand(*visible.shape[:-2], -1, -1)):
+    if hides_more_than_the_future(mask, seqlen_q, seqlen_k):
         raise ValueError(
             "native sparse attention does not support padding; use sequences of equal length, or pack them with "
             "transformers' DataCollatorWithFlattening"
         )
+
+
+def hides_more_than_the_future(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> bool:
+    """Return whether a mask (..., rows, columns), bool or added to scores, is anything but causal."""
+    if mask is None:
+        return False
+    visible = mask if mask.dtype == torch.bool else mask >= 0
+    future = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
+    return not torch.equal(visible[..., -seqlen_q:, :seqlen_k], future.expand(*visible.shape[:-2], -1, -1))
 
 
 class NativeLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]

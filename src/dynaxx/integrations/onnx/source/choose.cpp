@@ -241,7 +241,7 @@ class Chooser {
     }
     float total = 0.f;
     for (int i = 0; i < LANES; i++) total += sum[i];
-    // What stands in for keys that are not there counts as exp(SMALLEST), which is nothing.
+    // Missing keys count as exp(SMALLEST), which is nothing.
     return std::log(total) + best;
   }
 
@@ -275,7 +275,7 @@ class Chooser {
     }
   }
 
-  // What the heads give to each candidate, each relative to its best one; into the scores of the first head.
+  // Sum exp(score - best score of the head) over the heads for each candidate, into the first head's scores.
   void add_shares(const std::vector<int32_t>& candidates, int64_t heads, float* scores) const {
     std::vector<float> sum(candidates.size(), 0.f);
     for (int64_t i = 0; i < heads; i++) {
