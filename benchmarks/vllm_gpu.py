@@ -37,26 +37,31 @@ SHAPES = {
     "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
               "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "hidden_act": "silu",
+         "tie_word_embeddings": False}  # fmt: skip
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
+          "tie_word_embeddings": True, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0,
+          "query_pre_attn_scalar": 64, "sliding_window": 512}  # fmt: skip
+FAMILIES = {"llama": LLAMA, "gemma2": GEMMA2}
 
 
-def save_model(folder: Path, shape: str, dtype: str) -> Path:
+def save_model(folder: Path, shape: str, dtype: str, family: str = "llama") -> Path:
     """Write a configuration; weights are random, made by vLLM."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "rms_norm_eps": 1e-5,
-              "max_position_embeddings": 140_000, "rope_theta": 500000.0, "torch_dtype": dtype, "hidden_act": "silu",
-              "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, **SHAPES[shape]}  # fmt: skip
+    config = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 140_000, "torch_dtype": dtype,
+              "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[family], **SHAPES[shape]}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def save_policy(path: Path, shape: str, kind: str) -> Path:
+def save_policy(path: Path, shape: str, kind: str, family: str = "llama") -> Path:
     """Write a policy: "sparse" is what is timed, "everything" reads every key through the sparse kernels."""
     import dynaxx as dx
     from dynaxx.policy import ModelFacts
 
     sizes = SHAPES[shape]
     facts = ModelFacts(
-        model_type="llama", layers=sizes["num_hidden_layers"], q_heads=sizes["num_attention_heads"],
+        model_type=family, layers=sizes["num_hidden_layers"], q_heads=sizes["num_attention_heads"],
         kv_heads=sizes["num_key_value_heads"], head_dim=sizes["head_dim"],
     )  # fmt: skip
     if kind == "everything":
@@ -104,10 +109,8 @@ def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any
         arguments["attention_backend"] = "FLASH_ATTN" if which == "own" else "CUSTOM"
     from vllm import LLM
 
-    return LLM(
-        str(model), skip_tokenizer_init=True, enable_prefix_caching=False, seed=1,
-        disable_log_stats=True, **arguments,
-    )  # fmt: skip
+    defaults = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "seed": 1, "disable_log_stats": True}
+    return LLM(str(model), **(defaults | arguments))
 
 
 def first_token(llm: Any, request: dict[str, list[int]]) -> float:

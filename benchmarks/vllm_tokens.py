@@ -1,84 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare greedy tokens in vLLM on a GPU: its own attention, a policy of density 1.0, a sparse policy in CUDA graphs.
+"""Compare greedy tokens in vLLM on a GPU: its own attention and policies, in the ways that a server runs.
 
     python benchmarks/vllm_tokens.py --out tokens.json
+    python benchmarks/vllm_tokens.py --only fp8 --out tokens.json
 
-Four engines serve a small random model, each in a process of its own, all at the same time. Where two of them disagree,
-the difference of the two best log-probabilities there says whether it was a tie.
+Engines of `ENGINES` serve a small random model, each in a process of its own, those of a pair at the same time on the
+same GPU. A pair's engines must agree: `own` is vLLM's attention, `every key` a policy of density 1.0, `sparse` one
+that chooses. Where tokens differ, the difference of the two best log-probabilities there says whether it was a tie.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_gpu import PAGE, Result, prompt, save_model, save_policy, start
 
-CASES = {
-    "own": ("own", "", True),
-    "density 1": ("dynaxx", "everything", True),
-    "sparse, eager": ("dynaxx", "sparse", True),
-    "sparse, graphs": ("dynaxx", "sparse", False),
-}  # which engine, its policy, whether eager
 LENGTHS = (3, 17, 127, 128, 129, 300, 511, 599, 601, 700, 900, 1000, 1300, 1500, 2000, 2047, 2500, 3000, 3500, 3900)
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+SHARED = {"enable_prefix_caching": True}
+FP8 = {"kv_cache_dtype": "fp8"}
+SMALL_CACHE = {"kv_cache_memory_bytes": 12 << 20}
+TWO_GPUS = {"tensor_parallel_size": 2, "worker_extension_cls": "dynaxx.integrations.vllm.WorkerExtension"}
+GEMMA = {"attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}}
+
+
+class Engine(NamedTuple):
+    """An engine to compare: whose attention, its policy, what it is told beyond the defaults."""
+
+    policy: str = ""  # vLLM's own attention if empty
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    family: str = "llama"
+    shared_prefix: bool = False  # every prompt begins as the longest one does
+
+
+ENGINES = {
+    "own": Engine(),
+    "every key": Engine("everything"),
+    "sparse": Engine("sparse"),
+    "sparse, graphs": Engine("sparse", GRAPHS),
+    "sparse, small cache": Engine("sparse", SMALL_CACHE),
+    "own, shared prefixes": Engine("", SHARED, shared_prefix=True),
+    "every key, shared prefixes": Engine("everything", SHARED, shared_prefix=True),
+    "own, fp8 cache": Engine("", FP8),
+    "every key, fp8 cache": Engine("everything", FP8),
+    "own, Gemma 2": Engine(family="gemma2"),
+    "every key, Gemma 2": Engine("everything", GEMMA, family="gemma2"),
+    "sparse, two GPUs": Engine("sparse", TWO_GPUS),
+    "own, two GPUs": Engine("", {"tensor_parallel_size": 2}),
+}
+PAIRS = (
+    ("own", "every key"), ("own", "sparse"), ("sparse", "sparse, graphs"), ("sparse", "sparse, small cache"),
+    ("own, shared prefixes", "every key, shared prefixes"), ("own, fp8 cache", "every key, fp8 cache"),
+    ("own, Gemma 2", "every key, Gemma 2"), ("own", "own, two GPUs"), ("sparse", "sparse, two GPUs"),
+)  # fmt: skip
 
 
 def run_tokens(arguments: argparse.Namespace) -> None:
-    """Compare greedy tokens of four engines, each in a process of its own, at the same time."""
+    """Compare greedy tokens of pairs of engines. Those on one GPU run at the same time, those on two one by one."""
     result, folder = Result(arguments.out), Path(tempfile.mkdtemp())
-    started = {}
-    for at, name in enumerate(CASES):
-        command = [sys.executable, __file__, "--case", name, "--out", str(folder / f"{at}.json")]
-        with (folder / f"{at}.log").open("w") as log:
-            started[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    pairs = [pair for pair in PAIRS if arguments.only in " / ".join(pair)]
+    names = sorted({name for pair in pairs for name in pair}, key=list(ENGINES).index)
+    alone = [name for name in names if "two GPUs" in name]
     found: dict[str, Any] = {}
-    for at, (name, process) in enumerate(started.items()):
-        if process.wait() == 0:
-            case = json.loads((folder / f"{at}.json").read_text())
-            found[name] = case.pop("outputs")
-            result.add(**{name: case})
-        else:
-            print(f"{name} failed\n{(folder / f'{at}.log').read_text()[-4000:]}", flush=True)
-    pairs = (("own", "density 1"), ("own", "sparse, eager"), ("sparse, eager", "sparse, graphs"))
+    for group in ([name for name in names if name not in alone], *([name] for name in alone)):
+        started = {}
+        for name in group:
+            at = names.index(name)
+            command = [sys.executable, __file__, "--engine", name, "--out", str(folder / f"{at}.json")]
+            with (folder / f"{at}.log").open("w") as log:
+                started[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        for name, process in started.items():
+            at = names.index(name)
+            if process.wait() == 0:
+                case = json.loads((folder / f"{at}.json").read_text())
+                found[name] = case.pop("outputs")
+                result.add(**{name: case})
+            else:
+                print(f"{name} failed\n{(folder / f'{at}.log').read_text()[-4000:]}", flush=True)
     result.add(same_tokens={f"{a} / {b}": compare(found[a], found[b]) for a, b in pairs if a in found and b in found})
 
 
-def run_case(arguments: argparse.Namespace) -> None:
-    """Generate with one of `CASES`."""
+def run_engine(arguments: argparse.Namespace) -> None:
+    """Generate with one of `ENGINES`."""
     import torch
     from vllm import SamplingParams
 
-    which, policy, eager = CASES[arguments.case]
+    engine = ENGINES[arguments.engine]
     folder, draw, cuda = Path(tempfile.mkdtemp()), random.Random(0), torch.cuda.is_available()
-    model = save_model(folder / "model", "small", "bfloat16" if cuda else "float32")
+    model = save_model(folder / "model", "small", "bfloat16" if cuda else "float32", engine.family)
     fill_model(model)
-    path = save_policy(folder / "policy.json", "small", policy) if policy else None
-    options: dict[str, Any] = {"enforce_eager": eager or not cuda}
+    path = save_policy(folder / "policy.json", "small", engine.policy, engine.family) if engine.policy else None
+    options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 4096, "max_num_batched_tokens": 1024,
+                               "max_num_seqs": 8}  # fmt: skip
     if cuda:
-        options |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30, "block_size": PAGE}
-    if cuda and not eager:
-        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options |= {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 1 << 30, "block_size": PAGE}
+    if cuda or "enforce_eager" not in engine.options:
+        options |= engine.options
     begun = time.perf_counter()
-    llm = start(model, which, path, max_model_len=4096, max_num_batched_tokens=1024, max_num_seqs=8, **options)
+    llm = start(model, "dynaxx" if engine.policy else "own", path, **options)
     started = time.perf_counter() - begun
+    preempted = count_preemptions(llm)
     parameters = SamplingParams(max_tokens=24, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
-    prompts = [prompt(draw, n) for n in LENGTHS[: arguments.prompts]]
-    found = llm.generate(prompts, parameters, use_tqdm=False)
-    outputs = [(list(each.outputs[0].token_ids), ranked(each.outputs[0].logprobs)) for each in found]
-    calls = {}
-    if path is not None:
-        from dynaxx.integrations.vllm import status
-
-        calls = {key: value for key, value in status().items() if "calls" in key or "sequences" in key}
-    answer = {"start_s": started, "s": time.perf_counter() - begun - started, "outputs": outputs, **calls}
+    lengths = LENGTHS[: arguments.prompts]
+    longest = prompt(draw, LENGTHS[-1])["prompt_token_ids"]
+    cut = lambda n: {"prompt_token_ids": longest[: n * 3 // 4] + prompt(draw, n - n * 3 // 4)["prompt_token_ids"]}
+    prompts = [cut(n) if engine.shared_prefix else prompt(draw, n) for n in lengths]
+    outputs, cached = [], 0
+    for _ in range(2 if engine.shared_prefix else 1):  # the second time whole prompts are in the cache
+        answers = llm.generate(prompts, parameters, use_tqdm=False)
+        outputs += [(list(each.outputs[0].token_ids), ranked(each.outputs[0].logprobs)) for each in answers]
+        cached += sum(each.num_cached_tokens or 0 for each in answers)
+    answer = {"start_s": started, "s": time.perf_counter() - begun - started, "cached_tokens": cached,
+              "preemptions": preempted[0], "outputs": outputs, **calls_of(llm, engine)}  # fmt: skip
     Path(arguments.out).write_text(json.dumps(answer))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads may outlive its engine
+
+
+def count_preemptions(llm: Any) -> list[int]:
+    """Count, from now on, how often a request is put back for lack of pages."""
+    counted = [0]
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        counted[0] += 1
+        return preempt(*arguments, **options)
+
+    scheduler._preempt_request = count
+    return counted
+
+
+def calls_of(llm: Any, engine: Engine) -> dict[str, Any]:
+    """Return the plugin's counts of calls, per worker under tensor parallelism."""
+    if not engine.policy:
+        return {}
+    from dynaxx.integrations.vllm import status
+
+    count = lambda found: {key: value for key, value in found.items() if "calls" in key or "sequences" in key}
+    if "tensor_parallel_size" in engine.options:
+        return {"workers": [count(found) for found in llm.collective_rpc("dynaxx_status")]}
+    return count(status())
 
 
 def fill_model(folder: Path) -> None:
@@ -114,11 +185,12 @@ def compare(mine: list[Any], theirs: list[Any]) -> dict[str, Any]:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=tuple(CASES), help="one engine")
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="one engine")
+    parser.add_argument("--only", default="", help="pairs whose names contain this")
     parser.add_argument("--prompts", type=int, default=len(LENGTHS), help="the shortest so many, of one engine")
     parser.add_argument("--out", default="", help="a JSON file")
     arguments = parser.parse_args()
-    (run_case if arguments.case else run_tokens)(arguments)
+    (run_engine if arguments.engine else run_tokens)(arguments)
 
 
 if __name__ == "__main__":
