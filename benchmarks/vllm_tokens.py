@@ -70,6 +70,8 @@ def run_tokens(arguments: argparse.Namespace) -> None:
     pairs = [pair for pair in PAIRS if arguments.only in " / ".join(pair)]
     names = sorted({name for pair in pairs for name in pair}, key=list(ENGINES).index)
     alone = [name for name in names if "two GPUs" in name]
+    if arguments.one_gpu:
+        names, alone = [name for name in names if name not in alone], []
     found: dict[str, Any] = {}
     for group in ([name for name in names if name not in alone], *([name] for name in alone)):
         started = {}
@@ -187,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=tuple(ENGINES), help="one engine")
     parser.add_argument("--only", default="", help="pairs whose names contain this")
+    parser.add_argument("--one-gpu", action="store_true", help="leave out the pairs that need two")
     parser.add_argument("--prompts", type=int, default=len(LENGTHS), help="the shortest so many, of one engine")
     parser.add_argument("--out", default="", help="a JSON file")
     arguments = parser.parse_args()
