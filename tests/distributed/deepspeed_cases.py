@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of DeepSpeed on two ranks; `ranks.py` runs them."""
+"""Cases of DeepSpeed on two ranks; `ranks.py` runs them, and `deepspeed_gpu_cases.py` some of them on GPUs."""
 
 import copy
 import os
@@ -31,13 +31,19 @@ def batch_of(rows=2, length=LENGTH):
     return ids, torch.arange(length).repeat(rows, 1)
 
 
+def rows_of(ranks, step, rank):
+    """The rows that a rank trains on in a step."""
+    ids = torch.randint(1, 64, (2, TRAINED), generator=torch.Generator().manual_seed(100 * step + rank))
+    return ids.to(ranks.device)
+
+
 def start(ranks):
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp._release_sequence_parallel_groups()  # a process has Ulysses once; tests start it again and again
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.rank), WORLD_SIZE=str(ranks.count))
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    deepspeed.init_distributed(dist_backend="gloo" if ranks.device == "cpu" else "nccl", auto_mpi_discovery=False)
 
 
 def policy_of(model, *rules, **fields):
@@ -52,10 +58,11 @@ def compare(ranks, model, policy, ids, positions, *, before=None, calls="sparse_
     """Hold logits and gradients under Ulysses to those of the whole sequence in one process."""
     start(ranks)
     said = lambda name: lambda text: f"{name}: {text}"
+    model, ids, positions = (x.to(ranks.device) for x in (model, ids, positions))
     whole = copy.deepcopy(model)
     handle = (dx.apply(whole) if policy is None else dx.apply(whole, policy)) if before is None else before(whole)
     out = whole(ids, position_ids=positions, use_cache=False).logits
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(ranks.device)
     (out * weights).sum().backward()
     if handle is not None:
         handle.remove()
@@ -182,13 +189,11 @@ def case_what_is_refused(ranks: Ranks):
     assert model.config._attn_implementation == "sdpa"
 
 
-def train(engine, rows, steps=3):
+def train(ranks, engine, steps=3):
     """Losses of some steps; each rank has its own rows."""
     losses = []
     for step in range(steps):
-        ids = torch.randint(
-            1, 64, (rows, TRAINED), generator=torch.Generator().manual_seed(100 * step + engine.global_rank)
-        )
+        ids = rows_of(ranks, step, ranks.rank)
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()
@@ -201,18 +206,18 @@ def zero(ranks, model, stage):
     import deepspeed
 
     start(ranks)
-    plain = copy.deepcopy(model).train()
+    plain = copy.deepcopy(model).to(ranks.device).train()
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage},
               "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model.train(), optimizer=optimizer, config=config)
-    ours = train(engine, 2)
+    ours = train(ranks, engine)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     theirs = []
     for step in range(3):
         losses = []
         for rank in range(ranks.count):
-            ids = torch.randint(1, 64, (2, TRAINED), generator=torch.Generator().manual_seed(100 * step + rank))
+            ids = rows_of(ranks, step, rank)
             loss = plain(input_ids=ids, labels=ids, use_cache=False).loss
             (loss / ranks.count).backward()
             losses.append(loss.item())

@@ -23,11 +23,14 @@ def test_on_two_ranks(results, case):
     assert not results[case], "\n".join(results[case])
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda count: f"{count} GPUs")
+def on_gpus(request):
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return run_cases("deepspeed_gpu_cases", request.param, device="cuda")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 2])
-def test_on_gpus(count):
-    """Not run yet: no GPU was at hand when this was written."""
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs")
-    results = run_cases("deepspeed_gpu_cases", count, device="cuda")
-    assert not {case: failures for case, failures in results.items() if failures}
+@pytest.mark.parametrize("case", cases_of("deepspeed_gpu_cases"))
+def test_on_gpus(on_gpus, case):
+    assert not on_gpus[case], "\n".join(on_gpus[case])
