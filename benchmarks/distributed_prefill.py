@@ -24,6 +24,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -76,14 +77,19 @@ def first_token(model: Any, batch: dict[str, Any]) -> None:
 
 
 def torch_context_parallel(model: Any, ids: torch.Tensor, mesh: DeviceMesh) -> Callable[[], None]:
-    """Return a dense prefill through torch's context parallel."""
+    """Return a dense prefill through torch's context parallel.
+
+    Transformers would make a mask of all tokens, since it takes the gaps of a part's positions for packed documents.
+    """
     from torch.distributed.tensor.experimental import context_parallel
+    from transformers.models.llama import modeling_llama
 
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
 
     def run() -> None:
         own, where = ids.clone(), positions.clone()
-        with context_parallel(mesh, buffers=[own, where], buffer_seq_dims=[1, 1]):
+        without_mask = mock.patch.object(modeling_llama, "create_causal_mask", return_value=None)
+        with without_mask, context_parallel(mesh, buffers=[own, where], buffer_seq_dims=[1, 1]):
             model(input_ids=own, position_ids=where, logits_to_keep=1, attention_mask=None)
 
     return run

@@ -21,10 +21,14 @@ SMALL = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidd
 LOCAL = ["sliding_attention", "full_attention"]
 
 
+def device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def model_of(kind, config, heads=(4, 2), **changes):
     torch.manual_seed(0)
     settings = config(**SMALL, num_attention_heads=heads[0], num_key_value_heads=heads[1], **changes)
-    return kind(settings).eval()
+    return kind(settings).eval().to(device())
 
 
 def llama(heads=(4, 2), **changes):
@@ -54,7 +58,7 @@ def llama4():
 
 
 def tokens(*shape, seed=1):
-    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed)).to(device())
 
 
 def policy_for(model, *rules, **fields):
@@ -233,7 +237,7 @@ def case_tensor_parallel_ranks_get_their_heads_rules(ranks: Ranks):
         model.save_pretrained(folder[0])
     dist.barrier()
     split = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=ranks.count)}
-    part = transformers.LlamaForCausalLM.from_pretrained(folder[0], dtype=torch.float32, **split)
+    part = transformers.LlamaForCausalLM.from_pretrained(folder[0], dtype=torch.float32, **split).to(device())
     with dx.apply(part, policy) as handle, torch.no_grad():
         got = part(ids).logits
         assert handle.stats()["sparse_calls"] == 2, handle.stats()
@@ -243,6 +247,16 @@ def case_tensor_parallel_ranks_get_their_heads_rules(ranks: Ranks):
     dist.barrier()
     if ranks.rank == 0:
         shutil.rmtree(folder[0])
+
+
+def case_the_wrong_device_is_refused(ranks: Ranks):
+    if ranks.device == "cpu":
+        return
+    model = llama()
+    with dx.apply(model, mesh=ranks.mesh) as handle, pytest.raises(ValueError, match="must be on the GPU"):
+        handle.shard(tokens(1, 600).cpu())
+    with pytest.raises(ValueError, match="`model` must be on a GPU"):
+        dx.apply(model.cpu(), mesh=ranks.mesh)
 
 
 def case_removing_restores_the_model(ranks: Ranks):

@@ -91,6 +91,7 @@ def _work(module: str, count: int, folder: str, device: str, rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))  # as torchrun sets them
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)

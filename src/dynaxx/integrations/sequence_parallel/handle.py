@@ -50,6 +50,12 @@ class SplitHandle:
     def __init__(self, decoder: Decoder, policy: Policy | None, mesh: Mesh) -> None:
         self.policy, self.group = policy, group_of(mesh)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._nccl = dist.get_backend(self.group) == "nccl"
+        device = next(decoder.owner.parameters()).device
+        if self._nccl and device.type != "cuda":
+            raise ValueError(
+                f"`model` must be on a GPU, since the ranks of `mesh` communicate through NCCL, got {device}"
+            )
         plans = {} if policy is None else resolve(policy)
         reasons = _model_reasons(decoder) + ([] if policy is None else _policy_reasons(policy, plans, self.ranks))
         if reasons:
@@ -64,7 +70,6 @@ class SplitHandle:
         self._owner = weakref.ref(decoder.owner)
         self._modules = weakref.WeakSet(decoder.layers.values())
         self._plans = plans
-        device = next(decoder.owner.parameters()).device
         self.block = BLOCK["cpu" if device.type == "cpu" else "cuda"]
         self._chunk = lcm(self.block, *(size for plan in plans.values() for size in plan.block_size))
         self._windowed = not plans and all(window_of(module) for module in decoder.layers.values())
@@ -112,6 +117,8 @@ class SplitHandle:
                 f"`input_ids` must be (batch, seqlen), `labels` the same, got {tuple(input_ids.shape)}{shape}"
             )
         batch, seqlen = input_ids.shape
+        if self._nccl and not input_ids.is_cuda:
+            raise ValueError(f"`input_ids` must be on the GPU of the model, got {input_ids.device}")
         killed = self._agree(batch, seqlen, input_ids.device)
         if split is None:
             cut = SequenceSplit.contiguous if self._windowed else SequenceSplit.zigzag
@@ -186,7 +193,7 @@ class SplitHandle:
         Raises:
             ValueError: the batches of the ranks have different shapes.
         """
-        where = device if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+        where = device if self._nccl else torch.device("cpu")
         own = torch.tensor([batch, seqlen, self.kill_switch.engaged() is not None], dtype=torch.int64, device=where)
         all_of_them = [torch.empty_like(own) for _ in range(self.ranks)]
         with peer_errors("comparing batches", self.group):
@@ -227,7 +234,7 @@ def attach(model: nn.Module, policy: Policy | None, mesh: Mesh) -> SplitHandle:
     """Split a model's sequence over the ranks of a mesh. `dx.apply(model, policy, mesh=mesh)` calls it.
 
     Raises:
-        ValueError: the model is already split.
+        ValueError: the model is already split, or is not on a GPU and the mesh is.
         PolicyError: the policy is for another model.
         UnsupportedInputError: the model or the policy cannot be split.
     """
