@@ -84,7 +84,9 @@ def encoder(exports, threads):
     model = BertModel(BertConfig(max_position_embeddings=8192), add_pooling_layer=False).eval()
     forms = {
         "dense, portable": exported(exports / "bert-dense", model),
+        "dense, custom": exported(exports / "bert-dense-custom", model, form="custom"),
         "window, portable": exported(exports / "bert-window", model, window=WINDOW),
+        "window, custom": exported(exports / "bert-custom", model, window=WINDOW, form="custom"),
     }
     ran = {name: dx.OnnxModel(folder, threads=threads) for name, folder in forms.items()}
 

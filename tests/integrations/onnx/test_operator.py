@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator computes and chooses what dynaxx does in torch, for each rule, block size, length and head grouping."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -8,12 +9,14 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
+from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
 import dynaxx as dx
 from dynaxx.core import build
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.onnx import library, packages
 from dynaxx.integrations.onnx.plans import _plan, operator_plans
+from dynaxx.integrations.portable import PortableModel
 from dynaxx.integrations.transformers import model_facts
 from dynaxx.policy import Policy, Rule
 from dynaxx.policy.plan import HeadGroup, LayerPlan
@@ -160,3 +163,52 @@ def test_a_dynamic_policy_exported_equals_torch_and_generates_the_same(tmp_path)
         want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 300:]
     found = np.stack(list(ran.generate(ids.numpy(), 12)), 1)
     np.testing.assert_array_equal(found[:, : want.shape[1]], want.numpy())
+
+
+@torch.no_grad()
+def test_an_encoder_with_a_window_padding_and_layers_that_see_everything(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6}
+    bert = BertModel(BertConfig(**sizes, vocab_size=64, max_position_embeddings=700), add_pooling_layer=False).eval()
+    ids = tokens(5, 333)
+    for number, window in enumerate((None, (130, 7), 20)):
+        made = dx.export_onnx(bert, tmp_path / str(number), form="custom", window=window)
+        assert (made.form, made.graphs) == ("custom", ("model",))
+        ran = dx.OnnxModel(made.folder, threads=1 + number % 2)
+        applied = contextlib.nullcontext() if window is None else dx.apply(bert, window=window)
+        with applied:
+            mask = torch.ones_like(ids)
+            close(ran.encode(ids.numpy(), mask.numpy()), bert(ids, attention_mask=mask)[0], mask)
+            mask[1, 150:], mask[2, :100], mask[3, :40], mask[3, 41:] = 0, 0, 0, 0
+            close(ran.encode(ids.numpy(), mask.numpy()), bert(ids, attention_mask=mask)[0], mask)
+            mask[4] = 0  # a sequence of padding alone: others keep their results
+            close(ran.encode(ids.numpy(), mask.numpy()), bert(ids, attention_mask=mask)[0], mask)
+            close(ran.encode(ids[:, :1].numpy()), bert(ids[:, :1])[0], torch.ones(5, 1))
+    mask[0, 5] = 0
+    with pytest.raises(Exception, match="mask has holes in sequence 0: hide tokens at the ends"):
+        ran.encode(ids.numpy(), mask.numpy())
+    with pytest.raises(UnsupportedInputError, match="a policy is for decoders"):
+        operator_plans(bert, Policy(model=model_facts(llama()), rules=[]))
+    with pytest.raises(UnsupportedInputError, match="`window` is for encoders"):
+        operator_plans(llama(), None, 20)
+
+
+def close(found, want, mask):
+    assert np.isfinite(found).all()
+    torch.testing.assert_close(torch.from_numpy(found)[mask.bool()], want[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_an_encoder_whose_layers_have_windows_of_their_own(tmp_path):
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        vocab_size=64, hidden_size=96, intermediate_size=64, num_hidden_layers=4, num_attention_heads=6,
+        local_attention=40, global_attn_every_n_layers=2, pad_token_id=0,
+    )  # fmt: skip
+    model, ids = ModernBertModel(config).eval(), tokens(2, 200)
+    model.set_attn_implementation("sdpa")
+    mask = torch.ones_like(ids)
+    mask[1, 120:] = 0
+    close(PortableModel(model)(ids, [mask]).numpy(), model(ids, attention_mask=mask)[0], mask)
+    ran = dx.OnnxModel(dx.export_onnx(model, tmp_path / "out", form="custom").folder)
+    close(ran.encode(ids.numpy(), mask.numpy()), model(ids, attention_mask=mask)[0], mask)

@@ -17,9 +17,13 @@ from torch import nn
 
 import dynaxx
 from dynaxx.arguments import typed
-from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.onnx.graph import OPSET, check_graph, decoder_graph, encoder_graph, save_graphs
-from dynaxx.integrations.onnx.operators import attend_by_operator, with_plain_operators, with_plans
+from dynaxx.integrations.onnx.operators import (
+    attend_by_operator,
+    attend_tokens_first,
+    with_plain_operators,
+    with_plans,
+)
 from dynaxx.integrations.onnx.packages import require
 from dynaxx.integrations.onnx.plans import OperatorPlan, operator_plans
 from dynaxx.integrations.portable import PortableModel
@@ -136,18 +140,20 @@ class _Export(NamedTuple):
             dynamic = policy is not None and any(not plan.is_static for plan in resolve(policy).values())
             form = "custom" if dynamic else "portable"
         if form == "custom":
-            if window is not None:
-                raise UnsupportedInputError("the custom op", {"onnx": ["`window` needs form='portable'"]})
-            return cls(form, causal, {}, {}, operator_plans(model, policy))
+            return cls(form, causal, {}, {}, operator_plans(model, policy, window))
         return cls(form, causal, portable_rules(model, policy, window), portable_rules(model, None, window), {})
 
     def graphs(self, model: nn.Module, all_logits: bool) -> dict[str, Any]:
         """Return the graphs by name."""
-        traced = PortableModel(model, last_logits=not all_logits, attend=attend_by_operator)
+        custom = self.form == "custom"
+        attend = attend_tokens_first if custom and not self.causal else attend_by_operator
+        traced = PortableModel(model, last_logits=not all_logits, attend=attend)
+        if not self.causal and custom:
+            return {"model": with_plans(encoder_graph(traced), self.plans)}
         if not self.causal:
             return {"model": with_plain_operators(encoder_graph(traced), self.rules, causal=False)}
         graph = decoder_graph(traced, traced.empty_cache())
-        if self.form == "custom":
+        if custom:
             return {"model": with_plans(graph, self.plans)}
         return {
             "prefill": with_plain_operators(graph, self.rules, causal=True),

@@ -59,7 +59,7 @@ def portable_rules(
     for index in decoder.layers:
         heads = tuple(range(decoder.facts.q_heads))
         own = own_window(decoder, index)
-        side = None if own is None else SlidingWindow(own if causal else (own // 2, own // 2))
+        side = None if own is None else SlidingWindow(own)
         if side is None and window is not None:
             side = SlidingWindow(window)
         if index in plans:
@@ -85,7 +85,10 @@ def portable_refusals(model: nn.Module, policy: Policy | None = None) -> list[st
 
 
 def own_window(decoder: Decoder, index: int) -> int | None:
-    """Return the window that a layer has by itself; None if it sees everything."""
+    """Return the window that a layer has by itself, counting the query's own key; None if it sees everything.
+
+    Layers of bidirectional models count alike: W shows W - 1 keys on each side.
+    """
     config, types = decoder.config, getattr(decoder.config, "layer_types", None)
     found = window_of(decoder.layers[index])
     if not found and (types is None or types[index] == "sliding_attention"):

@@ -87,13 +87,24 @@ struct Chosen {
   std::vector<int32_t> indptr, indices, masks, order;
 };
 
-// One tensor (batch, heads, seqlen, head_dim), contiguous.
+// One contiguous tensor, (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) if `tokens_first`; or some
+// tokens of one sequence of it.
 struct Tensor {
   const float* data;
   int64_t batch, heads, seqlen, dim;
+  bool tokens_first;
+  int64_t stored;  // tokens per sequence in memory
 
-  const float* row(int64_t b, int64_t h, int64_t token) const { return data + ((b * heads + h) * seqlen + token) * dim; }
-  Strides strides() const { return {heads * seqlen * dim, dim, seqlen * dim}; }
+  const float* row(int64_t b, int64_t h, int64_t token) const {
+    const Strides by = strides();
+    return data + b * by.batch + h * by.head + token * by.token;
+  }
+  Strides strides() const {
+    return tokens_first ? Strides{stored * heads * dim, heads * dim, dim} : Strides{heads * stored * dim, dim, stored * dim};
+  }
+  Tensor part(int64_t b, int64_t first, int64_t end) const {
+    return {row(b, 0, first), 1, heads, end - first, dim, tokens_first, stored};
+  }
 };
 
 Chosen choose(const LayerRules& rules, const Prepared& prepared, const Tensor& q, const Tensor& k, double scale,

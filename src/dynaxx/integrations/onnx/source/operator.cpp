@@ -5,7 +5,12 @@
 // last keys; output (batch, seqlen_q, q_heads, head_dim of v). All fp32. Attributes: `scale`; `plan`, the rules as
 // `LayerRules::read` takes them; `sparse_from`, keys from which they hold, before that all keys are seen; `always`, 1 for
 // a window of the model, which holds at every length and in decoding.
+//
+// For encoders: `causal` 0 shows the keys after a query too. `tokens_first` 1 takes q, k and v as (batch, seqlen, heads,
+// head_dim), as linear layers write them. The optional input `mask` (batch, seqlen) bool names the tokens of each sequence,
+// which must lie in one run; the rows of the others are zero.
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <thread>
 
@@ -53,8 +58,10 @@ struct Work {
   void* data;
 };
 
-// Every key: a band without ends, cut by causality.
-const std::vector<int64_t> ALL_KEYS = {64, 64, 1, 1, 0, 3, BAND, 0, int64_t(1) << 62, 0};
+// Every key: a band without ends; the first is cut by causality.
+constexpr int64_t FAR = int64_t(1) << 62;
+const std::vector<int64_t> KEYS_BEFORE = {64, 64, 1, 1, 0, 3, BAND, 0, FAR, 0};
+const std::vector<int64_t> KEYS_AROUND = {128, 128, 1, 1, 0, 3, BAND, -FAR, FAR, 0};
 
 class Refused : public std::runtime_error {
  public:
@@ -69,13 +76,16 @@ class Kernel {
     scale_ = scale;
     check(api.attribute(info, "sparse_from", &sparse_from_));
     check(api.attribute(info, "always", &always_));
+    for (auto [name, value] : {std::pair{"causal", &causal_}, {"tokens_first", &tokens_first_}})
+      if (ort::Status* status = api.attribute(info, name, value)) api.release(status);  // files of older versions
     size_t count = 0;
     if (ort::Status* status = api.attribute(info, "plan", nullptr, &count)) api.release(status);
     plan_.resize(count);
     if (count) check(api.attribute(info, "plan", plan_.data(), &count));
-    if (plan_.empty()) plan_ = ALL_KEYS;
+    if (plan_.empty()) plan_ = all_keys();
     rules_ = LayerRules::read(plan_);
-    all_keys_ = LayerRules::read(ALL_KEYS);
+    all_rules_ = LayerRules::read(all_keys());
+    if (!causal_ && !rules_.is_static()) throw Refused("`plan` chooses blocks, which needs `causal` = 1");
   }
 
   void compute(ort::KernelContext* context) const {
@@ -92,10 +102,14 @@ class Kernel {
     void* out = nullptr;
     check(api_.data_of(value, &out));
     if (!q.batch || !q.seqlen || !q.heads) return;
+    const std::vector<Run> runs = runs_of(context, q, k);
     current_api = &api_;
     current_context = context;
     try {
-      attend(q, k, v, static_cast<float*>(out));
+      if (runs.empty())
+        attend(q, k, v, static_cast<float*>(out));
+      else
+        attend_to_runs(runs, q, k, v, static_cast<float*>(out));
     } catch (...) {
       current_context = nullptr;
       throw;
@@ -104,6 +118,13 @@ class Kernel {
   }
 
  private:
+  // The tokens of a sequence that are not padding.
+  struct Run {
+    int64_t first, end;
+  };
+
+  const std::vector<int64_t>& all_keys() const { return causal_ ? KEYS_BEFORE : KEYS_AROUND; }
+
   void check(ort::Status* status) const {
     if (!status) return;
     api_.release(status);
@@ -115,34 +136,77 @@ class Kernel {
            std::to_string(x.dim) + ")";
   }
 
+  // Fill the sizes of a value of `rank` dimensions and return its data.
+  const void* read(const ort::Value* value, size_t rank, const char* name, int64_t* sizes) const {
+    ort::Shape* shape = nullptr;
+    check(api_.shape_of(value, &shape));
+    size_t found = 0;
+    ort::Status* status = api_.rank_of(shape, &found);
+    if (!status && found == rank) status = api_.sizes_of(shape, sizes, rank);
+    api_.release(shape);
+    check(status);
+    if (found != rank)
+      throw Refused(std::string(name) + " must have " + std::to_string(rank) + " dimensions, got " + std::to_string(found));
+    void* data = nullptr;
+    check(api_.data_of(const_cast<ort::Value*>(value), &data));
+    return data;
+  }
+
   Tensor input(const ort::KernelContext* context, size_t index) const {
     const ort::Value* value = nullptr;
     check(api_.input(context, index, &value));
-    ort::Shape* shape = nullptr;
-    check(api_.shape_of(value, &shape));
-    size_t rank = 0;
     int64_t sizes[4] = {};
-    ort::Status* status = api_.rank_of(shape, &rank);
-    if (!status && rank == 4) status = api_.sizes_of(shape, sizes, 4);
-    api_.release(shape);
-    check(status);
-    if (rank != 4) throw Refused("q, k and v must have four dimensions, got " + std::to_string(rank));
-    void* data = nullptr;
-    check(api_.data_of(const_cast<ort::Value*>(value), &data));
-    return {static_cast<const float*>(data), sizes[0], sizes[1], sizes[2], sizes[3]};
+    const auto* data = static_cast<const float*>(read(value, 4, "q, k and v", sizes));
+    if (tokens_first_) std::swap(sizes[1], sizes[2]);
+    return {data, sizes[0], sizes[1], sizes[2], sizes[3], tokens_first_ != 0, sizes[2]};
+  }
+
+  // The run of each sequence's tokens; empty if there is no mask, or it hides nothing.
+  std::vector<Run> runs_of(const ort::KernelContext* context, const Tensor& q, const Tensor& k) const {
+    const ort::Value* value = nullptr;
+    if (ort::Status* status = api_.input(context, 3, &value)) api_.release(status);
+    if (!value) return {};
+    int64_t sizes[2] = {};
+    const auto* mask = static_cast<const bool*>(read(value, 2, "mask", sizes));
+    if (sizes[0] != k.batch || sizes[1] != k.seqlen || q.seqlen != k.seqlen)
+      throw Refused("mask must be (batch, seqlen) of q and k, got (" + std::to_string(sizes[0]) + ", " +
+                    std::to_string(sizes[1]) + ") for " + said(q) + " and " + said(k));
+    std::vector<Run> runs(k.batch);
+    bool whole = true;
+    for (int64_t b = 0; b < k.batch; b++, mask += k.seqlen) {
+      const bool* end = mask + k.seqlen;
+      const bool* first = std::find(mask, end, true);
+      const bool* last = std::find(first, end, false);
+      if (std::find(last, end, true) != end)
+        throw Refused("mask has holes in sequence " + std::to_string(b) +
+                      ": hide tokens at the ends only, or export with form='portable'");
+      runs[b] = {first - mask, last - mask};
+      whole &= last - first == k.seqlen;
+    }
+    return whole ? std::vector<Run>() : runs;
+  }
+
+  void attend_to_runs(const std::vector<Run>& runs, const Tensor& q, const Tensor& k, const Tensor& v, float* out) const {
+    const int64_t row = q.heads * v.dim, size = q.seqlen * row;
+    for (int64_t b = 0; b < q.batch; b++, out += size) {
+      const auto [first, end] = runs[b];
+      std::memset(out, 0, first * row * sizeof(float));
+      std::memset(out + end * row, 0, (q.seqlen - end) * row * sizeof(float));
+      if (first < end) attend(q.part(b, first, end), k.part(b, first, end), v.part(b, first, end), out + first * row);
+    }
   }
 
   void attend(const Tensor& q, const Tensor& k, const Tensor& v, float* out) const {
     const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
     std::vector<float> lse(q.batch * q.heads * q.seqlen);
-    if (q.seqlen == 1 && !always_) return decode(q, k, v, out, lse.data(), threads);
+    if (q.seqlen == 1 && !always_ && causal_) return decode(q, k, v, out, lse.data(), threads);
     const bool sparse = always_ || k.seqlen >= sparse_from_;
-    const LayerRules& rules = sparse ? rules_ : all_keys_;
+    const LayerRules& rules = sparse ? rules_ : all_rules_;
     for (const Group& group : rules.groups)
       if (group.heads.back() >= q.heads && rules.groups.size() > 1)
         throw Refused("`plan` names q head " + std::to_string(group.heads.back()) + " of " + std::to_string(q.heads));
-    const Grid grid{q.seqlen, k.seqlen, rules.q_block, rules.kv_block, 1};
-    const auto prepared = Prepared::of(rules, sparse ? plan_ : ALL_KEYS, grid, q.heads);
+    const Grid grid{q.seqlen, k.seqlen, rules.q_block, rules.kv_block, causal_ != 0};
+    const auto prepared = Prepared::of(rules, sparse ? plan_ : all_keys(), grid, q.heads);
     Plan plan{};
     plan.seqlen = q.seqlen;
     plan.block = rules.q_block;
@@ -193,8 +257,9 @@ class Kernel {
     CacheArgs cache{};
     cache.k = k.data;
     cache.v = v.data;
-    cache.k_strides = {k.heads * k.seqlen * k.dim, PAGE * k.dim, k.dim, k.seqlen * k.dim};
-    cache.v_strides = {v.heads * v.seqlen * v.dim, PAGE * v.dim, v.dim, v.seqlen * v.dim};
+    const Strides k_by = k.strides(), v_by = v.strides();
+    cache.k_strides = {k_by.batch, PAGE * k_by.token, k_by.token, k_by.head};
+    cache.v_strides = {v_by.batch, PAGE * v_by.token, v_by.token, v_by.head};
     cache.seqused = used.data();
     cache.batch = k.batch;
     cache.kv_heads = k.heads;
@@ -224,9 +289,9 @@ class Kernel {
 
   const ort::Api& api_;
   double scale_ = 0;
-  int64_t sparse_from_ = 0, always_ = 0;
+  int64_t sparse_from_ = 0, always_ = 0, causal_ = 1, tokens_first_ = 0;
   std::vector<int64_t> plan_;
-  LayerRules rules_, all_keys_;
+  LayerRules rules_, all_rules_;
 };
 
 // No exception may reach the runtime: it becomes a status with its words.
@@ -250,10 +315,12 @@ struct Operator : ort::CustomOp {
     version = ort::VERSION;
     name = [](const CustomOp*) { return "SparseAttention"; };
     provider = [](const CustomOp*) -> const char* { return nullptr; };  // the CPU's
-    input_type = output_type = [](const CustomOp*, size_t) { return ort::FLOAT; };
-    input_count = [](const CustomOp*) -> size_t { return 3; };
+    input_type = [](const CustomOp*, size_t index) { return index == 3 ? ort::BOOL : ort::FLOAT; };
+    output_type = [](const CustomOp*, size_t) { return ort::FLOAT; };
+    input_count = [](const CustomOp*) -> size_t { return 4; };
     output_count = [](const CustomOp*) -> size_t { return 1; };
-    input_characteristic = output_characteristic = [](const CustomOp*, size_t) { return ort::REQUIRED; };
+    input_characteristic = [](const CustomOp*, size_t index) { return index == 3 ? ort::OPTIONAL : ort::REQUIRED; };
+    output_characteristic = [](const CustomOp*, size_t) { return ort::REQUIRED; };
     input_memory = [](const CustomOp*, size_t) { return 0; };
     variadic_input_least = variadic_output_least = [](const CustomOp*) { return 1; };
     variadic_input_alike = variadic_output_alike = [](const CustomOp*) { return 1; };

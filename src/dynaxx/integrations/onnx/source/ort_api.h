@@ -21,7 +21,7 @@ struct Options;
 struct CustomOp;
 
 enum ErrorCode : int { FAIL = 1, INVALID_ARGUMENT = 2, NOT_IMPLEMENTED = 9 };
-enum Element : int { FLOAT = 1 };
+enum Element : int { FLOAT = 1, BOOL = 9 };
 enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1 };
 
 struct Api {
