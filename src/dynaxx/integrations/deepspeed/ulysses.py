@@ -169,6 +169,8 @@ class _Exchanged:
         layer = LAYERS.get(module)
         if layer is None or layer.handle is not self._handle:
             return attention(module, query, key, value, attention_mask, **kwargs)
+        if isinstance(kwargs.get("position_ids"), Tensor):
+            kwargs["position_ids"] = kwargs["position_ids"].contiguous()  # DeepSpeed gathers them; NCCL asks for it
         out: tuple[Tensor, Tensor | None] = self._ulysses(
             module, query, key, value, attention_mask, **{**kwargs, _LOCAL_MASK: attention_mask}
         )

@@ -25,6 +25,7 @@ from dynaxx.lab.bench.bars import Bar, Report
 from dynaxx.lab.bench.cpu_model.engines import Given, NotHereError, Precision, Prefill, Row
 from dynaxx.lab.bench.cpu_model.libraries import facts_of_torch, libraries_of_torch
 from dynaxx.lab.bench.cpu_model.llama_rows import llama_rows
+from dynaxx.lab.bench.cpu_model.onnx_rows import onnx_rows
 from dynaxx.lab.bench.cpu_model.openvino_rows import openvino_rows
 from dynaxx.lab.bench.cpu_model.torch_rows import torch_rows
 from dynaxx.lab.bench.rows import rows_named
@@ -130,7 +131,7 @@ def precisions() -> list[Precision]:
 def _wanted(only: Sequence[str]) -> dict[str, Row]:
     rows: list[Row] = []
     for precision in precisions():
-        rows += [*torch_rows(precision), *openvino_rows(precision), *llama_rows(precision)]
+        rows += [*torch_rows(precision), *openvino_rows(precision), *onnx_rows(precision), *llama_rows(precision)]
     rows += llama_rows("int8")
     named = {f"{row.precision} {row.name}": row for row in rows}
     return {name: named[name] for name in (rows_named("only", only, list(named)) if only else named)}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of ONNX Runtime: plain operators for dense attention, and dynaxx's operator for every pair and the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.onnx import OnnxModel, export_onnx
+from dynaxx.integrations.onnx.packages import require
+from dynaxx.lab.bench.cpu_model.engines import Attention, Given, NotHereError, Precision, Prefill, Row
+from dynaxx.policy import policy_digest
+
+
+def onnx_rows(precision: Precision) -> list[Row]:
+    """Return the rows of ONNX Runtime for one precision; exports are in fp32."""
+    kinds: tuple[Attention, ...] = ("dense", "exact", "policy") if precision == "fp32" else ()
+    return [Row("ONNX Runtime", kind, precision, _made(kind)) for kind in kinds]
+
+
+def _made(attention: Attention) -> Callable[[Given], Prefill]:
+    def make(given: Given) -> Prefill:
+        try:
+            require("onnx", "onnxscript", "onnx_ir", "onnxruntime")
+        except ImportError as error:
+            raise NotHereError("not installed: pip install 'dynaxx[onnx]'") from error
+        exported = OnnxModel(_exported(attention, given), threads=given.threads)
+
+        def run(ids: Tensor) -> Tensor:
+            logits, _ = exported.step(ids.numpy())
+            return torch.from_numpy(logits)[0, -1].float()
+
+        return run
+
+    return make
+
+
+def _exported(attention: Attention, given: Given) -> Path:
+    """Return the folder of the export, written once."""
+    policy = given.policy if attention == "policy" else None
+    name = attention if policy is None else policy_digest(policy)
+    folder = given.work / f"onnx-{name}"
+    if not folder.exists():
+        form = "portable" if attention == "dense" else "custom"
+        export_onnx(given.model("fp32"), folder, policy, form=form)  # type: ignore[arg-type]
+    return folder
