@@ -260,7 +260,7 @@ def case_the_wrong_device_is_refused(ranks: Ranks):
 
 
 def case_removing_restores_the_model(ranks: Ranks):
-    model, ids = llama(), tokens(1, 300)
+    model, ids = llama(), tokens(1, 600)
     with torch.no_grad():
         wanted = model(ids).logits
         with dx.apply(model, mesh=ranks.mesh) as handle:
