@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lazy` descriptor: an attribute that is computed at first use, without a lock."""
+"""What is made at first use: attributes of objects (`lazy`) and names of packages (`load_at_first_use`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 T = TypeVar("T")
@@ -34,3 +35,20 @@ class lazy(Generic[T]):
         if instance is None:
             return self
         return instance.__dict__.setdefault(self.name, self.compute(instance))
+
+
+def load_at_first_use(package: str, sources: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports the module that defines a name when the name is first used.
+
+    Args:
+        package: the package's `__name__`.
+        sources: names by module, relative to the package.
+    """
+    source_of = {name: f"{package}.{module}" for module, names in sources.items() for name in names}
+
+    def load(name: str) -> Any:
+        if name not in source_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(source_of[name]), name)
+
+    return load

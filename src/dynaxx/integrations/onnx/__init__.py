@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export a model with its policy to ONNX, and run it in ONNX Runtime."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dynaxx.lazy import load_at_first_use
 
 if TYPE_CHECKING:
     from dynaxx.integrations.onnx.export import OnnxExport, export_onnx
@@ -9,14 +11,10 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxExport", "OnnxModel", "export_onnx"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "OnnxModel":
-        from dynaxx.integrations.onnx.session import OnnxModel
-
-        return OnnxModel
-    import dynaxx.integrations.onnx.export as module
-
-    return getattr(module, name)
+__getattr__ = load_at_first_use(
+    __name__,
+    {
+        "export": ("OnnxExport", "export_onnx"),
+        "session": ("OnnxModel",),
+    },
+)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with a static policy as one module of plain tensor operations, for exporters to any engine."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dynaxx.lazy import load_at_first_use
 
 if TYPE_CHECKING:
     from dynaxx.integrations.portable.model import PortableModel
@@ -9,14 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["PortableModel", "portable_refusals"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "PortableModel":
-        from dynaxx.integrations.portable.model import PortableModel
-
-        return PortableModel
-    if name == "portable_refusals":
-        from dynaxx.integrations.portable.plans import portable_refusals
-
-        return portable_refusals
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = load_at_first_use(__name__, {"model": ("PortableModel",), "plans": ("portable_refusals",)})

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run policies in Hugging Face transformers."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dynaxx.lazy import load_at_first_use
 
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.apply_policy import (
@@ -13,10 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["apply", "attention_layers", "full_attention_layers", "model_facts"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import dynaxx.integrations.transformers.apply_policy as module
-
-    return getattr(module, name)
+__getattr__ = load_at_first_use(__name__, {"apply_policy": __all__})
