@@ -259,6 +259,7 @@ def intermediate(case: Callable[[], None]) -> list[str]:
 
     def stop(module: Any, metadata: dict[str, Any]) -> None:
         text = re.sub(r'#loc.*|loc\(.*?\)|@"[^"]*"|@\w+', "", str(module))
+        text = _numbered("\n".join(line.strip() for line in text.splitlines() if line.strip()))
         chosen = {name: metadata.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
         raise _StoppedError(f"{len(text.splitlines())} {hashlib.sha256(f'{text}{chosen}'.encode()).hexdigest()[:16]}")
 
@@ -271,6 +272,12 @@ def intermediate(case: Callable[[], None]) -> list[str]:
     with knobs.runtime.scope():
         knobs.runtime.add_stages_inspection_hook = stop_early
         return _each_form(case, lambda compiled: "", stopped=True)
+
+
+def _numbered(text: str) -> str:
+    """Replace the names of values, which Triton takes from the source, by numbers in order of appearance."""
+    numbers: dict[str, str] = {}
+    return re.sub(r"%[\w.$-]+", lambda found: numbers.setdefault(found[0], f"%{len(numbers)}"), text)
 
 
 class _StoppedError(Exception):

@@ -2,6 +2,7 @@
 """The kernel launcher starts the same kernels as Triton, with the same arguments; a fake driver records them."""
 
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,7 +33,31 @@ def _kernel(x_desc, p_out, p_bias, count, stride, scale, BIASED: tl.constexpr, B
     tl.store(p_out + at, value, mask=at < count)
 
 
+class Strides(NamedTuple):
+    row: int
+    column: int
+
+
+class Tables(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@triton.jit
+def _kernel_of_values(tables, strides, p_out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = tl.load(tables.first + at * strides.row) + tl.load(tables.second + at * strides.column)
+    tl.store(p_out + at, value)
+
+
 STARTED = []
+
+
+def address(x):
+    """Return the address of a tensor, also inside of a tuple; anything else as it is."""
+    if isinstance(x, tuple):
+        return tuple(address(each) for each in x)
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
 class Launcher:
@@ -43,7 +68,7 @@ class Launcher:
 
     def __call__(self, *arguments):
         grid, stream, function, packed, *rest = arguments[:3], *arguments[3:]
-        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest[3:]]  # after metadata and hooks
+        values = [address(x) for x in rest[3:]]  # after metadata and hooks
         STARTED.append((self.name, grid, stream, function, packed, values))
 
 
@@ -97,18 +122,31 @@ def calls():
     )
 
 
-def test_starts_what_triton_starts(started):
+def calls_of_values():
+    """Vary the tensors and integers of NamedTuples."""
+    x, y = torch.randn(2000), torch.randn(2000)
+    for strides in ((1, 1), (1, 2), (3, 16), (4, 32), (16, 3), (5, 2**40)):
+        yield (Tables(x, y), Strides(*strides), y), {"BLOCK": 64}
+    yield (Tables(y, x), Strides(1, 1), y), {"BLOCK": 64}
+    yield (Tables(y, x.half()), Strides(1, 1), y), {"BLOCK": 64}
+    yield (Tables(y[1:], x), Strides(1, 1), y), {"BLOCK": 64}  # not aligned to 16 bytes
+    yield (Tables(y[1:], x[1:]), Strides(1, 1), y), {"BLOCK": 64}
+    yield (Tables(y[1:], x[1:]),), {"p_out": y[1:], "strides": Strides(1, 1), "BLOCK": 32}
+
+
+@pytest.mark.parametrize(("jitted", "calls"), [(_kernel, calls), (_kernel_of_values, calls_of_values)])
+def test_starts_what_triton_starts(started, jitted, calls):
     given = list(calls())
     for arguments, named in given:
-        _kernel[(3, 2)](*arguments, **named)
+        jitted[(3, 2)](*arguments, **named)
     expected = started.copy()
-    kernel = launcher.kernel_launcher(_kernel)
+    kernel = launcher.kernel_launcher(jitted)
     for _ in range(3):
         started.clear()
         for arguments, named in given:
             kernel[(3, 2)](*arguments, **named)
         assert started == expected
-    assert len({name for name, *_ in expected}) > 8  # the calls are in fact different
+    assert len({name for name, *_ in expected}) > 7  # the calls are in fact different
 
 
 @launches_directly
@@ -148,6 +186,25 @@ class WithDescriptors:
     def __call__(self, grid_x, grid_y, grid_z, stream, function, *arguments):
         values = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
         self.launch(grid_x, grid_y, grid_z, stream, function, False, False, None, None, *values)
+
+
+@launches_directly
+def test_repeats_launch_the_tensors_of_the_layout(started):
+    """Cached launches read NamedTuples of a layout's tensors from the layout at hand."""
+    kernel = launcher.kernel_launcher(_kernel_of_values)
+
+    def start(layout, out):
+        return kernel[(1,)](Tables(layout.kv_indptr, layout.kv_masks), Strides(1, 2), out, BLOCK=4)
+
+    layout = dx.SlidingWindow(16).layout(64, block_size=16)
+    for _ in range(3):
+        launch_cached(start, layout, (torch.empty(64, dtype=torch.int32),))
+    layout.kv_masks.set_(layout.kv_masks.clone())
+    launch_cached(start, layout, (torch.empty(64, dtype=torch.int32),))
+    expected = (layout.kv_indptr.data_ptr(), layout.kv_masks.data_ptr())
+    assert started[-1][-1][0] == expected
+    assert started[0][-1][0][0] == expected[0]
+    assert started[0][-1][0][1] != expected[1]
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="of triton 3.6")

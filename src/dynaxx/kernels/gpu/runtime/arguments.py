@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,20 +116,34 @@ def rebased(template: Any, x: Tensor | None) -> Any:
     return found
 
 
-def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Return the strides of batch, sequence and heads under the parameter names of kernels."""
-    return {f"stride_{name}b": x.stride(0), f"stride_{name}n": x.stride(1), f"stride_{name}h": x.stride(2)}
+class Strides(NamedTuple):
+    """Strides of a tensor (B, N, H, D) as one kernel argument; the stride of D is 1."""
+
+    b: int
+    n: int
+    h: int
 
 
-def layout_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
-    """Return a layout as kernel arguments: tensors, capacity, number of masks, batch and head strides in rows."""
-    return (
-        layout.kv_indptr.contiguous(),
-        layout.kv_num_partial.contiguous(),
-        layout.kv_indices.contiguous(),
-        layout.kv_masks.contiguous(),
-        *mask_arguments(layout, layout.kv_indices.numel()),
-    )
+def strides_of(x: Tensor) -> Strides:
+    """Return the strides of a tensor (B, N, H, D) whose last dimension is dense."""
+    return Strides(x.stride(0), x.stride(1), x.stride(2))
+
+
+class LayoutTables(NamedTuple):
+    """The tensors of a layout as one kernel argument: rows of kv blocks, or columns of q blocks if it is transposed."""
+
+    p_indptr: Tensor
+    p_num_partial: Tensor
+    p_indices: Tensor
+    p_codes: Tensor  # masks of the entries
+    p_bits: Tensor  # (masks, Q_BLOCK, words of 32 keys) int32
+    p_bands: Tensor  # (masks, 2) int32
+
+
+def layout_arguments(layout: BlockLayout) -> tuple[LayoutTables, int, int, int, int]:
+    """Return a layout as kernel arguments: tables, capacity, number of masks, batch and head strides in rows."""
+    entries = (layout.kv_indptr, layout.kv_num_partial, layout.kv_indices, layout.kv_masks)
+    return _layout_arguments(layout, entries)
 
 
 def order_argument(layout: BlockLayout) -> tuple[Tensor, bool]:
@@ -138,24 +152,16 @@ def order_argument(layout: BlockLayout) -> tuple[Tensor, bool]:
     return (layout.kv_indptr, False) if order is None else (order, True)
 
 
-def transposed_arguments(layout: BlockLayout) -> tuple[Tensor | int, ...]:
+def transposed_arguments(layout: BlockLayout) -> tuple[LayoutTables, int, int, int, int]:
     """Return `layout_arguments` of the transposed layout, which lists q blocks by kv block."""
     turned = layout.transposed
-    return (
-        turned.q_indptr.contiguous(),
-        turned.q_num_partial.contiguous(),
-        turned.q_indices.contiguous(),
-        turned.q_masks.contiguous(),
-        *mask_arguments(layout, turned.q_indices.numel()),
-    )
+    return _layout_arguments(layout, (turned.q_indptr, turned.q_num_partial, turned.q_indices, turned.q_masks))
 
 
-def mask_arguments(layout: BlockLayout, capacity: int) -> tuple[Tensor | int, ...]:
-    """Return the element masks, and the sizes that keep a kernel within the tensors."""
+def _layout_arguments(layout: BlockLayout, entries: tuple[Tensor, ...]) -> tuple[LayoutTables, int, int, int, int]:
     return (
-        layout.masks.bits.contiguous(),
-        layout.masks.bands.contiguous(),
-        capacity,
+        LayoutTables(*(x.contiguous() for x in (*entries, layout.masks.bits, layout.masks.bands))),
+        entries[2].numel(),
         len(layout.masks),
         layout.layout_heads if layout.layout_batch > 1 else 0,
         1 if layout.layout_heads > 1 else 0,

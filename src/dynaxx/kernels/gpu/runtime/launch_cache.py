@@ -32,12 +32,16 @@ from dynaxx.layout.derived import PerLayout
 MOST_LAUNCHES = 64  # cached launches per layout
 
 
+Getter = Callable[[BlockLayout], Tensor]
+
+
 class CachedLaunch(NamedTuple):
     """A compiled launch whose tensor arguments are filled in at every call."""
 
     start: Callable[[list[Any], int], None]  # (arguments, device)
     arguments: list[Any]  # arguments of `start`, with None for each tensor
-    owned: tuple[tuple[int, Callable[[BlockLayout], Tensor]], ...]  # (position, getter of a tensor of the layout)
+    owned: tuple[tuple[int, Getter], ...]  # (position, getter of a tensor of the layout)
+    tables: tuple[tuple[int, tuple[Getter, ...]], ...]  # (position, getters of the tensors of a NamedTuple)
     pointers: tuple[tuple[int, int], ...]  # (position, index of a tensor of the call)
     descriptors: tuple[tuple[int, int, Callable[[Tensor, int], Any]], ...]  # (position, index, function to encode it)
 
@@ -95,6 +99,8 @@ def launch_cached(
     arguments = known.arguments.copy()
     for i, of_layout in known.owned:
         arguments[i] = of_layout(layout).data_ptr()
+    for i, getters in known.tables:
+        arguments[i] = tuple([of_layout(layout).data_ptr() for of_layout in getters])
     for i, which in known.pointers:
         arguments[i] = addresses[which]
     for i, which, described in known.descriptors:
@@ -113,7 +119,7 @@ def _cached_launch(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, .
         return None
     below = direct_launcher(launch.compiled, launch.grid)
     arguments: list[Any] = []
-    own, pointers = [], []
+    own, pointers, tables = [], [], []
     descriptors: list[tuple[int, int, Callable[[Tensor, int], Any]]] = []
     for x in launch.arguments:
         at = len(arguments)
@@ -122,18 +128,20 @@ def _cached_launch(launch: Launch, layout: BlockLayout, tensors: tuple[Tensor, .
             pointers.append((at, which[id(x)]))
         elif isinstance(x, Tensor) and id(x) in owned:
             own.append((at, attrgetter(owned[id(x)])))
+        elif isinstance(x, tuple) and all(id(each) in owned for each in x):
+            tables.append((at, tuple(attrgetter(owned[id(each)]) for each in x)))
         elif type(x) in DESCRIPTORS and id(x.base) in which:
             if below is None:
                 descriptors.append((at, which[id(x.base)], partial(_rebased, rebased(x, None))))
             else:
                 descriptors.append((at, which[id(x.base)], below.described(x, len(descriptors))))
                 arguments += (*x.shape, *x.strides)
-        elif isinstance(x, Tensor) or type(x) in DESCRIPTORS:
+        elif isinstance(x, Tensor) or type(x) in DESCRIPTORS or (isinstance(x, tuple) and isinstance(x[0], Tensor)):
             return None
         else:
             arguments[at] = x
     start = below.start if below else partial(run, launch.compiled, launch.grid)
-    return CachedLaunch(start, arguments, tuple(own), tuple(pointers), tuple(descriptors))
+    return CachedLaunch(start, arguments, tuple(own), tuple(tables), tuple(pointers), tuple(descriptors))
 
 
 def _rebased(template: Any, x: Tensor, address: int) -> Any:

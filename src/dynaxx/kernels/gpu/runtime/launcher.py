@@ -43,11 +43,15 @@ class CallSignature(NamedTuple):
     descriptors: tuple[int, ...]
     sizes: tuple[int, ...]  # integers that do not specialize the kernel
     special: tuple[int, ...]  # integers that specialize the kernel
+    tables: tuple[int, ...]  # NamedTuples of tensors
+    strides: tuple[int, ...]  # NamedTuples of integers that specialize the kernel
 
 
 class KernelLauncher:
     """A jitted kernel that is launched as in Triton, `kernel[grid](...)`, with an argument for every parameter.
 
+    An argument may be a NamedTuple, either of tensors or of integers. Triton specializes kernels on such integers, even
+    if the parameter is listed in `do_not_specialize`, so lengths are passed one by one.
     The first call of each kind goes through Triton. So do all calls under the interpreter, and on HIP, where Triton
     specializes kernels on more properties.
     """
@@ -89,6 +93,13 @@ class KernelLauncher:
             size = ordered[i]
             wide |= size >> 31
             key.append((size == 1, size % 16 == 0))
+        for i in signature.strides:
+            for size in ordered[i]:
+                wide |= size >> 31
+                key.append((size == 1, size % 16 == 0))
+        for i in signature.tables:
+            key += [(x.dtype, x.data_ptr() & 15 == 0) for x in ordered[i]]
+            ordered[i] = tuple([x.data_ptr() for x in ordered[i]])
         if wide:
             self.kernel[grid](*arguments, **named)
             return _record_launch(None)
@@ -115,6 +126,8 @@ class KernelLauncher:
                 found["descriptors"].append(param.num)
             elif type(x) is int:
                 found["sizes" if param.do_not_specialize else "special"].append(param.num)
+            elif isinstance(x, tuple):
+                found["tables" if isinstance(x[0], Tensor) else "strides"].append(param.num)
             elif type(x) is not float:
                 found["constants"].append(i)
         order = itemgetter(*[names.index(name) for name in self.kernel.arg_names])

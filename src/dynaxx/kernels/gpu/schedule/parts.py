@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions that find the tile of a program if long rows and columns are split (see `split`)."""
+"""Device functions that find a program's line of a layout, or its part of a split one (see `split`)."""
 
 from typing import Any, NamedTuple
 
@@ -8,6 +8,26 @@ import triton.language as tl
 
 WHOLE = tl.constexpr(-1)  # slot of a line that is not split
 NOTHING = tl.constexpr(-2)  # slot of a split line, whose parts are computed by other programs
+
+
+class LayoutRows(NamedTuple):
+    """The rows of kv blocks of a layout, or its columns of q blocks."""
+
+    tables: Any  # `LayoutTables`
+    capacity: Any  # entries; no helper reads beyond them
+    num_masks: Any
+    stride_b: Any  # by batch entry, in heads of the layout
+    stride_h: Any
+
+
+class Parts(NamedTuple):
+    """The parts of split lines, see `SplitLines`."""
+
+    p_parts: Any  # (parts, 3) int32: line, first entry, last entry + 1
+    number: Any
+    limit: Any  # most entries of a line that is not split
+    batch_copies: Any  # batch entries that each listed line stands for
+    head_copies: Any
 
 
 class QueryTile(NamedTuple):
@@ -47,13 +67,13 @@ def started_row(p_order, lead, rank, num_rows, ORDERED: tl.constexpr):
 
 @triton.jit
 def query_tile(
-    p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch, q_heads,
-    span, Q_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, HAS_PARTS: tl.constexpr,
+    p_order, layout, parts, seqlen_q, batch, q_heads, span,
+    Q_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, HAS_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Return the tile of a program: programs for parts come first, then one per tile of every row."""
     SPLIT_M: tl.constexpr = Q_BLOCK // BLOCK_M
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    part_programs = num_parts * batch_copies * head_copies * SPLIT_M
+    part_programs = parts.number * parts.batch_copies * parts.head_copies * SPLIT_M
     i_program = tl.maximum(tl.program_id(0) - part_programs, 0)
     i_head, i_tile = started_tile(i_program, q_blocks * SPLIT_M, batch * q_heads, span)
     i_h = (i_head % q_heads).to(tl.int64)
@@ -61,11 +81,11 @@ def query_tile(
     slot, first, last = WHOLE, 0, 0
     if HAS_PARTS:
         slot, part_b, part_h, part_row, part_tile, first, last = part_of(
-            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, q_heads, SPLIT_M
+            tl.program_id(0), parts, q_blocks, q_heads, SPLIT_M
         )
         i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
         i_tile = tl.where(slot >= 0, part_tile, i_tile)
-    lead = i_b * layout_stride_b + i_h * layout_stride_h
+    lead = i_b * layout.stride_b + i_h * layout.stride_h
     i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
     if HAS_PARTS:
         i_row = tl.where(slot >= 0, part_row, i_row)
@@ -74,20 +94,20 @@ def query_tile(
 
 
 @triton.jit
-def part_of(i_program, p_parts, num_parts, batch_copies, head_copies, num_lines, heads, TILES: tl.constexpr):
+def part_of(i_program, parts, num_lines, heads, TILES: tl.constexpr):
     """Return the part that a program computes a tile of; undefined values for other programs.
 
     Returns:
         slot, or WHOLE; batch entry, head, row (or column) and tile; first entry and last entry + 1 within the line.
     """
-    copies = batch_copies * head_copies
-    is_part = i_program < num_parts * copies * TILES
+    copies = parts.batch_copies * parts.head_copies
+    is_part = i_program < parts.number * copies * TILES
     slot = tl.where(is_part, i_program // TILES, 0)
-    p_part = p_parts + slot // copies * 3
+    p_part = parts.p_parts + slot // copies * 3
     line = tl.load(p_part)
-    line_heads = heads // head_copies
-    i_b = line // num_lines // line_heads + slot % copies // head_copies
-    i_h = line // num_lines % line_heads + slot % head_copies
+    line_heads = heads // parts.head_copies
+    i_b = line // num_lines // line_heads + slot % copies // parts.head_copies
+    i_h = line // num_lines % line_heads + slot % parts.head_copies
     slot = tl.where(is_part, slot, WHOLE)
     return slot, i_b, i_h, line % num_lines, i_program % TILES, tl.load(p_part + 1), tl.load(p_part + 2)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import transposed_arguments
@@ -21,13 +22,37 @@ from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
 from dynaxx.kernels.hopper.attention.config import backward_ending, backward_heads_together, tile_width
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
-from dynaxx.kernels.hopper.primitives.parts import ALL_ENTRIES, WHOLE, part_or_whole
+from dynaxx.kernels.hopper.primitives.parts import ALL_ENTRIES, WHOLE, part_or_whole, store_part
 from dynaxx.layout import BlockLayout
 
 SIZES = [
     "capacity", "num_masks", "seqlen_k", "q_blocks", "heads", "kv_heads", "group_size", "pieces", "together", "ending",
     *SPLIT_SIZES,
 ]  # fmt: skip
+
+
+class ColumnOutputs(NamedTuple):
+    """Where a program stores dk and dv."""
+
+    dk_desc: Any
+    dv_desc: Any
+    p_sums: Any  # (slots, 2, KV_BLOCK, D) fp32, for parts
+
+
+class Column(NamedTuple):
+    """The kv block that a program computes for a piece of a group, or a part of its entries."""
+
+    i_b: Any
+    i_piece: Any  # piece of a group, counted over all kv heads
+    i_col: Any
+    kv_blocks: Any
+    i_h: Any  # first q head of the piece
+    heads: Any  # q heads of the piece
+    first: Any  # first entry of a part
+    last: Any  # last entry of a part + 1
+    slot: Any  # slot of a part, WHOLE or NOTHING
+    i_hk: Any
+    first_head: Any  # like i_h, counted over the batch
 
 
 @gluon.jit
@@ -58,26 +83,23 @@ def heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces):
 
 
 @gluon.jit
-def read_column(
-    p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_h, i_col, kv_blocks,
-    first, last, before, HAS_PARTS: gl.constexpr,
-):  # fmt: skip
-    """Return first entry, number of entries and number of partial entries of a kv block of one head, and `before`.
+def read_column(layout, column, i_h, before, HAS_PARTS: gl.constexpr):
+    """Return first entry, number of entries and number of partial entries of a column in head i_h, and `before`.
 
-    All entries lie within `capacity`. With HAS_PARTS, only entries first .. last - 1 of the column count; `before`
-    counts the entries of earlier heads and is returned including this head's. The loads are not issued one head ahead,
+    All entries lie within the layout's capacity. With HAS_PARTS, only entries of the part count; `before` counts the
+    entries of earlier heads and is returned including this head's. The loads are not issued one head ahead,
     because triton 3.6's loop-aware CSE mistakes loads that a loop carries to its next iteration for invariant, and then
     uses the first head's number of partial blocks for all heads.
     """
-    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
-    p_column = p_indptr + lead * (kv_blocks + 1) + i_col
-    start = gl.minimum(gl.maximum(gl.load(p_column), 0), capacity)
-    count = gl.minimum(gl.maximum(gl.load(p_column + 1), start), capacity) - start
-    partial = gl.load(p_num_partial + lead * kv_blocks + i_col)
+    lead = (column.i_b * layout.stride_b + i_h * layout.stride_h).to(gl.int64)
+    p_column = layout.tables.p_indptr + lead * (column.kv_blocks + 1) + column.i_col
+    start = gl.minimum(gl.maximum(gl.load(p_column), 0), layout.capacity)
+    count = gl.minimum(gl.maximum(gl.load(p_column + 1), start), layout.capacity) - start
+    partial = gl.load(layout.tables.p_num_partial + lead * column.kv_blocks + column.i_col)
     partial = gl.minimum(gl.maximum(partial, 0), count)
     if HAS_PARTS:
-        begin = gl.minimum(gl.maximum(first - before, 0), count)
-        end = gl.minimum(gl.maximum(last - before, begin), count)
+        begin = gl.minimum(gl.maximum(column.first - before, 0), count)
+        end = gl.minimum(gl.maximum(column.last - before, begin), count)
         before += count
         start += begin
         count = end - begin
@@ -87,19 +109,43 @@ def read_column(
 
 @gluon.jit
 def column_or_part(
-    i_program, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
-    layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS: gl.constexpr,
-):  # fmt: skip
-    """Return the column or part of a program, like `part_or_whole`; programs for parts come first."""
-    i_whole = i_program - num_parts * batch_copies * head_copies
-    i_b, i_hk, i_col = column_of(i_whole, kv_blocks, heads, kv_heads, together, ending)
+    i_program, layout, parts, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS: gl.constexpr
+):
+    """Return the `Column` of a program, or its part of one; programs for parts come first."""
+    i_whole = i_program - parts.number * parts.batch_copies * parts.head_copies
+    i_b, i_piece, i_col = column_of(i_whole, kv_blocks, heads, kv_heads, together, ending)
     first, last, slot = 0, ALL_ENTRIES, WHOLE
     if HAS_PARTS:
-        i_b, i_hk, i_col, first, last, slot = part_or_whole(
-            i_program, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
-            p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size // pieces,
-        )  # fmt: skip
-    return i_b, i_hk, i_col, first, last, slot
+        i_b, i_piece, i_col, first, last, slot = part_or_whole(
+            i_program, i_b, i_piece, i_col, layout, parts, kv_blocks, kv_heads, group_size // pieces
+        )
+    i_hk, i_h, group_heads, first_head = heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces)
+    return Column(
+        i_b=i_b, i_piece=i_piece, i_hk=i_hk, i_h=i_h, heads=group_heads, first_head=first_head,
+        i_col=i_col, kv_blocks=kv_blocks, first=first, last=last, slot=slot,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_columns(
+    dk, dv, outputs, fed, column, scale, CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, HAS_PARTS: gl.constexpr
+):
+    """Store dk and dv of 64 keys through the buffers of k and v, which are not read again."""
+    ROWS: gl.constexpr = dk.shape[0]
+    D: gl.constexpr = dk.shape[1]
+    fed.k.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(outputs.dk_desc.dtype))
+    fed.v.index(CONSUMER).reshape([ROWS, D]).store(dv.to(outputs.dk_desc.dtype))
+    fence_async_shared()
+    i_col = column.i_col
+    if HAS_PARTS:
+        if column.slot >= 0:
+            store_part(outputs.p_sums, column.slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
+            store_part(outputs.p_sums, column.slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
+        i_col = gl.where(column.slot == WHOLE, i_col, column.kv_blocks)  # past the end, where TMA stores nothing
+    at = [column.i_b, column.i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
+    tma.async_copy_shared_to_global(outputs.dk_desc, at, fed.k.index(CONSUMER))
+    tma.async_copy_shared_to_global(outputs.dv_desc, at, fed.v.index(CONSUMER))
+    tma.store_wait(0)
 
 
 class ColumnKernel(NamedTuple):

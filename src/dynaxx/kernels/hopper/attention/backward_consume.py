@@ -7,17 +7,14 @@ full[stage]: q, do, lse, delta -> scores.T = k q.T, dp.T = v do.T -> weights, ds
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.attention.backward_columns import read_column
+from dynaxx.kernels.hopper.attention.backward_columns import read_column, store_columns
 from dynaxx.kernels.hopper.attention.backward_produce import FIELDS, RING
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
-from dynaxx.kernels.hopper.primitives.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.primitives.signals import get, none
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, where_seen
@@ -52,8 +49,7 @@ def keep(
 
 @gluon.jit
 def _consume_tiles(
-    dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
-    p_bits, scale_log2, cap_rate, done, begin, end,
+    dk, dv, fed, p_bits, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add the contributions of tiles begin .. end - 1 of a head to dk and dv."""
@@ -64,77 +60,57 @@ def _consume_tiles(
     for i_tile in range(begin, end):
         i = done + i_tile
         stage = i % STAGES
-        k = k_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
-        v = v_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
-        q = q_buffers.index(stage).reshape([ROWS, D])
-        do = do_buffers.index(stage).reshape([ROWS, D])
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        k = fed.k.index(CONSUMER + none(i)).reshape([ROWS, D])
+        v = fed.v.index(CONSUMER + none(i)).reshape([ROWS, D])
+        q = fed.q.index(stage).reshape([ROWS, D])
+        do = fed.do.index(stage).reshape([ROWS, D])
+        mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
         s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-        lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
+        lse = fed.stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
-            weights = keep(weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
+            weights = keep(weights, fed.numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
         weights = sloped(weights, scores, cap_rate)
-        delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
+        delta = fed.stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
         dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(fed.empty.index(stage), count=1)
     return dk, dv
 
 
 @gluon.jit
 def consume(
-    columns, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    outputs, fed, layout, column, scale, scale_log2, cap_rate,
+    CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv for 64 keys of a kv block."""
-    (
-        dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
-        kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale, scale_log2, cap_rate,
-    ) = columns  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
-    D: gl.constexpr = dk_desc.block_type.shape[3]
+    D: gl.constexpr = outputs.dk_desc.block_type.shape[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
     dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(fed.kv_full.index(0), 0)
     done = 0
     before = 0
-    for i_group in range(group_heads):
-        _, count, partial, before = read_column(
-            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
-            i_b, i_h + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
-        )  # fmt: skip
+    p_bits = layout.tables.p_bits
+    for i_group in range(column.heads):
+        _, count, partial, before = read_column(layout, column, column.i_h + i_group, before, HAS_PARTS)
         dk, dv = _consume_tiles(
-            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
-            p_bits, scale_log2, cap_rate, done, 0, partial * SPLIT,
+            dk, dv, fed, p_bits, scale_log2, cap_rate, done, 0, partial * SPLIT,
             True, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         dk, dv = _consume_tiles(
-            dk, dv, q_buffers, do_buffers, k_buffers, v_buffers, full, empty, numbers, stats,
-            p_bits, scale_log2, cap_rate, done, partial * SPLIT, count * SPLIT,
+            dk, dv, fed, p_bits, scale_log2, cap_rate, done, partial * SPLIT, count * SPLIT,
             False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
         )  # fmt: skip
         done += count * SPLIT
-    # k and v are not read again, so their buffers can hold the results
-    k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
-    v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
-    fence_async_shared()
-    if HAS_PARTS:
-        if slot >= 0:
-            store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
-            store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
-        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA stores nothing
-    at = [i_b, i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
-    tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
-    tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))
-    tma.store_wait(0)
+    store_columns(dk, dv, outputs, fed, column, scale, CONSUMER, KV_BLOCK, HAS_PARTS)

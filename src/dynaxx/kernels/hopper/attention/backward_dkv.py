@@ -17,10 +17,11 @@ from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part, heads_of_piece
+from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
+from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, ColumnOutputs, column_or_part
 from dynaxx.kernels.hopper.attention.backward_consume import consume
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256 import WIDE
-from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
+from dynaxx.kernels.hopper.attention.backward_produce import ProducerArguments, fed_by, produce
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
 from dynaxx.kernels.hopper.attention.config import backward_pieces, backward_stages, tile_width
 from dynaxx.layout import BlockLayout
@@ -32,7 +33,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
     p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
-    p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    tables,  # `LayoutTables` of the transposed layout
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
     seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
@@ -41,36 +42,33 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b, i_piece, i_col, first, last, slot = column_or_part(
-        gl.program_id(0), p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
-        layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS,
-    )  # fmt: skip
-    i_hk, i_h, group_heads, first_head = heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces)
-    p_lse += first_head.to(gl.int64) * q_blocks * Q_BLOCK
-    p_delta += first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
+    column = column_or_part(
+        gl.program_id(0), layout, parts, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS
+    )
+    p_lse += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    p_delta += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
 
     fed = fed_by(q_desc, do_desc, k_desc, v_desc, CONSUMERS, STAGES, CONSUMERS)
-    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
-    columns = (
-        dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats,
-        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
-        kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale, scale_log2, cap_rate,
-    )  # fmt: skip
-    blocks = (
-        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
-        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, i_h, group_heads,
-        first, last,
-    )  # fmt: skip
+    outputs = ColumnOutputs(dk_desc, dv_desc, p_sums)
+    given = ProducerArguments(q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (columns, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
-            (consume, (columns, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
-            (produce, (blocks, 0, 2, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
+            (consume, (
+                outputs, fed, layout, column, scale, scale_log2, cap_rate, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS
+            )),
+            (consume, (
+                outputs, fed, layout, column, scale, scale_log2, cap_rate, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS
+            )),
+            (produce, (given, layout, column, q_blocks, 0, 2, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (columns, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
-            (produce, (blocks, 0, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
+            (consume, (
+                outputs, fed, layout, column, scale, scale_log2, cap_rate, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS
+            )),
+            (produce, (given, layout, column, q_blocks, 0, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 

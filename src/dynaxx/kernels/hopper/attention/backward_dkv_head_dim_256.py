@@ -15,15 +15,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part, heads_of_piece
+from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
+from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256_consume import (
     LINES,
     LINES_LAYOUT,
     SLOTS,
+    SharedWeights,
     consume_dk,
     consume_dv,
 )
-from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
+from dynaxx.kernels.hopper.attention.backward_produce import ProducerArguments, fed_by, produce
 from dynaxx.kernels.hopper.attention.config import backward_stages
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.primitives.signals import barriers
@@ -38,7 +40,7 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
     p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
-    p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    tables,  # `LayoutTables` of the transposed layout
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
     seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
@@ -48,40 +50,28 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     PIECES: gl.constexpr = KV_BLOCK // ROWS  # programs per kv block
     first_key = gl.program_id(0) % PIECES * ROWS
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b, i_piece, i_col, first, last, slot = column_or_part(
-        gl.program_id(0) // PIECES, p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity,
-        layout_stride_b, layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS,
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
+    column = column_or_part(
+        gl.program_id(0) // PIECES, layout, parts, kv_blocks, heads, kv_heads, group_size, pieces, together, ending,
+        HAS_PARTS,
     )  # fmt: skip
-    i_hk, i_h, group_heads, first_head = heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces)
-    p_lse += first_head.to(gl.int64) * q_blocks * Q_BLOCK
-    p_delta += first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    p_lse += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    p_delta += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
 
     fed = fed_by(q_desc, do_desc, k_desc, v_desc, 1, STAGES, CONSUMERS)
-    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
     weight_buffers = gl.allocate_shared_memory(gl.float32, [SLOTS, LINES, 32], LINES_LAYOUT)
-    weights_full = barriers(SLOTS, 1)
-    weights_empty = barriers(SLOTS, 1)
-    blocks = (
-        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
-        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, i_h, group_heads,
-        first, last,
-    )  # fmt: skip
+    weights = SharedWeights(weight_buffers, barriers(SLOTS, 1), barriers(SLOTS, 1))
+    given = ProducerArguments(q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta)
     gl.warp_specialize([
         (consume_dv, (
-            dv_desc, q_buffers, do_buffers, k_buffers, weight_buffers,
-            kv_full, full, empty, weights_full, weights_empty, numbers, stats,
-            p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col, first_key,
-            kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale_log2, cap_rate,
+            dv_desc, p_sums, fed, weights, layout, column, first_key, scale_log2, cap_rate,
             Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
         )),
         (consume_dk, (
-            dk_desc, q_buffers, do_buffers, v_buffers, weight_buffers,
-            kv_full, full, empty, weights_full, weights_empty, stats,
-            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col, first_key,
-            kv_blocks, i_h, group_heads, first, last, slot, p_sums, scale,
-            Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+            dk_desc, p_sums, fed, weights, layout, column, first_key, scale, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS
         )),
-        (produce, (blocks, first_key, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
+        (produce, (given, layout, column, q_blocks, first_key, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 

@@ -20,15 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argument
 from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts
-from dynaxx.kernels.hopper.attention.backward_dq_consume import FIELDS, consume
+from dynaxx.kernels.hopper.attention.backward_dq_consume import FIELDS, DqBuffers, DqRow, consume
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
 from dynaxx.kernels.hopper.attention.config import backward_dq_stages, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.attention.forward_produce import band_of
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
-from dynaxx.kernels.hopper.primitives.parts import row_part
+from dynaxx.kernels.hopper.primitives.parts import read_row, row_or_part
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers, put
 from dynaxx.layout import BlockLayout
 
@@ -37,48 +38,48 @@ SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "g
 
 @gluon.jit
 def _produce(
-    blocks, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
+    given, buffers, layout, row, seqlen_k, group_size,
+    CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load q and do of each consumer, then the tiles of the row.
+    """Load q and do of each consumer, then the row.tiles of the row.
 
     If seqlen_k cuts the last full block (`tail`), that block comes first, because it needs a mask. Then follow the
     partial blocks, then full blocks without masks.
     """
-    (
-        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
-        v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row, start, count, tail, masked, tiles,
-        seqlen_k, group_size,
-    ) = blocks  # fmt: skip
+    q_desc, do_desc, k_desc, v_desc = given
+    numbers = buffers.numbers
     SPLIT: gl.constexpr = KV_BLOCK // ROWS
-    mbarrier.expect(q_full.index(0), 2 * CONSUMERS * q_desc.block_type.nbytes)
+    mbarrier.expect(buffers.q_full.index(0), 2 * CONSUMERS * q_desc.block_type.nbytes)
     for u in gl.static_range(CONSUMERS):
-        at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
-        tma.async_copy_global_to_shared(q_desc, at, q_full.index(0), q_buffers.index(u))
-        tma.async_copy_global_to_shared(do_desc, at, q_full.index(0), do_buffers.index(u))
-    i_hk = i_h // group_size
-    for i in range(tiles):
+        at = [row.i_b, row.i_h + u * STEP_HEADS, row.i_row * Q_BLOCK + u * STEP_ROWS, 0]
+        tma.async_copy_global_to_shared(q_desc, at, buffers.q_full.index(0), buffers.q.index(u))
+        tma.async_copy_global_to_shared(do_desc, at, buffers.q_full.index(0), buffers.do.index(u))
+    i_hk = row.i_h // group_size
+    for i in range(row.tiles):
         stage = i % K_STAGES
         position = i // SPLIT
         part = i % SPLIT * ROWS
-        entry = start + gl.where((tail == 1) & (position == 0), count - 1, position - tail)
-        first_key = gl.load(p_indices + entry) * KV_BLOCK + part
-        mbarrier.wait(k_empty.index(stage), ((i // K_STAGES) & 1) ^ 1)
-        if i < masked:
-            lo, hi, code = band_of(p_bands, num_masks, gl.load(p_codes + entry))
+        entry = row.start + gl.where((row.tail == 1) & (position == 0), row.count - 1, position - row.tail)
+        first_key = gl.load(layout.tables.p_indices + entry) * KV_BLOCK + part
+        mbarrier.wait(buffers.k_empty.index(stage), ((i // K_STAGES) & 1) ^ 1)
+        if i < row.masked:
+            lo, hi, code = band_of(layout, gl.load(layout.tables.p_codes + entry))
             # distances are query - key, and the tile's keys begin at `part`
             put(numbers, stage * FIELDS, gl.where(lo > hi, 1, lo + part))
             put(numbers, stage * FIELDS + 1, gl.where(lo > hi, 0, hi + part))
             put(numbers, stage * FIELDS + 2, seqlen_k - first_key)
             put(numbers, stage * FIELDS + 3, code)
             gl.thread_barrier()
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [i_b, i_hk, first_key, 0], k_full.index(stage), k_buffers.index(stage))
-        v_stage = i % V_STAGES
-        mbarrier.wait(v_empty.index(v_stage), ((i // V_STAGES) & 1) ^ 1)
-        mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+        mbarrier.expect(buffers.k_full.index(stage), k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
-            v_desc, [i_b, i_hk, first_key, 0], v_full.index(v_stage), v_buffers.index(v_stage)
+            k_desc, [row.i_b, i_hk, first_key, 0], buffers.k_full.index(stage), buffers.k.index(stage)
+        )
+        v_stage = i % V_STAGES
+        mbarrier.wait(buffers.v_empty.index(v_stage), ((i // V_STAGES) & 1) ^ 1)
+        mbarrier.expect(buffers.v_full.index(v_stage), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            v_desc, [row.i_b, i_hk, first_key, 0], buffers.v_full.index(v_stage), buffers.v.index(v_stage)
         )
 
 
@@ -88,7 +89,8 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
     p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
-    p_order, p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    p_order,
+    tables,  # `LayoutTables`
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
     seqlen_q, seqlen_k, batch, q_heads, group_size, scale, scale_log2, cap_rate,
@@ -101,36 +103,15 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1
     units = q_heads // HEADS
     q_blocks = (seqlen_q + Q_BLOCK - 1) // Q_BLOCK
-    i_program = gl.program_id(0) - num_parts * batch_copies * head_copies  # parts come first
-    i_unit = gl.maximum(i_program, 0)
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
+    i_unit = gl.maximum(gl.program_id(0) - num_parts * batch_copies * head_copies, 0)  # parts come first
     i_h, i_b, rank = i_unit % units * HEADS, i_unit // units % batch, i_unit // (units * batch)
+    unit = row_or_part(gl.program_id(0), i_b, i_h, parts, q_blocks, units, HEADS, HAS_PARTS)
+    i_row, start, count, partial = read_row(unit, rank, p_order, layout, limit, q_blocks, ORDERED, HAS_PARTS)
     part = -1
-    first, last = 0, 0
     if HAS_PARTS:
-        is_part, part_b, part_unit, part_row, first, last = row_part(
-            gl.program_id(0), p_parts, num_parts, batch_copies, head_copies, q_blocks, units
-        )
-        i_h = gl.where(is_part, part_unit * HEADS, i_h)
-        i_b = gl.where(is_part, part_b, i_b)
-        part = gl.where(is_part, gl.program_id(0), -1)
-    lead = (i_b * layout_stride_b + i_h * layout_stride_h).to(gl.int64)
-    i_row = q_blocks - 1 - rank  # longest rows first, under a causal mask
-    if ORDERED:
-        i_row = gl.minimum(gl.maximum(gl.load(p_order + lead * q_blocks + rank), 0), q_blocks - 1)
-    if HAS_PARTS:
-        i_row = gl.where(part >= 0, part_row, i_row)
-    p_row = p_indptr + lead * (q_blocks + 1) + i_row
-    start = gl.minimum(gl.maximum(gl.load(p_row), 0), capacity)
-    count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), capacity) - start
-    partial = gl.minimum(gl.maximum(gl.load(p_num_partial + lead * q_blocks + i_row), 0), count)
-    if HAS_PARTS:
-        split = (count > limit) & (part < 0)
-        first = gl.where(part >= 0, gl.minimum(first, count), 0)
-        last = gl.where(part >= 0, gl.minimum(last, count), gl.where(split, 0, count))
-        start += first
-        count = last - first
-        partial = gl.minimum(gl.maximum(partial - first, 0), count)
-        i_row = gl.where(split, q_blocks, i_row)  # past the end, where nothing is stored
+        part = gl.where(unit.is_part, gl.program_id(0), -1)
     tail = gl.where((count > partial) & (seqlen_k % KV_BLOCK != 0), 1, 0)
     masked = (tail + partial) * SPLIT
     tiles = count * SPLIT
@@ -147,26 +128,35 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     k_empty = barriers(K_STAGES, CONSUMERS)
     v_full = barriers(V_STAGES, 1)
     v_empty = barriers(V_STAGES, CONSUMERS)
-    rows = (
-        dq_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty,
-        p_lse, p_delta, p_bits, p_sums, part, i_b, i_h, i_row, q_blocks, q_heads, masked, tiles,
-        scale, scale_log2, cap_rate,
-    )  # fmt: skip
-    blocks = (
-        q_desc, do_desc, k_desc, v_desc, q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty,
-        v_full, v_empty, p_indices, p_codes, p_bands, num_masks, i_b, i_h, i_row, start, count, tail, masked, tiles,
-        seqlen_k, group_size,
-    )  # fmt: skip
+    buffers = DqBuffers(q_buffers, do_buffers, k_buffers, v_buffers, numbers, q_full, k_full, k_empty, v_full, v_empty)
+    row = DqRow(unit.i_b, unit.i_h, i_row, start, count, tail, masked, tiles, part)
+    given = (q_desc, do_desc, k_desc, v_desc)
+    outputs = (dq_desc, p_sums)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (rows, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
-            (consume, (rows, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
-            (_produce, (blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES)),
+            (consume, (
+                outputs, buffers, row, p_lse, p_delta, tables.p_bits, q_blocks, q_heads, scale, scale_log2, cap_rate,
+                0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS,
+            )),
+            (consume, (
+                outputs, buffers, row, p_lse, p_delta, tables.p_bits, q_blocks, q_heads, scale, scale_log2, cap_rate,
+                1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS,
+            )),
+            (_produce, (
+                given, buffers, layout, row, seqlen_k, group_size,
+                2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+            )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (rows, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS)),
-            (_produce, (blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES)),
+            (consume, (
+                outputs, buffers, row, p_lse, p_delta, tables.p_bits, q_blocks, q_heads, scale, scale_log2, cap_rate,
+                0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS,
+            )),
+            (_produce, (
+                given, buffers, layout, row, seqlen_k, group_size,
+                1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+            )),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 

@@ -18,9 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, column_or_part, heads_of_piece
-from dynaxx.kernels.hopper.attention.backward_fused_consume import consume
-from dynaxx.kernels.hopper.attention.backward_produce import fed_by, produce
+from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
+from dynaxx.kernels.hopper.attention.backward_columns import SIZES, ColumnKernel, ColumnOutputs, column_or_part
+from dynaxx.kernels.hopper.attention.backward_fused_consume import FusedBuffers, consume
+from dynaxx.kernels.hopper.attention.backward_produce import ProducerArguments, fed_by, produce
 from dynaxx.kernels.hopper.attention.config import fused_stages, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows
@@ -36,7 +37,7 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     do_desc, q_desc, k_desc, v_desc, dk_desc, dv_desc,
     p_lse,  # (B, Hq, q_blocks * Q_BLOCK) fp32, base 2, inf for rows without weights
     p_delta,  # (B, Hq, q_blocks * Q_BLOCK) fp32, 0 for rows without weights
-    p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    tables,  # `LayoutTables` of the transposed layout
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, num_parts, limit, batch_copies, head_copies,
     seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
@@ -46,44 +47,42 @@ def _sparse_attention_hopper_bwd_fused_kernel(
 ):  # fmt: skip
     KV_BLOCK: gl.constexpr = CONSUMERS * ROWS
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
-    i_b, i_piece, i_col, first, last, slot = column_or_part(
-        gl.program_id(0), p_parts, num_parts, limit, batch_copies, head_copies, p_indptr, capacity, layout_stride_b,
-        layout_stride_h, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS,
-    )  # fmt: skip
-    keys_there = seqlen_k - i_col * KV_BLOCK
-    i_hk, i_h, group_heads, first_head = heads_of_piece(i_b, i_piece, kv_heads, group_size, pieces)
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
+    column = column_or_part(
+        gl.program_id(0), layout, parts, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS
+    )
+    keys_there = seqlen_k - column.i_col * KV_BLOCK
     D: gl.constexpr = q_desc.block_type.shape[3]
-    first_tile = first_head * q_blocks * (Q_BLOCK // ROWS)
-    p_lse += first_head.to(gl.int64) * q_blocks * Q_BLOCK
-    p_delta += first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    first_tile = column.first_head * q_blocks * (Q_BLOCK // ROWS)
+    p_lse += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
+    p_delta += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
 
     SLOTS: gl.constexpr = 2 if AHEAD else 4  # tiles of ds in shared memory, until both consumers have read them
     fed = fed_by(q_desc, do_desc, k_desc, v_desc, CONSUMERS, STAGES, CONSUMERS)
-    q_buffers, do_buffers, k_buffers, v_buffers, kv_full, full, empty, numbers, stats = fed
     ds_buffers = gl.allocate_shared_memory(
         q_desc.dtype, [SLOTS * CONSUMERS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2)
     )
     dq_buffers = gl.allocate_shared_memory(
         gl.float32, [CONSUMERS, 1, 1, ROWS * D // (CONSUMERS * 32), 32], sums_desc.layout
     )
-    kv_read = barriers(1, CONSUMERS)
-    ds_full = barriers(SLOTS, CONSUMERS)
-    columns = (
-        sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-        kv_full, kv_read, full, empty, ds_full, numbers, stats,
-        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
-        kv_blocks, first_tile, i_h, group_heads, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
-    )  # fmt: skip
-    blocks = (
-        q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta, p_indptr, p_num_partial, p_indices, p_codes, p_bands,
-        capacity, num_masks, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, q_blocks, i_h, group_heads,
-        first, last,
-    )  # fmt: skip
+    shared = FusedBuffers(sums_desc, ds_buffers, dq_buffers, barriers(1, CONSUMERS), barriers(SLOTS, CONSUMERS))
+    outputs = ColumnOutputs(dk_desc, dv_desc, p_sums)
+    given = ProducerArguments(q_desc, do_desc, k_desc, v_desc, fed, p_lse, p_delta)
     cut = keys_there < KV_BLOCK
     gl.warp_specialize([
-        (consume, (columns, CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD)),
-        (consume, (columns, CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD)),
-        (produce, (blocks, 0, CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD, cut, last_first)),
+        (consume, (
+            outputs, shared, fed, layout, column, first_tile, keys_there, scale, scale_log2, cap_rate,
+            CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
+        )),
+        (consume, (
+            outputs, shared, fed, layout, column, first_tile, keys_there, scale, scale_log2, cap_rate,
+            CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
+        )),
+        (produce, (
+            given, layout, column, q_blocks, 0,
+            CONSUMERS, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD, cut, last_first,
+        )),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 

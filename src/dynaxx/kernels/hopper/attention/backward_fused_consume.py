@@ -16,6 +16,8 @@ If the end of the keys cuts a block, all of its tiles are masked. Keys past the 
 much lower, the weights of these keys overflow, and inf times a key of zeros would make dq NaN.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,27 +28,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dynaxx.kernels.hopper.attention.backward_columns import read_column
+from dynaxx.kernels.hopper.attention.backward_columns import read_column, store_columns
 from dynaxx.kernels.hopper.attention.backward_consume import keep
 from dynaxx.kernels.hopper.attention.backward_produce import FIELDS, NOWHERE, RING
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
-from dynaxx.kernels.hopper.primitives.parts import WHOLE, store_part
 from dynaxx.kernels.hopper.primitives.signals import add_tile, get, none
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 
 
+class FusedBuffers(NamedTuple):
+    """What the two consumers share, and where they add dq."""
+
+    sums_desc: Any
+    ds_buffers: Any
+    dq_buffers: Any  # a tile of dq per consumer, on its way to the sums
+    kv_read: Any
+    ds_full: Any
+
+
 @gluon.jit
-def _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+def _start_dq(fed, shared, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
     """Start this consumer's columns of dq for tile i - 1, once the other's ds is ready; for tile -1, on any memory."""
-    D: gl.constexpr = k_buffers.shape[4]
+    D: gl.constexpr = fed.k.shape[4]
     SHARE: gl.constexpr = D // CONSUMERS
-    SLOTS: gl.constexpr = ds_full.shape[0]
+    SLOTS: gl.constexpr = shared.ds_full.shape[0]
     slot = (i + SLOTS - 1) % SLOTS
-    mbarrier.wait(ds_full.index(slot), ((i + SLOTS - 1) // SLOTS + 1) & 1)
+    mbarrier.wait(shared.ds_full.index(slot), ((i + SLOTS - 1) // SLOTS + 1) & 1)
     dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
     for u in gl.static_range(CONSUMERS):
-        k = k_buffers.index(u + none(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
-        ds = ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
+        k = fed.k.index(u + none(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        ds = shared.ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
         dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
     return dq
 
@@ -58,20 +69,20 @@ def _tile_before(numbers, i):
 
 
 @gluon.jit
-def _add_dq(dq, sums_desc, dq_buffer, tile, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+def _add_dq(dq, shared, tile, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
     """Add an unscaled tile of dq to the sums, in the order described in `backward_rows`."""
-    LINES: gl.constexpr = dq_buffer.shape[2]
+    LINES: gl.constexpr = shared.dq_buffers.shape[3]
+    dq_buffer = shared.dq_buffers.index(CONSUMER)
     tma.store_wait(0)
     by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
     dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
     fence_async_shared()
-    add_tile(sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
+    add_tile(shared.sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
 
 
 @gluon.jit
 def _consume_tiles(
-    dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers, full, empty,
-    ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, cap_rate, done, begin, end,
+    dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -80,23 +91,22 @@ def _consume_tiles(
     D: gl.constexpr = dk.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    SLOTS: gl.constexpr = ds_full.shape[0]
-    dq_buffer = dq_buffers.index(CONSUMER)
+    SLOTS: gl.constexpr = shared.ds_full.shape[0]
     for i_tile in range(begin, end):
         i = done + i_tile
         stage = i % STAGES
-        k = k_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
-        v = v_buffers.index(CONSUMER + none(i)).reshape([ROWS, D])
-        q = q_buffers.index(stage).reshape([ROWS, D])
-        do = do_buffers.index(stage).reshape([ROWS, D])
+        k = fed.k.index(CONSUMER + none(i)).reshape([ROWS, D])
+        v = fed.v.index(CONSUMER + none(i)).reshape([ROWS, D])
+        q = fed.q.index(stage).reshape([ROWS, D])
+        do = fed.do.index(stage).reshape([ROWS, D])
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
         if not AHEAD:
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)
             s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
         if AHEAD:
-            dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
-        lse = stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
+            dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
+        lse = fed.stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         if not AHEAD:
             scores = warpgroup_mma_wait(1, deps=[s_token])
         scores = capped(scores, cap_rate)
@@ -104,100 +114,80 @@ def _consume_tiles(
         if MASKED:
             part = i_tile % SPLIT * ROWS
             weights = keep(
-                weights, numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK, keys_there
+                weights, fed.numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK, keys_there
             )
-        delta = stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
+        delta = fed.stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         weights = sloped(weights, scores, cap_rate)
         if AHEAD:
-            mbarrier.wait(full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1)
-            q_next = q_buffers.index((i + 1) % STAGES).reshape([ROWS, D])
+            mbarrier.wait(fed.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1)
+            q_next = fed.q.index((i + 1) % STAGES).reshape([ROWS, D])
             s_token = warpgroup_mma(k, q_next.permute((1, 0)), zero, use_acc=False, is_async=True)
             dp, dq = warpgroup_mma_wait(1, deps=[dp_token, dq_token])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
         slot = i % SLOTS
-        ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
+        shared.ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(slot), count=1)
+        mbarrier.arrive(shared.ds_full.index(slot), count=1)
         dv_token = warpgroup_mma(p, do, dv, is_async=True)
         if AHEAD:
             dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-            _add_dq(dq, sums_desc, dq_buffer, first_tile + _tile_before(numbers, i), CONSUMERS, CONSUMER)
+            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
             dv, dk, scores = warpgroup_mma_wait(0, deps=[dv_token, dk_token, s_token])
         else:
-            dq_token = _start_dq(k_buffers, ds_buffers, ds_full, i, CONSUMERS, CONSUMER)
+            dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
             dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-            _add_dq(dq, sums_desc, dq_buffer, first_tile + _tile_before(numbers, i), CONSUMERS, CONSUMER)
+            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
             dk = warpgroup_mma_wait(0, deps=[dk_token])
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(fed.empty.index(stage), count=1)
     return dk, dv, scores
 
 
 @gluon.jit
 def consume(
-    columns, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    outputs, shared, fed, layout, column, first_tile, keys_there, scale, scale_log2, cap_rate,
+    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv for 64 keys of a kv block, and this consumer's columns of the block's contribution to dq."""
-    (
-        sums_desc, dk_desc, dv_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-        kv_full, kv_read, full, empty, ds_full, numbers, stats,
-        p_indptr, p_num_partial, p_bits, capacity, layout_stride_b, layout_stride_h, i_b, i_piece, i_col,
-        kv_blocks, first_tile, i_h, group_heads, first, last, slot, keys_there, p_sums, scale, scale_log2, cap_rate,
-    ) = columns  # fmt: skip
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
-    D: gl.constexpr = dk_desc.block_type.shape[3]
+    D: gl.constexpr = outputs.dk_desc.block_type.shape[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
     dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(fed.kv_full.index(0), 0)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     scores = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     if AHEAD:
-        mbarrier.wait(full.index(0), 0)
-        k = k_buffers.index(CONSUMER).reshape([ROWS, D])
-        q = q_buffers.index(0).reshape([ROWS, D])
+        mbarrier.wait(fed.full.index(0), 0)
+        k = fed.k.index(CONSUMER).reshape([ROWS, D])
+        q = fed.q.index(0).reshape([ROWS, D])
         s_token = warpgroup_mma(k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[s_token])
     done = 0
     before = 0
-    for i_group in range(group_heads):
-        _, count, partial, before = read_column(
-            p_indptr, p_num_partial, capacity, layout_stride_b, layout_stride_h,
-            i_b, i_h + i_group, i_col, kv_blocks, first, last, before, HAS_PARTS,
-        )  # fmt: skip
+    p_bits = layout.tables.p_bits
+    for i_group in range(column.heads):
+        _, count, partial, before = read_column(layout, column, column.i_h + i_group, before, HAS_PARTS)
         if keys_there < KV_BLOCK:
             partial = count
         dk, dv, scores = _consume_tiles(
-            dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
+            dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
             0, partial * SPLIT, True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         dk, dv, scores = _consume_tiles(
-            dk, dv, scores, sums_desc, q_buffers, do_buffers, k_buffers, v_buffers, ds_buffers, dq_buffers,
-            full, empty, ds_full, numbers, stats, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
+            dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
             partial * SPLIT, count * SPLIT, False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
         )  # fmt: skip
         done += count * SPLIT
-    dq_token = _start_dq(k_buffers, ds_buffers, ds_full, done, CONSUMERS, CONSUMER)
+    dq_token = _start_dq(fed, shared, done, CONSUMERS, CONSUMER)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
-    tile = first_tile + _tile_before(numbers, done)
-    _add_dq(dq, sums_desc, dq_buffers.index(CONSUMER), tile, CONSUMERS, CONSUMER)
-    mbarrier.arrive(kv_read.index(0), count=1)
-    mbarrier.wait(kv_read.index(0), 0)
-    # no consumer reads k and v again, so their buffers can hold the results
-    k_buffers.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(dk_desc.dtype))
-    v_buffers.index(CONSUMER).reshape([ROWS, D]).store(dv.to(dk_desc.dtype))
-    fence_async_shared()
-    if HAS_PARTS:
-        if slot >= 0:
-            store_part(p_sums, slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
-            store_part(p_sums, slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
-        i_col = gl.where(slot == WHOLE, i_col, kv_blocks)  # past the end, where TMA stores nothing
-    at = [i_b, i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
-    tma.async_copy_shared_to_global(dk_desc, at, k_buffers.index(CONSUMER))
-    tma.async_copy_shared_to_global(dv_desc, at, v_buffers.index(CONSUMER))
-    tma.store_wait(0)
+    tile = first_tile + _tile_before(fed.numbers, done)
+    _add_dq(dq, shared, tile, CONSUMERS, CONSUMER)
+    mbarrier.arrive(shared.kv_read.index(0), count=1)
+    mbarrier.wait(shared.kv_read.index(0), 0)
+    # now no consumer reads k and v again
+    store_columns(dk, dv, outputs, fed, column, scale, CONSUMER, KV_BLOCK, HAS_PARTS)

@@ -20,15 +20,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.device import processors
-from dynaxx.kernels.gpu.runtime.arguments import mask_arguments, order_argument, positive_scale
+from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argument, positive_scale
 from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, of_columns
 from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step, tile_width
-from dynaxx.kernels.hopper.attention.forward_consume import ROWS, arrivals, consume
+from dynaxx.kernels.hopper.attention.forward_consume import ROWS, ConsumerArguments, arrivals, consume
 from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
-from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS, produce
+from dynaxx.kernels.hopper.attention.forward_produce import (
+    FIELDS,
+    ROW_FIELDS,
+    ForwardBuffers,
+    ForwardInputs,
+    ForwardSizes,
+    produce,
+)
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
 from dynaxx.kernels.sinks import include_sinks
@@ -42,7 +50,7 @@ SIZES = ["capacity", "num_masks", "seqlen_q", "seqlen_k", "batch", "q_heads", "g
 @gluon.jit(do_not_specialize=[*SIZES, *SPLIT_SIZES])
 def _sparse_attention_hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, p_out, p_lse, p_order,
-    p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands,
+    tables,  # `LayoutTables`
     capacity, num_masks, layout_stride_b, layout_stride_h,
     p_parts, p_sums, p_sums_lse, num_parts, limit, batch_copies, head_copies,
     seqlen_q, seqlen_k, batch, q_heads, group_size, together, scale_log2, cap_rate,
@@ -52,6 +60,8 @@ def _sparse_attention_hopper_fwd_kernel(
     HAS_PARTS: gl.constexpr,
     E: gl.constexpr,
 ):  # fmt: skip
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
     BLOCKS: gl.constexpr = (STEP + KV_BLOCK - 1) // KV_BLOCK
     SLOTS: gl.constexpr = 2 if q_desc.block_type.shape[3] <= 128 else 1  # rows of q that fit into shared memory
     part_units = num_parts * batch_copies * head_copies
@@ -79,29 +89,31 @@ def _sparse_attention_hopper_fwd_kernel(
 
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1  # heads per program
     all_units = part_units + (seqlen_q + Q_BLOCK - 1) // Q_BLOCK * batch * (q_heads // HEADS)
-    tensors = (
-        out_desc, p_out, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_lse, p_bits, p_sums, p_sums_lse,
-        seqlen_q, q_heads, scale_log2, cap_rate,
-    )  # fmt: skip
-    blocks = (
-        q_desc, k_desc, v_desc, q_buffers, k_buffers, v_buffers, row_numbers, step_numbers,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, p_order, p_indptr, p_num_partial, p_indices,
-        p_codes, p_bands, capacity, num_masks, layout_stride_b, layout_stride_h,
-        p_parts, num_parts, limit, batch_copies, head_copies,
-        seqlen_q, seqlen_k, q_heads, group_size, together, p_lse, p_sums_lse,
-    )  # fmt: skip
+    buffers = ForwardBuffers(
+        q_buffers, k_buffers, v_buffers, row_numbers, step_numbers, q_full, q_empty, k_full, k_empty, v_full, v_empty
+    )
+    given = ForwardInputs(q_desc, k_desc, v_desc, p_order, p_lse, p_sums_lse)
+    results = ConsumerArguments(
+        out_desc, p_out, buffers, p_lse, tables.p_bits, p_sums, p_sums_lse, seqlen_q, q_heads, scale_log2, cap_rate
+    )
+    sizes = ForwardSizes(seqlen_q, seqlen_k, q_heads, group_size, together)
     units = (all_units, flags, judged)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (units, tensors, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
-            (consume, (units, tensors, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
-            (produce, (units, blocks, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
+            (consume, (units, results, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
+            (consume, (units, results, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
+            (produce, (
+                units, given, buffers, layout, parts, sizes,
+                2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
+            )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (units, tensors, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
-            (produce, (units, blocks, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS)),
+            (consume, (units, results, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
+            (produce, (
+                units, given, buffers, layout, parts, sizes,
+                1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
+            )),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -185,11 +197,7 @@ def _start_forward(
         out,
         lse,
         order,
-        layout.kv_indptr.contiguous(),
-        layout.kv_num_partial.contiguous(),
-        layout.kv_indices.contiguous(),
-        layout.kv_masks.contiguous(),
-        *mask_arguments(layout, layout.kv_indices.numel()),
+        *layout_arguments(layout),
         **split,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device functions that find a program's part of a long row or column, and store its sums. See `gpu.schedule.split`."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -10,55 +12,96 @@ ALL_ENTRIES = gl.constexpr((1 << 31) - 1)
 
 
 @gluon.jit
-def column_length(p_indptr, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size):
+def column_length(layout, i_b, i_hk, i_col, kv_blocks, group_size):
     """Return the number of entries of a column, over all heads of a group."""
     length = 0
     for i_group in range(group_size):
-        lead = (i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h).to(gl.int64)
-        p_column = p_indptr + lead * (kv_blocks + 1) + i_col
-        start = gl.minimum(gl.maximum(gl.load(p_column), 0), capacity)
-        length += gl.minimum(gl.maximum(gl.load(p_column + 1), start), capacity) - start
+        lead = (i_b * layout.stride_b + (i_hk * group_size + i_group) * layout.stride_h).to(gl.int64)
+        p_column = layout.tables.p_indptr + lead * (kv_blocks + 1) + i_col
+        start = gl.minimum(gl.maximum(gl.load(p_column), 0), layout.capacity)
+        length += gl.minimum(gl.maximum(gl.load(p_column + 1), start), layout.capacity) - start
     return length
 
 
 @gluon.jit
-def part_or_whole(
-    i_program, i_b, i_hk, i_col, p_parts, num_parts, limit, batch_copies, head_copies,
-    p_indptr, capacity, layout_stride_b, layout_stride_h, kv_blocks, kv_heads, group_size,
-):  # fmt: skip
+def part_or_whole(i_program, i_b, i_hk, i_col, layout, parts, kv_blocks, kv_heads, group_size):
     """Return batch entry, kv head and column of a program, its first entry and last entry + 1, and its slot.
 
     Programs for parts come first. The others process their usual column, and do nothing if it is split.
     """
-    copies = batch_copies * head_copies
-    is_part = i_program < num_parts * copies
-    p_part = p_parts + gl.where(is_part, i_program // copies, 0) * 3
+    copies = parts.batch_copies * parts.head_copies
+    is_part = i_program < parts.number * copies
+    p_part = parts.p_parts + gl.where(is_part, i_program // copies, 0) * 3
     line = gl.load(p_part)
-    row_heads = kv_heads // head_copies
+    row_heads = kv_heads // parts.head_copies
     i_copy = i_program % copies
-    i_b = gl.where(is_part, line // kv_blocks // row_heads + i_copy // head_copies, i_b)
-    i_hk = gl.where(is_part, line // kv_blocks % row_heads + i_copy % head_copies, i_hk)
+    i_b = gl.where(is_part, line // kv_blocks // row_heads + i_copy // parts.head_copies, i_b)
+    i_hk = gl.where(is_part, line // kv_blocks % row_heads + i_copy % parts.head_copies, i_hk)
     i_col = gl.where(is_part, line % kv_blocks, i_col)
-    length = column_length(
-        p_indptr, capacity, layout_stride_b, layout_stride_h, i_b, i_hk, i_col, kv_blocks, group_size
-    )
-    slot = gl.where(is_part, i_program, gl.where(length > limit, NOTHING, WHOLE))
+    length = column_length(layout, i_b, i_hk, i_col, kv_blocks, group_size)
+    slot = gl.where(is_part, i_program, gl.where(length > parts.limit, NOTHING, WHOLE))
     first = gl.where(is_part, gl.load(p_part + 1), 0)
-    last = gl.where(is_part, gl.load(p_part + 2), gl.where(length > limit, 0, ALL_ENTRIES))
+    last = gl.where(is_part, gl.load(p_part + 2), gl.where(length > parts.limit, 0, ALL_ENTRIES))
     return i_b, i_hk, i_col, first, last, slot
 
 
+class RowUnit(NamedTuple):
+    """The row of blocks of a unit of work, or a part of one."""
+
+    i_b: Any
+    i_h: Any  # first head
+    i_row: Any  # of a part
+    first: Any  # first entry of a part
+    last: Any  # last entry of a part + 1
+    is_part: Any
+
+
 @gluon.jit
-def row_part(i_unit, p_parts, num_parts, batch_copies, head_copies, q_blocks, units):
-    """Return whether a unit of the forward is a part; its batch entry, unit of heads, row, first and last + 1 entry."""
-    copies = batch_copies * head_copies
-    is_part = i_unit < num_parts * copies
-    p_part = p_parts + gl.where(is_part, i_unit // copies, 0) * 3
-    line = gl.load(p_part)
-    row_units = units // head_copies
-    i_b = line // q_blocks // row_units + i_unit % copies // head_copies
-    unit = line // q_blocks % row_units + i_unit % head_copies
-    return is_part, i_b, unit, line % q_blocks, gl.load(p_part + 1), gl.load(p_part + 2)
+def row_or_part(i_unit, i_b, i_h, parts, q_blocks, units, HEADS: gl.constexpr, HAS_PARTS: gl.constexpr):
+    """Return the `RowUnit` of a unit of work: the part with this number, else head i_h. A head has HEADS heads."""
+    is_part, i_row, first, last = False, 0, 0, 0
+    if HAS_PARTS:
+        copies = parts.batch_copies * parts.head_copies
+        is_part = i_unit < parts.number * copies
+        p_part = parts.p_parts + gl.where(is_part, i_unit // copies, 0) * 3
+        line = gl.load(p_part)
+        row_units = units // parts.head_copies
+        part_b = line // q_blocks // row_units + i_unit % copies // parts.head_copies
+        part_unit = line // q_blocks % row_units + i_unit % parts.head_copies
+        i_row, first, last = line % q_blocks, gl.load(p_part + 1), gl.load(p_part + 2)
+        i_h = gl.where(is_part, part_unit * HEADS, i_h)
+        i_b = gl.where(is_part, part_b, i_b)
+    return RowUnit(i_b=i_b, i_h=i_h, i_row=i_row, first=first, last=last, is_part=is_part)
+
+
+@gluon.jit
+def read_row(unit, rank, p_order, layout, limit, q_blocks, ORDERED: gl.constexpr, HAS_PARTS: gl.constexpr):
+    """Return row, first entry, number of entries and number of partial entries of a unit: row `rank`, or its part.
+
+    All entries lie within the layout's capacity. A row that is split into parts has no entries, and lies past the last
+    row, where nothing is stored.
+    """
+    lead = (unit.i_b * layout.stride_b + unit.i_h * layout.stride_h).to(gl.int64)
+    i_row = q_blocks - 1 - rank  # longest rows first, under a causal mask
+    if ORDERED:
+        i_row = gl.load(p_order + lead * q_blocks + rank)
+        i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
+    if HAS_PARTS:
+        i_row = gl.where(unit.is_part, unit.i_row, i_row)
+    p_row = layout.tables.p_indptr + lead * (q_blocks + 1) + i_row
+    start = gl.minimum(gl.maximum(gl.load(p_row), 0), layout.capacity)
+    count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), layout.capacity) - start
+    partial = gl.load(layout.tables.p_num_partial + lead * q_blocks + i_row)
+    partial = gl.minimum(gl.maximum(partial, 0), count)
+    if HAS_PARTS:
+        split = (count > limit) & (unit.is_part == 0)
+        first = gl.where(unit.is_part, gl.minimum(unit.first, count), 0)
+        last = gl.where(unit.is_part, gl.minimum(unit.last, count), gl.where(split, 0, count))
+        start += first
+        count = last - first
+        partial = gl.minimum(gl.maximum(partial - first, 0), count)
+        i_row = gl.where(split, q_blocks, i_row)
+    return i_row, start, count, partial
 
 
 @gluon.jit

@@ -6,7 +6,15 @@ import triton.language as tl
 
 from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, part_of, started_tile, store_part
+from dynaxx.kernels.gpu.schedule.parts import (
+    WHOLE,
+    LayoutRows,
+    Parts,
+    entries_of,
+    part_of,
+    started_tile,
+    store_part,
+)
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES
 from dynaxx.kernels.triton.attention.backward_rows import (
     cap_scores,
@@ -16,14 +24,14 @@ from dynaxx.kernels.triton.attention.backward_rows import (
 from dynaxx.kernels.triton.primitives.prefetch import ahead, load_prefetched
 from dynaxx.kernels.triton.primitives.tiles import (
     BOUNDS,
-    HeadRows,
     block_ahead,
+    head_rows,
     load_tile,
     row_entries,
     store_rows,
     tile_positions,
 )
-from dynaxx.kernels.triton.primitives.visible import Masks, in_block, load_band, shown_by_bits, visible_elements
+from dynaxx.kernels.triton.primitives.visible import in_block, load_band, masks_of, shown_by_bits, visible_elements
 
 
 @triton.jit
@@ -38,8 +46,7 @@ def _accumulate_dkv(
     row_values,  # a pointer for this q head; under TMA, a descriptor for all heads
     scale,
     cap,
-    p_indices,
-    p_codes,
+    tables,  # `LayoutTables`
     first,
     count,
     masks,  # `Masks`
@@ -63,23 +70,23 @@ def _accumulate_dkv(
     tiles = tl.cdiv(count * Q_BLOCK, BLOCK_M)
     if TMA:  # a tile lies in one block, and its layout entry is loaded one tile ahead
         SPLIT: tl.constexpr = Q_BLOCK // BLOCK_M
-        next_block = block_ahead(p_indices, first, 0, tiles, SPLIT)
+        next_block = block_ahead(tables.p_indices, first, 0, tiles, SPLIT)
         if MASKED:
-            next_code = block_ahead(p_codes, first, 0, tiles, SPLIT)
+            next_code = block_ahead(tables.p_codes, first, 0, tiles, SPLIT)
             next_lo, next_hi = load_band(masks, next_code)
     for i_tile in tl.range(0, tiles, disable_licm=TMA):  # keeps matrix descriptors of resident tiles out of registers
         if TMA:
             offsets = tl.arange(0, BLOCK_M)
             part_q = i_tile % SPLIT * BLOCK_M
             start = next_block * Q_BLOCK + part_q
-            next_block = block_ahead(p_indices, first, i_tile + 1, tiles, SPLIT)
+            next_block = block_ahead(tables.p_indices, first, i_tile + 1, tiles, SPLIT)
             if MASKED:
                 code, lo, hi = next_code, next_lo, next_hi
-                next_code = block_ahead(p_codes, first, i_tile + 1, tiles, SPLIT)
+                next_code = block_ahead(tables.p_codes, first, i_tile + 1, tiles, SPLIT)
                 next_lo, next_hi = load_band(masks, next_code)
         else:
             start, offsets, inner_q, code = tile_positions(
-                p_indices, p_codes, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
+                tables, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
             )
         if STAGED and not MASKED:  # q has three buffers and do two; Triton waits for each where it is loaded
             b_q = load_prefetched(q, start, BLOCK_M, BLOCK_D, 2)
@@ -140,12 +147,7 @@ def _sparse_attention_bwd_dkv_kernel(
     row_values,  # (B, Hq, padded_q, 2) fp32: lse and delta, written by the dq kernel
     p_dk,  # (B, M, Hk, D) contiguous
     p_dv,  # (B, M, Hk, E) contiguous
-    p_indptr,
-    p_num_partial,
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
+    tables,  # `LayoutTables` of the transposed layout
     capacity,
     num_masks,
     layout_stride_b,
@@ -165,18 +167,10 @@ def _sparse_attention_bwd_dkv_kernel(
     span,
     scale,
     cap,
-    stride_dob,
-    stride_don,
-    stride_doh,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
+    do_strides,  # `Strides`
+    q_strides,
+    k_strides,
+    v_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -193,6 +187,8 @@ def _sparse_attention_bwd_dkv_kernel(
     PER_HEAD: tl.constexpr,  # sum each head of a group separately: exact fp32 needs short sums, and has the registers
 ):
     """Compute dk and dv of a tile of keys of one kv head."""
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
     SPLIT_N: tl.constexpr = KV_BLOCK // BLOCK_N
     kv_heads = q_heads // group_size
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
@@ -205,14 +201,14 @@ def _sparse_attention_bwd_dkv_kernel(
     i_col = i_tile // SPLIT_N
     if HAS_PARTS:
         slot, part_b, part_h, part_col, part_tile, part_first, part_last = part_of(
-            tl.program_id(0), p_parts, num_parts, batch_copies, head_copies, kv_blocks, kv_heads, SPLIT_N
+            tl.program_id(0), parts, kv_blocks, kv_heads, SPLIT_N
         )
         i_b, i_hk = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_hk)
         i_tile, i_col = tl.where(slot >= 0, part_tile, i_tile), tl.where(slot >= 0, part_col, i_col)
         length = 0
         for i_group in range(group_size):
             lead = i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h
-            length += row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)[2]
+            length += row_entries(layout, lead, i_col, kv_blocks)[2]
         slot, part_first, _, length = entries_of(slot, 0, 0, length, part_first, part_last, limit)
         part_last = part_first + length
         before = 0  # entries of earlier heads
@@ -220,12 +216,9 @@ def _sparse_attention_bwd_dkv_kernel(
     first_k = (i_col * KV_BLOCK + part_k).to(tl.int64)
     o_k = tl.arange(0, BLOCK_N)
     pos_k = first_k + o_k
-    if not TMA:
-        k_rows += i_b * stride_kb + i_hk * stride_kh
-        v_rows += i_b * stride_vb + i_hk * stride_vh
-    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
-    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
-    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    k = head_rows(k_rows, k_strides, i_b, i_hk, seqlen_k, TMA)
+    v = head_rows(v_rows, v_strides, i_b, i_hk, seqlen_k, TMA)
+    masks = masks_of(layout)
     b_k = load_tile(k, first_k, o_k, D, BLOCK_D, BLOCK_N, True, TMA)
     b_v = load_tile(v, first_k, o_k, E, BLOCK_E, BLOCK_N, True, TMA)
     NARROW: tl.constexpr = TMA and BLOCK_D <= 64 and BLOCK_E <= 64  # then dp and dv's left operand fit into registers
@@ -234,20 +227,18 @@ def _sparse_attention_bwd_dkv_kernel(
     for i_group in range(group_size):
         i_h = i_hk * group_size + i_group
         lead = i_b * layout_stride_b + i_h * layout_stride_h
-        start, partial, total = row_entries(p_indptr, p_num_partial, lead, i_col, kv_blocks, capacity)
+        start, partial, total = row_entries(layout, lead, i_col, kv_blocks)
         if HAS_PARTS:
             begin = tl.minimum(tl.maximum(part_first - before, 0), total)
             end = tl.minimum(tl.maximum(part_last - before, begin), total)
             before += total
             start, total = start + begin, end - begin
             partial = tl.minimum(tl.maximum(partial - begin, 0), total)
-        values_head, q_head, do_head = row_values, q_rows, do_rows
+        values_head = row_values
         if not TMA:
             values_head = row_values + (i_b * q_heads + i_h) * padded_q * 2
-            q_head = q_rows + i_b * stride_qb + i_h * stride_qh
-            do_head = do_rows + i_b * stride_dob + i_h * stride_doh
-        q = HeadRows(source=q_head, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
-        do = HeadRows(source=do_head, i_b=i_b, i_h=i_h, stride=stride_don, seqlen=seqlen_q)
+        q = head_rows(q_rows, q_strides, i_b, i_h, seqlen_q, TMA)
+        do = head_rows(do_rows, do_strides, i_b, i_h, seqlen_q, TMA)
         if PER_HEAD:
             sum_dk, sum_dv = dk, dv
             dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
@@ -257,7 +248,7 @@ def _sparse_attention_bwd_dkv_kernel(
             else:
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, p_indices, p_codes, first, count, masks,
+                dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, tables, first, count, masks,
                 i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED, ASKED,
             )  # fmt: skip
         if PER_HEAD:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
+from dynaxx.kernels.gpu.schedule.parts import WHOLE, LayoutRows, Parts, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES
 from dynaxx.kernels.triton.attention.backward_rows import (
     cap_scores,
@@ -17,8 +17,8 @@ from dynaxx.kernels.triton.attention.backward_rows import (
 )
 from dynaxx.kernels.triton.primitives.tiles import (
     PARTIAL,
-    HeadRows,
     entry_of_step,
+    head_rows,
     load_tile,
     row_entries,
     row_of,
@@ -27,7 +27,7 @@ from dynaxx.kernels.triton.primitives.tiles import (
     tile_of_pass,
     tile_positions,
 )
-from dynaxx.kernels.triton.primitives.visible import Masks, load_band, visible_elements, where_shown
+from dynaxx.kernels.triton.primitives.visible import load_band, masks_of, visible_elements, where_shown
 
 
 @triton.jit
@@ -35,10 +35,10 @@ def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BL
     """Load a step's block, and the code and band of its mask; past the end, those of the last step."""
     _, _, last = steps_of_pass(row, MASKING)
     entry, _ = entry_of_step(tl.minimum(i_step, last), row, MASKING, KV_BLOCK, BLOCK_N)
-    block = tl.load(row.p_indices + entry)
+    block = tl.load(row.tables.p_indices + entry)
     code, lo, hi = -1, 1, 0
     if MASKING == PARTIAL:
-        code = tl.load(row.p_codes + entry)
+        code = tl.load(row.tables.p_codes + entry)
         lo, hi = load_band(masks, code)
     return block, code, lo, hi
 
@@ -82,7 +82,7 @@ def _accumulate_dq(
         else:
             first, count, i_tile, is_full = tile_of_pass(i_step - begin, row, MASKING)
             first_k, offsets, inner_k, code = tile_positions(
-                row.p_indices, row.p_codes, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
+                row.tables, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
             )
         b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA)
         b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA)
@@ -122,12 +122,7 @@ def _sparse_attention_bwd_dq_kernel(
     p_values,  # (B, Hq, padded_q, 2) contiguous, fp32: lse and delta from `row_values`, for the dkv kernel
     p_dq,  # (B, N, Hq, D) contiguous
     p_order,
-    p_indptr,
-    p_num_partial,
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
+    tables,  # `LayoutTables`
     capacity,
     num_masks,
     layout_stride_b,
@@ -147,24 +142,14 @@ def _sparse_attention_bwd_dq_kernel(
     span,
     scale,
     cap,
-    stride_dob,
-    stride_don,
-    stride_doh,
-    stride_outb,
-    stride_outn,
-    stride_outh,
+    do_strides,  # `Strides`
+    out_strides,
     stride_dlb,
     stride_dlh,
     stride_dln,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
+    q_strides,
+    k_strides,
+    v_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -180,10 +165,9 @@ def _sparse_attention_bwd_dq_kernel(
     HELD: tl.constexpr,  # keep q and do in registers
 ):
     """Compute dq of a tile of queries of one head."""
-    tile = query_tile(
-        p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch,
-        q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS,
-    )  # fmt: skip
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
+    tile = query_tile(p_order, layout, parts, seqlen_q, batch, q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS)
     i_b, i_h, slot = tile.i_b, tile.i_h, tile.slot
     part_q = tile.part_q
     first_q = (tile.i_row * Q_BLOCK + part_q).to(tl.int64)
@@ -191,27 +175,21 @@ def _sparse_attention_bwd_dq_kernel(
     pos_q = first_q + o_q
 
     i_hk = i_h // group_size
-    if not TMA:
-        q_rows += i_b * stride_qb + i_h * stride_qh
-        do_rows += i_b * stride_dob + i_h * stride_doh
-        out_rows += i_b * stride_outb + i_h * stride_outh
-        k_rows += i_b * stride_kb + i_hk * stride_kh
-        v_rows += i_b * stride_vb + i_hk * stride_vh
-    q = HeadRows(source=q_rows, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
-    do = HeadRows(source=do_rows, i_b=i_b, i_h=i_h, stride=stride_don, seqlen=seqlen_q)
-    out = HeadRows(source=out_rows, i_b=i_b, i_h=i_h, stride=stride_outn, seqlen=seqlen_q)
-    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
-    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
+    q = head_rows(q_rows, q_strides, i_b, i_h, seqlen_q, TMA)
+    do = head_rows(do_rows, do_strides, i_b, i_h, seqlen_q, TMA)
+    out = head_rows(out_rows, out_strides, i_b, i_h, seqlen_q, TMA)
+    k = head_rows(k_rows, k_strides, i_b, i_hk, seqlen_k, TMA)
+    v = head_rows(v_rows, v_strides, i_b, i_hk, seqlen_k, TMA)
     # Small loads come first, because outside of loops Triton waits for TMA tiles where they are requested.
     head = i_b * q_heads + i_h
     p_dlse += i_b * stride_dlb + i_h * stride_dlh
     lse, dlse = load_lse(p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q)
     q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
-    start, partial, total = row_entries(p_indptr, p_num_partial, tile.lead, tile.i_row, q_blocks, capacity)
+    start, partial, total = row_entries(layout, tile.lead, tile.i_row, q_blocks)
     if HAS_PARTS:
         slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
-    row = row_of(p_indices, p_codes, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
-    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    row = row_of(layout, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
+    masks = masks_of(layout)
     asked = (0, -1, 1, 0)
     if TMA and total > 0:
         asked = _asked(0, row, masks, PARTIAL, KV_BLOCK, BLOCK_N)

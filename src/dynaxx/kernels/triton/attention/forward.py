@@ -25,13 +25,13 @@ from dynaxx.kernels.gpu.runtime.arguments import (
     order_argument,
     positive_scale,
     steps_by_tma,
-    strides,
+    strides_of,
     tile_rows,
     unit_stride,
 )
 from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
 from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
-from dynaxx.kernels.gpu.schedule.parts import WHOLE, entries_of, query_tile, store_part
+from dynaxx.kernels.gpu.schedule.parts import WHOLE, LayoutRows, Parts, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
 from dynaxx.kernels.sinks import include_sinks
@@ -39,14 +39,14 @@ from dynaxx.kernels.triton.attention.config import TMA_BLOCK, forward_loop, forw
 from dynaxx.kernels.triton.attention.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.triton.primitives.tiles import (
     PARTIAL,
-    HeadRows,
     entry_of_step,
+    head_rows,
     load_tile,
     row_entries,
     row_of,
     store_rows,
 )
-from dynaxx.kernels.triton.primitives.visible import Masks
+from dynaxx.kernels.triton.primitives.visible import masks_of
 from dynaxx.layout import BlockLayout
 
 ALL = tl.constexpr(2)
@@ -63,12 +63,7 @@ def _sparse_attention_fwd_kernel(
     p_out,  # (B, N, Hq, E) contiguous
     p_lse,  # (B, Hq, N) contiguous, fp32
     p_order,
-    p_indptr,
-    p_num_partial,
-    p_indices,
-    p_codes,
-    p_bits,
-    p_bands,
+    tables,  # `LayoutTables`
     capacity,
     num_masks,
     layout_stride_b,
@@ -88,15 +83,9 @@ def _sparse_attention_fwd_kernel(
     span,
     scale,
     cap,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
+    q_strides,  # `Strides`
+    k_strides,
+    v_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -112,10 +101,9 @@ def _sparse_attention_fwd_kernel(
     HAS_PARTS: tl.constexpr,
     MAXIMA: tl.constexpr,  # ALL: of all tiles; PARTIAL: of partial tiles only, and lse is NaN for rows that need AGAIN
 ):
-    tile = query_tile(
-        p_order, p_parts, num_parts, batch_copies, head_copies, layout_stride_b, layout_stride_h, seqlen_q, batch,
-        q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS,
-    )  # fmt: skip
+    layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
+    parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
+    tile = query_tile(p_order, layout, parts, seqlen_q, batch, q_heads, span, Q_BLOCK, BLOCK_M, ORDERED, HAS_PARTS)
     i_b, i_h, slot = tile.i_b, tile.i_h, tile.slot
     inner_q = tile.part_q + tl.arange(0, BLOCK_M)
     first_q = (tile.i_row * Q_BLOCK + tile.part_q).to(tl.int64)
@@ -127,25 +115,21 @@ def _sparse_attention_fwd_kernel(
         if tl.sum((lse != lse).to(tl.int32)) == 0:
             return
     q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
-    start, partial, total = row_entries(p_indptr, p_num_partial, tile.lead, tile.i_row, q_blocks, capacity)
+    start, partial, total = row_entries(layout, tile.lead, tile.i_row, q_blocks)
     if HAS_PARTS:
         slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
 
     i_hk = i_h // group_size
-    if not TMA:
-        q_rows += i_b * stride_qb + i_h * stride_qh
-        k_rows += i_b * stride_kb + i_hk * stride_kh
-        v_rows += i_b * stride_vb + i_hk * stride_vh
-    q = HeadRows(source=q_rows, i_b=i_b, i_h=i_h, stride=stride_qn, seqlen=seqlen_q)
-    k = HeadRows(source=k_rows, i_b=i_b, i_h=i_hk, stride=stride_kn, seqlen=seqlen_k)
-    v = HeadRows(source=v_rows, i_b=i_b, i_h=i_hk, stride=stride_vn, seqlen=seqlen_k)
-    masks = Masks(p_bits=p_bits, p_bands=p_bands, num_masks=num_masks)
+    q = head_rows(q_rows, q_strides, i_b, i_h, seqlen_q, TMA)
+    k = head_rows(k_rows, k_strides, i_b, i_hk, seqlen_k, TMA)
+    v = head_rows(v_rows, v_strides, i_b, i_hk, seqlen_k, TMA)
+    masks = masks_of(layout)
     b_q = load_tile(q, first_q, tl.arange(0, BLOCK_M), D, BLOCK_D, BLOCK_M, True, TMA)
 
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row = row_of(p_indices, p_codes, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
+    row = row_of(layout, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     steps = row.partial_tiles + row.left + row.whole
     if LOOP == "in turn":
         for MASKING in tl.static_range(2):
@@ -155,9 +139,9 @@ def _sparse_attention_fwd_kernel(
             )  # fmt: skip
     elif steps > 0:
         entry, part = entry_of_step(0, row, PARTIAL, KV_BLOCK, BLOCK_N)
-        first_k = tl.load(p_indices + entry) * KV_BLOCK + part
+        first_k = tl.load(tables.p_indices + entry) * KV_BLOCK + part
         entry, _ = entry_of_step(tl.minimum(1, steps - 1), row, PARTIAL, KV_BLOCK, BLOCK_N)
-        next_block = tl.load(p_indices + entry)
+        next_block = tl.load(tables.p_indices + entry)
         if LOOP == "ahead" and BLOCK_E != BLOCK_N:
             # Not zeros: Triton would keep a constant in the layouts of both products and wait for the second one
             # twice, and ptxas would then serialize the matrix instructions of the whole kernel.
@@ -270,9 +254,9 @@ def _start_forward(
         span=forward_span(q_heads // kv_heads, tiles),
         scale=scale,
         cap=1.0 if softcap is None else softcap / scale,
-        **strides("q", q),
-        **strides("k", k),
-        **strides("v", v),
+        q_strides=strides_of(q),
+        k_strides=strides_of(k),
+        v_strides=strides_of(v),
         D=head_dim,
         E=head_dim_v,
         BLOCK_D=padded(head_dim),

@@ -82,7 +82,7 @@ def attend(
     for i_step in range(row.whole if MASKING == FULL else row.partial_tiles + row.left):
         first, count, i_tile, is_full = tile_of_pass(i_step, row, MASKING)
         first_k, offsets, inner_k, code = tile_positions(
-            row.p_indices, row.p_codes, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
+            row.tables, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
         )
         b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
@@ -140,7 +140,7 @@ def attend_ahead(
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
             entry, part = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
-            code = tl.load(row.p_codes + entry)
+            code = tl.load(row.tables.p_codes + entry)
             lo, hi = load_band(masks, code)
             is_full = i_step >= row.partial_tiles
             scores = where_shown(
@@ -163,7 +163,7 @@ def attend_ahead(
         _, part = entry_of_step(tl.minimum(i_step + 1, last), row, MASKING, KV_BLOCK, BLOCK_N)
         first_k = next_block * KV_BLOCK + part
         entry, _ = entry_of_step(tl.minimum(i_step + 2, last), row, MASKING, KV_BLOCK, BLOCK_N)
-        next_block = tl.load(row.p_indices + entry)
+        next_block = tl.load(row.tables.p_indices + entry)
         b_k = load_tile(k, first_k, o_k, BLOCK_D, BLOCK_D, BLOCK_N, True, True)
         scores = tl.dot(b_q, tl.trans(b_k))
         if OVERLAPPED:

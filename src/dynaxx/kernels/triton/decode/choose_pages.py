@@ -61,9 +61,7 @@ def count_all_pages(
 def choose_pages(
     p_scores,
     p_wanted,
-    p_table,
-    table_stride,
-    num_physical,
+    table,  # `PageTable`
     i_b,
     i_h,
     kv_heads,
@@ -80,7 +78,7 @@ def choose_pages(
     pages = tl.arange(0, BLOCK_P)
     first_page, stop_page = leftpad // PAGE, tl.minimum(tl.cdiv(seqused, PAGE), max_pages)
     known = (pages >= first_page) & (pages < stop_page)
-    exists = physical_pages(p_table, table_stride, i_b, pages, known, num_physical, PAGED) >= 0
+    exists = physical_pages(table, i_b, pages, known, PAGED) >= 0
     forced = exists & ((pages * PAGE < _sinks_stop(leftpad, sinks)) | ((pages + 1) * PAGE > seqused - window))
     optional = exists & (forced == 0)
     fixed, share = tl.load(p_wanted + i_h), tl.load(p_wanted + kv_heads + i_h)

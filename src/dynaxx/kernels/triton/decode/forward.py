@@ -23,7 +23,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_all_pages
 from dynaxx.kernels.triton.decode.exact import attend_exact
 from dynaxx.kernels.triton.decode.merge import list_bounds
-from dynaxx.kernels.triton.decode.pages import first_key, first_visible, physical_pages
+from dynaxx.kernels.triton.decode.pages import PageTable, first_key, first_visible, physical_pages
 from dynaxx.kernels.triton.decode.rows import load_queries, load_tile, store_part
 from dynaxx.kernels.triton.primitives.conversion import unpaired, widened
 from dynaxx.kernels.triton.primitives.tiles import tanh
@@ -65,23 +65,11 @@ def _decode_fwd_kernel(
     left,  # keys that a query sees before its own, if WINDOW
     scale,
     cap,  # softcap / scale, if CAPPED
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kp,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vp,
-    stride_vn,
-    stride_vh,
-    stride_kscale_b,
-    stride_kscale_p,
-    stride_kscale_h,
-    stride_vscale_b,
-    stride_vscale_p,
-    stride_vscale_h,
+    q_strides,  # `Strides`
+    k_strides,  # `PageStrides`
+    v_strides,
+    k_scale_strides,  # `RowStrides`
+    v_scale_strides,
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
     SCALED: tl.constexpr,
@@ -107,6 +95,7 @@ def _decode_fwd_kernel(
     PDL: tl.constexpr,
 ):
     """Attend from every list's rows to its pages, in parts."""
+    table = PageTable(p_table, table_stride, num_physical)
     PAGES: tl.constexpr = (BLOCK_N + PAGE - 1) // PAGE  # pages per tile
     TILES: tl.constexpr = (PAGE + BLOCK_N - 1) // BLOCK_N  # tiles per page
     V_LOADED: tl.constexpr = E // 2 if PAIRS else E
@@ -124,9 +113,7 @@ def _decode_fwd_kernel(
     ):  # program i computes list i; needs no wait, because the previous kernel selects pages but writes no tokens
         for i_exact in tl.range(i_program, lists, num_programs, num_stages=1):
             i_b, i_h = i_exact // kv_heads, i_exact % kv_heads
-            b_q, q_scale = load_queries(
-                p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d
-            )
+            b_q, q_scale = load_queries(p_q, q_strides, i_b, i_h, row, rows, group_size, HALF, D, o_d)
             seqused = tl.load(p_seqused + i_b)
             acc, acc_odd, row_max, row_sum = attend_exact(
                 p_exact_k,
@@ -186,7 +173,7 @@ def _decode_fwd_kernel(
             exact_sinks_stop = tl.minimum(leftpad + SINKS, seqused)
             read_from = tl.maximum(read_from, exact_sinks_stop)
             read_to = tl.maximum(exact_sinks_stop, seqused - (EXACT - SINKS))
-        b_q, q_scale = load_queries(p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF, D, o_d)
+        b_q, q_scale = load_queries(p_q, q_strides, i_b, i_h, row, rows, group_size, HALF, D, o_d)
         own_position = seqused - seqlen_q + row // group_size  # [BLOCK_M]
         p_list = p_pages + i_list.to(tl.int64) * slots
         first_slot = at - list_start
@@ -198,9 +185,7 @@ def _decode_fwd_kernel(
             pages, chosen, place, found = choose_pages(
                 p_scores + i_list.to(tl.int64) * max_pages,
                 p_wanted,
-                p_table,
-                table_stride,
-                num_physical,
+                table,
                 i_b,
                 i_h,
                 kv_heads,
@@ -233,19 +218,22 @@ def _decode_fwd_kernel(
             page = first_page + first_slot + slot
             if ALL == 0:
                 page = tl.load(p_list + first_slot + slot, mask=listed, other=-1)
-            physical = physical_pages(p_table, table_stride, i_b, page, listed & (page >= 0), num_physical, PAGED)
+            physical = physical_pages(table, i_b, page, listed & (page >= 0), PAGED)
             position = tl.where(physical >= 0, page * PAGE, read_to) + offset  # [BLOCK_N], past the end if missing
             inside = (position >= read_from) & (position < read_to)
             physical = physical.to(tl.int64)
-            k_first, v_first = i_b * stride_kb + i_h * stride_kh, i_b * stride_vb + i_h * stride_vh
+            k_first, v_first = (
+                i_b * k_strides.batch + i_h * k_strides.head,
+                i_b * v_strides.batch + i_h * v_strides.head,
+            )
             if PAGES == 1:  # scalars, so that everything that varies within a tile stays out of the loop
                 part_start = physical * 0 + i_tile % TILES * BLOCK_N
-                k_first += physical * stride_kp + part_start * stride_kn
-                v_first += physical * stride_vp + part_start * stride_vn
-                k_rows, v_rows = o_n.to(tl.int64) * stride_kn, o_n.to(tl.int64) * stride_vn
+                k_first += physical * k_strides.page + part_start * k_strides.token
+                v_first += physical * v_strides.page + part_start * v_strides.token
+                k_rows, v_rows = o_n.to(tl.int64) * k_strides.token, o_n.to(tl.int64) * v_strides.token
             else:
-                k_rows = physical * stride_kp + offset.to(tl.int64) * stride_kn
-                v_rows = physical * stride_vp + offset.to(tl.int64) * stride_vn
+                k_rows = physical * k_strides.page + offset.to(tl.int64) * k_strides.token
+                v_rows = physical * v_strides.page + offset.to(tl.int64) * v_strides.token
             p_k_tile = p_k + k_first + k_rows[:, None] + o_d[None, :]
             p_v_tile = p_v + v_first + v_rows[None, :] + o_v[:, None]
             b_k = load_tile(p_k_tile, inside[:, None], (o_d < D)[None, :], D == BLOCK_D)  # [BLOCK_N, BLOCK_D]
@@ -253,8 +241,8 @@ def _decode_fwd_kernel(
             b_k = widened(b_k, b_q.dtype, PAIRS)
             scores = tl.dot(b_k, b_q, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             if SCALED:
-                k_at = i_b * stride_kscale_b + physical * stride_kscale_p + i_h * stride_kscale_h
-                v_at = i_b * stride_vscale_b + physical * stride_vscale_p + i_h * stride_vscale_h
+                k_at = i_b * k_scale_strides.batch + physical * k_scale_strides.page + i_h * k_scale_strides.head
+                v_at = i_b * v_scale_strides.batch + physical * v_scale_strides.page + i_h * v_scale_strides.head
                 k_scale = tl.load(p_k_scale + k_at, mask=physical >= 0, other=0.0)  # a scalar, or [BLOCK_N]
                 v_scale = tl.load(p_v_scale + v_at, mask=physical >= 0, other=0.0)
                 if PAGES == 1:

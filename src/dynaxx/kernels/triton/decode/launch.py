@@ -12,16 +12,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.gpu.device import overlap, padded, processors
-from dynaxx.kernels.gpu.runtime.arguments import positive_scale, strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import positive_scale, strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.forward import _decode_fwd_kernel
 from dynaxx.kernels.triton.decode.merge import _decode_merge_kernel
 from dynaxx.kernels.triton.decode.pages import (
+    PageTable,
     first_visible,
-    page_strides,
     physical_pages,
-    scale_strides,
+    scale_strides_of,
     table_arguments,
 )
 from dynaxx.kernels.triton.decode.pages import summarize_pages as _summarize_pages
@@ -77,7 +77,7 @@ def _count_pages_kernel(
         at = i_list.to(tl.int64) * slots
         page = tl.load(p_pages + at + o_s, mask=o_s < slots, other=-1)
         known = (page >= first_page) & (page < stop_page)
-        there = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED) >= 0
+        there = physical_pages(PageTable(p_table, table_stride, num_physical), i_b, page, known, PAGED) >= 0
         tl.store(p_listed + at + tl.cumsum(there.to(tl.int32), 0) - 1, page, mask=there)
         count = tl.sum(there.to(tl.int32), 0)
     tl.store(p_counts + i_list, count)
@@ -209,11 +209,11 @@ def _attend(
         left=0 if left is None else left,
         scale=scale,
         cap=1.0 if softcap is None else softcap / scale,
-        **strides("q", q),
-        **page_strides("k", cache.strides(cache.k), token=True),
-        **page_strides("v", v_strides, token=True),
-        **scale_strides("kscale", cache, cache.k_scale),
-        **scale_strides("vscale", cache, cache.v_scale),
+        q_strides=strides_of(q),
+        k_strides=cache.strides(cache.k),
+        v_strides=v_strides,
+        k_scale_strides=scale_strides_of(cache, cache.k_scale),
+        v_scale_strides=scale_strides_of(cache, cache.v_scale),
         SCALED=scaled,
         PAIRS=pairs,
         HALF=half,

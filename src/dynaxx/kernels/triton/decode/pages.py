@@ -6,6 +6,8 @@ Grids depend only on tensor sizes and lengths are read on the device, so a captu
 Legend: B batch, Hk kv heads, D head_dim.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,22 @@ from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
 KEY_ROWS = 64
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+class PageTable(NamedTuple):
+    """Where the logical pages of sequences are; unused unless PAGED."""
+
+    p_table: Any  # (B, P) int32
+    stride: Any
+    num_physical: Any
+
+
+class RowStrides(NamedTuple):
+    """Strides of a tensor with one row per page and head, as one kernel argument; see `PageStrides`."""
+
+    batch: int
+    page: int
+    head: int
 
 
 @triton.jit
@@ -40,11 +58,11 @@ def first_visible(p_leftpad, i_b, seqused, seqlen_q, left, HAS_LEFTPAD: tl.const
 
 
 @triton.jit
-def physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED: tl.constexpr):
+def physical_pages(table, i_b, page, known, PAGED: tl.constexpr):
     """Return the physical pages of logical pages, -1 for those that do not exist or are not `known`."""
     if PAGED:
-        physical = tl.load(p_table + i_b.to(tl.int64) * table_stride + page, mask=known, other=-1)
-        physical = tl.where((physical >= 0) & (physical < num_physical), physical, -1)
+        physical = tl.load(table.p_table + i_b.to(tl.int64) * table.stride + page, mask=known, other=-1)
+        physical = tl.where((physical >= 0) & (physical < table.num_physical), physical, -1)
     else:
         physical = tl.where(known, page, -1)
     return physical
@@ -68,19 +86,10 @@ def _summarize_pages_kernel(
     pages_per_entry,
     max_pages,
     bound,
-    stride_kb,
-    stride_kp,
-    stride_kn,
-    stride_kh,
-    stride_kscale_b,
-    stride_kscale_p,
-    stride_kscale_h,
-    stride_sb,
-    stride_sp,
-    stride_sh,
-    stride_scale_b,
-    stride_scale_p,
-    stride_scale_h,
+    k_strides,  # `PageStrides`
+    k_scale_strides,  # `RowStrides`
+    summary_strides,
+    scale_strides,
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
     SCALED: tl.constexpr,
@@ -101,33 +110,39 @@ def _summarize_pages_kernel(
     page = first_page + i_entry % pages_per_entry
     start, stop = tl.maximum(page * PAGE, leftpad), tl.minimum((page + 1) * PAGE, seqused)
     known = (start < stop) & (page < max_pages)
-    physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED).to(tl.int64)
+    table = PageTable(p_table, table_stride, num_physical)
+    physical = physical_pages(table, i_b, page, known, PAGED).to(tl.int64)
     if physical >= 0:
         o_d, o_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
         total = tl.zeros([BLOCK_D], tl.float32)
         low = tl.full([BLOCK_D], float("inf"), tl.float32)
         high = tl.full([BLOCK_D], float("-inf"), tl.float32)
-        p_page = p_k + i_b.to(tl.int64) * stride_kb + physical * stride_kp + i_h.to(tl.int64) * stride_kh
+        p_page = (
+            p_k + i_b.to(tl.int64) * k_strides.batch + physical * k_strides.page + i_h.to(tl.int64) * k_strides.head
+        )
         for first in range(0, PAGE, BLOCK_N):
             position = page * PAGE + first + o_n
             inside = ((position >= start) & (position < stop))[:, None]
-            p_rows = p_page + (first + o_n).to(tl.int64)[:, None] * stride_kn + o_d[None, :]
+            p_rows = p_page + (first + o_n).to(tl.int64)[:, None] * k_strides.token + o_d[None, :]
             b_k = tl.load(p_rows, mask=inside & (o_d < D)[None, :], other=0.0).to(tl.float32)
             total += tl.sum(b_k, 0)
             low = tl.minimum(low, tl.min(tl.where(inside, b_k, float("inf")), 0))
             high = tl.maximum(high, tl.max(tl.where(inside, b_k, float("-inf")), 0))
         if SCALED:
-            p_own = p_k_scale + i_b.to(tl.int64) * stride_kscale_b + physical * stride_kscale_p
-            k_scale = tl.load(p_own + i_h * stride_kscale_h)
+            p_own = p_k_scale + i_b.to(tl.int64) * k_scale_strides.batch + physical * k_scale_strides.page
+            k_scale = tl.load(p_own + i_h * k_scale_strides.head)
             total, low, high = total * k_scale, low * k_scale, high * k_scale
         mean = total / (stop - start).to(tl.float32)
         low, high = mean + bound * (low - mean), mean + bound * (high - mean)
         if ROUND:
             scale = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0) / 127, SMALLEST_SCALE)
-            at = i_b.to(tl.int64) * stride_scale_b + physical * stride_scale_p + i_h.to(tl.int64) * stride_scale_h
+            at = i_b.to(tl.int64) * scale_strides.batch + physical * scale_strides.page
+            at += i_h.to(tl.int64) * scale_strides.head
             tl.store(p_scale + at, scale)
             low, high = nearest(tl.div_rn(low, scale)), nearest(tl.div_rn(high, scale))
-        at = i_b.to(tl.int64) * stride_sb + physical * stride_sp + i_h.to(tl.int64) * stride_sh + o_d
+        at = i_b.to(tl.int64) * summary_strides.batch + physical * summary_strides.page
+        at += i_h.to(tl.int64) * summary_strides.head
+        at += o_d
         tl.store(p_low + at, low.to(p_low.dtype.element_ty), mask=o_d < D)
         if MEAN == 0:
             tl.store(p_high + at, high.to(p_high.dtype.element_ty), mask=o_d < D)
@@ -152,10 +167,10 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
         pages_per_entry=per_entry,
         max_pages=cache.max_pages,
         bound=summaries.bound,
-        **page_strides("k", cache.strides(cache.k), token=True),
-        **scale_strides("kscale", cache, cache.k_scale),
-        **page_strides("s", summaries.strides()),
-        **page_strides("scale_", summaries.scale_strides()),
+        k_strides=cache.strides(cache.k),
+        k_scale_strides=scale_strides_of(cache, cache.k_scale),
+        summary_strides=row_strides(summaries.strides()),
+        scale_strides=row_strides(summaries.scale_strides()),
         SCALED=cache.k_scale is not None,
         ROUND=summaries.scale is not None,
         MEAN=summaries.low is summaries.high,
@@ -182,13 +197,11 @@ def table_arguments(cache: PagedCache) -> dict[str, object]:
     }
 
 
-def page_strides(name: str, of: PageStrides, token: bool = False) -> dict[str, int]:
-    """Return the strides of batch, page and head, and optionally of tokens."""
-    found = {f"stride_{name}b": of.batch, f"stride_{name}p": of.page, f"stride_{name}h": of.head}
-    return {**found, f"stride_{name}n": of.token} if token else found
+def row_strides(of: PageStrides) -> RowStrides:
+    """Return the strides of a tensor with one row per page and head."""
+    return RowStrides(of.batch, of.page, of.head)
 
 
-def scale_strides(name: str, cache: PagedCache, scale: Tensor | None) -> dict[str, int]:
-    """Return the strides of a scale by batch, page and head; zeros without a scale."""
-    of = PageStrides(0, 0, 0, 0) if scale is None else cache.scale_strides(scale)
-    return {f"stride_{name}_b": of.batch, f"stride_{name}_p": of.page, f"stride_{name}_h": of.head}
+def scale_strides_of(cache: PagedCache, scale: Tensor | None) -> RowStrides:
+    """Return the strides of a scale; zeros without a scale."""
+    return RowStrides(0, 0, 0) if scale is None else row_strides(cache.scale_strides(scale))

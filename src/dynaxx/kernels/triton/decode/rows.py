@@ -14,12 +14,10 @@ def load_tile(p_tile, inside, within, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_queries(
-    p_q, i_b, i_h, row, rows, group_size, stride_qb, stride_qn, stride_qh, HALF: tl.constexpr, D: tl.constexpr, o_d
-):
+def load_queries(p_q, q_strides, i_b, i_h, row, rows, group_size, HALF: tl.constexpr, D: tl.constexpr, o_d):
     """Load the rows of a list, transposed, [BLOCK_D, BLOCK_M], and the factor for their scores."""
-    p_row = p_q + i_b * stride_qb + (row // group_size).to(tl.int64)[:, None] * stride_qn
-    p_row += (i_h * group_size + row % group_size)[:, None] * stride_qh
+    p_row = p_q + i_b * q_strides.b + (row // group_size).to(tl.int64)[:, None] * q_strides.n
+    p_row += (i_h * group_size + row % group_size)[:, None] * q_strides.h
     b_q = tl.load(p_row + o_d[None, :], mask=(row < rows)[:, None] & (o_d < D)[None, :], other=0.0)
     q_scale = tl.full(row.shape, 1.0, tl.float32)
     if HALF:

@@ -17,7 +17,7 @@ FEW_ROWS = tl.constexpr(16)
 
 @triton.jit
 def _query_bounds(
-    p_q, stride_qn, stride_qh, rows, group_size, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+    p_q, q_strides, rows, group_size, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
 ):
     """Return the sums over a list's queries of max(q, 0) and of min(q, 0), each [BLOCK_D]."""
     o_d, o_r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
@@ -25,14 +25,14 @@ def _query_bounds(
     down = tl.zeros([BLOCK_D], tl.float32)
     if BLOCK_R <= FEW_ROWS:  # one row after another, so that threads need not exchange data
         for row in tl.static_range(BLOCK_R):
-            p_row = p_q + (row // group_size).to(tl.int64) * stride_qn + (row % group_size).to(tl.int64) * stride_qh
+            p_row = p_q + (row // group_size).to(tl.int64) * q_strides.n + (row % group_size).to(tl.int64) * q_strides.h
             b_row = tl.load(p_row + o_d, mask=o_d < tl.where(row < rows, D, 0), other=0.0).to(tl.float32) * scale
             up += tl.maximum(b_row, 0.0)
             down += tl.minimum(b_row, 0.0)
     else:
         for start in range(0, rows, BLOCK_R):
             row = start + o_r
-            p_row = p_q + (row // group_size).to(tl.int64) * stride_qn + (row % group_size).to(tl.int64) * stride_qh
+            p_row = p_q + (row // group_size).to(tl.int64) * q_strides.n + (row % group_size).to(tl.int64) * q_strides.h
             mask = (row < rows)[:, None] & (o_d < D)[None, :]
             b_q = tl.load(p_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32) * scale
             up += tl.sum(tl.maximum(b_q, 0.0), 0)
@@ -96,9 +96,7 @@ def score_pages(
     p_high,
     p_scale,
     p_scores,  # scores of the list, [P] fp32
-    p_table,
-    table_stride,
-    num_physical,
+    table,  # `PageTable`
     i_b,
     i_h,
     first_page,
@@ -106,14 +104,9 @@ def score_pages(
     rows,
     group_size,
     scale,
-    stride_qn,
-    stride_qh,
-    stride_sb,
-    stride_sp,
-    stride_sh,
-    stride_scale_b,
-    stride_scale_p,
-    stride_scale_h,
+    q_strides,  # `Strides`
+    summary_strides,  # `RowStrides`
+    scale_strides,
     PAGED: tl.constexpr,
     SCALED: tl.constexpr,
     MEAN: tl.constexpr,
@@ -128,13 +121,13 @@ def score_pages(
     """Store the scores of a list's pages; programs along the grid's second axis share its tiles."""
     first_tile, step = first_page // TILE + tl.program_id(1), tl.num_programs(1)
     o_d, o_t = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    at = i_b.to(tl.int64) * stride_sb + i_h.to(tl.int64) * stride_sh
-    up, down = _query_bounds(p_q, stride_qn, stride_qh, rows, group_size, scale, D, BLOCK_D, BLOCK_R)
+    at = i_b.to(tl.int64) * summary_strides.batch + i_h.to(tl.int64) * summary_strides.head
+    up, down = _query_bounds(p_q, q_strides, rows, group_size, scale, D, BLOCK_D, BLOCK_R)
     if FETCH:
         page = first_tile * TILE + o_t
         known = (page >= first_page) & (page < stop_page)
-        physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED)
-        first_rows = at + physical.to(tl.int64) * stride_sp
+        physical = physical_pages(table, i_b, page, known, PAGED)
+        first_rows = at + physical.to(tl.int64) * summary_strides.page
         _fetch(p_high + first_rows, physical >= 0, D, BLOCK_D)
         if MEAN == 0:
             _fetch(p_low + first_rows, physical >= 0, D, BLOCK_D)
@@ -146,15 +139,15 @@ def score_pages(
         up, down = _digits(up / unit), _digits(down / unit)
     elif DOT:
         up, down = _thirds(up), _thirds(down)
-    p_scale += i_b.to(tl.int64) * stride_scale_b + i_h.to(tl.int64) * stride_scale_h
+    p_scale += i_b.to(tl.int64) * scale_strides.batch + i_h.to(tl.int64) * scale_strides.head
     for i_tile in tl.range(first_tile, tl.cdiv(stop_page, TILE), step, num_stages=STAGES):
         page = i_tile * TILE + o_t
         known = (page >= first_page) & (page < stop_page)
-        physical = physical_pages(p_table, table_stride, i_b, page, known, num_physical, PAGED)
-        offsets = at + physical.to(tl.int64)[:, None] * stride_sp + o_d[None, :]
+        physical = physical_pages(table, i_b, page, known, PAGED)
+        offsets = at + physical.to(tl.int64)[:, None] * summary_strides.page + o_d[None, :]
         inside = (physical >= 0)[:, None] & (o_d < D)[None, :]
         if SCALED:
-            own_scale = tl.load(p_scale + physical.to(tl.int64) * stride_scale_p, mask=physical >= 0, other=0.0)
+            own_scale = tl.load(p_scale + physical.to(tl.int64) * scale_strides.page, mask=physical >= 0, other=0.0)
         score = _products(tl.load(p_high + offsets, mask=inside, other=0), up, DOT)
         if MEAN == 0:
             score += _products(tl.load(p_low + offsets, mask=inside, other=0), down, DOT)

@@ -19,10 +19,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.gpu.device import interpreted, overlap, padded, power_of_two, processors
-from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_pages
-from dynaxx.kernels.triton.decode.pages import first_key, page_strides, table_arguments
+from dynaxx.kernels.triton.decode.pages import PageTable, first_key, row_strides, table_arguments
 from dynaxx.kernels.triton.decode.score_pages import score_pages
 from dynaxx.layout.paging import PagedCache
 
@@ -71,15 +71,9 @@ def _select_pages_fwd_kernel(
     window,  # counted from the first query
     slots,
     scale,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_sb,
-    stride_sp,
-    stride_sh,
-    stride_scale_b,
-    stride_scale_p,
-    stride_scale_h,
+    q_strides,  # `Strides`
+    summary_strides,  # `RowStrides`
+    scale_strides,
     PAGED: tl.constexpr,
     HAS_LEFTPAD: tl.constexpr,
     SCALED: tl.constexpr,
@@ -97,6 +91,7 @@ def _select_pages_fwd_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    table = PageTable(p_table, table_stride, num_physical)
     if PDL and SCORE:
         gdc_wait()
         gdc_launch_dependents()
@@ -108,14 +103,12 @@ def _select_pages_fwd_kernel(
     p_scores += i_list.to(tl.int64) * max_pages
     if SCORE:
         score_pages(
-            p_q + i_b.to(tl.int64) * stride_qb + i_h.to(tl.int64) * group_size * stride_qh,
+            p_q + i_b.to(tl.int64) * q_strides.b + i_h.to(tl.int64) * group_size * q_strides.h,
             p_low,
             p_high,
             p_scale,
             p_scores,
-            p_table,
-            table_stride,
-            num_physical,
+            table,
             i_b,
             i_h,
             first_page,
@@ -123,14 +116,9 @@ def _select_pages_fwd_kernel(
             seqlen_q * group_size,
             group_size,
             scale,
-            stride_qn,
-            stride_qh,
-            stride_sb,
-            stride_sp,
-            stride_sh,
-            stride_scale_b,
-            stride_scale_p,
-            stride_scale_h,
+            q_strides,
+            summary_strides,
+            scale_strides,
             PAGED,
             SCALED,
             MEAN,
@@ -151,9 +139,7 @@ def _select_pages_fwd_kernel(
         pages, chosen, place, count = choose_pages(
             p_scores,
             p_wanted,
-            p_table,
-            table_stride,
-            num_physical,
+            table,
             i_b,
             i_h,
             kv_heads,
@@ -273,9 +259,9 @@ def _launch(
         window=choice.window,
         slots=slots,
         scale=scale,
-        **strides("q", q),
-        **page_strides("s", cache.summaries.strides()),
-        **page_strides("scale_", cache.summaries.scale_strides()),
+        q_strides=strides_of(q),
+        summary_strides=row_strides(cache.summaries.strides()),
+        scale_strides=row_strides(cache.summaries.scale_strides()),
         SCALED=cache.summaries.scale is not None,
         SCORE=score,
         CHOOSE=choose,

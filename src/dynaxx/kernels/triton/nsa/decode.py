@@ -23,7 +23,7 @@ from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.gpu.runtime.arguments import unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
-from dynaxx.kernels.triton.decode.pages import page_strides, physical_pages, table_arguments
+from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
 from dynaxx.kernels.triton.nsa.windows import compress_windows, gather_windows, store_compressed
 from dynaxx.layout.compressed import NativeLengths
 from dynaxx.layout.nsa import NativeSizes
@@ -106,7 +106,8 @@ def _decode_scores_kernel(
     p_next,  # (B, Hk, C) fp32, contributions of tokens that start in the previous block; written only if PER_TOKEN > 1
     p_num_cmp,  # (B,) int32
     p_table, p_seqused, p_leftpad, table_stride, num_physical, group_size, kv_heads, blocks, scale,
-    stride_qb, stride_qh, stride_kb, stride_kp, stride_kn, stride_kh,
+    stride_qb, stride_qh,
+    k_strides,  # `PageStrides`
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     PAGE: tl.constexpr,  # compressed tokens per page
     D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -115,6 +116,7 @@ def _decode_scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute scores of blocks for one query, like `_nsa_scores_kernel` of nsa.select."""
+    table = PageTable(p_table, table_stride, num_physical)
     BLOCKS: tl.constexpr = BLOCK_N // PER_BLOCK
     i_list, i_part = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_list // kv_heads, i_list % kv_heads
@@ -124,9 +126,9 @@ def _decode_scores_kernel(
         token = i_part * BLOCK_N + tl.arange(0, BLOCK_N)
         place = token + PER_TOKEN - 1
         known = token < tokens
-        page = physical_pages(p_table, table_stride, i_b, place // PAGE, known, num_physical, PAGED).to(tl.int64)
-        p_k += i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
-        p_rows = p_k + page * stride_kp + (place % PAGE).to(tl.int64) * stride_kn
+        page = physical_pages(table, i_b, place // PAGE, known, PAGED).to(tl.int64)
+        p_k += i_b.to(tl.int64) * k_strides.batch + i_h.to(tl.int64) * k_strides.head
+        p_rows = p_k + page * k_strides.page + (place % PAGE).to(tl.int64) * k_strides.token
         b_k = tl.load(p_rows[:, None] + o_d[None, :], mask=(page >= 0)[:, None] & (o_d < D)[None, :], other=0.0)
         total = tl.zeros([BLOCK_N], tl.float32)
         for start in range(0, group_size, BLOCK_M):
@@ -237,7 +239,7 @@ def select_blocks(
         scale=scale,
         stride_qb=q.stride(0),
         stride_qh=q.stride(2),
-        **page_strides("k", cache.strides(cache.k), token=True),
+        k_strides=cache.strides(cache.k),
         PAGE=cache.page_size,
         D=q.shape[3],
         BLOCK_D=padded(q.shape[3]),

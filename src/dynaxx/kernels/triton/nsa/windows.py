@@ -15,7 +15,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
-from dynaxx.kernels.triton.decode.pages import page_strides, physical_pages, table_arguments
+from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
 from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.paging import PagedCache, PageStrides
@@ -34,19 +34,20 @@ def _window(p_seqused, i_entry, count, skip, LENGTH: tl.constexpr, STRIDE: tl.co
 @triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
 def _gather_windows_kernel(
     p_x, p_windows, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
-    stride_b, stride_p, stride_n, stride_h,
+    x_strides,  # `PageStrides`
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gather one window of one head; zeros for a window that does not exist."""
+    table = PageTable(p_table, table_stride, num_physical)
     i_entry, i_head = tl.program_id(0), tl.program_id(1)
     i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     known = o_n < tl.where(window >= 0, LENGTH, 0)
     position = window * STRIDE + o_n
-    physical = physical_pages(p_table, table_stride, i_b, position // PAGE, known, num_physical, PAGED).to(tl.int64)
-    p_x += i_b.to(tl.int64) * stride_b + i_head.to(tl.int64) * stride_h
-    offsets = physical * stride_p + (position % PAGE).to(tl.int64) * stride_n
+    physical = physical_pages(table, i_b, position // PAGE, known, PAGED).to(tl.int64)
+    p_x += i_b.to(tl.int64) * x_strides.batch + i_head.to(tl.int64) * x_strides.head
+    offsets = physical * x_strides.page + (position % PAGE).to(tl.int64) * x_strides.token
     mask = (o_d < D)[None, :]
     b_x = tl.load(p_x + offsets[:, None] + o_d[None, :], mask=mask & (physical >= 0)[:, None], other=0.0)
     row = (i_entry.to(tl.int64) * LENGTH + o_n) * heads + i_head
@@ -57,21 +58,22 @@ def _gather_windows_kernel(
 @triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
 def _store_compressed_kernel(
     p_new, p_kept, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
-    stride_b, stride_p, stride_n, stride_h,
+    x_strides,  # `PageStrides`
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store one compressed token of one head to its page; PAGE counts compressed tokens."""
+    table = PageTable(p_table, table_stride, num_physical)
     i_entry, i_head = tl.program_id(0), tl.program_id(1)
     i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
     place = window + LENGTH // STRIDE - 1
     known = window >= 0
-    physical = physical_pages(p_table, table_stride, i_b, place // PAGE, known, num_physical, PAGED).to(tl.int64)
+    physical = physical_pages(table, i_b, place // PAGE, known, PAGED).to(tl.int64)
     if physical >= 0:
         o_d = tl.arange(0, BLOCK_D)
         b_x = tl.load(p_new + (i_entry.to(tl.int64) * heads + i_head) * D + o_d, mask=o_d < D, other=0.0)
-        p_kept += i_b.to(tl.int64) * stride_b + physical * stride_p + i_head.to(tl.int64) * stride_h
-        p_kept += (place % PAGE).to(tl.int64) * stride_n
+        p_kept += i_b.to(tl.int64) * x_strides.batch + physical * x_strides.page + i_head.to(tl.int64) * x_strides.head
+        p_kept += (place % PAGE).to(tl.int64) * x_strides.token
         tl.store(p_kept + o_d, b_x.to(p_kept.dtype.element_ty), mask=o_d < D)
 
 
@@ -79,23 +81,24 @@ def _store_compressed_kernel(
 @triton.jit(do_not_specialize=["num_physical", "count", "skip", "heads"])
 def _compress_windows_kernel(
     p_x, p_weight, p_kept, p_table, p_seqused, p_leftpad, table_stride, num_physical, count, skip, heads,
-    stride_b, stride_p, stride_n, stride_h, stride_cb, stride_cp, stride_cn, stride_ch,
+    x_strides, kept_strides,  # `PageStrides`
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, PAGE: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Pool one window of one head and store the result to its page."""
     KEPT: tl.constexpr = PAGE // STRIDE  # compressed tokens per page
+    table = PageTable(p_table, table_stride, num_physical)
     i_entry, i_head = tl.program_id(0), tl.program_id(1)
     i_b, window = _window(p_seqused, i_entry, count, skip, LENGTH, STRIDE)
     place = window + LENGTH // STRIDE - 1
     known = window >= 0
-    kept = physical_pages(p_table, table_stride, i_b, place // KEPT, known, num_physical, PAGED).to(tl.int64)
+    kept = physical_pages(table, i_b, place // KEPT, known, PAGED).to(tl.int64)
     if kept >= 0:
         o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
         position, inside = window * STRIDE + o_n, o_n < LENGTH
-        page = physical_pages(p_table, table_stride, i_b, position // PAGE, inside, num_physical, PAGED).to(tl.int64)
-        p_x += i_b.to(tl.int64) * stride_b + i_head.to(tl.int64) * stride_h
-        offsets = page * stride_p + (position % PAGE).to(tl.int64) * stride_n
+        page = physical_pages(table, i_b, position // PAGE, inside, PAGED).to(tl.int64)
+        p_x += i_b.to(tl.int64) * x_strides.batch + i_head.to(tl.int64) * x_strides.head
+        offsets = page * x_strides.page + (position % PAGE).to(tl.int64) * x_strides.token
         mask = (page >= 0)[:, None] & (o_d < D)[None, :]
         b_x = tl.load(p_x + offsets[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
         if WEIGHTED:
@@ -103,8 +106,10 @@ def _compress_windows_kernel(
             pooled = tl.sum(b_x * weight[:, None], 0)
         else:
             pooled = tl.sum(b_x, 0) / LENGTH
-        p_kept += i_b.to(tl.int64) * stride_cb + kept * stride_cp + i_head.to(tl.int64) * stride_ch
-        p_kept += (place % KEPT).to(tl.int64) * stride_cn
+        p_kept += (
+            i_b.to(tl.int64) * kept_strides.batch + kept * kept_strides.page + i_head.to(tl.int64) * kept_strides.head
+        )
+        p_kept += (place % KEPT).to(tl.int64) * kept_strides.token
         tl.store(p_kept + o_d, pooled.to(p_kept.dtype.element_ty), mask=o_d < D)
 
 
@@ -140,7 +145,7 @@ def _compress(cache, weight_k, weight_v, count, skip):
                 x if weight is None else weight.contiguous(),
                 kept,
                 **_window_arguments(cache, x, sizes, cache.page_size, count, skip),
-                **_strides("c", cache, kept, cache.page_size // sizes.cmp_stride),
+                kept_strides=_strides(cache, kept, cache.page_size // sizes.cmp_stride),
                 BLOCK_N=triton.next_power_of_2(sizes.cmp_block),
                 WEIGHTED=weight is not None,
             )
@@ -170,7 +175,7 @@ def _window_arguments(
         "count": count,
         "skip": skip,
         "heads": cache.kv_heads,
-        **_strides("", cache, x, page_size),
+        "x_strides": _strides(cache, x, page_size),
         "PAGE": page_size,
         "LENGTH": sizes.cmp_block,
         "STRIDE": sizes.cmp_stride,
@@ -179,8 +184,7 @@ def _window_arguments(
     }
 
 
-def _strides(name: str, cache: PagedCache, x: Tensor, page_size: int) -> dict[str, int]:
+def _strides(cache: PagedCache, x: Tensor, page_size: int) -> PageStrides:
     """Return strides of the cache's tensors, or of tensors of compressed tokens."""
     first, token, head, _ = x.stride()
-    of = PageStrides(0, first, token, head) if cache.is_paged else PageStrides(first, token * page_size, token, head)
-    return page_strides(name, of, token=True)
+    return PageStrides(0, first, token, head) if cache.is_paged else PageStrides(first, token * page_size, token, head)

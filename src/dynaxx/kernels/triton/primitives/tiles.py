@@ -34,8 +34,7 @@ class HeadRows(NamedTuple):
 class LayoutRow(NamedTuple):
     """The blocks of a row that a program visits, and the numbers of their tiles."""
 
-    p_indices: Any
-    p_codes: Any
+    tables: Any  # `LayoutTables`
     start: Any  # first entry
     partial: Any  # number of partial blocks, which come first
     total: Any  # number of blocks
@@ -45,18 +44,26 @@ class LayoutRow(NamedTuple):
 
 
 @triton.jit
-def row_entries(p_indptr, p_num_partial, lead, i_row, num_rows, capacity):
-    """Return first entry, number of partial blocks and number of blocks of a row, all within `capacity` entries."""
+def head_rows(source, strides, i_b, i_h, seqlen, TMA: tl.constexpr):
+    """Return the rows of one head of a tensor, given by a pointer or, under TMA, by a descriptor."""
+    if not TMA:
+        source += i_b * strides.b + i_h * strides.h
+    return HeadRows(source=source, i_b=i_b, i_h=i_h, stride=strides.n, seqlen=seqlen)
+
+
+@triton.jit
+def row_entries(layout, lead, i_row, num_rows):
+    """Return first entry, number of partial blocks and number of blocks of a row, all within the layout's capacity."""
     at = lead.to(tl.int64) * (num_rows + 1) + i_row
-    start = tl.minimum(tl.maximum(tl.load(p_indptr + at), 0), capacity)
-    count = tl.minimum(tl.maximum(tl.load(p_indptr + at + 1), start), capacity) - start
-    partial = tl.load(p_num_partial + lead.to(tl.int64) * num_rows + i_row)
+    start = tl.minimum(tl.maximum(tl.load(layout.tables.p_indptr + at), 0), layout.capacity)
+    count = tl.minimum(tl.maximum(tl.load(layout.tables.p_indptr + at + 1), start), layout.capacity) - start
+    partial = tl.load(layout.tables.p_num_partial + lead.to(tl.int64) * num_rows + i_row)
     return start, tl.minimum(tl.maximum(partial, 0), count), count
 
 
 @triton.jit
 def tile_positions(
-    p_indices, p_codes, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
+    tables, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
 ):
     """Return the positions of tile `i_tile` of `count` blocks from entry `first`: start, offsets, inner, codes.
 
@@ -69,15 +76,15 @@ def tile_positions(
     if TILE <= BLOCK:
         SPLIT: tl.constexpr = BLOCK // TILE
         part = i_tile % SPLIT * TILE
-        block = tl.load(p_indices + first + i_tile // SPLIT)
-        code = tl.load(p_codes + first + i_tile // SPLIT)
+        block = tl.load(tables.p_indices + first + i_tile // SPLIT)
+        code = tl.load(tables.p_codes + first + i_tile // SPLIT)
         inner = part + o_tile
         offsets = o_tile
     else:
         part = 0
         slot = i_tile * (TILE // BLOCK) + o_tile // BLOCK
-        block = tl.load(p_indices + first + slot, mask=slot < count, other=-1)
-        code = tl.load(p_codes + first + slot, mask=slot < count, other=-1)
+        block = tl.load(tables.p_indices + first + slot, mask=slot < count, other=-1)
+        code = tl.load(tables.p_codes + first + slot, mask=slot < count, other=-1)
         inner = o_tile % BLOCK
         offsets = inner
     if MASKING == FULL:
@@ -97,14 +104,14 @@ def whole_tiles(count, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def row_of(p_indices, p_codes, start, partial, total, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def row_of(layout, start, partial, total, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Return `total` blocks from entry `start`, the first `partial` of them partial, as a `LayoutRow`."""
     tokens = (total - partial) * BLOCK
     tiles = tl.cdiv(tokens, TILE)
     filled = (seqlen % BLOCK == 0) & (tokens % TILE == 0)  # otherwise a tile that gathers blocks may have empty slots
     whole = tl.where(filled, tiles, whole_tiles(total - partial, seqlen, BLOCK, TILE))
     return LayoutRow(
-        p_indices=p_indices, p_codes=p_codes, start=start, partial=partial, total=total,
+        tables=layout.tables, start=start, partial=partial, total=total,
         partial_tiles=tl.cdiv(partial * BLOCK, TILE), whole=whole, left=tiles - whole,
     )  # fmt: skip
 

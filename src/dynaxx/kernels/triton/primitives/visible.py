@@ -19,6 +19,12 @@ class Masks(NamedTuple):
 
 
 @triton.jit
+def masks_of(layout):
+    """Return the element masks of `LayoutRows`."""
+    return Masks(p_bits=layout.tables.p_bits, p_bands=layout.tables.p_bands, num_masks=layout.num_masks)
+
+
+@triton.jit
 def load_band(masks, code):
     """Load lo and hi of the pairs lo <= r - c <= hi that mask `code` shows; lo > hi if it is no band or no mask."""
     known = (code >= 0) & (code < masks.num_masks)

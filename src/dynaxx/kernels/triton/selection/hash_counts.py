@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
-from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 COLUMNS = 32  # projections processed together; more would not fit in registers
@@ -26,9 +26,7 @@ def _hash_counts_kernel(
     seqlen,
     blocks,
     heads,
-    stride_xb,
-    stride_xn,
-    stride_xh,
+    x_strides,
     SIZE: tl.constexpr,
     TABLES: tl.constexpr,
     BITS: tl.constexpr,
@@ -42,8 +40,8 @@ def _hash_counts_kernel(
     o_n = i_block * SIZE + tl.arange(0, SIZE)
     o_d = tl.arange(0, BLOCK_D)
     inside = (o_n < seqlen)[:, None] & (o_d < D)[None, :]
-    p_x += i_bh // heads * stride_xb + i_bh % heads * stride_xh
-    b_x = tl.load(p_x + o_n.to(tl.int64)[:, None] * stride_xn + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
+    p_x += i_bh // heads * x_strides.b + i_bh % heads * x_strides.h
+    b_x = tl.load(p_x + o_n.to(tl.int64)[:, None] * x_strides.n + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
     b_x -= tl.load(p_center + i_bh * D + o_d, mask=o_d < D, other=0.0)[None, :]
     place = 1 << tl.arange(0, P)
     p_counts += (i_bh * blocks + i_block) * (TABLES << BITS)
@@ -87,7 +85,7 @@ def hash_counts(x: Tensor, size: int, planes: Tensor, center: Tensor, tables: in
         seqlen=seqlen,
         blocks=blocks,
         heads=heads,
-        **strides("x", x),
+        x_strides=strides_of(x),
         SIZE=size,
         TABLES=tables,
         BITS=bits,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynaxx.kernels.contract import Candidates
 from dynaxx.kernels.gpu.device import padded
-from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.primitives.conversion import nearest
 from dynaxx.kernels.triton.selection.query_scores import RUNTIME_SIZES, new_scores, panels_of
@@ -54,9 +54,7 @@ def _quantise_kernel(
     tiles,
     heads,
     factor,
-    stride_xb,
-    stride_xn,
-    stride_xh,
+    x_strides,
     EACH: tl.constexpr,
     TILE: tl.constexpr,
     D: tl.constexpr,
@@ -67,8 +65,8 @@ def _quantise_kernel(
     o_n = i_tile * TILE + tl.arange(0, TILE)
     o_d = tl.arange(0, BLOCK_D)
     inside = (o_n < seqlen)[:, None] & (o_d < D)[None, :]
-    p_x += i_bh // heads * stride_xb + i_bh % heads * stride_xh
-    x = tl.load(p_x + o_n.to(tl.int64)[:, None] * stride_xn + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
+    p_x += i_bh // heads * x_strides.b + i_bh % heads * x_strides.h
+    x = tl.load(p_x + o_n.to(tl.int64)[:, None] * x_strides.n + o_d[None, :], mask=inside, other=0.0).to(tl.float32)
     if EACH:
         largest = tl.maximum(tl.max(tl.abs(x), 1), SMALLEST)
         x = nearest(tl.minimum(x * tl.div_rn(largest * 0.0 + LEVELS, largest)[:, None], LEVELS))
@@ -191,7 +189,7 @@ def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tu
         tiles=tiles,
         heads=heads,
         factor=factor / LEVELS.value,  # rounded here, as in torch, and not fused with later operations
-        **strides("x", x),
+        x_strides=strides_of(x),
         EACH=each,
         TILE=tile,
         D=dim,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
-from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 MEAN = tl.constexpr(0)
@@ -28,9 +28,7 @@ def _pool_kernel(
     blocks,
     heads,
     scale,
-    stride_xb,
-    stride_xn,
-    stride_xh,
+    x_strides,
     KIND: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -42,13 +40,13 @@ def _pool_kernel(
     i_b = (tl.program_id(1) // heads).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
-    p_x += i_b * stride_xb + i_h * stride_xh
+    p_x += i_b * x_strides.b + i_h * x_strides.h
     other = 0.0 if KIND == MEAN else (float("inf") if KIND == SMALLEST else float("-inf"))
     found = tl.full([BLOCK_D], other, tl.float32)
     for first in tl.static_range(0, SIZE, TILE):
         o_n = i_block.to(tl.int64) * SIZE + first + tl.arange(0, TILE)
         inside = ((o_n < seqlen) & (first + tl.arange(0, TILE) < SIZE))[:, None] & m_d[None, :]
-        x = tl.load(p_x + o_n[:, None] * stride_xn + o_d[None, :], mask=inside, other=other).to(tl.float32)
+        x = tl.load(p_x + o_n[:, None] * x_strides.n + o_d[None, :], mask=inside, other=other).to(tl.float32)
         if KIND == MEAN:
             found += tl.sum(x, 0)
         elif KIND == SMALLEST:
@@ -75,7 +73,7 @@ def pool_blocks(x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: torc
         blocks=blocks,
         heads=heads,
         scale=float(scale),
-        **strides("x", x),
+        x_strides=strides_of(x),
         KIND=KINDS[kind],
         SIZE=size,
         TILE=min(32, power_of_two(size)),

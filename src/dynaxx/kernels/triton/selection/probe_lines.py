@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
-from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
@@ -61,9 +61,7 @@ def _normalisers_kernel(
     seqlen_k,
     group_size,
     scale,
-    stride_kb,
-    stride_kn,
-    stride_kh,
+    k_strides,
     CAUSAL: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -75,7 +73,7 @@ def _normalisers_kernel(
     i_h, i_part, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_bh = i_b * tl.num_programs(0) + i_h
     p_q += i_bh * probes * D
-    p_k += i_b * stride_kb + i_h // group_size * stride_kh
+    p_k += i_b * k_strides.b + i_h // group_size * k_strides.h
     p_lse += (i_bh * tl.num_programs(1) + i_part) * probes
     begin = i_part * TILES * BLOCK_N
     for i_p in range(0, probes, BLOCK_P):
@@ -84,7 +82,7 @@ def _normalisers_kernel(
         total = tl.zeros([BLOCK_P], tl.float32)
         for first in range(begin, tl.minimum(begin + TILES * BLOCK_N, seqlen_k), BLOCK_N):
             o_n = first + tl.arange(0, BLOCK_N)
-            b_k = _keys(p_k, o_n, seqlen_k, stride_kn, D, BLOCK_D)
+            b_k = _keys(p_k, o_n, seqlen_k, k_strides.n, D, BLOCK_D)
             logits = _probe_logits(p_q, b_k, o_p, o_n, probes, seqlen_k, scale, CAUSAL, D, BLOCK_D, PRECISION)
             new = tl.maximum(best, tl.max(logits, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)
@@ -108,9 +106,7 @@ def _probe_lines_kernel(
     group_size,
     phase,
     scale,
-    stride_kb,
-    stride_kn,
-    stride_kh,
+    k_strides,
     CAUSAL: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -122,9 +118,9 @@ def _probe_lines_kernel(
     PRECISION: tl.constexpr,
 ):
     i_hk, i_tile, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    p_k += i_b * stride_kb + i_hk * stride_kh
+    p_k += i_b * k_strides.b + i_hk * k_strides.h
     o_n = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    b_k = _keys(p_k, o_n, seqlen_k, stride_kn, D, BLOCK_D)
+    b_k = _keys(p_k, o_n, seqlen_k, k_strides.n, D, BLOCK_D)
     o_j = tl.arange(0, BUCKETS)
     o_c = i_tile * (BLOCK_N // KV_BLOCK) + tl.arange(0, BLOCK_N // KV_BLOCK)
     for i_g in range(group_size):  # all heads of the group read the same keys
@@ -230,7 +226,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
         "seqlen_k": grid.seqlen_k,
         "group_size": q_heads // k.shape[2],
         "scale": scale * LOG2_E,
-        **strides("k", k),
+        "k_strides": strides_of(k),
         "CAUSAL": grid.causal,
         "BLOCK_P": block_p,
         "BLOCK_N": block_n,

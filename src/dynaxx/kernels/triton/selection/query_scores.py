@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dynaxx.kernels.contract import Candidates
 from dynaxx.kernels.gpu.device import padded
-from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
@@ -48,9 +48,7 @@ def _query_scores_kernel(
     group_size,
     offset,
     q_block,
-    stride_kb,
-    stride_kn,
-    stride_kh,
+    k_strides,
     LISTED: tl.constexpr,
     CAUSAL: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -86,7 +84,7 @@ def _query_scores_kernel(
         some = begin < stop
     if some:
         b_q = tl.load(p_q + i_vector[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-        p_k += i_b * stride_kb + i_hk * stride_kh
+        p_k += i_b * k_strides.b + i_hk * k_strides.h
         for tile in range(begin, stop):
             i_tile = tile
             if LISTED:
@@ -94,7 +92,7 @@ def _query_scores_kernel(
             first = i_tile * BLOCK_N
             o_n = first + tl.arange(0, BLOCK_N)
             inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
-            b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * stride_kn + o_d[None, :], mask=inside, other=0.0)
+            b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * k_strides.n + o_d[None, :], mask=inside, other=0.0)
             logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if first + BLOCK_N > shortest:
                 logits = tl.where(o_n[None, :] < end[:, None], logits, float("-inf"))
@@ -153,7 +151,7 @@ def query_scores(
         group_size=group_size,
         offset=grid.offset,
         q_block=grid.block_size[0],
-        **strides("k", k),
+        k_strides=strides_of(k),
         LISTED=candidates is not None,
         CAUSAL=grid.causal,
         KV_BLOCK=grid.block_size[1],

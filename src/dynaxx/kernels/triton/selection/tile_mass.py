@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, processors, shared_memory
-from dynaxx.kernels.gpu.runtime.arguments import strides, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
@@ -78,12 +78,8 @@ def _tile_mass_kernel(
     steps,
     scale,
     stride_m,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
+    q_strides,
+    k_strides,
     Q_SIZE: tl.constexpr,
     K_SIZE: tl.constexpr,
     Q_PARTS: tl.constexpr,
@@ -103,8 +99,8 @@ def _tile_mass_kernel(
     o_m = i_tile * TILE_M + tl.arange(0, TILE_M)
     m_m = (o_m < tiles_q)[:, None]
     o_d = tl.arange(0, BLOCK_D)
-    p_q += i_bh // q_heads * stride_qb + i_bh % q_heads * stride_qh
-    p_k += i_bh // q_heads * stride_kb + i_bh % q_heads // group_size * stride_kh
+    p_q += i_bh // q_heads * q_strides.b + i_bh % q_heads * q_strides.h
+    p_k += i_bh // q_heads * k_strides.b + i_bh % q_heads // group_size * k_strides.h
     p_notes += i_bh * tiles_q * kv_blocks
     stop, whole = tiles_k, seqlen_k // K_SIZE  # tiles that some query sees; tiles that all queries see completely
     ends = (first_tile + o_m + 1) * Q_SIZE - 1 + offset
@@ -115,7 +111,7 @@ def _tile_mass_kernel(
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
     if PARTS * STEPS == 1:
-        b_held = _tokens(p_q, o_m, 0, o_d, tiles_q, tokens_q, stride_qn, PARTS, D)
+        b_held = _tokens(p_q, o_m, 0, o_d, tiles_q, tokens_q, q_strides.n, PARTS, D)
     begin = 0
     if SPLIT:
         begin = tl.program_id(2) * steps * TILE_T
@@ -123,13 +119,13 @@ def _tile_mass_kernel(
     for first in range(begin, stop, TILE_T):
         o_t = first + tl.arange(0, TILE_T)
         if PARTS * STEPS == 1:
-            logits = tl.dot(b_held, tl.trans(_tokens(p_k, o_t, 0, o_d, tiles_k, tokens_k, stride_kn, PARTS, D)))
+            logits = tl.dot(b_held, tl.trans(_tokens(p_k, o_t, 0, o_d, tiles_k, tokens_k, k_strides.n, PARTS, D)))
         else:
             logits = tl.zeros([TILE_M, TILE_T], tl.float32)
             for step in range(PARTS * STEPS):
                 place, o_e = step // STEPS, step % STEPS * BLOCK_D + o_d
-                b_q = _tokens(p_q, o_m, PARTS - 1 - place, o_e, tiles_q, tokens_q, stride_qn, PARTS, D)
-                b_k = _tokens(p_k, o_t, place, o_e, tiles_k, tokens_k, stride_kn, PARTS, D)
+                b_q = _tokens(p_q, o_m, PARTS - 1 - place, o_e, tiles_q, tokens_q, q_strides.n, PARTS, D)
+                b_k = _tokens(p_k, o_t, place, o_e, tiles_k, tokens_k, k_strides.n, PARTS, D)
                 logits = tl.dot(b_q, tl.trans(b_k), logits)
         logits *= scale  # now in base 2
         if first + TILE_T > whole:
@@ -278,8 +274,8 @@ def tile_mass(
         group_size=q_heads // keys.shape[2],
         steps=steps,
         scale=float(scale) * LOG2_E,
-        **strides("q", queries),
-        **strides("k", keys),
+        q_strides=strides_of(queries),
+        k_strides=strides_of(keys),
         SPLIT=splits > 1,
         PARTS=parts,
         D=dim,
