@@ -7,8 +7,11 @@ not matter, so a few calls on random tensors cover all combinations that request
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
 
+MOST_THREADS = 8  # that compile decoding kernels side by side
 SHORT_KEYS = 40  # keys per sequence in the decoding steps of the warm-up
 
 
@@ -85,32 +89,52 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
 
 
 def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
-    """Run decoding steps of every padded shape, over a small cache of the same kind."""
+    """Run decoding steps of every padded shape, over a small cache of the same kind.
+
+    Each shape has kernels of its own. On a GPU, threads compile them side by side: compilers run outside Python's lock.
+    """
+    first, *others = decode_shapes(decoding.max_seqs)
+    step = partial(_run_decoding_step, plan, shape, decoding)
+    step(first)  # compiles what all of them share
+    if shape.device.type != "cuda":
+        for each in others:
+            step(each)
+        return
+    stream = torch.cuda.current_stream(shape.device)
+
+    def in_thread(each: tuple[int, int]) -> None:
+        with torch.inference_mode(), torch.cuda.device(shape.device), torch.cuda.stream(stream):
+            step(each)
+
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "dynaxx-compile") as pool:
+        list(pool.map(in_thread, others))
+
+
+def _run_decoding_step(plan: DecodePlan, shape: LayerShape, decoding: Decoding, size: tuple[int, int]) -> None:
+    """Run a step of `size`, (sequences, queries per sequence)."""
+    batch, queries = size
     pages = 16 if decoding.page_count % 16 == 0 else 17
-    size = (pages, shape.kv_heads, decoding.page_size, 2 * shape.head_dim)
+    memory = (pages, shape.kv_heads, decoding.page_size, 2 * shape.head_dim)
     if decoding.fp8:
         one = torch.ones((), device=shape.device)
-        cached = Pages(torch.zeros(size, dtype=FP8, device=shape.device), one, one)
+        cached = Pages(torch.zeros(memory, dtype=FP8, device=shape.device), one, one)
     else:
-        cached = Pages(torch.zeros(size, dtype=shape.dtype, device=shape.device))
+        cached = Pages(torch.zeros(memory, dtype=shape.dtype, device=shape.device))
     integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
-    everything = cached.cache(
-        torch.tensor([pages * decoding.page_size], **integers), torch.arange(pages, **integers)[None]
-    )
+    table = torch.zeros(batch, decoding.max_pages, **integers)
+    used = torch.full((batch,), min(SHORT_KEYS, decoding.page_size), **integers)
+    q = torch.zeros(batch, queries, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
     chooses = not plan.budget.reads_everything
-    summaries = summarize_pages(everything, bound=plan.budget.bound).summaries if chooses else None
-    for batch, queries in decode_shapes(decoding.max_seqs):
-        table = torch.zeros(batch, decoding.max_pages, **integers)
-        used = torch.full((batch,), min(SHORT_KEYS, decoding.page_size), **integers)
-        q = torch.zeros(batch, queries, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        if queries == 1:
-            sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
-        if chooses:
-            chosen: PagedCache = cached.cache(used, table, summaries)
-            summarize_pages(chosen, new_tokens=queries)
-            sparse_decode(q, chosen, plan.budget, **shape.softmax.arguments)
-        elif queries > 1:
-            sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
+    if queries == 1 or not chooses:
+        sparse_decode(q, cached.cache(used, table), **shape.softmax.arguments)
+    if chooses:
+        everything = cached.cache(
+            torch.tensor([pages * decoding.page_size], **integers), torch.arange(pages, **integers)[None]
+        )
+        summaries = summarize_pages(everything, bound=plan.budget.bound).summaries
+        chosen: PagedCache = cached.cache(used, table, summaries)
+        summarize_pages(chosen, new_tokens=queries)
+        sparse_decode(q, chosen, plan.budget, **shape.softmax.arguments)
 
 
 def decode_shapes(most: int) -> list[tuple[int, int]]:
