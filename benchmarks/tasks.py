@@ -24,17 +24,20 @@ from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
 from dynaxx.lab.tasks.suite import named_tasks
 from dynaxx.lab.texts import encode, load_text, split_text
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, Costs
+from dynaxx.lab.tune.costs import BUDGETS, Costs, Way
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 
 BLOCK = 32
 FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(2)
-TUNED_FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(4) | dx.LastQueries(64)
 UNIFORM = {
     "vertical and slash lines of the last queries (MInference)": dx.LastQueryProbe(),
     "anti-diagonals (XAttention)": dx.AntiDiagonal(),
     "bounds of keys (Quest)": dx.MinMax(),
     "mean query": dx.MeanQuery(),
+}
+TUNED = {
+    "tuned, 128 local tokens, last 64 queries see everything": Way(dx.MeanQuery()),
+    "tuned, 32 local tokens, last 64 queries see everything": Way(dx.MeanQuery(), local=32),
 }
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt,cwe"
 
@@ -46,7 +49,9 @@ def policy_of(model, rules):
 def density_of(model, rule, tokens):
     """Return the density of a rule on random queries and keys; it depends on the number of blocks alone."""
     facts = model_facts(model)
-    q, k = (torch.randn(1, tokens, heads, facts.head_dim) for heads in (facts.q_heads, facts.kv_heads))
+    q, k = (
+        torch.randn(1, tokens, heads, facts.head_dim, device=model.device) for heads in (facts.q_heads, facts.kv_heads)
+    )
     return dx.select_blocks(q, k, rule, block_size=BLOCK).density()
 
 
@@ -71,16 +76,13 @@ def uniform_policies(model, tokens, density):
         yield name, policy_of(model, [dx.Rule.of(rule)]), found
 
 
-def tuned_policy(model, ids, density):
-    """Return a policy whose budgets come from the costs of the heads on a text, and its density."""
-    scorer, floor = dx.MeanQuery(), (ids.shape[1] - 1) // BLOCK // 2
-    rule = lambda budget: TUNED_FORCED | dx.TopK(budget, scorer, floor, per="head")
+def tuned_policy(model, ids, density, way):
+    """Return a policy whose budgets come from the costs of the heads on a text, and its density there."""
+    rule = lambda budget: way.rule(budget, BLOCK, 64, (ids.shape[1] - 1) // BLOCK // 2)
     measured = measure_head_costs(model, ids, [rule(budget) for budget in BUDGETS], block_size=BLOCK)
     plain = Costs.plain(measured)
-    costs = Costs(
-        tuple(plain["layers"]), {scorer: torch.tensor(plain["density"])}, {scorer: torch.tensor(plain["loss"])}
-    )
-    found = Allocator(costs.density[scorer], costs.loss[scorer]).at(density)
+    costs = Costs(tuple(plain["layers"]), {way: torch.tensor(plain["density"])}, {way: torch.tensor(plain["loss"])})
+    found = Allocator(costs.density[way], costs.loss[way]).at(density)
     rows = zip(costs.layers, costs.budgets(found.choice), strict=True)
     return policy_of(model, [dx.Rule.of(rule(tuple(row)), layers=[layer]) for layer, row in rows]), found.density
 
@@ -123,13 +125,14 @@ def main():
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--state", type=Path, default=Path("benchmarks-tasks-state.json"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    model, tokenizer = load_model(options.model)
+    model, tokenizer = load_model(options.model, device=options.device)
     calibration, held_out = split_text(load_text(options.text))
     ids = encode(tokenizer, calibration, options.tokens + 1)
     names = named_tasks(tuple(options.tasks.split(",")))
@@ -139,11 +142,10 @@ def main():
     rows = []
     with evaluating(model):
         methods = [*uniform_policies(model, options.tokens, options.density)]
-        tuned = steps.remember(
-            "tuned",
-            lambda: [json.loads((found := tuned_policy(model, ids, options.density))[0].model_dump_json()), found[1]],
-        )
-        methods.append(("tuned, last 64 queries see everything", dx.Policy.model_validate(tuned[0]), tuned[1]))
+        for name, way in TUNED.items():
+            make = lambda way=way: tuned_policy(model, ids, options.density, way)
+            tuned = steps.remember(name, lambda make=make: [(found := make())[0].model_dump(mode="json"), found[1]])
+            methods.append((name, dx.Policy.model_validate(tuned[0]), tuned[1]))
         for task in names:  # task by task, so that a run that is stopped has whole tasks
             plan = SuitePlan((task,), (options.tokens,), options.samples)
             for name, policy, _ in methods:

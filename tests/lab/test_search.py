@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.lab.tune import costs as costs_module
 from dynaxx.lab.tune import run as tune_module
 from dynaxx.lab.tune import search as search_module
 from dynaxx.lab.tune import search_texts as texts_module
+from dynaxx.lab.tune.costs import Costs, Way
 from dynaxx.lab.tune.guide import Guide
 from dynaxx.lab.tune.pipeline_result import PipelineResult
 from dynaxx.lab.tune.result import TaskTrial, Trial
@@ -139,8 +141,62 @@ def test_tasks_must_hold(tuned, monkeypatch):
     monkeypatch.setattr(search_module, "HeldTasks", Fake)
     found = tuned(hold=("vt",), tolerance=0.9)
     assert given == [(("vt",), 128)]
-    assert any(each.tasks and not each.passed and all(task.drop == 0.3 for task in each.tasks) for each in found.tuned)
+    trials = (*found.tuned, *found.uniform)
+    assert any(each.tasks and not each.passed and all(task.drop == 0.3 for task in each.tasks) for each in trials)
     assert found.chosen is None or found.chosen.tasks[0].passed
+
+
+SMALL = (Way(dx.MeanQuery(), local=32), Way(dx.MeanQuery(), local=16), Way(dx.MinMax(bound=0.5), local=32))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Let a policy of 512 tokens have something to choose from."""
+    monkeypatch.setattr(search_module, "LAST_QUERIES", 16)
+
+    def use(*ways):
+        monkeypatch.setattr(costs_module, "WAYS", ways)
+        monkeypatch.setattr(search_module, "WAYS", ways)
+
+    use(*SMALL)
+    return use
+
+
+@pytest.mark.parametrize("way", SMALL, ids=str)
+def test_every_way_to_choose_gives_a_policy(tuned, small, way):
+    small(way)
+    found = tuned(tokens=512, tolerance=0.9)
+    assert found.scorer == str(way)
+    assert found.chosen is not None
+    assert found.chosen.density < 1
+    for each in found.tuned:
+        assert each.density == pytest.approx(each.aim, abs=1e-6), "shares of blocks do not depend on the text"
+
+
+def test_a_limited_search_tries_one_budget_only_where_it_could_win(tuned, small):
+    options = dict(tokens=512, tolerance=0.02, resume=False)
+    free, limited = tuned(**options), tuned(**options, time_budget=3600.0)
+    assert limited.scorer == free.scorer
+    assert limited.tuned == free.tuned
+    assert len(limited.uniform) <= len(free.uniform)
+    if not limited.uniform[0].passed:
+        assert len(limited.uniform) == 1
+
+
+def test_costs_of_several_texts_are_averaged_and_interpolated():
+    way = Way(dx.MeanQuery())
+    density = torch.linspace(0.1, 1.0, 11, dtype=torch.float64)[:, None].expand(11, 4)
+    loss = (1 - density) ** 2
+    first, second = (Costs((0, 1), {way: each}, {way: loss}) for each in (density, 0.5 * density))
+    assert float(Costs.mean([first, second]).density[way][0, 0]) == pytest.approx(0.075)
+    assert first.uniform(way, 1.0)[1] == 1.0
+    assert 0.03 < first.uniform(way, 0.25)[1] < 0.06
+    assert way.rule((0.5, 0.9), 32, 64, 7) == (
+        dx.Sink(32) | dx.LocalBlocks(4) | dx.LastQueries(64) | dx.TopK((0.5, 0.9), dx.MeanQuery(), 7, per="head")
+    )
+    assert Way(dx.MeanQuery(), local=32).rule(0.5, 64, 64, 7).pattern == (
+        dx.Sink(64) | dx.LocalBlocks(1) | dx.LastQueries(64)
+    )
 
 
 def test_held_tasks_are_scored_once(loaded, tmp_path):
@@ -179,9 +235,9 @@ def test_candidates_that_no_scorer_changes_are_measured_once(loaded, monkeypatch
     candidates = [rule(b, s) for s in (dx.MeanQuery(), dx.MinMax(bound=0.5)) for b in (0.0, 0.3, 1.0)]
     ids = torch.randint(3, 300, (1, 129))
     found = measure_head_costs(loaded.model, ids, candidates, block_size=16)
-    assert len(calls) == 2 * 4, "two layers, and four different sets of blocks"
+    assert len(calls) == 2 * 3, "two layers, and three different sets of blocks that are not dense"
     for each in found:
         assert torch.equal(each.loss[0], each.loss[3])
         assert torch.equal(each.loss[2], each.loss[5])
-        assert float(each.loss[2].max()) < 1e-9
+        assert float(each.loss[2].max()) == 0.0
         assert torch.equal(each.density[2], torch.ones_like(each.density[2]))

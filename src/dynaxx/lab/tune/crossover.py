@@ -108,7 +108,8 @@ def _typical(plans: list[LayerPlan]) -> list[LayerPlan]:
     """Return the plans with the lowest, middle and highest budget."""
 
     def weight(plan: LayerPlan) -> float:
-        budgets = [getattr(getattr(group.rule, "selector", None), "budget", 0.0) for group in plan.groups]
+        selectors = [getattr(group.rule, "selector", None) for group in plan.groups]
+        budgets = [0.0 if each is None else getattr(each, each.budget_field) for each in selectors]
         flat = [x for budget in budgets for x in (budget if isinstance(budget, tuple) else (budget,))]
         return sum(flat) / max(1, len(flat))
 

@@ -43,7 +43,7 @@ class Guide:
     def learn(self, trials: Sequence[Trial]) -> None:
         """Update the factor if this trial's rise is closer to the tolerance; a rise close to zero is noise."""
         for trial in trials:
-            predicted, rise = self._predicted(trial.density), math.log(trial.ratio)
+            predicted, rise = self._predicted(trial.aim), math.log(trial.ratio)
             if predicted > 0 and rise > 0:
                 far = abs(math.log(rise / math.log1p(self._tolerance)))
                 if far <= self._far:

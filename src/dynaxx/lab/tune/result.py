@@ -43,7 +43,7 @@ class Trial:
     """One evaluated budget.
 
     Attributes:
-        density: mean density over sparse heads.
+        density: measured mean density over sparse heads.
         perplexity: perplexity under the budget.
         ratio: perplexity over dense perplexity.
         error: standard error of the ratio.
@@ -52,6 +52,7 @@ class Trial:
         tokens: number of evaluated tokens, fewer if the budget fails on the first text.
         kinds: the same figures for each kind of text, if there are several.
         tasks: results of the tasks that must pass.
+        aim: density that the texts for costs predict for the budgets, which orders the trials of a search.
     """
 
     density: float
@@ -62,6 +63,11 @@ class Trial:
     tokens: int = 0
     kinds: tuple[KindTrial, ...] = ()
     tasks: tuple[TaskTrial, ...] = ()
+    aim: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.aim:
+            object.__setattr__(self, "aim", self.density)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class HeldOutKind:
 
     Attributes:
         kind: the excluded kind.
-        density: density of the sparsest budgets that pass on all other kinds, or None if there are none.
+        density: density, on the excluded kind, of the sparsest budgets that pass on all others, or None if none pass.
         ratio, error, passed: results on the excluded kind.
     """
 
@@ -112,7 +118,7 @@ class TuneResult:
     model: str
     tokens: int
     tolerance: float
-    scorer: str
+    scorer: str  # the scorer, and whether budgets are shares of the blocks or of the mass
     dense_perplexity: float
     uniform: tuple[Trial, ...]
     tuned: tuple[Trial, ...]

@@ -24,6 +24,7 @@ from dynaxx.ops import sparse_attention
 from dynaxx.selection import Hybrid, select_blocks
 
 PROBE = "dynaxx_sensitivity"  # name in transformers' AttentionInterface
+DENSE = "dense"  # key of candidates that keep every block, which cost nothing by definition
 
 
 class HeadCosts(NamedTuple):
@@ -72,7 +73,8 @@ def measure_head_costs(
             late.append(layer)
             return
         loss, density = [], []
-        known: dict[str, tuple[Tensor, Tensor]] = {}
+        nothing = torch.zeros(q.shape[2], dtype=torch.float64, device=q.device)
+        known = {DENSE: (nothing, nothing + 1)}
         for candidate in candidates:
             key = _scorer_free(candidate)
             if key not in known:
@@ -87,7 +89,7 @@ def measure_head_costs(
 
     with _probing(model, visit):
         hidden = model.base_model(ids[:, :-1].to(model.device), use_cache=False)[0]
-        hidden.backward(_fisher_gradient(model, hidden.detach(), seed))
+        hidden.backward(fisher_gradient(model, hidden.detach(), seed))
     if late:
         loss, density = (torch.stack([getattr(each, name) for each in found]).mean(0) for name in ("loss", "density"))
         found += [HeadCosts(layer, loss, density, measured=False) for layer in late]
@@ -95,10 +97,13 @@ def measure_head_costs(
 
 
 def _scorer_free(candidate: Hybrid) -> str:
-    """Return a key of a candidate's blocks. Budgets of 0 and 1 have the same key for every scorer."""
-    budget = getattr(candidate.selector, "budget", None)
-    if isinstance(budget, float) and budget in (0.0, 1.0):
-        return f"{candidate.pattern!r} {budget}"
+    """Return a key of a candidate's blocks, the same for every scorer if the budget is nothing or everything."""
+    selector = candidate.selector
+    budget = getattr(selector, selector.budget_field)
+    if isinstance(budget, float) and budget == selector.everything:
+        return DENSE
+    if isinstance(budget, float) and budget == selector.nothing:
+        return repr(candidate.pattern)
     return repr(candidate)
 
 
@@ -108,7 +113,7 @@ def _head_density(layout: Any, heads: int) -> Tensor:
     return (layout.kv_num_blocks.sum((0, 2)).double() / max(1, visible)).expand(heads)
 
 
-def _fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
+def fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
     """Return the gradient of the log-likelihoods of sampled tokens with respect to `hidden`, by chunks of logits."""
     generator = torch.Generator(hidden.device).manual_seed(seed)
     gradient = torch.empty_like(hidden)
