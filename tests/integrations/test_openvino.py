@@ -187,6 +187,48 @@ def test_what_cannot_be_served_is_refused() -> None:
         to_openvino(tiny().train())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_a_cache_generates_what_transformers_does(kv_heads: int, tmp_path: Path) -> None:
+    from dynaxx.integrations.openvino import OpenVinoGenerator, cpu_config, export_openvino, load_openvino
+
+    model, ids = tiny(kv_heads), torch.randint(1, 97, (2, 300))
+    rules = policy(model, dx.Sink(16) | dx.SlidingWindow(32) | dx.TopK(0.2), dense_below=100)
+    mask = torch.ones_like(ids)
+    for number, chosen in enumerate((None, rules)):
+        made = export_openvino(model, tmp_path / str(number), chosen, cache=True, all_logits=True)
+        loaded = load_openvino(made.folder)
+        compiled = ov.Core().compile_model(loaded.model, "CPU", cpu_config("f32"))
+        running = OpenVinoGenerator(compiled)
+        with dx.apply(model, chosen or policy(model, None)):
+            want = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+            whole = model(ids).logits.numpy()
+            cache = model(ids[:, :170], use_cache=True).past_key_values
+            parts = model(ids[:, 170:], past_key_values=cache).logits.numpy()
+        found = np.stack(list(running.generate(ids, 8)), 1)
+        np.testing.assert_array_equal(found, want[:, 300:].numpy())
+        running.reset()
+        np.testing.assert_allclose(running.step(ids), whole, atol=TOLERANCE)
+        running.reset()  # in two parts, and with another batch size
+        running.step(ids[:, :170])
+        np.testing.assert_allclose(running.step(ids[:, 170:]), parts, atol=TOLERANCE)
+        running.reset()
+        np.testing.assert_allclose(running.step(ids[:1, :50]), whole[:1, :50], atol=TOLERANCE)
+        if loaded.handle is not None:
+            stats = loaded.handle.stats
+            assert stats["sparse_calls"] == 2 * 4, stats  # each layer, four prompts of 100 keys and more
+            assert stats["native_calls"] == 2 * (7 + 1), stats  # tokens one by one, and the short prompt
+    with pytest.raises(ValueError, match="one token or more"):
+        running.step(ids[:, :0])
+    with pytest.raises(UnsupportedInputError, match="no cache"):
+        export_openvino(model, tmp_path / "portable", form="portable", cache=True)
+    from dynaxx.integrations.openvino import to_openvino
+
+    without = ov.Core().compile_model(to_openvino(model), "CPU", cpu_config("f32"))
+    with pytest.raises(ValueError, match="cache=True"):
+        OpenVinoGenerator(without)
+
+
 @pytest.mark.parametrize(
     ("rule", "form", "fields"),
     [

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from dynaxx.lazy import load_at_first_use
 
 if TYPE_CHECKING:
+    from dynaxx.integrations.openvino.cached import OpenVinoGenerator
     from dynaxx.integrations.openvino.convert import to_openvino
     from dynaxx.integrations.openvino.export import export_openvino, load_openvino
     from dynaxx.integrations.openvino.genai import GenAiSparseAttention, sparse_attention_config
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GenAiSparseAttention",
+    "OpenVinoGenerator",
     "OpenVinoHandle",
     "cpu_config",
     "export_openvino",
@@ -26,6 +28,7 @@ __all__ = [
 __getattr__ = load_at_first_use(
     __name__,
     {
+        "cached": ("OpenVinoGenerator",),
         "convert": ("to_openvino",),
         "export": ("export_openvino", "load_openvino"),
         "genai": ("GenAiSparseAttention", "sparse_attention_config"),

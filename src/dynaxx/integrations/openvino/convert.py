@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.openvino.cached import convert_with_cache, repeated
 from dynaxx.integrations.openvino.packages import openvino
 from dynaxx.integrations.transformers.decoder import Decoder, window_of
 
@@ -22,7 +23,7 @@ SAMPLE = 160  # tokens of the traced prompt
 
 
 @typed
-def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
+def to_openvino(model: nn.Module, *, all_logits: bool = False, cache: bool = False) -> Any:
     """Convert a transformers decoder to a dense `openvino.Model` with dynamic batch and length.
 
     Each layer's attention becomes one node with the flag "causal" and without the seqlen x seqlen mask of a plain
@@ -32,6 +33,8 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
     Args:
         model: a decoder in eval mode, on the CPU. It is not changed.
         all_logits: return the logits of every token.
+        cache: keep the KV cache in the model's state, for `OpenVinoGenerator`: each call's tokens follow those of the
+            calls before, until the state is reset. Each layer then has a mask, which a policy's operator does not read.
 
     Raises:
         ImportError: openvino is not installed.
@@ -48,6 +51,8 @@ def to_openvino(model: nn.Module, *, all_logits: bool = False) -> Any:
     windows = [index for index, module in found.layers.items() if window_of(module)]
     if windows:
         raise UnsupportedInputError(found.facts.model_type, {"openvino": [f"layers {windows} have their own windows"]})
+    if cache:
+        return convert_with_cache(model, all_logits=all_logits)
     with _causal_attention(found.owner):
         return convert_prefill(_Prefill(model, all_logits))
 
@@ -111,14 +116,9 @@ def _attention(
         raise UnsupportedInputError(type(module).__name__, {"openvino": [f"{name} is not served" for name in wrong]})
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
-        k, v = (_repeated(x, groups) for x in (k, v))
+        k, v = (repeated(x, groups) for x in (k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"))
     return out.transpose(1, 2).contiguous(), None
-
-
-def _repeated(x: Tensor, groups: int) -> Tensor:
-    batch, heads, seqlen, head_dim = x.shape
-    return x[:, :, None].expand(batch, heads, groups, seqlen, head_dim).reshape(batch, heads * groups, seqlen, head_dim)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ Form = Literal["auto", "portable", "custom"]
 MANIFEST = "dynaxx.json"
 MODEL = "openvino_model.xml"
 VERSION = 1
-OPTIONS = ("form", "logits")
+OPTIONS = ("cache", "form", "logits")
 
 
 class OpenVinoExport(NamedTuple):
@@ -68,6 +68,7 @@ def export_openvino(
     *,
     form: Form = "auto",
     all_logits: bool = False,
+    cache: bool = False,
 ) -> OpenVinoExport:
     """Write a decoder and its policy for OpenVINO, for prompts of any length.
 
@@ -77,6 +78,7 @@ def export_openvino(
         policy: for this model. None exports it dense.
         form: "portable", "custom", or "auto": portable where every rule is static and there is no border, else custom.
         all_logits: return the logits of every token, and not of the last one alone.
+        cache: keep the KV cache in the model's state, so that it generates; see `to_openvino`. Only in the custom form.
 
     Returns:
         What was written.
@@ -89,7 +91,7 @@ def export_openvino(
     """
     ov, target = openvino(), Path(out)
     check_target(target)
-    converted, chosen = _converted(model, policy, form, all_logits)
+    converted, chosen = _converted(model, policy, form, all_logits, cache)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -101,6 +103,7 @@ def export_openvino(
             "format": "dynaxx.openvino",
             "version": VERSION,
             "form": chosen,
+            "cache": cache,
             "policy": None if policy is None else policy_digest(policy),
             "versions": {"dynaxx": dynaxx.__version__, "torch": torch.__version__, "openvino": ov.__version__},
         }
@@ -149,16 +152,25 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise ValueError(f"--option {unknown[0]} is not one of {', '.join(OPTIONS)}")
-    form, logits = options.get("form", "auto"), options.get("logits", "last")
+    form, logits, cache = options.get("form", "auto"), options.get("logits", "last"), options.get("cache", "no")
     if form not in ("auto", "portable", "custom"):
         raise ValueError(f"--option form must be auto, portable or custom, got {form!r}")
     if logits not in ("last", "all"):
         raise ValueError(f"--option logits must be last or all, got {logits!r}")
+    if cache not in ("no", "yes"):
+        raise ValueError(f"--option cache must be yes or no, got {cache!r}")
     openvino()
     check_target(out)  # before the model is loaded
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    return export_openvino(model, out, policy, form=form, all_logits=logits == "all")  # type: ignore[arg-type]
+    return export_openvino(
+        model,
+        out,
+        policy,
+        form=form,  # type: ignore[arg-type]
+        all_logits=logits == "all",
+        cache=cache == "yes",
+    )
 
 
 def check_target(path: Path) -> None:
@@ -183,19 +195,21 @@ class _Portable(nn.Module):
         return logits
 
 
-def _converted(model: nn.Module, policy: Policy | None, form: Form, all_logits: bool) -> tuple[Any, str]:
+def _converted(model: nn.Module, policy: Policy | None, form: Form, all_logits: bool, cache: bool) -> tuple[Any, str]:
+    if form == "portable" and cache:
+        raise UnsupportedInputError("a portable export", {"openvino": ["it has no cache: use form='custom'"]})
     border = 0 if policy is None else max(policy.dense_below, policy.sparse_from or 0)
     if form == "portable" and border:
         reason = f"one graph has no border, and the policy is dense below {border} tokens: use form='custom'"
         raise UnsupportedInputError("a portable export", {"openvino": [reason]})
-    if policy is not None and form != "custom" and not border:
+    if policy is not None and form != "custom" and not border and not cache:
         try:
             portable = _Portable(PortableModel(model, policy, last_logits=not all_logits))
             return convert_prefill(portable, traced_from=CHUNK + 1), "portable"
         except UnsupportedInputError:
             if form == "portable":
                 raise
-    converted = to_openvino(model, all_logits=all_logits)
+    converted = to_openvino(model, all_logits=all_logits, cache=cache)
     if policy is not None:
         insert_policy(converted.clone(), policy)  # refuse now what loading would refuse
     return converted, "custom"

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynaxx.arguments import typed
 from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.integrations.openvino.cached import CAUSAL
 from dynaxx.integrations.openvino.packages import openvino
 from dynaxx.integrations.openvino.running import OpenVinoHandle
 from dynaxx.policy import Policy, resolve
@@ -53,11 +54,12 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
 
     nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
     _check(policy, nodes)
+    causal = model.has_rt_info(CAUSAL)
     handle = OpenVinoHandle(policy, half=precision == "bf16", name=name)
     for layer, node in enumerate(nodes):
         inputs = [node.input(i).get_source_output() for i in range(node.get_input_size())]
         q, k, v = inputs[0], _before_repetition(inputs[1]), _before_repetition(inputs[2])
-        mask = [] if node.get_attributes()["causal"] or len(inputs) < 4 else [inputs[3]]
+        mask = [] if causal or node.get_attributes()["causal"] or len(inputs) < 4 else [inputs[3]]
         inside = SparseAttention([q, k, v, *mask], handle, layer, _scale(inputs))
         last, transposed = _after(node)
         if not transposed:  # the readers expect heads before tokens

@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
     q: Tensor  # (batch, seqlen_q, q_heads, head_dim)
     k: Tensor  # (batch, seqlen_k, kv_heads, head_dim)
     v: Tensor  # (batch, seqlen_k, kv_heads, head_dim_v)
-    mask: Tensor | None  # (batch | 1, 1, seqlen_q, seqlen_k), bool or additive; None with OpenVINO's flag "causal"
+    mask: Tensor | None  # (batch | 1, 1, seqlen_q, seqlen_k), bool or additive; None where it is known to be causal
     out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), written by the call
     scale: float
 
@@ -134,6 +134,9 @@ class OpenVinoHandle:
 
     def _sparse(self, layer: int, call: Arguments, chosen: Route) -> None:
         q, k, v, out = call.q, call.k, call.v, call.out
+        if chosen is Route.NATIVE and q.shape[1] == 1 and call.mask is None:
+            _dense_attention(call)  # one query that sees all keys: nothing to leave out
+            return
         if self.half:
             q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
         if chosen is Route.RULE:
@@ -189,6 +192,10 @@ def _dense_attention(call: Arguments) -> None:
     """Compute the model's own attention."""
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     mask, seqlen_q, seqlen_k = call.mask, q.shape[2], k.shape[2]
+    if mask is None and seqlen_q == 1:  # the heads of a group as rows: torch's own way reads the keys for each head
+        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        call.out.copy_(scaled_dot_product_attention(rows, k, v, scale=call.scale).reshape(call.out.shape))
+        return
     causal = mask is None and seqlen_q == seqlen_k
     if mask is None and not causal:
         mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)

@@ -120,9 +120,17 @@ def cache_heads(config: Any) -> tuple[int, int]:
 
 
 def _cache(tensors: Sequence[Tensor]) -> Any:
+    """Return a cache of these keys and values. Built from pairs, it would put a Concat before each in the graph."""
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
 
-    return DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
+    cache = DynamicCache()
+    for keys, values in zip(tensors[::2], tensors[1::2], strict=True):
+        layer = DynamicLayer()
+        layer.keys, layer.values, layer.is_initialized = keys, values, True
+        layer.dtype, layer.device = keys.dtype, keys.device
+        cache.layers.append(layer)
+    return cache
 
 
 _CURRENT: ContextVar[PortableModel | None] = ContextVar("dynaxx_portable", default=None)
