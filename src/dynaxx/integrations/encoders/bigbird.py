@@ -121,9 +121,11 @@ class _DenseAttention(_Attention):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return ((B, N, H * D), None) from hidden states and an additive mask (B, 1, N, N)."""
+        past_key_values = cache if past_key_values is None else past_key_values  # `cache` from transformers 5.24 on
         layout = self._dense_reason(kwargs)
         if layout is None and (encoder_hidden_states is not None or past_key_values is not None):
             layout = "cross attention or a cache"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +71,8 @@ class PortableModel(nn.Module):
         found = Decoder.of(model)
         self.config, self.layers, self.causal = found.config, len(found.layers), is_causal(found)
         self.owner = found.owner
+        named = signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"  # from and before transformers 5.24
         self.windows = {index: own_window(found, index) for index in found.layers}
         self.rules: dict[int, LayerRules] = {}
         if attend is None:
@@ -86,10 +89,11 @@ class PortableModel(nn.Module):
                 return self.model(input_ids=input_ids, attention_mask=others[0], return_dict=True)[0]
             cache, past = (_cache(others), others[0].shape[2]) if others else (None, 0)
             positions = (torch.arange(input_ids.shape[1], device=input_ids.device) + past)[None]
-            kept = {"logits_to_keep": 1} if self.last_logits else {}
+            kept: dict[str, Any] = {"logits_to_keep": 1} if self.last_logits else {}
             if cache is None:
                 return (self.model(input_ids=input_ids, position_ids=positions, use_cache=False, **kept).logits,)
-            out = self.model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True, **kept)
+            kept[self._cache_name] = cache
+            out = self.model(input_ids=input_ids, position_ids=positions, use_cache=True, **kept)
             return (out.logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))
 
     def empty_cache(self, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason
-from dynaxx.integrations.transformers.decoder import Decoder
+from dynaxx.integrations.transformers.decoder import Decoder, cache_of
 from dynaxx.policy.rollout import Choice
 
 COMPARISON = Choice((False,), DenseReason.COMPARISON.value)
@@ -58,7 +58,7 @@ def compare_later(
         ids, hidden, mask = arguments.get("input_ids"), output[0], arguments.get("attention_mask")
         if ids is None or torch.is_grad_enabled() or hidden.shape[1] != ids.shape[1]:
             return
-        cache = getattr(output, "past_key_values", None)
+        cache = cache_of(output)
         if cache is not None and int(cache.get_seq_length()) != ids.shape[1]:
             return
         if mask is not None and not (mask.ndim == 2 and bool((mask[0] != 0).all())):

@@ -194,6 +194,12 @@ def model_label(loaded: str) -> str:
     return loaded if from_hub else parts[-1].strip(".")
 
 
+def cache_of(output: Any) -> Any:
+    """Return the cache in a model's output, None for none. From 5.24 on transformers calls it `cache`."""
+    found = getattr(output, "cache", None)
+    return getattr(output, "past_key_values", None) if found is None else found
+
+
 def window_of(module: nn.Module) -> int | None:
     """Return the window of a local layer, or None for a full one."""
     return getattr(module, "sliding_window", None)

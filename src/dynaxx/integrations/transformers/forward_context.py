@@ -23,6 +23,7 @@ from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batch_step import BatchStep
 from dynaxx.integrations.transformers.decode import CacheMemory
+from dynaxx.integrations.transformers.decoder import cache_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
 from dynaxx.integrations.transformers.native import NativePart
@@ -178,7 +179,10 @@ class PassHooks:
             ]
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the decoder's arguments by name, with its `**kwargs` as a dict under their name."""
+        """Return the decoder's arguments by name, with its `**kwargs` as a dict under their name.
+
+        The cache is under `past_key_values`, also where transformers calls it `cache`, as it does from 5.24 on.
+        """
         found = dict(zip(self._names, args, strict=False))
         others = {}
         for name, value in kwargs.items():
@@ -186,6 +190,10 @@ class PassHooks:
                 found[name] = value
             else:
                 others[name] = value
+        if "cache" in self._names:
+            older = others.pop("past_key_values", None)
+            newer = found.pop("cache", None)
+            found["past_key_values"] = older if newer is None else newer
         return {**found, self._rest: others} if others else found
 
     def remove(self) -> None:
@@ -221,7 +229,7 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
     hooks, done = _HOOKS.get(body), kwargs.get(ARGUMENT)
     if hooks is None or done is None:
         return
-    found = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    found = output if isinstance(output, tuple) else (cache_of(output),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
     arguments, done.arguments = done.arguments, {}
     try:

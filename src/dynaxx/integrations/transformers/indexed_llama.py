@@ -67,9 +67,10 @@ class IndexedLlamaAttention(IndexedSparseAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend, (batch, seqlen, hidden_size) as in and out.
+        """Attend, (batch, seqlen, hidden_size) as in and out; `cache` is the name that transformers 5.24 uses.
 
         Raises:
             ValueError: padding, packed sequences, a cache of fixed length, or one that was cut or filled elsewhere.
@@ -81,6 +82,7 @@ class IndexedLlamaAttention(IndexedSparseAttention):
         v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim_v))
         q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
         indexed = self.indexer(hidden_states, position_embeddings)
+        past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:
             index_k = _index_keys_before(past_key_values, self.layer_idx, indexed.k)
             keys, values = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)

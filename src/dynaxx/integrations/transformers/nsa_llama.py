@@ -72,9 +72,10 @@ class NativeLlamaAttention(NativeSparseAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend. Input and output are (batch, seqlen, hidden_size).
+        """Attend. Input and output are (batch, seqlen, hidden_size); `cache` is the name that transformers 5.24 uses.
 
         Raises:
             ValueError: the batch is padded, or the cache has a fixed length.
@@ -84,6 +85,7 @@ class NativeLlamaAttention(NativeSparseAttention):
         v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim_v))
         q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
         memory = None
+        past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:
             memory = NativeMemory(past_key_values, self.layer_idx)
             length = past_key_values.get_seq_length(self.layer_idx) + k.shape[1]
