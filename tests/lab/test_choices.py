@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/choices.py emulates the library: the same blocks, the same losses, the same costs."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.lab.perplexity import token_losses
+from dynaxx.lab.tune.sensitivity import measure_head_costs
+from tiny import save_tiny_model
+
+TOKENS, BLOCK = 512, 32
+
+
+@pytest.fixture(scope="module")
+def choices():
+    path = Path(__file__).parents[2] / "benchmarks" / "choices.py"
+    spec = importlib.util.spec_from_file_location("choices_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    pytest.importorskip("transformers")
+    from dynaxx.lab.models import load_model
+
+    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu").model
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 300, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+
+
+FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(2) | dx.LastQueries(64)
+RULES = {
+    "share": (lambda budget: FORCED | dx.TopK(budget, dx.MeanQuery(), TOKENS // BLOCK // 2, per="head"), 0.2),
+    "top_p": (lambda budget: FORCED | dx.TopP(budget, dx.MeanQuery(), per="head"), 0.7),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_emulated_choices_are_those_of_the_library(choices, model, ids, rule):
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+
+    make, amount = RULES[rule]
+    choice = replace(choices.MEAN, rule=rule, local=32)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    found, density = choices.losses_of(model, ids, choices.Plan((choice,), torch.full((1, layers, heads), amount)))
+    policy = dx.Policy(model=model_facts(model), block_size=BLOCK, rules=(dx.Rule.of(make(amount)),))
+    seen = []
+    with dx.apply(model, policy) as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
+        expected = token_losses(model, ids)[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert float(density.mean()) == pytest.approx(sum(seen) / len(seen), abs=1e-5)
+    assert float(density.mean()) < 0.9
+
+
+def test_emulated_costs_are_those_of_the_library(choices, model, ids):
+    choice = replace(choices.MEAN, local=32)
+    loss, density = choices.costs_of(model, ids, [choice])[choice]
+    candidates = [RULES["share"][0](amount) for amount in choices.GRIDS["share"]]
+    expected = measure_head_costs(model, ids, candidates, block_size=BLOCK)
+    for each in expected:
+        torch.testing.assert_close(loss[:, each.layer], each.loss, atol=1e-9, rtol=1e-3)
+        torch.testing.assert_close(density[:, each.layer], each.density, atol=1e-5, rtol=1e-5)
+
+
+def test_a_negative_amount_leaves_a_head_to_the_other_choice(choices):
+    q, k, v = torch.randn(4, 128, 16), torch.randn(2, 128, 16), torch.randn(2, 128, 16)
+    p = choices.probabilities(q, k, 0.25)
+    choice = replace(choices.MEAN, last=0)
+    values = choices.ranked(choice, q, k, v, p, 0.25)
+    kept = choices.kept_blocks(choice, values, torch.tensor([-1.0, 0.0, 0.5, 1.0]), 128)
+    counts = kept.sum((1, 2)).tolist()
+    assert counts[0] == 0
+    assert counts[1] <= counts[2] <= counts[3] == 10
+    dense = choices.attend(p, choices.with_ones(v), None, choice)
+    torch.testing.assert_close(dense, p @ v.repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("study", ["bounds", "scored", "decode"])
+def test_every_choice_keeps_everything_at_its_largest_amount(choices, study):
+    q, k, v = torch.randn(4, 128, 16), torch.randn(2, 128, 16), torch.randn(2, 128, 16)
+    p = choices.probabilities(q, k, 0.25)
+    for name, several in choices.STUDIES[study].items():
+        for choice in several:
+            values = choices.ranked(choice, q, k, v, p, 0.25)
+            everything = torch.full((4,), max(choices.GRIDS[choice.rule]))
+            visible = choices.grid_of(choice, 128, q.device)[0]
+            assert torch.equal(choices.kept_blocks(choice, values, everything, 128), visible.expand(4, -1, -1)), name
