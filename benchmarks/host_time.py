@@ -2,20 +2,29 @@
 """Time the host: microseconds until a call on a short sequence returns, milliseconds to build a static layout.
 
     python benchmarks/host_time.py [--tokens 512] [--decode-tokens 4096] [--layout-tokens 131072] [--only decode]
+                                   [--json FILE]
 
 Nothing waits for the GPU within a measurement of a call. A new layout is of a pattern that was never asked for; its
 time ends when it lies on the GPU. One thread.
+
+`layers` times what transformers calls for one layer of SmolLM2's shape: its SDPA, and dynaxx with a policy, with the
+model's own window, and for a prompt below the policy's border. `steps` times whole decode steps of the model in eager
+mode with a growing cache, dense and under a policy, and divides their difference by the number of layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -96,6 +105,101 @@ def print_decode(tokens: int) -> None:
             print(f"{'decode':8}{name + ', ' + what:50}{host_us(call):8.1f} us", flush=True)
 
 
+def small_model(layers: int, *, window: int = 0) -> Any:
+    """Return a model of SmolLM2-135M's shape with random weights, with a sliding window if one is given."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    shape = {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": layers, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 1 << 17,
+        "attn_implementation": "sdpa", "dtype": torch.bfloat16,
+    }  # fmt: skip
+    if window:
+        model: Any = MistralForCausalLM(MistralConfig(**shape, head_dim=64, sliding_window=window))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    return model.to("cuda", torch.bfloat16).eval()
+
+
+def policy_for(model: Any, *, dense_below: int) -> dx.Policy:
+    """Return a policy with one rule for prompts and one for decoding."""
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+
+    prefill = dx.Rule.of(dx.SlidingWindow(256) | dx.Sink(64) | dx.TopK(0.1))
+    decode = dx.Rule.of(dx.Sink(64) | dx.SlidingWindow(128) | dx.TopK(0.1, dx.MinMax()), phase="decode")
+    borders = {"dense_below": dense_below, "decode_dense_below": 0}
+    return dx.Policy(model=model_facts(model), block_size=64, rules=[prefill, decode], **borders)
+
+
+def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
+    """Time the attention call of one layer, as transformers makes it."""
+    from transformers import AttentionInterface
+
+    from dynaxx.integrations.transformers import border, layer
+
+    own, sdpa = layer.attention, AttentionInterface()["sdpa"]
+    ids = torch.randint(0, 49152, (1, tokens), device="cuda")
+    for name, window, dense_below in (
+        ("rule", 0, 0),
+        ("below the border", 0, 1 << 20),
+        ("own window", tokens // 4, None),
+    ):
+        model, calls = small_model(2, window=window), []
+        handle = dx.apply(model) if dense_below is None else dx.apply(model, policy_for(model, dense_below=dense_below))
+        attend = layer.Layer.attend
+
+        def see(own_layer, current, module, q, k, v, mask, kwargs, attend=attend, calls=calls):  # type: ignore[no-untyped-def]
+            calls.append((module, q, k, v, mask, dict(kwargs), current))
+            return attend(own_layer, current, module, q, k, v, mask, kwargs)
+
+        borders, border.BORDERS["cuda"] = border.BORDERS["cuda"], {"causal": None, "masked": 1, "eager": 1}
+        layer.Layer.attend = see  # type: ignore[method-assign]
+        try:
+            model(ids, logits_to_keep=1, use_cache=False)
+        finally:
+            layer.Layer.attend = attend  # type: ignore[method-assign]
+            border.BORDERS["cuda"] = borders
+        module, q, k, v, mask, kwargs, current = calls[1]
+        current.dense_calls = Counter()  # the pass has ended, which counts them
+        for what, call in {
+            "SDPA": lambda: sdpa(module, q, k, v, None, **kwargs),  # noqa: B023
+            "dynaxx": lambda: own(module, q, k, v, mask, **kwargs, dynaxx_pass=current),  # noqa: B023
+        }.items():
+            yield f"{name}, {what}", host_us(call, 100)
+        handle.remove()
+
+
+def step_times(tokens: int, layers: int = 30, steps: int = 60) -> Iterator[tuple[str, float]]:
+    """Time the host's part of whole decode steps, per layer."""
+    model = small_model(layers)
+    ids = torch.randint(0, 49152, (1, tokens), device="cuda")
+    found = {"dense": [], "policy": []}  # type: dict[str, list[float]]
+    for _ in range(3):
+        for name, taken in found.items():
+            handle = dx.apply(model, policy_for(model, dense_below=1 << 20)) if name == "policy" else None
+            cache = model(ids, logits_to_keep=1, use_cache=True).past_key_values
+            for i in range(steps):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                model(ids[:, :1], past_key_values=cache, use_cache=True)
+                if i >= 10:
+                    taken.append((time.perf_counter() - start) * 1e6 / layers)
+            if handle is not None:
+                handle.remove()
+    yield "decode step, dense", median(found["dense"])
+    yield "decode step, policy", median(found["policy"])
+
+
+@torch.inference_mode()
+def print_model(tokens: int, decode_tokens: int, only: str | None) -> dict[str, float]:
+    """Print the host's microseconds per layer of a model of transformers."""
+    found = dict(layer_times(tokens)) if only != "steps" else {}
+    found |= dict(step_times(decode_tokens)) if only != "layers" else {}
+    for name, us in found.items():
+        print(f"{'layer':8}{name:50}{us:8.1f} us", flush=True)
+    return found
+
+
 def print_layouts(tokens: int) -> None:
     """Print the time to build layouts on the host and copy them; blocks of 128, causal."""
     documents = tuple(range(0, tokens + 1, tokens // 16))
@@ -136,12 +240,15 @@ def built_ms(rule: dx.Pattern, tokens: int) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+PARTS = ("attention", "decode", "layouts", "layers", "steps")
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--decode-tokens", type=int, default=4096)
     parser.add_argument("--layout-tokens", type=int, default=131072)
-    parser.add_argument("--only", choices=("attention", "decode", "layouts"), help="one part")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--json", type=Path, help="write the times of a model's layers and steps to this file")
     given = parser.parse_args()
     need_gpu()
     torch.set_num_threads(1)
@@ -152,3 +259,8 @@ if __name__ == "__main__":
         print_decode(given.decode_tokens)
     if given.only in (None, "layouts"):
         print_layouts(given.layout_tokens)
+    if given.only in (None, "layers", "steps"):
+        times = print_model(given.tokens, given.decode_tokens, given.only)
+        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "dynaxx": dx.__version__}
+        if given.json:
+            given.json.write_text(json.dumps({**facts, "host_us_per_layer": times}, indent=1) + "\n", encoding="utf-8")

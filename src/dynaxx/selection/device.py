@@ -16,7 +16,6 @@ from torch import Tensor
 from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.layout import BlockGrid, BlockLayout
-from dynaxx.layout.entries import running_sum
 from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.signature import Form, form_of
 from dynaxx.patterns.base import Pattern
@@ -60,26 +59,55 @@ class SelectionInputs(NamedTuple):
         """Return a tensor on the device."""
         return self.rule.amounts
 
+    def is_recorded(self, q: Tensor, memory_budget: int) -> bool:
+        """Return whether a choice may be recorded; a recording keeps the scores of all rows in memory at once."""
+        grid = self.grid
+        return BYTES_PER_SCORE * q.shape[0] * q.shape[2] * grid.kv_blocks * grid.q_blocks <= memory_budget // 2
+
 
 def select_on_device(
     q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float, memory_budget: int
 ) -> BlockLayout:
     """Choose blocks as `select_blocks` does. `serves` must have accepted the inputs."""
     from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
-    from dynaxx.kernels.triton.selection.entries import emit_entries
 
+    given, capacity = selection_inputs(pattern, selector, grid, q, k)
+    if given.is_recorded(q, memory_budget):
+        chosen = record_or_replay(_choose, given, (q, k), scale, memory_budget)
+    else:
+        chosen = _choose(given, q, k, scale, memory_budget)
+    return _layout(given, capacity, *chosen)
+
+
+def selection_inputs(
+    pattern: Pattern | None, selector: Selector, grid: BlockGrid, q: Tensor, k: Tensor
+) -> tuple[SelectionInputs, int]:
+    """Return the inputs of a choice besides q and k, and the largest number of blocks that it may visit.
+
+    Raises:
+        ValueError: a layout cannot hold as many blocks.
+    """
     batch, q_heads = q.shape[0], q.shape[2]
-    given = _given(pattern, selector, grid, q_heads, k.shape[2], q.device)
     capacity = batch * _most_entries(pattern, selector, grid, q_heads)
     if capacity > MAX_ENTRIES:
         raise ValueError(
             f"`rule` may visit {capacity} blocks, more than a layout of int32 offsets holds; "
             "use larger blocks, a smaller budget, or fewer heads or batch entries at a time"
         )
-    if BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks * grid.q_blocks <= memory_budget // 2:
-        bits, counts, partials = record_or_replay(_choose, given, (q, k), scale, memory_budget)
-    else:  # a recording would keep the scores of all rows in memory
-        bits, counts, partials = _choose(given, q, k, scale, memory_budget)
+    return _given(pattern, selector, grid, q_heads, k.shape[2], q.device), capacity
+
+
+def select_within(
+    given: SelectionInputs, q: Tensor, k: Tensor, scale: float, memory_budget: int, capacity: int
+) -> BlockLayout:
+    """Choose blocks as a part of a call that is recorded as a whole."""
+    return _layout(given, capacity, *_choose(given, q, k, scale, memory_budget))
+
+
+def _layout(given: SelectionInputs, capacity: int, bits: Tensor, counts: Tensor, partials: Tensor) -> BlockLayout:
+    from dynaxx.kernels.triton.selection.entries import emit_entries, running_sum
+
+    grid, (batch, q_heads, _) = given.grid, counts.shape
     kv_indptr = running_sum(counts)
     kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, given.static, capacity)
     layout = BlockLayout(
@@ -129,7 +157,7 @@ def _given(
     kind = choice.mode, choice.shares, choice.floor, len(choice.amounts) > 1
     form = form_of((), device, pattern, selector.scorer, *kind, alike, grid)
     of_pattern = () if static.layout is None else (static.codes, static.layout.kv_indptr, static.layout.kv_indices)
-    tensors = (amounts, static.same_as_causal, *of_pattern)
+    tensors = (amounts, static.same_as_causal, *of_pattern, static.masks.bits, static.masks.bands)
     return SelectionInputs(selector.scorer, alike, grid, rule, static, form, tensors)
 
 

@@ -62,12 +62,26 @@ class Probe:
 
     def start(self, layer: int, q: Tensor, *, phase: str = "prefill") -> Call:
         """Begin a sparse call, before its blocks are chosen. q has shape (batch, seqlen_q, q_heads, head_dim)."""
+        return self.measured(layer, q, phase) if self.wants(q.device) else Call(self, layer, q, phase)
+
+    def wants(self, device: torch.device) -> bool:
+        """Return whether to measure the next call. `start` asks; callers that know the backend may ask and count."""
         if self.sample_rate and (not self._measured or self._random.random() < self.sample_rate):  # measure the first
             now = time.monotonic()
-            if now - self._last >= self.spacing and (clock := clock_of(q.device)) is not None and self._has_room():
+            if now - self._last >= self.spacing and clock_of(device) is not None and self._has_room():
                 self._last = now
-                return MeasuredCall(self, layer, q, phase, clock)
-        return Call(self, layer, q, phase)
+                return True
+        return False
+
+    def measured(self, layer: int, q: Tensor, phase: str = "prefill") -> MeasuredCall:
+        """Begin a call that is measured, if `wants` said so."""
+        clock = clock_of(q.device)
+        assert clock is not None, "`wants` asked for it"
+        return MeasuredCall(self, layer, q, phase, clock)
+
+    def counter(self, backend: str, phase: str = "prefill") -> Callable[[], None]:
+        """Return the function that counts the calls of a backend that are not measured."""
+        return self._backend_calls(backend, phase).count_one
 
     def dense(self, reason: str, phase: str = "prefill") -> None:
         """Count a call that ran dense."""
@@ -142,20 +156,21 @@ class Probe:
             except Exception as error:
                 self.numbers.failed("probe", error)
                 return self._named(call, "unknown")
-            known = self._known[key] = CallCounters(backend, self._counter(backend, call._phase))
+            known = self._known[key] = self._backend_calls(backend, call._phase)
         known.count_one()
         return known.backend
 
     def _named(self, call: Call, backend: str) -> str:
         """Count a call of a named backend."""
-        known = self._known.get((backend, call._phase))
-        if known is None:
-            known = self._known[backend, call._phase] = CallCounters(backend, self._counter(backend, call._phase))
-        known.count_one()
+        self._backend_calls(backend, call._phase).count_one()
         return backend
 
-    def _counter(self, backend: str, phase: str) -> Callable[[], None]:
-        return self.numbers.counter("dynaxx_layer_calls_total", backend=backend, phase=phase)
+    def _backend_calls(self, backend: str, phase: str) -> CallCounters:
+        known = self._known.get((backend, phase))
+        if known is None:
+            count = self.numbers.counter("dynaxx_layer_calls_total", backend=backend, phase=phase)
+            known = self._known[backend, phase] = CallCounters(backend, count)
+        return known
 
 
 class Call:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, LayerRules, PassState
+from dynaxx.ops.prepared import Prepared
 from dynaxx.policy import LayerPlan, Policy, resolve
 from dynaxx.policy.decode import DecodePlan, resolve_decode
 from dynaxx.policy.guard import Breaker, Level
@@ -16,6 +19,7 @@ from dynaxx.telemetry import Recorder
 
 WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields on which a guard depends
 NO_RULES = LayerRules()
+MOST_PREPARED = 256  # prompts of new lengths have new calls
 
 
 class Deployed:
@@ -39,6 +43,7 @@ class Deployed:
         guard: the guard; None if the policy has none, or if this process has only some heads.
         was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
         decode_was_long: the same for decoding steps.
+        prepared: prepared calls of its rules, by kind of layer and form of the call.
     """
 
     def __init__(
@@ -66,8 +71,15 @@ class Deployed:
             kept = before.guard if before is not None and same else None
             self.guard = kept or LiveGuard(policy, self.plans, numbers, background)
         self.flags = open_feature() if policy.rollout.flag is not None else None
+        self.prepared: dict[Hashable, Prepared] = {}
         self._kinds: dict[object, int] = {}
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
+
+    def keep_prepared(self, key: Hashable, prepared: Prepared) -> None:
+        """Store a prepared call."""
+        if len(self.prepared) >= MOST_PREPARED:
+            self.prepared.clear()
+        self.prepared[key] = prepared
 
     def rules_of(self, layer: int) -> LayerRules:
         """Return the policy's rules for a layer."""

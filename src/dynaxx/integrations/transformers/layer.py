@@ -23,14 +23,23 @@ from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardCo
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.integrations.transformers.native import NativePart
 from dynaxx.integrations.transformers.planning import Work, plan_call
+from dynaxx.integrations.transformers.repeats import prepare, recall
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.autocast import follow_autocast
 from dynaxx.policy import LayerPlan
+from dynaxx.policy.guard import Level
 
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.handle import Handle
 
 logger = logging.getLogger("dynaxx")
+
+
+class Drawn(NamedTuple):
+    """What was drawn for a call before it ran."""
+
+    sampled: bool  # whether the guard samples it
+    measured: bool  # whether telemetry measures it
 
 
 class AttentionCall(NamedTuple):
@@ -45,6 +54,7 @@ class AttentionCall(NamedTuple):
     guard: LiveGuard | None
     current: ForwardContext
     place: tuple[int, Run | None] = (0, None)  # batch entry and run of a part
+    drawn: Drawn | None = None  # None: each part draws
 
     def entry(self, b: int) -> AttentionCall:
         """Return the call of one batch entry."""
@@ -91,11 +101,7 @@ class Layer:
             self.handle.counts.not_decided(self.index, error)
             return self.dense(module, q, k, v, mask, **kwargs)
         if work.route is not Route.DENSE:
-            guard = current.deployed.guard if self.index in current.deployed.plans else None
-            call = AttentionCall(
-                *follow_autocast(q, k, v), scores.scale, scores.softcap, sinks_of(kwargs), guard, current
-            )
-            out = self._run_guarded(call, work)
+            out = self._run_guarded(current, work, scores, q, k, v, sinks_of(kwargs))
             if out is not None:
                 return out, None
         else:
@@ -133,18 +139,36 @@ class Layer:
         else:
             current.dense_calls[reason, work.phase] += 1
 
-    def _run_guarded(self, call: AttentionCall, work: Work) -> Tensor | None:
+    def _run_guarded(
+        self,
+        current: ForwardContext,
+        work: Work,
+        scores: Scores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
         """Run by a rule, and return (B, Lq, Hq, D), or None if the guard or a failure makes the call dense."""
-        counts, deployed = self.handle.counts, call.current.deployed
+        counts, deployed = self.handle.counts, current.deployed
+        guard = deployed.guard if self.index in deployed.plans else None
         stopped = deployed.interruption(self.index, native=work.route is Route.NATIVE)
         if stopped is not None:
             if stopped is DenseReason.GUARD and work.route is Route.RULE:
+                q, k, v = follow_autocast(q, k, v)
+                call = AttentionCall(q, k, v, scores.scale, scores.softcap, sinks, guard, current)
                 self._sample_unseen(call, work)
             counts.dense(self.index, stopped, work.phase)
             return None
         breaker = deployed.breakers[self.index]
         try:
-            out = self._run(call, work)
+            q, k, v = follow_autocast(q, k, v)
+            out = drawn = None
+            if work.prepared is not None or work.may_prepare:
+                out, drawn = self._repeat(current, work, scores, guard, q, k, v)
+            if out is None:
+                call = AttentionCall(q, k, v, scores.scale, scores.softcap, sinks, guard, current, drawn=drawn)
+                out = self._run(call, work, scores)
         except Exception as error:  # a failing kernel must not fail the request
             breaker.failed()
             counts.failed(self.index, error, work.phase)
@@ -154,15 +178,44 @@ class Layer:
             counts.native(work.phase)
             return out
         counts.sparse(self.index)
-        call.current.ran_sparse = True
+        current.ran_sparse = True
         return out
 
-    def _run(self, call: AttentionCall, work: Work) -> Tensor:
+    def _repeat(
+        self,
+        current: ForwardContext,
+        work: Work,
+        scores: Scores,
+        guard: LiveGuard | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor | None, Drawn | None]:
+        """Run a prepared call and return (B, Lq, Hq, D). None if there is none, or if something needs the layout."""
+        handle, q, k, v = self.handle, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if work.prepared is None:
+            recall(current, self.index, work, scores, q, k, v)
+        prepared = work.prepared
+        if prepared is None or handle.faults or handle.watchers or not prepared.serves(q, k, v):
+            return None, None
+        if work.route is Route.NATIVE:
+            return prepared(q, k, v), None
+        if guard is not None and guard.level(self.index) != Level.OK:
+            return None, None
+        probe = handle.counts.probe
+        drawn = Drawn(guard is not None and guard.wants_call(), probe.wants(q.device))
+        if drawn.sampled or drawn.measured:
+            return None, drawn
+        out = prepared(q, k, v)
+        probe.counter(prepared.backend)()
+        return out, None
+
+    def _run(self, call: AttentionCall, work: Work, scores: Scores) -> Tensor:
         """Return (B, Lq, Hq, D), with one layout per sequence."""
         for fault in self.handle.faults:
             fault(self.index)
         if work.route is Route.NATIVE:
-            return _run_native(call, work.parts)
+            return self._run_native(call, work, scores)
         if work.route is Route.DECODE:
             memory, plan = call.current.memory, call.current.deployed.decode[self.index]
             assert memory is not None, "a planned decoding step must have a memory"
@@ -184,15 +237,23 @@ class Layer:
                 call.guard.left_out("decode")
             return out
         if work.alike:
-            return self._run_entry(call, work.runs[0], work.dense[0], work.plans[0])
-        entries = enumerate(zip(work.runs, work.dense, work.plans, strict=True))
-        return torch.cat([self._run_entry(call.entry(b), *entry) for b, entry in entries])
+            return self._run_entry(call, work, scores, 0)
+        return torch.cat([self._run_entry(call.entry(b), work, scores, b) for b in range(len(work.runs))])
 
-    def _run_entry(
-        self, call: AttentionCall, runs: Sequence[Run], dense: Sequence[DenseReason | None], plans: Sequence[LayerPlan]
-    ) -> Tensor:
+    def _run_native(self, call: AttentionCall, work: Work, scores: Scores) -> Tensor:
+        """Run the model's own pattern, (B, Lq, Hq, D)."""
+        q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
+        layout = work.parts[0].layout
+        if len(work.parts) > 1 or layout is None or not work.parts[0].covers(q, k):
+            return _run_parts(call, work.parts)
+        out = sparse_attention(q, k, v, layout, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+        if work.may_prepare:
+            prepare(call.current, self.index, work, scores, layout, q, k, v)
+        return out
+
+    def _run_entry(self, call: AttentionCall, work: Work, scores: Scores, b: int) -> Tensor:
         pieces = []
-        for run, reason, plan in zip(runs, dense, plans, strict=True):
+        for run, reason, plan in zip(work.runs[b], work.dense[b], work.plans[b], strict=True):
             part = call.part(run)
             if reason:
                 pieces.append(
@@ -200,14 +261,18 @@ class Layer:
                 )
                 self.handle.counts.dense_sequences(self.index, reason, call.q.shape[0])
             else:
-                pieces.append(self._sparse_piece(part, plan))
+                pieces.append(self._sparse_piece(part, plan, work, scores))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _sparse_piece(self, part: AttentionCall, plan: LayerPlan) -> Tensor:
+    def _sparse_piece(self, part: AttentionCall, plan: LayerPlan, work: Work, scores: Scores) -> Tensor:
         """Return the result of one sequence, (B, n, Hq, D)."""
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
-        runs = plan if part.guard is None else part.guard.plan(self.index, plan)
-        probe = self.handle.counts.probe.start(self.index, q)
+        runs, drawn, meter = (
+            plan if part.guard is None else part.guard.plan(self.index, plan),
+            part.drawn,
+            self.handle.counts.probe,
+        )
+        probe = meter.measured(self.index, q) if drawn and drawn.measured else meter.start(self.index, q)
         layout = part.current.layout(self.index, part.place, runs) or runs.layout(q, k, scale=part.scale)
         part.current.keep(self.index, part.place, runs, layout)
         probe.selected(layout)
@@ -215,7 +280,9 @@ class Layer:
         probe.done(k, v)
         for watcher in self.handle.watchers:
             watcher(self.index, layout)
-        if part.guard is not None and part.guard.wants_call():
+        if work.may_prepare and runs is plan:
+            prepare(part.current, self.index, work, scores, layout, q, k, v, plan)
+        if part.guard is not None and (drawn.sampled if drawn else part.guard.wants_call()):
             part.guard.take(self.index, q[:1], k[:1], v[:1], part.scale, plan, runs, out[:1])
         return out
 
@@ -230,12 +297,9 @@ class Layer:
         call.guard.take(self.index, q, k, v, part.scale, work.plans[b][i], None, None)
 
 
-def _run_native(call: AttentionCall, parts: Sequence[NativePart]) -> Tensor:
-    """Run the model's own pattern, (B, Lq, Hq, D)."""
+def _run_parts(call: AttentionCall, parts: Sequence[NativePart]) -> Tensor:
+    """Run the model's own pattern part by part, (B, Lq, Hq, D)."""
     q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
-    first = parts[0]
-    if len(parts) == 1 and first.layout is not None and first.covers(q, k):
-        return sparse_attention(q, k, v, first.layout, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
     outs: list[list[Tensor]] = []
     entry: int | None = -1
     for part in parts:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from dynaxx.integrations.transformers.border import Kind, least_queries, wins
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.integrations.transformers.native import NativePart, parts_of_mask, parts_of_runs, parts_of_window
+from dynaxx.ops.prepared import Prepared
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ T = TypeVar("T")
 PerRun = Ordered[Ordered[T]]  # by batch entry and run
 
 
-class Work(NamedTuple):
+@dataclass(slots=True)
+class Work:
     """The plan of a call. Lists have one item per batch entry, or one for all entries."""
 
     route: Route
@@ -35,6 +38,8 @@ class Work(NamedTuple):
     plans: PerRun[LayerPlan] = ()  # the rule of each run
     parts: Ordered[NativePart] = ()  # layouts of the model's own pattern
     argument: str = ""  # the name of an unsupported argument
+    prepared: Prepared | None = None  # the call of later layers, prepared by the first one
+    may_prepare: bool = True  # False after a call that cannot be prepared
 
     @property
     def alike(self) -> bool:

@@ -24,6 +24,7 @@ from dynaxx.kernels.gpu.runtime.launcher import (
     bind_context,
     direct_launcher,
     has_launch_hooks,
+    recorded_launches,
     run,
 )
 from dynaxx.layout import BlockLayout
@@ -73,10 +74,12 @@ def launch_cached(
         with torch.cuda.device(device):
             launch_cached(start, layout, tensors, *settings, made=made, split=split)
         return
-    given = (layout, *tensors, *settings)
+    given = (layout, *tensors, *settings) if split is None else (layout, *tensors, *settings, split)
+    if recorded_launches() is not None:  # the recording will repeat it
+        start(*given)
+        return
     key: list[Any] = [start, device, *settings]
     if split is not None:
-        given = (*given, split)
         key += [x for x in split.values() if not isinstance(x, Tensor)]
         tensors = (*[x for x in split.values() if isinstance(x, Tensor)], *tensors)
     addresses, bits = [x.data_ptr() for x in tensors], 0

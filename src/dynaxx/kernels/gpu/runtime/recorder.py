@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +26,6 @@ from dynaxx.kernels.gpu.runtime.launcher import (
     has_launch_hooks,
     recorded_launches,
     recording_launches,
-    run,
 )
 
 MOST_CALLS = 1024  # cached recordings
@@ -53,7 +51,7 @@ class RecordedInputs(Protocol):
 
 
 def record_or_replay(
-    call: RecordedCall, cache: RecordedInputs, tensors: tuple[Tensor | None, ...], *settings: Any
+    call: RecordedCall, cache: RecordedInputs, tensors: tuple[Tensor | None, ...], *settings: Any, at_once: bool = False
 ) -> Any:
     """Return `call(cache, *tensors, *settings)`, by replaying its launches if a call of these shapes was recorded.
 
@@ -64,6 +62,7 @@ def record_or_replay(
         cache: the persistent inputs.
         tensors: tensors of this call; their shapes, strides and dtypes are part of the key.
         *settings: hashable values, each always of the same type.
+        at_once: whether to record the first call already, because others follow, such as those of a step's layers.
     """
     device = cache.k.get_device()
     if recorded_launches() is not None or has_launch_hooks() or (device < 0 and interpreted()):
@@ -71,7 +70,7 @@ def record_or_replay(
     bind_context()
     if device >= 0 and device != driver.active.get_current_device():
         with torch.cuda.device(device):
-            return record_or_replay(call, cache, tensors, *settings)
+            return record_or_replay(call, cache, tensors, *settings, at_once=at_once)
     key: list[Any] = [call, cache.form, *settings]
     addresses, bits = [x.data_ptr() for x in cache.tensors], 0
     for x in tensors:
@@ -90,18 +89,29 @@ def record_or_replay(
         if len(_kept) >= MOST_CALLS:
             _kept.clear()
         _kept[found] = CALLED_ONCE
-    if known is CALLED_ONCE:
+    if known is CALLED_ONCE or (known is None and at_once):
         return _record(found, call, cache, tensors, settings, addresses)
     if known is None or known is NOT_REPLAYABLE:
         return call(cache, *tensors, *settings)
     return known.start(addresses, device, cache.k.device)
 
 
+class RecordedLaunch(NamedTuple):
+    """One launch of a recording. Its addresses are those of numbered tensors, see `Recording`."""
+
+    start: Callable[..., None]
+    arguments: list[Any]  # all arguments of `start`: the grid, None for the stream, ..., with None for each address
+    addresses: tuple[tuple[int, int, int], ...]  # (position, tensor, offset in bytes)
+    descriptors: tuple[tuple[int, int, int, Callable[[Any, int], Any]], ...]  # the same, and a function to encode it
+
+
+STREAM = 3  # position of the stream in the arguments of a launch, after the grid
+
+
 class Recording(NamedTuple):
     """Allocations and launches of a call. Tensors are numbered: inputs, then results, then one scratch allocation."""
 
-    launches: tuple[tuple[Callable[[list[Any], int], None], list[Any], tuple[tuple[int, int, int], ...]], ...]
-    # per launch: function that starts it, its arguments, and (position, tensor, offset in bytes) of each address
+    launches: tuple[RecordedLaunch, ...]
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
 
@@ -113,11 +123,15 @@ class Recording(NamedTuple):
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device) if self.scratch else None
         if scratch is not None:
             addresses.append(scratch.data_ptr())
-        for start, template, gaps in self.launches:
+        stream = driver.active.get_current_stream(index)
+        for start, template, gaps, descriptors in self.launches:
             arguments = template.copy()
+            arguments[STREAM] = stream
             for at, which, offset in gaps:
                 arguments[at] = addresses[which] + offset
-            start(arguments, index)
+            for at, which, offset, encoded in descriptors:
+                arguments[at] = encoded(None, addresses[which] + offset)
+            start(*arguments)
         return found
 
 
@@ -135,7 +149,8 @@ def _record(
     addresses: list[int],
 ) -> tuple[Tensor, ...]:
     """Run a call and cache its recording, unless two inputs share an address, which would be ambiguous."""
-    if len(set(addresses)) < len(addresses):
+    there = [address for address in addresses if address]  # empty tensors have none
+    if len(set(there)) < len(there):
         return call(cache, *tensors, *settings)
     with Allocations() as allocations, recording_launches() as launches:
         results = call(cache, *tensors, *settings)
@@ -188,25 +203,44 @@ def _recording_of(
         if _memory(x) not in places:
             places[_memory(x)] = (len(given) + len(results), size)
             size += math.ceil(x.untyped_storage().nbytes() / ALIGNMENT) * ALIGNMENT
-    starts = []
-    for launch in launches:
-        if launch is None:
+    places_of = lambda x: _place_in_made(x, places) or _place_in_given(x, given)
+    recorded = [_recorded_launch(launch, places_of) for launch in launches]
+    if None in recorded:
+        return None
+    return Recording(tuple(filter(None, recorded)), tuple((x.shape, x.dtype) for x in results), size)
+
+
+def _recorded_launch(
+    launch: Launch | None, place_of: Callable[[Tensor], tuple[int, int] | None]
+) -> RecordedLaunch | None:
+    """Return a launch with gaps for addresses; None if it reads other tensors than those with a place."""
+    if launch is None:
+        return None
+    compiled, below = launch.compiled, direct_launcher(launch.compiled, launch.grid)
+    if below is None:
+        start = compiled.run
+        arguments = [*launch.grid, None, compiled.function, compiled.packed_metadata, None, None, None]
+    else:
+        start = below.launch
+        arguments = [*launch.grid, None, below.function, *below.between]
+    gaps: list[tuple[int, int, int]] = []
+    descriptors: list[tuple[int, int, int, Callable[[Any, int], Any]]] = []
+    for x in launch.arguments:
+        described = type(x) in DESCRIPTORS
+        if not described and not isinstance(x, Tensor):
+            arguments.append(x)
+            continue
+        place = place_of(x.base if described else x)
+        if place is None or (described and below is None):
             return None
-        arguments: list[Any] = []
-        gaps = []
-        for at, x in enumerate(launch.arguments):
-            if type(x) in DESCRIPTORS:
-                return None
-            arguments.append(None if isinstance(x, Tensor) else x)
-            if isinstance(x, Tensor):
-                place = _place_in_made(x, places) or _place_in_given(x, given)
-                if place is None:
-                    return None
-                gaps.append((at, *place))
-        below = direct_launcher(launch.compiled, launch.grid)
-        start = below.start if below else partial(run, launch.compiled, launch.grid)
-        starts.append((start, arguments, tuple(gaps)))
-    return Recording(tuple(starts), tuple((x.shape, x.dtype) for x in results), size)
+        if described:
+            assert below is not None, "checked above"
+            descriptors.append((len(arguments), *place, below.described(x, len(descriptors))))
+            arguments += (None, *x.shape, *x.strides)
+        else:
+            gaps.append((len(arguments), *place))
+            arguments.append(None)
+    return RecordedLaunch(start, arguments, tuple(gaps), tuple(descriptors))
 
 
 def _place_in_made(x: Tensor, places: dict[int, tuple[int, int]]) -> tuple[int, int] | None:

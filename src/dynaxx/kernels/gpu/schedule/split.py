@@ -145,6 +145,11 @@ def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE
     return kept[key]
 
 
+def split_lists(layout: BlockLayout) -> tuple[Tensor, ...]:
+    """Return all lists of split lines that are kept for a layout, which its kernels read."""
+    return tuple(x for split in _kept.get(layout, {}).values() if split is not None for x in (split.parts, split.lines))
+
+
 def _captures(layout: BlockLayout) -> bool:
     """Return whether a CUDA graph is being captured; lists built now would be missing when it is replayed."""
     return layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

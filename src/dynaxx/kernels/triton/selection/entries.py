@@ -24,6 +24,27 @@ from dynaxx.kernels.triton.selection.row import (
 )
 from dynaxx.layout import BlockGrid
 
+COUNTS_AT_ONCE, COUNT_WARPS = 4096, 16  # of a running sum
+
+
+@kernel_launcher
+@triton.jit(do_not_specialize=["size"])
+def _running_sum_kernel(p_counts, p_sums, size, BLOCK: tl.constexpr):
+    o_n = tl.arange(0, BLOCK)
+    before = 0
+    for first in range(0, size, BLOCK):
+        inside = first + o_n < size
+        counts = tl.load(p_counts + first + o_n, mask=inside, other=0)
+        tl.store(p_sums + first + o_n, before + tl.cumsum(counts, 0), mask=inside)
+        before += tl.sum(counts, 0)
+
+
+def running_sum(counts: Tensor) -> Tensor:
+    """Return `layout.entries.running_sum` of (B, Hq, 1 + R) int32 counts, in one launch that a recording can repeat."""
+    sums = torch.empty_like(counts)
+    _running_sum_kernel[(1,)](counts, sums, size=counts.numel(), BLOCK=COUNTS_AT_ONCE, num_warps=COUNT_WARPS)
+    return sums
+
 
 @kernel_launcher
 @triton.jit(do_not_specialize=["capacity", "serves", *GRID_SIZES])

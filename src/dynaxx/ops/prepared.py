@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by a rule or over a layout, prepared once for calls of one shape: checked once, then replayed.
+
+`select_blocks` and `sparse_attention` check their inputs and compute launch arguments at every call. On the host this
+takes longer than a short call runs on a GPU. A `Prepared` call repeats one that they made: it takes memory and starts
+the same kernels with the same arguments, so its results are equal bit by bit.
+
+    rule     q, k, v --> [scores, choice, layout, attention: one recording] --> out
+    layout   q, k, v --> [attention: one recording] --> out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dynaxx.derivatives import transforms_active
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.layout.derived import PerLayout
+from dynaxx.ops.checks import looks_at_values
+from dynaxx.ops.dispatch import backend_for, load_backend, score_options
+from dynaxx.ops.library import is_traced
+from dynaxx.selection import Hybrid, Selector
+from dynaxx.selection.device import SelectionInputs, select_within, selection_inputs, serves
+from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
+
+
+class Prepared:
+    """A call for tensors of one shape, dtype and device, from `prepare_rule` or `prepare_layout`.
+
+    Args:
+        q, k, v: tensors of the call that it repeats.
+        backend: the backend that computed attention.
+        call: a function for `record_or_replay`, which returns (out,).
+        given: its persistent inputs.
+        settings: its settings.
+
+    Attributes:
+        backend: the backend that computes attention.
+    """
+
+    __slots__ = ("_call", "_device", "_dtype", "_given", "_settings", "_shapes", "backend")
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, backend: str, call: Any, given: Any, settings: tuple[Hashable, ...]
+    ) -> None:
+        self.backend = backend
+        self._call, self._given, self._settings = call, given, settings
+        self._shapes, self._dtype, self._device = (q.shape, k.shape, v.shape), q.dtype, q.device
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether the call may run for these tensors: their forms are equal, and nothing records or traces."""
+        if (q.shape, k.shape, v.shape) != self._shapes or q.dtype is not self._dtype or q.device != self._device:
+            return False
+        return k.dtype is v.dtype is q.dtype and k.device == v.device == q.device and _is_plain(q, k, v)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return out (batch, seqlen_q, q_heads, head_dim_v), for tensors that `serves` accepts."""
+        from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+
+        (out,) = record_or_replay(self._call, self._given, (q, k, v), *self._settings, at_once=True)
+        return out
+
+
+def prepare_rule(
+    rule: Selector | Hybrid,
+    layout: BlockLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Prepared | None:
+    """Prepare `sparse_attention(q, k, v, select_blocks(q, k, rule))` with the block size of `layout`.
+
+    Args:
+        rule: a rule that depends on the data.
+        layout: its layout for these tensors; `sparse_attention` has served the call.
+        q: (batch, seqlen_q, q_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: cap of the scores, or None.
+
+    Returns:
+        The prepared call; None if its launches cannot be repeated.
+    """
+    pattern, selector = (rule.pattern, rule.selector) if isinstance(rule, Hybrid) else (None, rule)
+    grid = BlockGrid(q.shape[1], k.shape[1], layout.block_size, causal=True)
+    if not _repeats(q, k, v) or not serves(q, grid, selector):
+        return None
+    given, capacity = selection_inputs(pattern, selector, grid, q, k)
+    if not given.is_recorded(q, GPU_MEMORY_BUDGET):
+        return None
+    backend, _ = backend_for(q, k, v, layout, softcap, "auto")
+    settings = (softmax_scale(scale, q.shape[3]), softcap, capacity, backend)
+    return Prepared(q, k, v, backend, _choose_and_attend, given, settings)
+
+
+def prepare_layout(
+    layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Prepared | None:
+    """Prepare `sparse_attention(q, k, v, layout)`, which has served the call; see `prepare_rule`."""
+    if not _repeats(q, k, v):
+        return None
+    from dynaxx.kernels.gpu.schedule.split import split_lists
+
+    backend, _ = backend_for(q, k, v, layout, softcap, "auto")
+    key, kept = (q.shape, k.shape, v.shape, q.dtype, scale, softcap), _prepared.of(layout)
+    if key not in kept:
+        order = () if layout.kv_order is None else (layout.kv_order,)
+        given = LayoutInputs(layout, object(), (*layout.tensors, *order, *split_lists(layout)))
+        kept[key] = Prepared(q, k, v, backend, _attend, given, (softmax_scale(scale, q.shape[3]), softcap, backend))
+    found: Prepared = kept[key]
+    return found
+
+
+def prepared_layout(
+    layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Prepared | None:
+    """Return the result of an earlier `prepare_layout` for such tensors, or None."""
+    if layout.derived.is_stale():
+        return None
+    return _prepared.of(layout).get((q.shape, k.shape, v.shape, q.dtype, scale, softcap))
+
+
+_prepared = PerLayout()
+
+
+class LayoutInputs(NamedTuple):
+    """A layout as the persistent inputs of `record_or_replay`."""
+
+    layout: BlockLayout
+    form: Hashable
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def k(self) -> Tensor:
+        """Return a tensor on the device."""
+        return self.layout.kv_indptr
+
+
+def _repeats(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether a call can be repeated: it runs on a GPU, without checks that read values."""
+    return q.is_cuda and not looks_at_values(q.device) and _is_plain(q, k, v)
+
+
+def _is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether nothing but the contents of the tensors matters: no gradients, tracers, transforms, or views."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    if is_traced(q) or transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return not (q.is_neg() or k.is_neg() or v.is_neg())
+
+
+def _choose_and_attend(
+    given: SelectionInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    capacity: int,
+    backend: str,
+) -> tuple[Tensor]:
+    layout = select_within(given, q, k, scale, GPU_MEMORY_BUDGET, capacity)
+    return (load_backend(backend).attention_forward(q, k, v, layout, scale, **score_options(softcap))[0],)
+
+
+def _attend(
+    given: LayoutInputs, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, backend: str
+) -> tuple[Tensor]:
+    return (load_backend(backend).attention_forward(q, k, v, given.layout, scale, **score_options(softcap))[0],)
