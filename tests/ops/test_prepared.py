@@ -174,3 +174,46 @@ def test_models_repeat_layers():
         assert all(torch.equal(out, outs[0]) for out in outs)
         assert served[12:] == [False, True, True, False] + [True] * 8
         served.clear()
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [
+    dx.Sink(64) | dx.SlidingWindow(128) | dx.TopK(0.1, dx.MinMax()),
+    dx.SlidingWindow(32) | dx.TopK(3, dx.MeanPool()),
+    dx.Sink(16) | dx.SlidingWindow(100),
+], ids=["share", "count", "static"])  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 3])
+def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
+    """Every step of a cache that grows beyond two pages equals the step that is not prepared."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dynaxx.integrations.transformers import decode
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+
+    config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=99, attn_implementation="sdpa")  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    rules = [dx.Rule.of(rule, phase="decode")]
+    policy = dx.Policy(model=model_facts(model), block_size=64, dense_below=0, rules=rules)
+    ids = torch.randint(0, 99, (batch, 500), device="cuda")
+    repeated, served = decode._repeated, []
+
+    def watched(*given):
+        out = repeated(*given)
+        served.append(out is not None)
+        return out
+
+    found = []
+    for function in (lambda *given: None, watched):
+        monkeypatch.setattr(decode, "_repeated", function)
+        with dx.apply(model, policy) as handle, torch.no_grad():
+            cache, token, logits = model(ids, use_cache=True).past_key_values, ids[:, :1], []
+            for _ in range(150):
+                logits.append(model(token, past_key_values=cache, use_cache=True).logits)
+                token = logits[-1].argmax(-1)
+            assert handle.stats()["sparse_calls"] == 450
+        found.append(torch.cat(logits))
+    assert torch.equal(*found)
+    assert sum(served) > 400

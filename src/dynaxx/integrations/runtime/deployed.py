@@ -9,6 +9,7 @@ from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, LayerRules, PassState
 from dynaxx.ops.prepared import Prepared
+from dynaxx.ops.prepared_step import PreparedStep
 from dynaxx.policy import LayerPlan, Policy, resolve
 from dynaxx.policy.decode import DecodePlan, resolve_decode
 from dynaxx.policy.guard import Breaker, Level
@@ -19,7 +20,6 @@ from dynaxx.telemetry import Recorder
 
 WATCHED = ("model", "block_size", "rules", "reuse", "guard", "drift", "reference")  # fields on which a guard depends
 NO_RULES = LayerRules()
-MOST_PREPARED = 256  # prompts of new lengths have new calls
 
 
 class Deployed:
@@ -44,6 +44,7 @@ class Deployed:
         was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
         decode_was_long: the same for decoding steps.
         prepared: prepared calls of its rules, by kind of layer and form of the call.
+        steps: the same for decoding steps.
     """
 
     def __init__(
@@ -72,14 +73,9 @@ class Deployed:
             self.guard = kept or LiveGuard(policy, self.plans, numbers, background)
         self.flags = open_feature() if policy.rollout.flag is not None else None
         self.prepared: dict[Hashable, Prepared] = {}
+        self.steps: dict[Hashable, PreparedStep] = {}
         self._kinds: dict[object, int] = {}
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
-
-    def keep_prepared(self, key: Hashable, prepared: Prepared) -> None:
-        """Store a prepared call."""
-        if len(self.prepared) >= MOST_PREPARED:
-            self.prepared.clear()
-        self.prepared[key] = prepared
 
     def rules_of(self, layer: int) -> LayerRules:
         """Return the policy's rules for a layer."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +52,8 @@ class Scores(NamedTuple):
     def of(cls, kwargs: dict[str, Any]) -> Scores:
         """Read the keyword arguments of a call."""
         softcap, has_sinks, window, unserved, argument = None, False, None, None, ""
-        for name in _that_matter(tuple(kwargs)):
-            value = kwargs[name]
-            if value is None or value is False:
+        for name, value in kwargs.items():
+            if value is None or value is False or name in _HARMLESS:
                 continue
             if name in SINKS:
                 has_sinks = True
@@ -74,11 +72,6 @@ class Scores(NamedTuple):
     def need_eager(self) -> bool:
         """Whether only the eager attention of transformers computes such scores."""
         return self.has_sinks or self.softcap is not None
-
-
-@lru_cache(maxsize=64)
-def _that_matter(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in _HARMLESS)
 
 
 def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:

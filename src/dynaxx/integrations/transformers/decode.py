@@ -10,9 +10,10 @@ all keys once.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
+from dynaxx.ops.prepared_step import PreparedStep, prepare_step
 from dynaxx.policy.decode import DecodePlan
 
+MOST_STEPS = 256  # prepared steps of a policy
 SPARE_PAGES = 64  # pages by which summaries grow at a time
 
 
@@ -33,6 +36,25 @@ class _LayerMemory:
     summaries: PageSummaries
     keys: weakref.ref[Tensor]  # the summarised tensor
     summarized: int  # number of first keys that the summaries cover
+
+
+class StepRows(NamedTuple):
+    """Consecutive rows of a decoding step whose first real key is in the same column, so that they run together."""
+
+    first: int
+    last: int
+    start: int  # column of the first real key
+    stops: tuple[int, ...]  # number of real keys of each row
+
+    @classmethod
+    def of(cls, runs: list[Run]) -> list[StepRows]:
+        """Group the rows of a step, given the run of each."""
+        starts = [run.k_start for run in runs]
+        bounds = [0, *(row for row in range(1, len(runs)) if starts[row] != starts[row - 1]), len(runs)]
+        return [
+            cls(first, last, starts[first], tuple([run.k_stop - starts[first] for run in runs[first:last]]))
+            for first, last in pairwise(bounds)
+        ]
 
 
 class CacheMemory:
@@ -54,6 +76,10 @@ class CacheMemory:
                 del self._layers[place]
             else:
                 memory.summarized = min(memory.summarized, past)
+
+    def of(self, layer: int, row: int) -> _LayerMemory | None:
+        """Return the summaries of a layer's rows from `row` on, if there are any."""
+        return self._layers.get((layer, row))
 
     def lengths(self, values: tuple[int, ...], device: torch.device) -> Tensor:
         """Return lengths as a (batch,) int32 tensor. The layers of a pass on one device share it."""
@@ -112,15 +138,63 @@ class CacheMemories:
         return memory
 
 
+class StepsOfKind(NamedTuple):
+    """The prepared steps of equal layers, by what they depend on."""
+
+    steps: dict[Hashable, PreparedStep]
+    kind: int
+
+    def get(
+        self,
+        plan: DecodePlan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        summaries: PageSummaries,
+        scale: float | None,
+        softcap: float | None,
+    ) -> PreparedStep | None:
+        """Return the prepared step for such tensors, if there is one and it may run now."""
+        found = self.steps.get(self._key(plan, q, k, v, summaries, scale, softcap)) if self.steps else None
+        return found if found is not None and found.serves(q) else None
+
+    def prepare(
+        self, plan: DecodePlan, q: Tensor, cache: PagedCache, scale: float | None, softcap: float | None
+    ) -> None:
+        """Prepare a step that just ran, if its launches can be repeated."""
+        step = prepare_step(plan.budget, q, cache, scale=scale, softcap=softcap)
+        if step is None or cache.summaries is None:
+            return
+        if len(self.steps) >= MOST_STEPS:
+            self.steps.clear()
+        self.steps[self._key(plan, q, cache.k, cache.v, cache.summaries, scale, softcap)] = step
+
+    def _key(
+        self,
+        plan: DecodePlan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        summaries: PageSummaries,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Hashable:
+        batch, seqlen_k, heads, _ = k.shape
+        pages = -(-seqlen_k // plan.page_size)
+        queries = (q.shape, q.dtype, q.device)
+        return (self.kind, scale, softcap, *queries, batch, pages, heads, v.shape[3], k.dtype, summaries.low.shape)
+
+
 @torch.no_grad()
 def decode_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    runs: list[Run],
+    rows: Sequence[StepRows],
     plan: DecodePlan,
     layer: int,
     memory: CacheMemory,
+    prepared: StepsOfKind,
     scale: float | None,
     *,
     softcap: float | None = None,
@@ -131,23 +205,57 @@ def decode_step(
     Pages start at the first real key of each row, so that left padding has no influence. Rows with different padding
     run separately.
     """
-    starts = [run.k_start for run in runs]
-    bounds = [0, *(row for row in range(1, len(runs)) if starts[row] != starts[row - 1]), len(runs)]
     outs = []
-    for first, last in pairwise(bounds):
-        start, stops = starts[first], tuple(run.k_stop - starts[first] for run in runs[first:last])
-        rows, columns = slice(first, last), slice(start, None)
-        cache = PagedCache.contiguous(
-            k[rows, :, columns].transpose(1, 2),
-            v[rows, :, columns].transpose(1, 2),
-            page_size=plan.page_size,
-            seqused_k=memory.lengths(stops, q.device),
-        )
-        if not plan.budget.reads_everything:
-            cache = memory.with_summaries(layer, k, cache, plan.budget.bound, row=first, start=start, used=max(stops))
-        queries = q[rows].transpose(1, 2)
-        outs.append(sparse_decode(queries, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks))
+    for group in rows:
+        if group.start == 0 and len(rows) == 1:
+            queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            own, columns = slice(group.first, group.last), slice(group.start, None)
+            queries, keys, values = (x.transpose(1, 2) for x in (q[own], k[own, :, columns], v[own, :, columns]))
+        out = _repeated(queries, keys, values, k, group, plan, layer, memory, prepared, scale, softcap, sinks)
+        if out is None:
+            cache = PagedCache.contiguous(
+                keys, values, page_size=plan.page_size, seqused_k=memory.lengths(group.stops, q.device)
+            )
+            if not plan.budget.reads_everything:
+                cache = memory.with_summaries(
+                    layer, k, cache, plan.budget.bound, row=group.first, start=group.start, used=max(group.stops)
+                )
+            out = sparse_decode(queries, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
+            if not plan.budget.reads_everything:
+                prepared.prepare(plan, queries, cache, scale, softcap)
+        outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _repeated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_cache: Tensor,
+    rows: StepRows,
+    plan: DecodePlan,
+    layer: int,
+    memory: CacheMemory,
+    prepared: StepsOfKind,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """Run a prepared step, (B, Lq, Hq, D); None if there is none, or if the summaries must grow or be rebuilt."""
+    known = memory.of(layer, rows.first)
+    if known is None:
+        return None
+    step = prepared.get(plan, q, k, v, known.summaries, scale, softcap)
+    if step is None:
+        return None
+    used = rows.start + max(rows.stops)
+    new_tokens = used - max(rows.start, known.summarized)
+    if new_tokens <= 0 or known.summaries.bound != plan.budget.bound:
+        return None
+    out = step(q, k, v, memory.lengths(rows.stops, q.device), known.summaries, sinks, new_tokens)
+    known.keys, known.summarized = weakref.ref(of_cache), used
+    return out
 
 
 def _fits(summaries: PageSummaries, cache: PagedCache) -> bool:

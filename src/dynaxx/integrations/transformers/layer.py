@@ -16,7 +16,7 @@ from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, Route
 from dynaxx.integrations.transformers.arguments import Scores, sinks_of
 from dynaxx.integrations.transformers.compiled import attend_compiled, remember
-from dynaxx.integrations.transformers.decode import decode_step
+from dynaxx.integrations.transformers.decode import StepsOfKind, decode_step
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
@@ -164,7 +164,9 @@ class Layer:
         try:
             q, k, v = follow_autocast(q, k, v)
             out = drawn = None
-            if work.prepared is not None or work.may_prepare:
+            if work.route is Route.DECODE:
+                out = self._decode(current, work, scores, guard, q, k, v, sinks)
+            elif work.prepared is not None or work.may_prepare:
                 out, drawn = self._repeat(current, work, scores, guard, q, k, v)
             if out is None:
                 call = AttentionCall(q, k, v, scores.scale, scores.softcap, sinks, guard, current, drawn=drawn)
@@ -210,32 +212,47 @@ class Layer:
         probe.counter(prepared.backend)()
         return out, None
 
+    def _decode(
+        self,
+        current: ForwardContext,
+        work: Work,
+        scores: Scores,
+        guard: LiveGuard | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Run a decoding step, (B, Lq, Hq, D)."""
+        handle, deployed, memory = self.handle, current.deployed, current.memory
+        assert memory is not None, "a planned decoding step must have a memory"
+        for fault in handle.faults:
+            fault(self.index)
+        step = handle.counts.decoding(self.index, q)
+        out = decode_step(
+            q,
+            k,
+            v,
+            work.rows,
+            deployed.decode[self.index],
+            self.index,
+            memory,
+            StepsOfKind(deployed.steps, deployed.kind(self.index)),
+            scores.scale,
+            softcap=scores.softcap,
+            sinks=sinks,
+        )
+        handle.counts.decoded(step, q)
+        if guard is not None and guard.wants_call():
+            guard.left_out("decode")
+        return out
+
     def _run(self, call: AttentionCall, work: Work, scores: Scores) -> Tensor:
         """Return (B, Lq, Hq, D), with one layout per sequence."""
         for fault in self.handle.faults:
             fault(self.index)
         if work.route is Route.NATIVE:
             return self._run_native(call, work, scores)
-        if work.route is Route.DECODE:
-            memory, plan = call.current.memory, call.current.deployed.decode[self.index]
-            assert memory is not None, "a planned decoding step must have a memory"
-            step = self.handle.counts.decoding(self.index, call.q)
-            out = decode_step(
-                call.q,
-                call.k,
-                call.v,
-                [run for (run,) in work.runs],
-                plan,
-                self.index,
-                memory,
-                call.scale,
-                softcap=call.softcap,
-                sinks=call.sinks,
-            )
-            self.handle.counts.decoded(step, call.q)
-            if call.guard is not None and call.guard.wants_call():
-                call.guard.left_out("decode")
-            return out
         if work.alike:
             return self._run_entry(call, work, scores, 0)
         return torch.cat([self._run_entry(call.entry(b), work, scores, b) for b in range(len(work.runs))])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
 from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
 from dynaxx.integrations.transformers.border import Kind, least_queries, wins
+from dynaxx.integrations.transformers.decode import StepRows
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.integrations.transformers.native import NativePart, parts_of_mask, parts_of_runs, parts_of_window
@@ -36,6 +37,7 @@ class Work:
     runs: PerRun[Run] = ()
     dense: PerRun[DenseReason | None] = ()  # why each run is dense; None if it runs by a rule
     plans: PerRun[LayerPlan] = ()  # the rule of each run
+    rows: Ordered[StepRows] = ()  # the rows of a decoding step
     parts: Ordered[NativePart] = ()  # layouts of the model's own pattern
     argument: str = ""  # the name of an unsupported argument
     prepared: Prepared | None = None  # the call of later layers, prepared by the first one
@@ -149,7 +151,7 @@ def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: 
     deployed.remember_length(longest, decodes=True)
     if found_route.reason is not None:
         return Work(Route.DENSE, "decode", found_route.reason)
-    return Work(Route.DECODE, "decode", None, runs)
+    return Work(Route.DECODE, "decode", rows=StepRows.of([run for (run,) in runs]))
 
 
 def _native(

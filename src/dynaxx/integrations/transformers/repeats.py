@@ -20,6 +20,8 @@ from dynaxx.ops.prepared import prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 
+MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
+
 
 def recall(current: ForwardContext, layer: int, work: Work, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Set `work.prepared` to the call that an earlier pass prepared, if there is one.
@@ -64,7 +66,10 @@ def prepare(
     else:
         work.prepared = prepare_rule(rule, layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
     if plan is not None and work.prepared is not None:
-        current.deployed.keep_prepared(_key(current, layer, scores, q, k, v), work.prepared)
+        kept = current.deployed.prepared
+        if len(kept) >= MOST_CALLS:
+            kept.clear()
+        kept[_key(current, layer, scores, q, k, v)] = work.prepared
 
 
 def _is_whole(work: Work, q: Tensor, k: Tensor) -> bool:

@@ -109,7 +109,7 @@ class KernelLauncher:
             compiled = self._compiled[kind] = self.kernel[grid](*arguments, **named)
         else:
             run(compiled, grid, ordered, device)
-        return _record_launch(Launch(compiled, grid, in_order))
+        return _record_launch(Launch(compiled, grid, in_order, self.kernel.arg_names))
 
     def _signature_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> CallSignature:
         """Sort the arguments of a call by type; anything else that Triton may specialize on counts as a constant."""
@@ -140,6 +140,7 @@ class Launch(NamedTuple):
     compiled: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]  # in the order of the kernel's parameters
+    names: Sequence[str] = ()  # of the kernel's parameters
 
 
 def _record_launch(launch: Launch | None) -> Launch | None:

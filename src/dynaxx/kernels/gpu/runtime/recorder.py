@@ -51,7 +51,12 @@ class RecordedInputs(Protocol):
 
 
 def record_or_replay(
-    call: RecordedCall, cache: RecordedInputs, tensors: tuple[Tensor | None, ...], *settings: Any, at_once: bool = False
+    call: RecordedCall,
+    cache: RecordedInputs,
+    tensors: tuple[Tensor | None, ...],
+    *settings: Any,
+    at_once: bool = False,
+    sizes: dict[str, int] | None = None,
 ) -> Any:
     """Return `call(cache, *tensors, *settings)`, by replaying its launches if a call of these shapes was recorded.
 
@@ -63,6 +68,8 @@ def record_or_replay(
         tensors: tensors of this call; their shapes, strides and dtypes are part of the key.
         *settings: hashable values, each always of the same type.
         at_once: whether to record the first call already, because others follow, such as those of a step's layers.
+        sizes: arguments of the kernels, by the names of their parameters, that may differ between calls of one
+            recording, such as the strides of a growing cache. Everything else must follow from the key.
     """
     device = cache.k.get_device()
     if recorded_launches() is not None or has_launch_hooks() or (device < 0 and interpreted()):
@@ -70,7 +77,7 @@ def record_or_replay(
     bind_context()
     if device >= 0 and device != driver.active.get_current_device():
         with torch.cuda.device(device):
-            return record_or_replay(call, cache, tensors, *settings, at_once=at_once)
+            return record_or_replay(call, cache, tensors, *settings, at_once=at_once, sizes=sizes)
     key: list[Any] = [call, cache.form, *settings]
     addresses, bits = [x.data_ptr() for x in cache.tensors], 0
     for x in tensors:
@@ -83,6 +90,10 @@ def record_or_replay(
         bits |= address
     if bits & 15:
         key.append(tuple([address & 15 for address in addresses]))
+    for size in sizes.values() if sizes else ():
+        if size >> 31:
+            return call(cache, *tensors, *settings)
+        key.append((size == 1, size % 16 == 0))  # what Triton specializes kernels on
     found = tuple(key)
     known = _kept.get(found)
     if known is None:
@@ -90,10 +101,10 @@ def record_or_replay(
             _kept.clear()
         _kept[found] = CALLED_ONCE
     if known is CALLED_ONCE or (known is None and at_once):
-        return _record(found, call, cache, tensors, settings, addresses)
+        return _record(found, call, cache, tensors, settings, addresses, sizes or {})
     if known is None or known is NOT_REPLAYABLE:
         return call(cache, *tensors, *settings)
-    return known.start(addresses, device, cache.k.device)
+    return known.start(addresses, device, cache.k.device, sizes)
 
 
 class RecordedLaunch(NamedTuple):
@@ -103,6 +114,7 @@ class RecordedLaunch(NamedTuple):
     arguments: list[Any]  # all arguments of `start`: the grid, None for the stream, ..., with None for each address
     addresses: tuple[tuple[int, int, int], ...]  # (position, tensor, offset in bytes)
     descriptors: tuple[tuple[int, int, int, Callable[[Any, int], Any]], ...]  # the same, and a function to encode it
+    sizes: tuple[tuple[int, str], ...]  # (position, name) of each size of the call
 
 
 STREAM = 3  # position of the stream in the arguments of a launch, after the grid
@@ -115,7 +127,9 @@ class Recording(NamedTuple):
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
 
-    def start(self, addresses: list[int], index: int, device: torch.device) -> tuple[Tensor, ...]:
+    def start(
+        self, addresses: list[int], index: int, device: torch.device, sizes: dict[str, int] | None
+    ) -> tuple[Tensor, ...]:
         """Allocate the results, launch the kernels, and return the results."""
         found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
         for x in found:
@@ -124,13 +138,16 @@ class Recording(NamedTuple):
         if scratch is not None:
             addresses.append(scratch.data_ptr())
         stream = driver.active.get_current_stream(index)
-        for start, template, gaps, descriptors in self.launches:
+        for start, template, gaps, descriptors, varying in self.launches:
             arguments = template.copy()
             arguments[STREAM] = stream
             for at, which, offset in gaps:
                 arguments[at] = addresses[which] + offset
             for at, which, offset, encoded in descriptors:
                 arguments[at] = encoded(None, addresses[which] + offset)
+            if sizes is not None:
+                for at, name in varying:
+                    arguments[at] = sizes[name]
             start(*arguments)
         return found
 
@@ -147,6 +164,7 @@ def _record(
     tensors: tuple[Tensor | None, ...],
     settings: tuple[Any, ...],
     addresses: list[int],
+    sizes: dict[str, int],
 ) -> tuple[Tensor, ...]:
     """Run a call and cache its recording, unless two inputs share an address, which would be ambiguous."""
     there = [address for address in addresses if address]  # empty tensors have none
@@ -155,7 +173,7 @@ def _record(
     with Allocations() as allocations, recording_launches() as launches:
         results = call(cache, *tensors, *settings)
     given = (*cache.tensors, *(x for x in tensors if x is not None))
-    _kept[key] = _recording_of(launches, allocations, given, results) or NOT_REPLAYABLE
+    _kept[key] = _recording_of(launches, allocations, given, results, sizes) or NOT_REPLAYABLE
     return results
 
 
@@ -186,7 +204,11 @@ def _memory(x: Any) -> int:
 
 
 def _recording_of(
-    launches: Sequence[Launch | None], allocations: Allocations, given: tuple[Tensor, ...], results: tuple[Tensor, ...]
+    launches: Sequence[Launch | None],
+    allocations: Allocations,
+    given: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    sizes: dict[str, int],
 ) -> Recording | None:
     """Return the recording; None if the call did more than launch kernels on its inputs and allocations."""
     if not launches or not allocations.are_all:
@@ -204,16 +226,16 @@ def _recording_of(
             places[_memory(x)] = (len(given) + len(results), size)
             size += math.ceil(x.untyped_storage().nbytes() / ALIGNMENT) * ALIGNMENT
     places_of = lambda x: _place_in_made(x, places) or _place_in_given(x, given)
-    recorded = [_recorded_launch(launch, places_of) for launch in launches]
+    recorded = [_recorded_launch(launch, places_of, sizes) for launch in launches]
     if None in recorded:
         return None
     return Recording(tuple(filter(None, recorded)), tuple((x.shape, x.dtype) for x in results), size)
 
 
 def _recorded_launch(
-    launch: Launch | None, place_of: Callable[[Tensor], tuple[int, int] | None]
+    launch: Launch | None, place_of: Callable[[Tensor], tuple[int, int] | None], sizes: dict[str, int]
 ) -> RecordedLaunch | None:
-    """Return a launch with gaps for addresses; None if it reads other tensors than those with a place."""
+    """Return a launch with gaps for addresses and sizes; None if it reads other tensors than those with a place."""
     if launch is None:
         return None
     compiled, below = launch.compiled, direct_launcher(launch.compiled, launch.grid)
@@ -225,9 +247,14 @@ def _recorded_launch(
         arguments = [*launch.grid, None, below.function, *below.between]
     gaps: list[tuple[int, int, int]] = []
     descriptors: list[tuple[int, int, int, Callable[[Any, int], Any]]] = []
-    for x in launch.arguments:
+    varying: list[tuple[int, str]] = []
+    for name, x in zip(launch.names, launch.arguments, strict=True):
         described = type(x) in DESCRIPTORS
         if not described and not isinstance(x, Tensor):
+            if name in sizes:
+                varying.append((len(arguments), name))
+                if x != sizes[name]:
+                    return None
             arguments.append(x)
             continue
         place = place_of(x.base if described else x)
@@ -240,7 +267,7 @@ def _recorded_launch(
         else:
             gaps.append((len(arguments), *place))
             arguments.append(None)
-    return RecordedLaunch(start, arguments, tuple(gaps), tuple(descriptors))
+    return RecordedLaunch(start, arguments, tuple(gaps), tuple(descriptors), tuple(varying))
 
 
 def _place_in_made(x: Tensor, places: dict[int, tuple[int, int]]) -> tuple[int, int] | None:
