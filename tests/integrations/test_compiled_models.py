@@ -7,6 +7,8 @@ import transformers
 from test_transformers import SPARSE, close, llama, logits, policy_for, tokens
 
 import dynaxx as dx
+from dynaxx.integrations.transformers.border import BORDERS
+from dynaxx.integrations.transformers.masks import Run, read_window
 
 LENGTHS = (160, 128, 96, 144, 100, 81, 90, 112)
 
@@ -100,3 +102,45 @@ def test_the_kill_switch_reaches_compiled_code():
         close(logits(compiled, input_ids=ids, use_cache=False), dense)
         handle.kill_switch.release()
         close(logits(compiled, input_ids=ids, use_cache=False), sparse)
+
+
+def mistral(window=40):
+    config = transformers.MistralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=window, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("padded", [0, 70])
+def test_windows_of_a_compiled_model_run_on_the_kernels(padded, monkeypatch):
+    """A compiled model has plain masks, from which the window and left padding are read."""
+    monkeypatch.setitem(BORDERS["cpu"], "masked", 64)
+    model, ids = mistral(), tokens(2, 300)
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    wanted = logits(model, **arguments)
+    with dx.apply(model) as handle:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        close(logits(compiled, **arguments)[mask.bool()], wanted[mask.bool()])
+        assert handle.stats()["native_calls"] == 2
+
+
+@pytest.mark.parametrize("window", [1, 7, 40, 400])
+@pytest.mark.parametrize("cached", [0, 33])
+def test_a_window_is_read_from_a_mask(window, cached):
+    q, k = torch.arange(cached, 130)[:, None], torch.arange(130)
+    mask = (k <= q) & (k > q - window)
+    pads = mask & (k >= 50)
+    assert read_window(mask[None], window) == [
+        [Run(0, 130 - cached, 0 if not cached else max(0, cached - window + 1), 130, True)]
+    ]
+    own = [] if cached >= 50 else [Run(0, 50 - cached, 0, 0, False)]
+    assert read_window(pads[None], window) == [[*own, Run(50 - cached, 130 - cached, 50, 130, True)]]
+    for wrong in (mask | (k == 100), mask & (k != 60), (k > q - window).expand_as(mask), mask.roll(1, 1)):
+        if not torch.equal(wrong, mask):
+            assert read_window(wrong[None], window) is None
+    assert read_window(mask[None], window + 1) is None or window >= 130
+    assert read_window(mask.new_zeros(1, 5, 9), window) == [[Run(0, 5, 0, 0, False)]]

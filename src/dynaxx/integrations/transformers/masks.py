@@ -91,6 +91,45 @@ def read_mask(mask: Tensor) -> list[list[Run]] | None:
     return None if any(runs is None for runs in entries) else entries  # type: ignore[return-value]
 
 
+def read_window(mask: Tensor, window: int) -> list[list[Run]] | None:
+    """Return the runs of each batch entry of a causal mask with a window, or None if the mask has another form.
+
+    Args:
+        mask: (batch, seqlen_q, seqlen_k) bool, True = visible.
+        window: number of keys that a query sees, its own included.
+
+    Returns:
+        For each entry a run without keys for queries that see nothing, if there are any, and a causal run. The run
+        begins at the first real key, and the window hides more keys.
+    """
+    if mask.stride(0) == 0:  # an expanded mask
+        runs = _read_window(mask[0], window)
+        return None if runs is None else [runs] * mask.shape[0]
+    entries = [_read_window(entry, window) for entry in mask]
+    return None if any(runs is None for runs in entries) else entries  # type: ignore[return-value]
+
+
+def _read_window(mask: Tensor, window: int) -> list[Run] | None:
+    seqlen_q, seqlen_k = mask.shape
+    if seqlen_q == 0 or seqlen_k == 0:
+        return None
+    spans = [_spans(rows) for rows in mask.split(ROWS_AT_ONCE)]
+    if not all(contiguous for _, _, contiguous in spans):
+        return None
+    start, stop = torch.cat([s for s, _, _ in spans]), torch.cat([e for _, e, _ in spans])
+    first = int((start < 0).sum())
+    if first == seqlen_q:
+        return [Run(0, seqlen_q, 0, 0, False)]
+    k_start, k_stop = int(start[first]), int(stop[-1])
+    stops = torch.arange(k_stop - seqlen_q + 1, k_stop + 1, device=mask.device)
+    nothing = torch.arange(seqlen_q, device=mask.device) < first
+    same_stops = (stop == stops.masked_fill(nothing, 0)).all()
+    same_starts = (start == (stops - window).clamp(min=k_start).masked_fill(nothing, -1)).all()
+    if not bool(same_stops & same_starts):
+        return None
+    return [Run(0, first, 0, 0, False)] * (first > 0) + [Run(first, seqlen_q, k_start, k_stop, True)]
+
+
 def _read_entry(mask: Tensor) -> list[Run] | None:
     seqlen_q, seqlen_k = mask.shape
     if seqlen_q == 0 or seqlen_k == 0:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
@@ -14,7 +15,7 @@ from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
 from dynaxx.integrations.transformers.border import Kind, least_queries, wins
 from dynaxx.integrations.transformers.decode import StepRows
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import Run, read_window
 from dynaxx.integrations.transformers.native import NativePart, parts_of_mask, parts_of_runs, parts_of_window
 from dynaxx.ops.prepared import Prepared
 from dynaxx.policy import LayerPlan
@@ -198,6 +199,10 @@ def _make_parts(
             return DenseReason.MASK_KIND
         stop = min(seqlen_q, seqlen_k) if causal else seqlen_k
         return parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
+    if scores.window is not None and not current.steps and mask.dtype == torch.bool:  # as in a compiled model
+        windowed = read_window(mask[:, 0], scores.window)
+        if windowed is not None:
+            return parts_of_runs(windowed * (batch // len(windowed)), device, scores.window)
     runs = current.runs(mask, batch)
     if runs is None:
         return DenseReason.MASK_KIND
