@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.transformers.arguments import SINKS
@@ -16,6 +17,14 @@ from dynaxx.integrations.transformers.native import causal_layout
 from dynaxx.ops import sparse_attention
 
 Attention = Callable[..., Any]
+
+
+class PlainMask(NamedTuple):
+    """The original attention of a call and the mask that it expects."""
+
+    name: str  # "sdpa" or "eager"
+    mask: Tensor | None
+    dtype: torch.dtype  # dtype of the scores
 
 
 class DenseAttention:
@@ -28,22 +37,25 @@ class DenseAttention:
         implementation: the name of the model's original attention, "sdpa" or "eager".
     """
 
-    __slots__ = ("_by_name", "_name")
+    __slots__ = ("_name", "by_name")
 
     def __init__(self, module: nn.Module, implementation: str) -> None:
         self._name = implementation
-        self._by_name = {name: _attention(module, name) for name in {"eager", implementation}}
+        self.by_name = {name: _attention(module, name) for name in {"eager", implementation}}
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with the signature of `AttentionInterface`."""
-        dropped = kwargs.get("softcap") or any(kwargs.get(name) is not None for name in SINKS)
-        name = "eager" if dropped else self._name
-        found: tuple[Tensor, Tensor | None] = self._by_name[name](
-            module, q, k, v, plain_mask(mask, name, q.dtype), **kwargs
-        )
+        dropped = bool(kwargs.get("softcap")) or any(kwargs.get(name) is not None for name in SINKS)
+        plain = self.plain(mask, q.dtype, need_eager=dropped)
+        found: tuple[Tensor, Tensor | None] = self.by_name[plain.name](module, q, k, v, plain.mask, **kwargs)
         return found
+
+    def plain(self, mask: Tensor | None, dtype: torch.dtype, *, need_eager: bool) -> PlainMask:
+        """Return the attention and the mask of a call, which calls with equal options share."""
+        name = "eager" if need_eager else self._name
+        return PlainMask(name, plain_mask(mask, name, dtype), dtype)
 
 
 def _attention(module: nn.Module, name: str) -> Attention:

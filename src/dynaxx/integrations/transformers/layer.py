@@ -107,7 +107,11 @@ class Layer:
         else:
             assert work.reason is not None, "a dense call must have a reason"
             self._count_dense(current, work, work.reason)
-        return self.dense(module, q, k, v, mask, **kwargs)
+        plain = work.plain
+        if plain is None or plain.dtype is not q.dtype:
+            plain = work.plain = self.dense.plain(mask, q.dtype, need_eager=scores.need_eager)
+        found: tuple[Tensor, Tensor | None] = self.dense.by_name[plain.name](module, q, k, v, plain.mask, **kwargs)
+        return found
 
     def _work(
         self,

@@ -14,6 +14,7 @@ from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Seq
 from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
 from dynaxx.integrations.transformers.border import Kind, least_queries, wins
 from dynaxx.integrations.transformers.decode import StepRows
+from dynaxx.integrations.transformers.dense_fallback import PlainMask
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run, read_window
 from dynaxx.integrations.transformers.native import NativePart, parts_of_mask, parts_of_runs, parts_of_window
@@ -43,6 +44,7 @@ class Work:
     argument: str = ""  # the name of an unsupported argument
     prepared: Prepared | None = None  # the call of later layers, prepared by the first one
     may_prepare: bool = True  # False after a call that cannot be prepared
+    plain: PlainMask | None = None  # the mask of dense calls, made by the first one
 
     @property
     def alike(self) -> bool:
