@@ -6,6 +6,7 @@ import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
 
 import triton.language as tl  # noqa: E402
-from test_launcher import launches_directly, started  # noqa: E402, F401
+from test_launcher import Driver, Utils, WithDescriptors, launches_directly, started  # noqa: E402, F401
+from test_launcher import _kernel as of_descriptors  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.runtime import recorder  # noqa: E402
@@ -285,3 +288,45 @@ def test_another_device_than_the_current_one(kept):
     there = dx.PagedCache(move(cache.k), move(cache.v), move(cache.seqused_k), page_size=64)
     for _ in range(3):
         assert torch.equal(dx.sparse_decode(q.to("cuda:1"), there).cuda(), expected)
+
+
+class Growing(NamedTuple):
+    """Inputs whose stride differs between calls of one form."""
+
+    k: torch.Tensor
+    form: str = "growing"
+
+    @property
+    def tensors(self):
+        return (self.k,)
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="descriptors of triton 3.6")
+def test_descriptors_and_sizes_of_a_call(started, kept, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
+    monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *arguments: ("map", *arguments), raising=False)
+    kernel = kernel_launcher(of_descriptors)
+
+    def call(cache, x):
+        between, out = torch.empty(1, 64), torch.empty(64)
+        for each in (x, between):
+            described = TensorDescriptor(each, [1, 64], [64, 1], [1, 64])
+            stride = cache.k.stride(0)
+            kernel[(3, 2)](described, out, cache.k, count=64, stride=stride, scale=0.5, BIASED=True, BLOCK=64)
+        return (out,)
+
+    for width in (24, 40, 56, 24, 32, 48, 32):  # multiples of 16 are another form
+        cache, x = Growing(torch.randn(64, width)), torch.randn(1, 64)
+        started.clear()
+        (out,) = recorder.record_or_replay(call, cache, (x,), at_once=True, sizes={"stride": width})
+        (*_, first), (*_, second) = ([*arguments[:3], arguments[13:]] for arguments in started)
+        assert first[0][:2] == ("map", x.data_ptr())
+        assert first[5:10] == second[5:10]
+        assert first[5:10] == (out.data_ptr(), cache.k.data_ptr(), 64, width, 0.5)
+    assert counted(kept) == 2
+    before = len(kept)
+    recorder.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 2**31})
+    assert len(kept) == before  # goes through Triton
+    monkeypatch.setattr(recorder, "_kept", {})
+    recorder.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 25})
+    assert set(recorder._kept.values()) == {recorder.NOT_REPLAYABLE}  # the call has another size
