@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
-from dynaxx.integrations.transformers.batch_step import Tenant
+from dynaxx.integrations.transformers.batches.step import Tenant
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.telemetry import recorder
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers.batch_layer import BatchCall, for_attention
+from dynaxx.integrations.transformers.batches.layer import BatchCall, for_attention
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 from dynaxx.integrations.transformers.layer import LAYERS

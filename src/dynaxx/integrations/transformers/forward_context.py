@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason
-from dynaxx.integrations.transformers.batch_step import BatchStep
+from dynaxx.integrations.transformers.batches.step import BatchStep
 from dynaxx.integrations.transformers.decode import CacheMemory
 from dynaxx.integrations.transformers.decoder import cache_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask

@@ -20,7 +20,7 @@ from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, comparing
 from dynaxx.integrations.runtime.policy_events import Announcer
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
-from dynaxx.integrations.transformers.batch_decode import BatchMemories
+from dynaxx.integrations.transformers.batches.decode import BatchMemories
 from dynaxx.integrations.transformers.batching import continuous_batching, is_open
 from dynaxx.integrations.transformers.decode import CacheMemories
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation

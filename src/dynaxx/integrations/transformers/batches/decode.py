@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import DenseReason
-from dynaxx.integrations.transformers.batch_step import BatchRow, BatchStep, Tenants
+from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep, Tenants
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Sequence, route
 from dynaxx.integrations.transformers.arguments import Scores, sinks_of
-from dynaxx.integrations.transformers.batch_decode import page_size_reason
-from dynaxx.integrations.transformers.batch_step import BatchRow, BatchStep
+from dynaxx.integrations.transformers.batches.decode import page_size_reason
+from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep
 from dynaxx.integrations.transformers.forward_context import ForwardContext
 from dynaxx.integrations.transformers.layer import Layer
 from dynaxx.integrations.transformers.masks import Run
