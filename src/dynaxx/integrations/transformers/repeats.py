@@ -41,6 +41,9 @@ def recall(current: ForwardContext, layer: int, work: Work, scores: Scores, q: T
         layout = work.parts[0].layout
         assert layout is not None, "a whole part has a layout"
         work.prepared = prepared_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+    elif work.plans[0][0].is_static:  # kept with the layout, whose cache is bounded by bytes
+        layout = work.plans[0][0].layout(q, k, scale=scores.scale)
+        work.prepared = prepared_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
     else:
         work.prepared = current.deployed.prepared.get(_key(current, layer, scores, q, k, v))
 
@@ -58,14 +61,15 @@ def prepare(
 ) -> None:
     """Prepare a call that just ran over `layout`: by the rule of `plan`, or the model's own pattern if it is None."""
     work.may_prepare = False
-    rule = None if plan is None else plan.groups[0].rule
-    if plan is not None and (len(plan.groups) > 1 or plan is not current.deployed.plans.get(layer)):
-        return
-    if rule is None or isinstance(rule, Pattern):
+    if plan is None or plan.is_static:
         work.prepared = prepare_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
-    else:
-        work.prepared = prepare_rule(rule, layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
-    if plan is not None and work.prepared is not None:
+        return
+    if len(plan.groups) > 1 or plan is not current.deployed.plans.get(layer):
+        return
+    rule = plan.groups[0].rule
+    assert not isinstance(rule, Pattern), "the plan is not static"
+    work.prepared = prepare_rule(rule, layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+    if work.prepared is not None:
         kept = current.deployed.prepared
         if len(kept) >= MOST_CALLS:
             kept.clear()
