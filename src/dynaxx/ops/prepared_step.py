@@ -18,6 +18,7 @@ from torch import Tensor
 from dynaxx.derivatives import transforms_active
 from dynaxx.kernels.registry import DECODE
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.pages import PageStrides
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.layout.signature import Form, form_of
 from dynaxx.ops.checks import looks_at_values
@@ -70,10 +71,8 @@ class PreparedStep:
         """
         from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 
-        keys, (kb, kn, kh, _), (vb, vn, vh, _) = k.shape[1], k.stride(), v.stride()
-        page = self._page_size
-        strides = {"stride_kb": kb, "stride_kn": kn, "stride_kp": kn * page, "stride_kh": kh}
-        strides |= {"stride_vb": vb, "stride_vn": vn, "stride_vp": vn * page, "stride_vh": vh}
+        keys, page = k.shape[1], self._page_size
+        strides = {"k_strides": _strides(k, page), "v_strides": _strides(v, page)}
         (out,) = record_or_replay(
             _update_and_attend,
             StepInputs(k, v, seqused_k, summaries, page, self._form),
@@ -111,6 +110,11 @@ def prepare_step(
     if DECODE.resolve(decode_problem(cache, q), "auto") != "triton":
         return None
     return PreparedStep(budget, q, cache, softmax_scale(scale, q.shape[-1]), softcap)
+
+
+def _strides(x: Tensor, page_size: int) -> PageStrides:
+    batch, token, head, _ = x.stride()
+    return PageStrides(batch, token * page_size, token, head)
 
 
 class StepInputs(NamedTuple):

@@ -32,6 +32,8 @@ MOST_CALLS = 1024  # cached recordings
 ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
 
 RecordedCall = Callable[..., tuple[Tensor, ...]]
+Sizes = dict[str, "int | tuple[int, ...]"]
+Place = tuple[int, int]  # a number of a tensor, see `Recording`, and an offset in bytes
 
 
 class RecordedInputs(Protocol):
@@ -56,7 +58,7 @@ def record_or_replay(
     tensors: tuple[Tensor | None, ...],
     *settings: Any,
     at_once: bool = False,
-    sizes: dict[str, int] | None = None,
+    sizes: Sizes | None = None,
 ) -> Any:
     """Return `call(cache, *tensors, *settings)`, by replaying its launches if a call of these shapes was recorded.
 
@@ -68,8 +70,9 @@ def record_or_replay(
         tensors: tensors of this call; their shapes, strides and dtypes are part of the key.
         *settings: hashable values, each always of the same type.
         at_once: whether to record the first call already, because others follow, such as those of a step's layers.
-        sizes: arguments of the kernels, by the names of their parameters, that may differ between calls of one
-            recording, such as the strides of a growing cache. Everything else must follow from the key.
+        sizes: arguments of the kernels, integers or NamedTuples of integers by the names of their parameters, that may
+            differ between calls of one recording, such as the strides of a growing cache. Everything else must follow
+            from the key.
     """
     device = cache.k.get_device()
     if recorded_launches() is not None or has_launch_hooks() or (device < 0 and interpreted()):
@@ -90,10 +93,11 @@ def record_or_replay(
         bits |= address
     if bits & 15:
         key.append(tuple([address & 15 for address in addresses]))
-    for size in sizes.values() if sizes else ():
-        if size >> 31:
-            return call(cache, *tensors, *settings)
-        key.append((size == 1, size % 16 == 0))  # what Triton specializes kernels on
+    for given in sizes.values() if sizes else ():
+        for size in given if isinstance(given, tuple) else (given,):
+            if size >> 31:
+                return call(cache, *tensors, *settings)
+            key.append((size == 1, size % 16 == 0))  # what Triton specializes kernels on
     found = tuple(key)
     known = _kept.get(found)
     if known is None:
@@ -113,7 +117,10 @@ class RecordedLaunch(NamedTuple):
     start: Callable[..., None]
     arguments: list[Any]  # all arguments of `start`: the grid, None for the stream, ..., with None for each address
     addresses: tuple[tuple[int, int, int], ...]  # (position, tensor, offset in bytes)
-    descriptors: tuple[tuple[int, int, int, Callable[[Any, int], Any]], ...]  # the same, and a function to encode it
+    tables: tuple[tuple[int, tuple[Place, ...]], ...]  # (position, places) of each NamedTuple of tensors
+    descriptors: tuple[
+        tuple[int, int, int, Callable[[Any, int], Any]], ...
+    ]  # as addresses, and a function to encode it
     sizes: tuple[tuple[int, str], ...]  # (position, name) of each size of the call
 
 
@@ -127,9 +134,7 @@ class Recording(NamedTuple):
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
 
-    def start(
-        self, addresses: list[int], index: int, device: torch.device, sizes: dict[str, int] | None
-    ) -> tuple[Tensor, ...]:
+    def start(self, addresses: list[int], index: int, device: torch.device, sizes: Sizes | None) -> tuple[Tensor, ...]:
         """Allocate the results, launch the kernels, and return the results."""
         found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
         for x in found:
@@ -138,11 +143,13 @@ class Recording(NamedTuple):
         if scratch is not None:
             addresses.append(scratch.data_ptr())
         stream = driver.active.get_current_stream(index)
-        for start, template, gaps, descriptors, varying in self.launches:
+        for start, template, gaps, tables, descriptors, varying in self.launches:
             arguments = template.copy()
             arguments[STREAM] = stream
             for at, which, offset in gaps:
                 arguments[at] = addresses[which] + offset
+            for at, places in tables:
+                arguments[at] = tuple([addresses[which] + offset for which, offset in places])
             for at, which, offset, encoded in descriptors:
                 arguments[at] = encoded(None, addresses[which] + offset)
             if sizes is not None:
@@ -164,7 +171,7 @@ def _record(
     tensors: tuple[Tensor | None, ...],
     settings: tuple[Any, ...],
     addresses: list[int],
-    sizes: dict[str, int],
+    sizes: Sizes,
 ) -> tuple[Tensor, ...]:
     """Run a call and cache its recording, unless two inputs share an address, which would be ambiguous."""
     there = [address for address in addresses if address]  # empty tensors have none
@@ -208,12 +215,12 @@ def _recording_of(
     allocations: Allocations,
     given: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
-    sizes: dict[str, int],
+    sizes: Sizes,
 ) -> Recording | None:
     """Return the recording; None if the call did more than launch kernels on its inputs and allocations."""
     if not launches or not allocations.are_all:
         return None
-    places: dict[int, tuple[int, int]] = {}  # by allocated memory: (tensor, offset in bytes)
+    places: dict[int, Place] = {}  # by allocated memory: (tensor, offset in bytes)
     for i, x in enumerate(results):
         if _memory(x) not in map(_memory, allocations.made) or x.storage_offset() or not x.is_contiguous():
             return None
@@ -233,7 +240,7 @@ def _recording_of(
 
 
 def _recorded_launch(
-    launch: Launch | None, place_of: Callable[[Tensor], tuple[int, int] | None], sizes: dict[str, int]
+    launch: Launch | None, place_of: Callable[[Tensor], Place | None], sizes: Sizes
 ) -> RecordedLaunch | None:
     """Return a launch with gaps for addresses and sizes; None if it reads other tensors than those with a place."""
     if launch is None:
@@ -246,36 +253,39 @@ def _recorded_launch(
         start = below.launch
         arguments = [*launch.grid, None, below.function, *below.between]
     gaps: list[tuple[int, int, int]] = []
+    tables: list[tuple[int, tuple[Place, ...]]] = []
     descriptors: list[tuple[int, int, int, Callable[[Any, int], Any]]] = []
     varying: list[tuple[int, str]] = []
     for name, x in zip(launch.names, launch.arguments, strict=True):
-        described = type(x) in DESCRIPTORS
-        if not described and not isinstance(x, Tensor):
+        described, of_tensors = type(x) in DESCRIPTORS, isinstance(x, tuple) and isinstance(x[0], Tensor)
+        if not (described or of_tensors or isinstance(x, Tensor)):
             if name in sizes:
                 varying.append((len(arguments), name))
                 if x != sizes[name]:
                     return None
             arguments.append(x)
             continue
-        place = place_of(x.base if described else x)
-        if place is None or (described and below is None):
+        places = [place_of(each) for each in (x if of_tensors else (x.base if described else x,))]
+        there = [place for place in places if place is not None]
+        if len(there) < len(places) or (described and below is None):
             return None
-        if described:
+        if of_tensors:
+            tables.append((len(arguments), tuple(there)))
+        elif described:
             assert below is not None, "checked above"
-            descriptors.append((len(arguments), *place, below.described(x, len(descriptors))))
-            arguments += (None, *x.shape, *x.strides)
+            descriptors.append((len(arguments), *there[0], below.described(x, len(descriptors))))
         else:
-            gaps.append((len(arguments), *place))
-            arguments.append(None)
-    return RecordedLaunch(start, arguments, tuple(gaps), tuple(descriptors), tuple(varying))
+            gaps.append((len(arguments), *there[0]))
+        arguments += (None, *x.shape, *x.strides) if described else (None,)
+    return RecordedLaunch(start, arguments, tuple(gaps), tuple(tables), tuple(descriptors), tuple(varying))
 
 
-def _place_in_made(x: Tensor, places: dict[int, tuple[int, int]]) -> tuple[int, int] | None:
+def _place_in_made(x: Tensor, places: dict[int, Place]) -> Place | None:
     place = places.get(_memory(x))
     return None if place is None else (place[0], place[1] + int(x.storage_offset()) * x.element_size())
 
 
-def _place_in_given(x: Tensor, given: tuple[Tensor, ...]) -> tuple[int, int] | None:
+def _place_in_given(x: Tensor, given: tuple[Tensor, ...]) -> Place | None:
     """Return (tensor, offset in bytes) of a view of an input; None if it is ambiguous."""
     for i, own in enumerate(given):
         if own.data_ptr() == x.data_ptr():
