@@ -9,7 +9,7 @@ recording. The first call is not recorded, because it may be the only one: a gro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,7 +32,7 @@ MOST_CALLS = 1024  # cached recordings
 ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
 
 RecordedCall = Callable[..., tuple[Tensor, ...]]
-Sizes = dict[str, "int | tuple[int, ...]"]
+Sizes = Mapping[str, "int | tuple[int, ...]"]
 Place = tuple[int, int]  # a number of a tensor, see `Recording`, and an offset in bytes
 
 
