@@ -187,6 +187,22 @@ def test_what_cannot_be_served_is_refused() -> None:
         to_openvino(tiny().train())
 
 
+def test_short_prompts_run_in_the_dense_model() -> None:
+    from dynaxx.integrations.openvino import OpenVinoPrompts, to_openvino
+
+    model = tiny()
+    rules = policy(model, dx.Sink(16) | dx.SlidingWindow(32) | dx.TopK(0.3), dense_below=100)
+    converted = to_openvino(model)
+    prompts = OpenVinoPrompts(converted, rules)
+    assert prompts.border == 100
+    for seqlen, calls in ((99, 0), (100, 2), (1, 2), (250, 4)):
+        ids = torch.randint(0, 97, (2, seqlen))
+        np.testing.assert_allclose(prompts(ids), expected(model, ids, rules), atol=TOLERANCE)
+        assert prompts.handle.stats["sparse_calls"] == calls
+        assert prompts.handle.stats["native_calls"] == 0, "dynaxx computed a short prompt"
+    np.testing.assert_allclose(logits(converted, ids), expected(model, ids), atol=TOLERANCE)  # it stayed dense
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_a_cache_generates_what_transformers_does(kv_heads: int, tmp_path: Path) -> None:

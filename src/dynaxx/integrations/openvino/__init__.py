@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from dynaxx.integrations.openvino.export import export_openvino, load_openvino
     from dynaxx.integrations.openvino.genai import GenAiSparseAttention, sparse_attention_config
     from dynaxx.integrations.openvino.insert import insert_policy
+    from dynaxx.integrations.openvino.prompts import OpenVinoPrompts
     from dynaxx.integrations.openvino.running import OpenVinoHandle, cpu_config
 
 __all__ = [
     "GenAiSparseAttention",
     "OpenVinoGenerator",
     "OpenVinoHandle",
+    "OpenVinoPrompts",
     "cpu_config",
     "export_openvino",
     "insert_policy",
@@ -33,6 +35,7 @@ __getattr__ = load_at_first_use(
         "export": ("export_openvino", "load_openvino"),
         "genai": ("GenAiSparseAttention", "sparse_attention_config"),
         "insert": ("insert_policy",),
+        "prompts": ("OpenVinoPrompts",),
         "running": ("OpenVinoHandle", "cpu_config"),
     },
 )

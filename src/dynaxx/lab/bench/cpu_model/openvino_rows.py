@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.openvino import cpu_config, insert_policy, to_openvino
+from dynaxx.integrations.openvino import OpenVinoPrompts, cpu_config, insert_policy, to_openvino
 from dynaxx.integrations.openvino.packages import openvino
 from dynaxx.lab.bench.cpu_model.engines import Attention, Given, NotHereError, Precision, Prefill, Row
 from dynaxx.policy import Policy
@@ -31,9 +31,11 @@ def _made(precision: Precision, attention: Attention) -> Callable[[Given], Prefi
         except ImportError as error:
             raise NotHereError("not installed: pip install 'dynaxx[openvino]'") from error
         model, hint = _converted(ov, given), HINTS[precision]
-        if attention != "dense":
-            policy = given.policy if attention == "policy" else Policy(model=given.policy.model)
-            insert_policy(model, policy, precision=hint)
+        if attention == "policy":
+            prompts = OpenVinoPrompts(model, given.policy, precision=hint, threads=given.threads)
+            return lambda ids: torch.from_numpy(prompts(ids))[0, -1].float()
+        if attention == "exact":
+            insert_policy(model, Policy(model=given.policy.model), precision=hint)
         request = ov.Core().compile_model(model, "CPU", cpu_config(hint, given.threads)).create_infer_request()
 
         def run(ids: Tensor) -> Tensor:
