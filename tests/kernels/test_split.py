@@ -5,12 +5,12 @@ On a CPU the kernels run under Triton's interpreter, in a process of its own, as
 """
 
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.layout.derived import PerLayout
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
 
@@ -34,8 +34,23 @@ PATTERNS = {
 def limit(request, monkeypatch):
     """Split every line of more than `limit` entries, however short it is."""
     monkeypatch.setattr(split_module, "longest_part", lambda *_: request.param)
-    monkeypatch.setattr(split_module, "_kept", WeakKeyDictionary())
+    monkeypatch.setattr(split_module, "_kept", PerLayout(by_form=False))
     return request.param
+
+
+def test_lists_follow_what_is_written_to_a_layout(limit, monkeypatch):
+    """Lists of parts are made again after a write to the layout's tensors, like everything computed from them."""
+    made = []
+    monkeypatch.setattr(
+        split_module, "_split", lambda indptr, *given: made.append(indptr.diff().flatten().tolist()) or made
+    )
+    layout = PATTERNS["full column"].layout(900, block_size=64)
+    for _ in range(2):
+        split_columns(layout, 1, 2, 2)
+    layout.kv_num_partial.copy_(layout.kv_num_partial.clone())
+    layout.ensure_valid()
+    split_columns(layout, 1, 2, 2)
+    assert len(made) == 2
 
 
 def covered(split, num_lines):

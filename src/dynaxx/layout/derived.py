@@ -70,10 +70,14 @@ class DerivedValues:
 class PerLayout:
     """A dict per layout, in which another room caches values that it computes from the layout.
 
-    GPU layouts with the same `form` share one dict.
+    GPU layouts with the same `form` share one dict, unless the values depend on the contents of tensors.
+
+    Args:
+        by_form: whether layouts of the same form share their values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_form: bool = True) -> None:
+        self._shares = by_form
         self._by_form: dict[Hashable, dict[Any, Any]] = {}
 
     def of(self, layout: BlockLayout) -> dict[Any, Any]:
@@ -81,7 +85,7 @@ class PerLayout:
 
         The dict lives as long as the layout, and is dropped with the other derived values after a write to a tensor.
         """
-        form = layout.derived.form
+        form = layout.derived.form if self._shares else None
         if form is None:
             kept = layout.derived.by_owner.get(self)
             return layout.derived.by_owner.setdefault(self, {}) if kept is None else kept

@@ -13,7 +13,6 @@ order (`split_sums`). A line is a row of a layout, or a column of all heads of a
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -23,6 +22,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.derived import PerLayout
 
 SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # arguments that never specialize a kernel
 SHARE = 2  # parts per multiprocessor's share of the work, so that a finished multiprocessor can start another part
@@ -104,7 +104,7 @@ def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) 
     The host copy of the layout gives the number of parts. Without a host copy, as for a selection, the lists have their
     maximal length, a few parts per multiprocessor, so that nothing is read back from the GPU.
     """
-    kept = _kept.setdefault(layout, {})
+    kept: dict[tuple[Any, ...], SplitLines | None] = _kept.of(layout)
     key = ("columns", batch, q_heads, kv_heads)
     if key not in kept:
         group_size = q_heads // kv_heads
@@ -130,7 +130,7 @@ def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE
     """
     if layout.host is None:
         return None
-    kept = _kept.setdefault(layout, {})
+    kept: dict[tuple[Any, ...], SplitLines | None] = _kept.of(layout)
     key = ("rows", batch, q_heads, share, heads)
     if key not in kept:
         lines, found = Lines.rows(layout, batch, q_heads, heads), None
@@ -147,7 +147,7 @@ def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE
 
 def split_lists(layout: BlockLayout) -> tuple[Tensor, ...]:
     """Return all lists of split lines that are kept for a layout, which its kernels read."""
-    return tuple(x for split in _kept.get(layout, {}).values() if split is not None for x in (split.parts, split.lines))
+    return tuple(x for split in _kept.of(layout).values() if split is not None for x in (split.parts, split.lines))
 
 
 def _captures(layout: BlockLayout) -> bool:
@@ -155,7 +155,7 @@ def _captures(layout: BlockLayout) -> bool:
     return layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-_kept: WeakKeyDictionary[BlockLayout, dict[tuple[Any, ...], SplitLines | None]] = WeakKeyDictionary()
+_kept = PerLayout(by_form=False)  # the parts depend on the lengths of rows, which a form does not tell
 
 
 @kernel_launcher
