@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
-from dynaxx.kernels.hopper.primitives.signals import get, none, pin
+from dynaxx.kernels.hopper.primitives.signals import none, pin
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
-from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
+from dynaxx.kernels.hopper.primitives.visible import seen_of_block, where_seen
 
 FIELDS = gl.constexpr(4)  # numbers per tile: first and last distance of its mask, number of keys, code of the mask
 
@@ -60,20 +60,7 @@ def _keep(weights, numbers, at, first_row, part, p_bits, Q_BLOCK: gl.constexpr, 
 
     Keys count from `part` of the block, and so do the distances that the producer wrote.
     """
-    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
-    threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
-    lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
-    in_bits = lo > hi
-    first = gl.where(in_bits, 0, rows - hi)
-    last = gl.minimum(gl.where(in_bits, ROWS - 1, rows - lo), keys - 1)
-    seen = columns_between(first, last, threads)
-    if in_bits:
-        by_bits = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
-        if code >= 0:
-            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + rows) * (KV_BLOCK // 32) + part // 32
-            for i_word in range(ROWS // 32):
-                by_bits |= columns_of_word(gl.load(p_words + i_word + threads * 0), threads) << i_word * 8
-        seen &= by_bits
+    seen = seen_of_block(first_row, numbers, at, p_bits, ROWS, Q_BLOCK, KV_BLOCK, part)
     return where_seen(weights, seen, 0.0)
 
 

@@ -31,7 +31,7 @@ from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.hopper.primitives.parts import store_output
 from dynaxx.kernels.hopper.primitives.signals import flag, get, pin, stored
 from dynaxx.kernels.hopper.primitives.softcap import capped
-from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, columns_between, columns_of_word, where_seen
+from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, seen_of_block, where_seen
 
 ROWS = gl.constexpr(64)  # rows per consumer warpgroup: wgmma's M
 LN2 = gl.constexpr(0.6931471805599453)
@@ -69,40 +69,15 @@ def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _seen_of_block(
-    first_row, numbers, at, p_bits, KEYS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr
-):  # fmt: skip
-    """Return words [ROWS, 4] with the visible keys of KEYS keys of a block; its numbers start at `at`."""
-    PIECES: gl.constexpr = KV_BLOCK // KEYS
-    WORDS: gl.constexpr = KEYS // 32
-    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
-    threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
-    lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
-    in_bits = lo > hi
-    first = gl.where(in_bits, 0, rows - hi)
-    last = gl.minimum(gl.where(in_bits, KEYS - 1, rows - lo), keys - 1)
-    seen = columns_between(first, last, threads)
-    if in_bits:
-        by_bits = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
-        if code >= 0:
-            p_words = p_bits + ((code // PIECES).to(gl.int64) * Q_BLOCK + rows) * (PIECES * WORDS)
-            p_words += code % PIECES * WORDS
-            for i_word in range(WORDS):
-                by_bits |= columns_of_word(gl.load(p_words + i_word + threads * 0), threads) << i_word * 8
-        seen &= by_bits
-    return seen
-
-
-@gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
     """Write -inf for pairs hidden by masks or past the last key, in the one or two blocks of a step."""
     STEP: gl.constexpr = scores.shape[1]
     if KV_BLOCK >= STEP:
-        seen = _seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
+        seen = seen_of_block(first_row, numbers, stage * FIELDS, p_bits, STEP, Q_BLOCK, KV_BLOCK)
     else:
         at = stage * (2 * FIELDS)
-        left = _seen_of_block(first_row, numbers, at, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
-        right = _seen_of_block(first_row, numbers, at + FIELDS, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
+        left = seen_of_block(first_row, numbers, at, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
+        right = seen_of_block(first_row, numbers, at + FIELDS, p_bits, KV_BLOCK, Q_BLOCK, KV_BLOCK)
         seen = (left & 0xFFFF) | (right << 16)
     return where_seen(scores, seen, -float("inf"))
 

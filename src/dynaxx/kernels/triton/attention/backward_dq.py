@@ -27,7 +27,7 @@ from dynaxx.kernels.triton.primitives.tiles import (
     tile_of_pass,
     tile_positions,
 )
-from dynaxx.kernels.triton.primitives.visible import load_band, masks_of, visible_elements, where_shown
+from dynaxx.kernels.triton.primitives.visible import load_band, masks_of, where_shown, where_visible
 
 
 @triton.jit
@@ -96,13 +96,9 @@ def _accumulate_dq(
                     weights, 0.0, code, lo, hi, is_full, masks, inner_q, part_k, first_k, k.seqlen, Q_BLOCK, KV_BLOCK
                 )
             else:
-                if BLOCK_N > KV_BLOCK:
-                    code = code[None, :]
-                r, c = inner_q[:, None], inner_k[None, :]
-                visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
-                pos_k = first_k + offsets
-                visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < k.seqlen))[None, :]
-                weights = tl.where(visible, weights, 0.0)
+                weights = where_visible(
+                    weights, 0.0, code, is_full, masks, inner_q, inner_k, first_k, offsets, k.seqlen, Q_BLOCK, KV_BLOCK
+                )
         dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
         ds = weights * (dp - delta[:, None]) * slope
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision="ieee")

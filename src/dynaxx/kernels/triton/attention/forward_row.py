@@ -25,7 +25,7 @@ from dynaxx.kernels.triton.primitives.tiles import (
     tile_of_pass,
     tile_positions,
 )
-from dynaxx.kernels.triton.primitives.visible import load_band, visible_elements, where_shown
+from dynaxx.kernels.triton.primitives.visible import load_band, where_shown, where_visible
 
 MOST = tl.constexpr(2.0**64)  # largest weight relative to a row's first tiles; reached by scores that are 44 higher
 
@@ -89,13 +89,10 @@ def attend(
         if CAPPED:
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
-            if BLOCK_N > KV_BLOCK:
-                code = code[None, :]
-            r, c = inner_q[:, None], inner_k[None, :]
-            visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
-            pos_k = first_k + offsets
-            visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < k.seqlen))[None, :]
-            scores = tl.where(visible, scores, float("-inf"))
+            scores = where_visible(
+                scores, float("-inf"), code, is_full, masks, inner_q, inner_k, first_k, offsets, k.seqlen,
+                Q_BLOCK, KV_BLOCK,
+            )  # fmt: skip
         weights, rescale, row_max, row_sum = _softmax_step(
             scores, row_max, row_sum, scale, MASKING, b_q.dtype == tl.float32
         )

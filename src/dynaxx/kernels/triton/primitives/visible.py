@@ -77,6 +77,20 @@ def where_shown(
 
 
 @triton.jit
+def where_visible(
+    tile, other, code, is_full, masks, inner_q, inner_k, first_k, offsets, seqlen_k,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return a tile [queries, keys] with `other` for hidden pairs; unlike in `where_shown`, it may gather blocks."""
+    if tile.shape[1] > KV_BLOCK:
+        code = code[None, :]
+    visible = visible_elements(masks, code, inner_q[:, None], inner_k[None, :], Q_BLOCK, KV_BLOCK)
+    pos_k = first_k + offsets
+    visible = (visible | is_full) & ((pos_k >= 0) & (pos_k < seqlen_k))[None, :]
+    return tl.where(visible, tile, other)
+
+
+@triton.jit
 def visible_elements(masks, code, r, c, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr):
     """Return which of the in-block pairs (r, c) a partial block shows, bool in the broadcast shape of r and c.
 
