@@ -52,6 +52,11 @@ class Result(SimpleNamespace):
         return {key: value for key, value in vars(self).items() if key != "policy"}
 
 
+class Analysis(Result):
+    def summary(self):
+        return "heads: 8"
+
+
 class Validation(Result):
     def summary(self):
         return "some checks"
@@ -88,7 +93,7 @@ def tools(monkeypatch):
         (run_dir / "report.html").write_text("<html>")
         return run_dir / "report.html"
 
-    analysis = Result(tokens=256, summary={"heads": 8})
+    analysis = Analysis(tokens=256)
     stand_in(monkeypatch, "analyze.run", analyze=call("analyze", analysis))
     stand_in(monkeypatch, "analyze.bertviz_view", write_bertviz=call("bertviz", None))
     stand_in(monkeypatch, "tune.run", tune=tune, default_block_size=lambda model: 32, calibration_ids=call("ids", None))

@@ -22,7 +22,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running, summary_of, tool
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running
 
 BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
 
@@ -59,12 +59,16 @@ def analyze(
       dynaxx analyze smollm2 --reuse 2
     """
     with running(as_json, threads, seed) as finish:
+        from dynaxx.lab.analyze.run import analyze as run_analysis
+        from dynaxx.lab.files import write_json
+        from dynaxx.lab.texts import split_text
+
         progress = progress_of(quiet)
         check_targets(out / "analysis.json", out / "reuse.json" if reuse > 1 else None, bertviz)
         chosen = {"layers": numbers("--layers", layers) or None, "heads": numbers("--heads", heads) or None}
-        sample = tool("texts").split_text(read_text(text)).calibration
+        sample = split_text(read_text(text)).calibration
         loaded = load(model, device, dtype, progress)
-        found = tool("analyze.run").analyze(
+        found = run_analysis(
             *loaded,
             sample,
             tokens=tokens,
@@ -74,15 +78,19 @@ def analyze(
             progress=progress,
         )
         document = document_of(found)
-        write = [lambda: tool("files").write_json(out / "analysis.json", document)]
+        write = [lambda: write_json(out / "analysis.json", document)]
         if bertviz:
+            from dynaxx.lab.analyze.bertviz_view import write_bertviz
+
             excerpt = sample[:BERTVIZ_CHARS]
-            write.append(lambda: tool("analyze.bertviz_view").write_bertviz(*loaded, excerpt, bertviz) or bertviz)
-        summary = summary_of(found)
+            write.append(lambda: write_bertviz(*loaded, excerpt, bertviz) or bertviz)
+        summary = found.summary()
         if reuse > 1:
-            costs = tool("tune.reuse").measure_reuse(
+            from dynaxx.lab.tune.reuse import measure_reuse
+
+            costs = measure_reuse(
                 *loaded, sample, reuse=reuse, tokens=tokens, block_size=block_size, seed=seed, progress=progress
             )
-            write.append(lambda: tool("files").write_json(out / "reuse.json", costs.to_dict()))
-            summary += f"\n\n{summary_of(costs)}"
+            write.append(lambda: write_json(out / "reuse.json", costs.to_dict()))
+            summary += f"\n\n{costs.summary()}"
         finish(document, summary, write=write)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli.options import JsonOption, QuietOption, SeedOption, ThreadsOption, device_of, numbers
-from dynaxx.cli.running import check_targets, running, tool
+from dynaxx.cli.running import check_targets, running
 
 
 class Suite(StrEnum):
@@ -79,26 +79,40 @@ def bench(
             print(line, file=sys.stderr if as_json else stdout, flush=True)
 
     with running(as_json, threads, seed) as finish:
+        from dynaxx.lab.files import write_json
+
         if suite is not Suite.gpu and (peers or plot):
             raise typer.BadParameter("--peers and --plot need --suite gpu")
         if suite is not Suite.cpu_model and (policy or lengths or work):
             raise typer.BadParameter("--policy, --lengths and --work need --suite cpu-model")
-        lab = tool(f"bench.{suite.name}")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         check_targets(out, plot)
         try:
             split = lambda names: [name.strip() for name in names.split(",")]
             rows, beside = split(only) if only else [], split(peers) if peers else None
             if suite is Suite.cpu:
-                found = lab.run_cpu_suite(quick=quick, threads=threads, seed=seed, only=rows, progress=say)
+                from dynaxx.lab.bench.cpu import run_cpu_suite
+
+                found = run_cpu_suite(quick=quick, threads=threads, seed=seed, only=rows, progress=say)
             elif suite is Suite.cpu_model:
-                given = {"policy": policy, "lengths": numbers("--lengths", lengths), "work": work}
-                found = lab.run_cpu_model_suite(quick=quick, threads=threads, only=rows, progress=say, **given)
+                from dynaxx.lab.bench.cpu_model import run_cpu_model_suite
+
+                found = run_cpu_model_suite(
+                    quick=quick,
+                    threads=threads,
+                    only=rows,
+                    progress=say,
+                    policy=policy,
+                    lengths=numbers("--lengths", lengths),
+                    work=work,
+                )
             else:
-                found = lab.run_gpu_suite(quick=quick, seed=seed, only=rows, peers=beside, progress=say, plot=plot)
+                from dynaxx.lab.bench.gpu import run_gpu_suite
+
+                found = run_gpu_suite(quick=quick, seed=seed, only=rows, peers=beside, progress=say, plot=plot)
         except (RuntimeError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
         ok = all(bar["ok"] is not False for bar in found.get("bars", ()))
-        write = [lambda: tool("files").write_json(out, found)] if out else []
+        write = [lambda: write_json(out, found)] if out else []
         finish(found, ok=ok, files=[plot] if plot and suite is Suite.gpu else [], write=write)

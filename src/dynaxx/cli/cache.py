@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli.options import JsonOption
-from dynaxx.cli.running import running, tool
+from dynaxx.cli.running import running
 
 
 class Action(StrEnum):
@@ -35,6 +35,7 @@ def cache(
       dynaxx cache clean
     """
     with running(as_json) as finish:
-        caches = tool("cache")
-        found = caches.clean_cache() if action is Action.clean else caches.read_cache()
+        from dynaxx.lab.cache import clean_cache, read_cache
+
+        found = clean_cache() if action is Action.clean else read_cache()
         finish(found, found.summary())

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dynaxx.cli.options import Dtype, JsonOption, ModelArgument, OutOption, QuietOption
-from dynaxx.cli.running import load, progress_of, running, tool
+from dynaxx.cli.running import Finish, load, progress_of, running
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Compression(StrEnum):
@@ -82,33 +85,41 @@ def convert(
       dynaxx convert smollm2 --to indexed --out smollm2-indexed --tokens 1024 --index-heads 4
     """
     with running(as_json) as finish:
+        from dynaxx.lab.files import new_folder
+        from dynaxx.lab.models import LoadedModel, save_model
+
         _check_options(context, to)
         if to is Target.indexed:
-            with tool("files").new_folder(out) as folder:
+            from dynaxx.integrations.transformers.indexed_llama import convert_to_indexed
+            from dynaxx.selection.tokens import TopKTokens
+
+            with new_folder(out) as folder:
                 dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
-                choice = tool("tokens", "selection").TopKTokens(tokens, token_block)
-                made = tool("transformers.indexed_llama", "integrations").convert_to_indexed(
+                choice = TopKTokens(tokens, token_block)
+                made = convert_to_indexed(
                     dense, choice, index_heads=index_heads, index_dim=index_dim, precision=precision.value
                 )
-                models = tool("models")
-                models.save_model(models.LoadedModel(made, tokenizer), folder)
+                save_model(LoadedModel(made, tokenizer), folder)
             _finish(finish, out, made, ("indexer.",), {"tokens": tokens, "block_size": token_block})
             return
         if not 0 < dense_gate < 1:
             raise ValueError(f"--dense-gate must be between 0 and 1, got {dense_gate}")
-        sizes = tool("nsa", "layout").NativeSizes(
+        from dynaxx.integrations.transformers.nsa_llama import convert_to_native
+        from dynaxx.layout.nsa import NativeSizes
+
+        sizes = NativeSizes(
             cmp_block=min(32, slc_block),
             cmp_stride=min(16, slc_block),
             slc_block=slc_block,
             slc_count=slc_count,
             window=window,
         )
-        native, models, rest = tool("transformers.nsa_llama", "integrations"), tool("models"), (1 - dense_gate) / 2
-        with tool("files").new_folder(out) as folder:
+        rest = (1 - dense_gate) / 2
+        with new_folder(out) as folder:
             dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
             gates = rest, dense_gate, rest
-            made = native.convert_to_native(dense, sizes, compression=compression.value, gate_init=gates)
-            models.save_model(models.LoadedModel(made, tokenizer), folder)
+            made = convert_to_native(dense, sizes, compression=compression.value, gate_init=gates)
+            save_model(LoadedModel(made, tokenizer), folder)
         _finish(finish, out, made, ("gate.", "compress"), {"sizes": made.config.native_sizes})
 
 
@@ -122,7 +133,7 @@ def _check_options(context: typer.Context, to: Target) -> None:
             raise ValueError(f"{options} has no effect with --to {to.value}: it belongs to --to {other.value}")
 
 
-def _finish(finish: Any, out: Path, made: Any, new: tuple[str, ...], more: dict[str, Any]) -> None:
+def _finish(finish: Finish, out: Path, made: nn.Module, new: tuple[str, ...], more: dict[str, Any]) -> None:
     """Say what was made."""
     result = {
         "model": str(out),

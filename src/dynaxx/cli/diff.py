@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +24,8 @@ def diff(
       dynaxx diff policy.json new.json
     """
     with running(as_json) as finish:
-        policies = importlib.import_module("dynaxx.policy")
-        found = importlib.import_module("dynaxx.policy.diff").diff(*map(policies.load_policy, (old, new)))
+        from dynaxx.policy import load_policy
+        from dynaxx.policy.diff import diff as compare
+
+        found = compare(load_policy(old), load_policy(new))
         finish(found, found.summary())

@@ -20,7 +20,7 @@ from dynaxx.cli.options import (
     dtype_of,
     seconds,
 )
-from dynaxx.cli.running import progress_of, running, tool
+from dynaxx.cli.running import progress_of, running
 
 
 def doctor(
@@ -63,7 +63,9 @@ def doctor(
     """
     with running(as_json, threads) as finish:
         if fuzz or fuzz_cases is not None or fuzz_seed is not None:
-            result = tool("doctor.fuzz").fuzz(
+            from dynaxx.lab.doctor.fuzz import fuzz as run_fuzz
+
+            result = run_fuzz(
                 seconds("--fuzz", fuzz),
                 seed=seed if fuzz_seed is None else fuzz_seed,
                 cases=fuzz_cases if fuzz_seed is None else 1,
@@ -75,7 +77,9 @@ def doctor(
             return
         if isas:
             raise ValueError("--isa needs --fuzz, --fuzz-cases or --fuzz-seed")
-        found = tool("doctor.run").diagnose(
+        from dynaxx.lab.doctor.run import diagnose
+
+        found = diagnose(
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,

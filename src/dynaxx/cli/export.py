@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import importlib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from dynaxx.cli.options import JsonOption, ModelArgument, QuietOption
-from dynaxx.cli.running import progress_of, running, tool
+from dynaxx.cli.running import progress_of, running
+
+if TYPE_CHECKING:
+    from dynaxx.policy import Policy
 
 # The module of `dynaxx.integrations` for each format; it defines `export_model(folder, policy, out, options)`.
 FORMATS = {
@@ -59,12 +63,26 @@ def export(
       dynaxx export ./llama --format triton --out model_repository --option name=llama --option stream=false
     """
     with running(as_json) as finish:
+        from dynaxx.lab.models import resolve_model
+        from dynaxx.policy import load_policy
+
         options = _options(option)
-        module = tool(FORMATS[format.value], "integrations")
-        loaded = None if policy is None else tool("files", "policy").load_policy(policy)
-        folder = tool("models").resolve_model(model, progress=progress_of(quiet))
-        result = module.export_model(folder, loaded, out, options)
+        loaded = None if policy is None else load_policy(policy)
+        folder = resolve_model(model, progress=progress_of(quiet))
+        result = _exporter(format)(folder, loaded, out, options)
         finish(result, files=[out])
+
+
+class Exporter(Protocol):
+    """The function `export_model` of a format."""
+
+    def __call__(self, folder: Path, policy: Policy | None, out: Path, options: dict[str, str]) -> dict[str, Any]:
+        """Write the export of a model's folder to `out`; return what was written."""
+
+
+def _exporter(format: Format) -> Exporter:
+    export_model: Exporter = importlib.import_module(f"dynaxx.integrations.{FORMATS[format.value]}").export_model
+    return export_model
 
 
 def _options(given: list[str]) -> dict[str, str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_IN_A_RANGE = 10_000  # more layers or heads than any model has
 MOST_DIGITS = 12
@@ -72,13 +75,14 @@ def device_of(device: str) -> str:
     return device
 
 
-def dtype_of(dtype: Dtype, device: str) -> Any:
+def dtype_of(dtype: Dtype, device: str) -> torch.dtype:
     """Return torch's dtype, with "auto" resolved for the device."""
     import torch
 
     if dtype is Dtype.auto:
         return torch.float32 if device == "cpu" else torch.bfloat16
-    return getattr(torch, dtype.value)
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running
 
 
 def profile(
@@ -54,22 +54,27 @@ def profile(
       dynaxx profile smollm2 --lengths 4096 --trace trace.json
     """
     with running(as_json, threads, seed) as finish:
-        lab, progress = tool("profile.run"), progress_of(quiet)
+        from dynaxx.lab.files import write_json
+        from dynaxx.lab.models import model_name
+        from dynaxx.lab.profile.run import default_lengths, write_trace
+        from dynaxx.lab.profile.run import profile as run_profile
+
+        progress = progress_of(quiet)
         check_targets(out and out / "profile.json", trace)
         sample, asked = read_text(text), numbers("--lengths", lengths)
         loaded = load(model, device, dtype, progress)
-        asked = asked or lab.default_lengths(loaded.model)
-        found = lab.profile(
+        asked = asked or default_lengths(loaded.model)
+        found = run_profile(
             *loaded,
             sample,
             lengths=asked,
-            name=tool("models").model_name(model),
+            name=model_name(model),
             threshold=threshold,
             price_per_hour=price_per_hour,
             progress=progress,
         )
         document = document_of(found)
-        write = [lambda: tool("files").write_json(out / "profile.json", document)] if out else []
+        write = [lambda: write_json(out / "profile.json", document)] if out else []
         if trace:
-            write.append(lambda: lab.write_trace(*loaded, sample, max(asked), trace))
+            write.append(lambda: write_trace(*loaded, sample, max(asked), trace))
         finish(document, found.summary(), write=write)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli.options import JsonOption
-from dynaxx.cli.running import running, tool
+from dynaxx.cli.running import running
 
 
 def report(
@@ -23,10 +23,11 @@ def report(
       dynaxx report run
     """
     with running(as_json) as finish:
+        from dynaxx.lab.report.run import FILES, write_report
+
         if not run_dir.is_dir():
             raise ValueError(f"DIR must be a folder with results of dynaxx tune or other commands, got {run_dir}")
-        maker = tool("report.run")
-        if not any((run_dir / file).exists() for file in maker.FILES.values()):
+        if not any((run_dir / file).exists() for file in FILES.values()):
             raise ValueError(f"{run_dir} holds no results; run dynaxx tune MODEL --out {run_dir} first")
-        path = maker.write_report(run_dir)
+        path = write_report(run_dir)
         finish({"report": str(path)}, "", files=[path])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running
 
 PolicyArgument = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy file in use.")]
 
@@ -63,12 +62,15 @@ def retune(
       dynaxx retune policy.json --model smollm2 --text prompts.txt --out new.json
     """
     with running(as_json, threads, seed) as finish:
-        policies, progress = importlib.import_module("dynaxx.policy"), progress_of(quiet)
+        from dynaxx.lab.tune.retune import retune as run_retune
+        from dynaxx.policy import load_policy, load_profile, save_policy
+
+        progress = progress_of(quiet)
         check_targets(out)
-        old = policies.load_policy(policy)
-        statistics = policies.load_profile(stats) if stats else None
+        old = load_policy(policy)
+        statistics = load_profile(stats) if stats else None
         sample, asked = read_text(text) if model else "", numbers("--lengths", lengths)
-        found = tool("tune.retune").retune(
+        found = run_retune(
             old,
             statistics=statistics,
             loaded=load(model, device, dtype, progress) if model else None,
@@ -82,4 +84,4 @@ def retune(
             progress=progress,
         )
         said = found.summary() if out else f"{found.summary()}\nno file was written; pass --out FILE to write one"
-        finish(found, said, write=[lambda: policies.save_policy(found.policy, out) or out] if out else [])
+        finish(found, said, write=[lambda: save_policy(found.policy, out) or out] if out else [])

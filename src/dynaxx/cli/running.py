@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a command: load its tool when it runs, print its result to stdout, turn errors into exit codes.
+"""Run a command: print its result to stdout, turn errors into exit codes.
+
+Commands import their tool when they run, so that `dynaxx --help` is quick and needs no model library.
 
 Exit codes: 0 success, 1 a check failed, 2 wrong usage or input (the message says the fix), 130 stopped with Ctrl-C.
 """
@@ -7,14 +9,12 @@ Exit codes: 0 success, 1 a check failed, 2 wrong usage or input (the message say
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
@@ -141,34 +141,19 @@ def echo(text: str, *, err: bool = False) -> None:
     typer.echo(printable(text, keep="\n\t\N{SOFT HYPHEN}"), err=err)
 
 
-def tool(name: str, room: str = "lab") -> ModuleType:
-    """Import a module of `dynaxx.lab`, or of another room, when its command runs.
-
-    Raises:
-        ImportError: the module needs a package that is not installed; the message says which.
-    """
-    try:
-        return importlib.import_module(f"dynaxx.{room}.{name}")
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if error.name == f"dynaxx.{room}.{name}":
-            raise ImportError(f"this version of dynaxx has no `{name}`") from error
-        extra = next((extra for extra, names in EXTRAS.items() if missing in names), "")
-        fix = f"'dynaxx[{extra}]'" if extra else missing
-        raise ImportError(f"`dynaxx {name.split('.')[0]}` needs {missing}: pip install {fix}") from error
-
-
 def load(model: str, device: str, dtype: Dtype, progress: Progress) -> LoadedModel:
     """Load the model and tokenizer that MODEL names."""
-    place, models = device_of(device), tool("models")
-    loaded: LoadedModel = models.load_model(model, dtype=dtype_of(dtype, place), device=place, progress=progress)
-    return loaded
+    from dynaxx.lab.models import load_model
+
+    place = device_of(device)
+    return load_model(model, dtype=dtype_of(dtype, place), device=place, progress=progress)
 
 
 def read_text(source: str) -> str:
     """Read the sample that --text names."""
-    text: str = tool("texts").load_text(source)
-    return text
+    from dynaxx.lab.texts import load_text
+
+    return load_text(source)
 
 
 def check_targets(*paths: Path | None) -> None:
@@ -177,15 +162,18 @@ def check_targets(*paths: Path | None) -> None:
     Raises:
         OSError: see `dynaxx.lab.files.check_target`.
     """
+    from dynaxx.lab.files import check_target
+
     for path in paths:
         if path is not None:
-            tool("files").check_target(path)
+            check_target(path)
 
 
 def progress_of(quiet: bool) -> Progress:
     """Return a progress display on stderr, or a silent one."""
-    shown: Progress = tool("progress").make_progress(quiet)
-    return shown
+    from dynaxx.lab.progress import make_progress
+
+    return make_progress(quiet)
 
 
 def command_line() -> str:
@@ -198,16 +186,12 @@ def document_of(result: Reportable) -> dict[str, Any]:
     return {**result.to_dict(), "command": command_line()}
 
 
-def summary_of(result: Any) -> str:
-    """Return the summary of a result as text. `summary` may be a method or property, of text or of named values."""
-    summary = getattr(result, "summary", "")
-    summary = summary() if callable(summary) else summary
-    if isinstance(summary, dict):
-        return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in summary.items())
-    return str(summary)
-
-
 def _said(error: Exception) -> str:
+    missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing and missing != "dynaxx":
+        extra = next((extra for extra, names in EXTRAS.items() if missing in names), "")
+        fix = f"'dynaxx[{extra}]'" if extra else missing
+        return f"this command needs {missing}: pip install {fix}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     return str(error)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dynaxx.cli.running import echo, running, tool
+from dynaxx.cli.running import echo, running
 
 HostOption = Annotated[
     str,
@@ -42,10 +42,12 @@ def serve_metrics(
       PROMETHEUS_MULTIPROC_DIR=/var/run/workers dynaxx serve-metrics
     """
     with running(False) as finish:
+        from dynaxx.telemetry.prometheus import serve_source
+
         where = source or os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")
         if not where:
             raise ValueError("SOURCE must be given if PROMETHEUS_MULTIPROC_DIR is not set")
-        with tool("prometheus", room="telemetry").serve_source(where, port, host=host) as server:
+        with serve_source(where, port, host=host) as server:
             echo(f"metrics of {where} at {server.url} (press Ctrl-C to stop)", err=True)
             try:
                 threading.Event().wait()

@@ -25,7 +25,7 @@ from dynaxx.cli.options import (
     numbers,
     seconds,
 )
-from dynaxx.cli.running import check_targets, command_line, echo, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, command_line, echo, load, progress_of, read_text, running
 
 
 def tune(
@@ -99,12 +99,17 @@ def tune(
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
-        pipeline, progress = tool("tune.pipeline"), progress_of(quiet)
+        from dynaxx.lab.kinds import kinds_of
+        from dynaxx.lab.models import model_name
+        from dynaxx.lab.tasks.suite import named_tasks
+        from dynaxx.lab.tune.pipeline import TuneSettings, run
+
+        progress = progress_of(quiet)
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
-        source, others, held = read_text(text), tool("kinds").kinds_of(names(kinds)), names(hold)
-        tool("tasks.suite").named_tasks(held)
-        plan = pipeline.TuneSettings(
-            name=tool("models").model_name(model),
+        source, others, held = read_text(text), kinds_of(names(kinds)), names(hold)
+        named_tasks(held)
+        plan = TuneSettings(
+            name=model_name(model),
             out=out,
             tolerance=tolerance,
             tokens=tokens,
@@ -131,5 +136,5 @@ def tune(
             ),
         )
         announce = (lambda line: None) if quiet else (lambda line: echo(line, err=True))
-        found = pipeline.run(*load(model, device, dtype, progress), source, plan, progress=progress, announce=announce)
+        found = run(*load(model, device, dtype, progress), source, plan, progress=progress, announce=announce)
         finish(found, found.summary(), ok=found.ok, files=found.files)

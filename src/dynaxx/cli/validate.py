@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +23,10 @@ from dynaxx.cli.options import (
     names,
     numbers,
 )
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running, tool
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running
+
+if TYPE_CHECKING:
+    from dynaxx.lab.tasks.run import SuitePlan
 
 
 def validate(
@@ -74,14 +76,19 @@ def validate(
       dynaxx validate smollm2 run/policy.json --suite ruler --task-lengths 1024,4096 --task-samples 10
     """
     with running(as_json, threads, seed) as finish:
-        chosen = importlib.import_module("dynaxx.policy").load_policy(policy)
-        lab, progress = tool("validate.run"), progress_of(quiet)
+        from dynaxx.lab.files import write_json
+        from dynaxx.lab.kinds import kinds_of
+        from dynaxx.lab.validate.run import validate as run_validation
+        from dynaxx.policy import load_policy
+
+        chosen = load_policy(policy)
+        progress = progress_of(quiet)
         check_targets(out / "validation.json")
         sample, asked = read_text(text), numbers("--lengths", lengths)
         plan = _plan(suite, numbers("--task-lengths", task_lengths), task_samples)
-        others = tool("kinds").kinds_of(names(kinds))
+        others = kinds_of(names(kinds))
         loaded = load(model, device, dtype, progress)
-        found = lab.validate(
+        found = run_validation(
             *loaded,
             chosen,
             sample,
@@ -93,15 +100,16 @@ def validate(
             progress=progress,
         )
         document = document_of(found)
-        write = [lambda: tool("files").write_json(out / "validation.json", document)]
+        write = [lambda: write_json(out / "validation.json", document)]
         finish(document, found.summary(), ok=found.passed, write=write)
 
 
-def _plan(suite: str, lengths: tuple[int, ...], samples: int | None) -> Any:
+def _plan(suite: str, lengths: tuple[int, ...], samples: int | None) -> SuitePlan | None:
     """Return the tasks to run, or None; an option without --suite would have no effect and is refused."""
     if not suite:
         if lengths or samples:
             raise ValueError("--task-lengths and --task-samples need --suite, for example --suite ruler")
         return None
-    run = tool("tasks.run")
-    return run.SuitePlan(names(suite), lengths or run.LENGTHS, samples or run.SAMPLES)
+    from dynaxx.lab.tasks.run import LENGTHS, SAMPLES, SuitePlan
+
+    return SuitePlan(names(suite), lengths or LENGTHS, samples or SAMPLES)

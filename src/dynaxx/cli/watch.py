@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from dynaxx.cli.options import JsonOption
-from dynaxx.cli.running import echo, running, tool
+from dynaxx.cli.running import echo, running
 from dynaxx.cli.serve_metrics import HostOption
 
 if TYPE_CHECKING:
@@ -44,8 +43,10 @@ def watch(
     """
     stdout = sys.stdout
     with running(as_json) as finish:
-        overview = tool("overview", room="telemetry")
-        looking: Watch = overview.Watch(tool("sources", room="telemetry").source_of(source), source, window=window)
+        from dynaxx.telemetry.overview import Watch
+        from dynaxx.telemetry.sources import source_of
+
+        looking = Watch(source_of(source), source, window=window)
         if web and (as_json or once):
             raise ValueError("--web runs until Ctrl-C; remove --json and --once")
         if web:
@@ -60,7 +61,9 @@ def watch(
 
 
 def _serve(looking: Watch, port: int, interval: float, host: str) -> None:
-    with tool("web", room="telemetry").WatchPage(looking, port, interval, host=host) as page:
+    from dynaxx.telemetry.web import WatchPage
+
+    with WatchPage(looking, port, interval, host=host) as page:
         echo(f"watch it at {page.url} (press Ctrl-C to stop)", err=True)
         try:
             page.wait()
@@ -69,14 +72,18 @@ def _serve(looking: Watch, port: int, interval: float, host: str) -> None:
 
 
 def _draw(looking: Watch, interval: float, stdout: TextIO) -> None:
-    terminal = tool("terminal", room="telemetry")
+    from rich.console import Console
+
+    from dynaxx.telemetry.terminal import run
+
     try:
-        terminal.run(looking, interval, importlib.import_module("rich.console").Console(file=stdout))
+        run(looking, interval, Console(file=stdout))
     except KeyboardInterrupt:
         return
 
 
 def _text(seen: Overview) -> str:
     """Return the overview as lines of text."""
-    text: str = tool("terminal", room="telemetry").as_text(seen)
-    return text
+    from dynaxx.telemetry.terminal import as_text
+
+    return as_text(seen)
