@@ -114,11 +114,13 @@ def small_model(layers: int, *, window: int = 0) -> Any:
         "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 1 << 17,
         "attn_implementation": "sdpa", "dtype": torch.bfloat16,
     }  # fmt: skip
-    if window:
-        model: Any = MistralForCausalLM(MistralConfig(**shape, head_dim=64, sliding_window=window))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**shape))
-    return model.to("cuda", torch.bfloat16).eval()
+    model: Any
+    with torch.device("cuda"):
+        if window:
+            model = MistralForCausalLM(MistralConfig(**shape, head_dim=64, sliding_window=window))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**shape))
+    return model.to(torch.bfloat16).eval()
 
 
 def policy_for(model: Any, *, dense_below: int) -> dx.Policy:
