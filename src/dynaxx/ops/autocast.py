@@ -12,7 +12,7 @@ def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
     Arguments that are not tensors are returned unchanged, so that later checks can name them.
     """
-    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return q, k, v
     kind = q.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):

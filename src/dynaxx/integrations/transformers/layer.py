@@ -101,7 +101,8 @@ class Layer:
             self.handle.counts.not_decided(self.index, error)
             return self.dense(module, q, k, v, mask, **kwargs)
         if work.route is not Route.DENSE:
-            out = self._run_guarded(current, work, scores, q, k, v, sinks_of(kwargs))
+            sinks = sinks_of(kwargs) if scores.has_sinks else None
+            out = self._run_guarded(current, work, scores, q, k, v, sinks)
             if out is not None:
                 return out, None
         else:
