@@ -141,11 +141,12 @@ def main():
     dense = DenseAnswers()
     rows = []
     with evaluating(model):
-        methods = [*uniform_policies(model, options.tokens, options.density)]
+        methods = []
         for name, way in TUNED.items():
             make = lambda way=way: tuned_policy(model, ids, options.density, way)
             tuned = steps.remember(name, lambda make=make: [(found := make())[0].model_dump(mode="json"), found[1]])
             methods.append((name, dx.Policy.model_validate(tuned[0]), tuned[1]))
+        methods += reversed([*uniform_policies(model, options.tokens, options.density)])
         for task in names:  # task by task, so that a run that is stopped has whole tasks
             plan = SuitePlan((task,), (options.tokens,), options.samples)
             for name, policy, _ in methods:
