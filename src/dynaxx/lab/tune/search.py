@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.progress import Progress, SilentProgress, Task
@@ -88,7 +89,7 @@ class Search:
         held_out: bool = False,
     ) -> TuneResult:
         steps = 4 + len(WAYS) + 2 * SEARCH_STEPS + 2 + 2
-        with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
+        with evaluating(self.model), fast_linears(self.model), self.progress.task("tuning", total=steps) as task:
             result = self._with_evidence(self._run(task, command, name, held_out))
             if with_decode:
                 result = self._with_decode(result, command, task, cuda_graph)

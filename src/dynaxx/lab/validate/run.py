@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.kinds import kinds_of, label, text_of
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -105,20 +106,21 @@ def validate(
         run = Comparison(model, policy, task)
         with run.applied():  # refuse a policy for another model before long work
             pass
-        if known is not None:
-            run.keep(known, share=35)
-            logits, perplexity, noise, rows = known.logits, known.perplexity, known.noise, known.kinds
-        else:
-            logits, perplexity = run.compare_text(ids, window, share=35)
-            noise = run.noise(share=0)
-            rows = run.compare_kinds(others, share=0)
-        same = known is not None and at == max(known.sparse_from or 0, min(window, TASK_TOKENS))
-        if suite:
-            tasks: tuple[TaskScore, ...] = ()
-        else:
-            tasks = known.tasks if known is not None and same else run.retrieval(samples, share=20)
-        answered = run.suite(tokenizer, split_text(text).held_out, suite, seed, share=20) if suite else None
-        repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
+        with fast_linears(model):
+            if known is not None:
+                run.keep(known, share=35)
+                logits, perplexity, noise, rows = known.logits, known.perplexity, known.noise, known.kinds
+            else:
+                logits, perplexity = run.compare_text(ids, window, share=35)
+                noise = run.noise(share=0)
+                rows = run.compare_kinds(others, share=0)
+            same = known is not None and at == max(known.sparse_from or 0, min(window, TASK_TOKENS))
+            if suite:
+                tasks: tuple[TaskScore, ...] = ()
+            else:
+                tasks = known.tasks if known is not None and same else run.retrieval(samples, share=20)
+            answered = run.suite(tokenizer, split_text(text).held_out, suite, seed, share=20) if suite else None
+            repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
         speed = run.speed(ids, lengths, share=30)
     checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed, rows, answered)
     return ValidationResult(
