@@ -130,7 +130,7 @@ def prepared_layout(
     return _prepared.of(layout).get((q.shape, k.shape, v.shape, q.dtype, scale, softcap))
 
 
-_prepared = PerLayout()
+_prepared = PerLayout(by_form=False)  # a prepared call reads the tensors of one layout
 
 
 class LayoutInputs(NamedTuple):
