@@ -84,18 +84,47 @@ def selected(
     operators.selected_backward(q, rows, q, k, k, q, rows, plan, 0.1)
 
 
-def tokens(group: int, dims: tuple[int, int], grain: int) -> None:
-    """Attention over chosen tokens, forward and backward; group q heads share a kv head and a choice."""
-    from dynaxx.kernels.triton.tokens import operators
+def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_heads: int = 2) -> None:
+    """Attention over chosen tokens, forward and backward; narrower values are the first part of the keys."""
+    if backend == "hopper":
+        from dynaxx.kernels.hopper.tokens import operators
+    else:
+        from dynaxx.kernels.triton.tokens import operators
     from dynaxx.layout.tokens import TokenSpans
 
-    q, k, v = (
-        torch.zeros(64, *shape, dtype=torch.bfloat16) for shape in ((2 * group, dims[0]), (2, dims[0]), (2, dims[1]))
-    )
-    lse, chosen = torch.zeros(2 * group, 64), torch.zeros(64, 2, 32, dtype=torch.int32)
+    zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)
+    q, k = zeros(kv_heads * group, dims[0]), zeros(kv_heads, dims[0])
+    v = k[..., : dims[1]] if dims[1] < dims[0] else zeros(kv_heads, dims[1])
+    lse, chosen = torch.zeros(kv_heads * group, 64), torch.zeros(64, kv_heads, 32, dtype=torch.int32)
     plan = operators.prepare(chosen, TokenSpans((0, 64), (0, 64), grain), q, k, v)
     out, _ = operators.forward(q, k, v, plan, 0.1)
-    operators.backward(out, lse, q, k, v, out, lse, plan, 0.1)
+    backward = operators.latent_backward if dims[1] < dims[0] else operators.backward
+    backward(out, lse, q, k, v, out, lse, plan, 0.1)
+
+
+def token_decode(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """Run a decoding step over chosen tokens of a paged cache; narrower values are a view of the keys."""
+    from dynaxx.kernels.triton.tokens import step
+
+    k = torch.zeros(16, 64, heads[1], dims[0]).to(dtype)
+    v = k[..., : dims[1]] if dims[1] < dims[0] else torch.zeros_like(k)
+    scale = torch.ones(heads[1]) if dtype.itemsize == 1 else None
+    table = torch.arange(16, dtype=torch.int32).view(2, 8)
+    cache = PagedCache(k, v, torch.full((2,), 500, dtype=torch.int32), table, k_scale=scale, v_scale=scale)
+    q = torch.zeros(2, 1, heads[0], dims[0], dtype=torch.bfloat16)
+    step.attend_tokens(q, cache, torch.zeros(2, 1, 1, 256, dtype=torch.int32), 1, 0.1)
+
+
+def indexer(heads: int, dim: int, dtype: torch.dtype, grain: int) -> None:
+    """Run the indexer: streaming, and with scores in memory for a few queries."""
+    from dynaxx.kernels.triton.tokens import choose
+    from dynaxx.layout.tokens import TokenSpans
+
+    for queries in (TOKENS, 8):
+        q, k = torch.zeros(queries, heads, dim, dtype=dtype), torch.zeros(TOKENS, dim, dtype=dtype)
+        scale = torch.ones(TOKENS) if dtype == torch.float32 else None
+        spans = TokenSpans((0, queries), (0, TOKENS), grain)
+        choose.index_tokens(q, k, torch.zeros(queries, heads), scale, spans, 64)
 
 
 def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
@@ -231,8 +260,14 @@ add("triton forward 64/32", attention, "triton", 64, 32)
 add("triton forward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1))
 add("triton backward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1), backward=True)
 add("triton forward 64/128 softcap", attention, "triton", 64, 128, softcap=50.0)
-add("triton tokens 4 of 128", tokens, 4, (128, 128), 1)
-add("triton tokens 16 of 576", tokens, 16, (576, 512), 4)
+add("triton tokens 4 of 128", tokens, "triton", 4, (128, 128), 1)
+add("triton tokens 16 of 576", tokens, "triton", 16, (576, 512), 4)
+add("triton tokens 128 of 576", tokens, "triton", 128, (576, 512), 1, kv_heads=1)
+add("hopper tokens 128 of 576", tokens, "hopper", 128, (576, 512), 1, kv_heads=1)
+add("triton token decode 16 of 576", token_decode, (16, 1), (576, 512), torch.bfloat16)
+add("triton token decode int8", token_decode, (8, 2), (64, 64), torch.int8)
+add("triton indexer 4 of 64", indexer, 4, 64, torch.bfloat16, 1)
+add("triton indexer 16 of 128 in 8 bits", indexer, 16, 128, torch.float32, 4)
 add("triton decode bf16", decode, torch.bfloat16)
 add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)
 add("triton decode int8", decode, torch.int8)

@@ -170,6 +170,10 @@ class TokenKernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv. With sinks, out and lse are those with them."""
 
+    @property
+    def latent_backward(self) -> Callable[..., Any] | None:
+        """`backward` for a v that is the first columns of k: dq, and dk that contains dv; None: add them in torch."""
+
 
 class TokenDecodeKernels(Protocol):
     """A decoding step over chosen tokens of a cache."""

@@ -142,6 +142,7 @@ NSA_DECODE: Operation[DecodeProblem, NsaDecodeKernels] = Operation(
 TOKENS: Operation[AttentionProblem, TokenKernels] = Operation(
     "attention over chosen tokens",
     {
+        "hopper": Backend("hopper.tokens.operators", "hopper.support:token_reasons"),
         "triton": Backend("triton.tokens.operators", "triton.support:token_reasons"),
         "cpu": Backend("cpu.tokens", "cpu.support:unsupported_reasons"),
         "reference": Backend("reference.tokens", "reference.tokens:unsupported_reasons"),
@@ -150,6 +151,7 @@ TOKENS: Operation[AttentionProblem, TokenKernels] = Operation(
 TOKEN_DECODE: Operation[DecodeProblem, TokenDecodeKernels] = Operation(
     "attention over chosen tokens of a decoding step",
     {
+        "triton": Backend("triton.tokens.step", "triton.support:token_decode_reasons"),
         "cpu": Backend("cpu.token_decode", "cpu.decode:unsupported_reasons"),
         "reference": Backend("reference.tokens", "reference.decode:unsupported_reasons"),
     },
@@ -157,6 +159,7 @@ TOKEN_DECODE: Operation[DecodeProblem, TokenDecodeKernels] = Operation(
 INDEXER: Operation[SelectionProblem, IndexerKernels] = Operation(
     "choice of tokens by an indexer",
     {
+        "triton": Backend("triton.tokens.choose", "triton.support:indexer_reasons"),
         "cpu": Backend("cpu.indexer", "cpu.indexer:unsupported_reasons"),
         "reference": Backend("reference.indexer", "reference.indexer:unsupported_reasons"),
     },

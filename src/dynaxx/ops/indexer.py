@@ -51,7 +51,7 @@ def index_tokens(
         cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
         precision: what q and k are rounded to before they are multiplied: "fp32", "bf16", or "int8" with a scale per
             row. Products are added up in fp32, which is exact for 8 bits.
-        backend: "auto", or "cpu", "reference".
+        backend: "auto", or "triton", "cpu", "reference".
 
     Returns:
         block_indices (batch, seqlen_q, 1, choice.slots) int32, packed without batch, for `selected_attention`:

@@ -153,8 +153,21 @@ def attend_tokens(
     plan = kernels.prepare(indices, spans, q, k, v)
     if name == "reference":
         return kernels.forward(q, k, v, plan, scale, softcap, sinks)
-    out: tuple[Tensor, Tensor] = _TokenAttention.apply(q, k, v, sinks, plan, scale, softcap, kernels)
+    joined = _is_first_part(v, k)
+    out: tuple[Tensor, Tensor] = _TokenAttention.apply(
+        q, k, v.detach() if joined else v, sinks, plan, scale, softcap, kernels, joined
+    )
     return out
+
+
+def _is_first_part(v: Tensor, k: Tensor) -> bool:
+    """Return whether v is a view of k's first columns for autograd too: their gradients meet, so one can carry both."""
+    if not (k.requires_grad and v.requires_grad and torch.is_grad_enabled()) or v.shape[2] > k.shape[2]:
+        return False
+    base = k if k._base is None else k._base
+    strides = zip(k.stride(), v.stride(), v.shape, strict=True)
+    same_rows = v.shape[:-1] == k.shape[:-1] and all(a == b or size == 1 for a, b, size in strides)
+    return same_rows and v._base is base and v.data_ptr() == k.data_ptr() and not v.retains_grad
 
 
 class _TokenAttention(torch.autograd.Function):
@@ -171,21 +184,26 @@ class _TokenAttention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         kernels: TokenKernels,
+        joined: bool,
     ) -> Any:
         out, lse = kernels.forward(q, k, v, plan, scale, softcap, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.settings, ctx.kernels = (plan, scale, softcap), kernels
+        ctx.settings, ctx.kernels, ctx.joined = (plan, scale, softcap), kernels, joined
         return out, lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        grads = ctx.kernels.backward(do, dlse, q, k, v, out, lse, *ctx.settings)
+        latent_backward = ctx.kernels.latent_backward if ctx.joined else None
+        grads = (latent_backward or ctx.kernels.backward)(do, dlse, q, k, v, out, lse, *ctx.settings)
+        if ctx.joined and latent_backward is None:
+            grads[1][..., : v.shape[2]] += grads[2]
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             dsinks = sink_gradient(do[None], dlse[None], out[None], lse[None], sinks)
-        return *grads, dsinks, None, None, None, None
+        dv = None if ctx.joined else grads[2]
+        return grads[0], grads[1], dv, dsinks, None, None, None, None, None
 
 
 def check_scores(softcap: float | None, sinks: Tensor | None, q: Tensor) -> float | None:
@@ -222,7 +240,7 @@ def selected_decode(
         softcap: as in `sparse_decode`.
         sinks: as in `sparse_decode`.
         return_lse: also return the log-sum-exp of the visible scores.
-        backend: "auto", or "cpu", "reference".
+        backend: "auto", or "triton", "cpu", "reference".
 
     Returns:
         out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype, or (out, lse), lse (batch, q_heads, seqlen_q) fp32. A

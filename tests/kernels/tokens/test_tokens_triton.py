@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.testing.tokens import random_token_case
-from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
+from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
 
@@ -27,6 +27,15 @@ def test_random_cases(seed):
     """fp32 and fp16, since the interpreter does not multiply bf16."""
     sizes = {"head_dims": ((8, 8), (24, 16)), "lengths": (0, 1, 7), "groups": (1, 2, 3, 5, 17), "slots": (1, 5, 20)}
     check(random_token_case(seed, dtype=torch.float16 if seed % 2 else torch.float32, device=DEVICE, **sizes))
+
+
+@on_gpu
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("head_dim", [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)])
+def test_random_cases_in_bf16(seed, head_dim):
+    lengths, groups = (0, 1, 65, 190), (1, 3, 4, 8, 12, 16, 70)
+    check(random_token_case(seed, dtype=torch.bfloat16, device=DEVICE, head_dims=(head_dim,), lengths=lengths,
+                            groups=groups))  # fmt: skip
 
 
 @runs_here
@@ -55,12 +64,81 @@ def test_sinks_odd_strides_and_the_same_bits():
 @runs_here
 def test_numbers_out_of_range_are_not_read():
     q, k, v = (torch.randn(1, 12, 2, 8, device=DEVICE) for _ in range(3))
-    from dynaxx.kernels.triton.tokens import operators
+    from dynaxx.kernels.gpu.tokens import operators, plan
     from dynaxx.layout.tokens import TokenSpans
 
     spans = TokenSpans((0, 12), (0, 12))
     chosen = torch.tensor([[[1 << 30, -7, 3, 12]]], dtype=torch.int32, device=DEVICE).expand(12, 1, 4).contiguous()
-    out, lse = operators.forward(q[0], k[0], v[0], operators.prepare(chosen, spans, q[0], k[0], v[0]), 0.3)
+    out, lse = operators.forward(q[0], k[0], v[0], plan.prepare(chosen, spans, q[0], k[0], v[0]), 0.3)
     torch.testing.assert_close(out[4:], v[0, 3].expand(8, 2, 8))
     assert (lse[:, :3] == -torch.inf).all()
     assert not out[:3].any()
+
+
+def in_steps(monkeypatch, wide):
+    """Send small widths through the steps of the wide backward."""
+    from dynaxx.kernels.gpu.tokens import gradients, operators
+
+    for module in (gradients, operators) if wide else ():
+        monkeypatch.setattr(module, "WIDE", 0)
+
+
+@runs_here
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("heads", "select_heads"), [((8, 2), 1), ((8, 2), 4), ((40, 1), 1)])
+def test_rows_of_gradients_in_pieces(heads, select_heads, wide, monkeypatch):
+    """A small workspace takes kv heads one by one and tiles a few at a time; 40 heads are parts of a tile."""
+    from dynaxx.kernels.gpu.tokens import gradients
+
+    in_steps(monkeypatch, wide)
+    torch.manual_seed(1)
+    q, k, v = (
+        torch.randn(1, 9, count, width, device=DEVICE, requires_grad=True)
+        for count, width in ((heads[0], 24), (heads[1], 24), (heads[1], 16))
+    )
+    chosen = torch.stack([torch.randperm(5, device=DEVICE)[:3] for _ in range(9 * select_heads)])
+    chosen = chosen.view(1, 9, select_heads, 3)
+    chosen[0, 5] = -1
+
+    def gradients_of(backend, dtype):
+        out, lse = dx.selected_attention(
+            *(x.to(dtype) for x in (q, k, v)), chosen, block_size=2, return_lse=True, backend=backend
+        )
+        return torch.autograd.grad((out * out).sum() + lse[lse.isfinite()].sin().sum(), (q, k, v))
+
+    want, whole = gradients_of("reference", torch.float64), gradients_of("triton", torch.float32)
+    monkeypatch.setattr(gradients, "WORKSPACE", 1 << 13)
+    for pieces, at_once, reference in zip(gradients_of("triton", torch.float32), whole, want, strict=True):
+        torch.testing.assert_close(pieces, at_once, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(at_once.double(), reference.double(), atol=1e-4, rtol=1e-4)
+
+
+@runs_here
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_latent_rows_are_read_once(dtype, wide, monkeypatch):
+    """Values that are a view of the keys: their gradients meet in the latent vectors."""
+    compare_latent((144, 128), dtype, wide, monkeypatch)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latent_rows_of_mla(dtype, monkeypatch):
+    compare_latent((576, 512), dtype, False, monkeypatch)
+
+
+def compare_latent(widths, dtype, wide, monkeypatch):
+    in_steps(monkeypatch, wide)
+    torch.manual_seed(2)
+    latent = torch.randn(1, 5, 1, widths[0], device=DEVICE).to(dtype).requires_grad_()
+    q = torch.randn(1, 5, 80, widths[0], device=DEVICE).to(dtype).requires_grad_()
+    chosen = torch.stack([torch.randperm(5, device=DEVICE)[:3] for _ in range(5)])[None, :, None]
+
+    def run(backend, kind):
+        x, y = q.to(kind), latent.to(kind)
+        out = dx.selected_attention(x, y, y[..., : widths[1]], chosen, block_size=1, scale=0.1, backend=backend)
+        return out, *torch.autograd.grad(out.square().sum(), (q, latent))
+
+    limit = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+    for got, want in zip(run("triton", dtype), run("reference", torch.float64), strict=True):
+        assert (got.double() - want.double()).norm() < limit * want.double().norm()

@@ -20,6 +20,8 @@ from dynaxx.kernels.cpu.arguments import ELEMENTS, readable
 from dynaxx.layout.host import on_host
 from dynaxx.layout.tokens import TokenSpans
 
+latent_backward = None
+
 ROW = 16  # floats that rows of keys and values are filled up to: a whole vector of any instruction set
 GATHERED_BYTES = 64 << 20  # of rows gathered at once where there is no core
 

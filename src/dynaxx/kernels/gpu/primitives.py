@@ -42,3 +42,12 @@ def exp_rounded(x):
     n = tl.where(near == near, n, 0.0)
     power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     return tl.where(x < -87.0, 0.0, p * power)
+
+
+@triton.jit
+def tanh(x):
+    """Return the hyperbolic tangent; by its series near 0, where the closed form cancels."""
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    closed = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(tl.abs(x), 20.0)) + 1.0)
+    return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0, -closed, closed))

@@ -15,6 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(64, 257, 8)  # of q and k; TMA needs rows that are multiples of 16 bytes
 BLOCKS = (64, 128)
 NSA_HEAD_DIMS = (64, 128)
+LATENT_DIMS = (576, 512)  # of latent attention: keys, and values, which are their first part
 TRITON = (3, 6)  # the tested version; Gluon's interface changes with every release
 
 
@@ -50,4 +51,17 @@ def nsa_reasons(problem: AttentionProblem) -> list[str]:
     if problem.head_dim not in NSA_HEAD_DIMS or problem.head_dim_v != problem.head_dim:
         sizes = f"{problem.head_dim}/{problem.head_dim_v}"
         reasons.append(f"serves head_dim {NSA_HEAD_DIMS} of q, k and v for selected blocks, got {sizes}")
+    return reasons
+
+
+def token_reasons(problem: AttentionProblem) -> list[str]:
+    """Return why the kernels over chosen tokens cannot serve: they are for latent attention (MLA)."""
+    narrow = replace(problem, head_dim=HEAD_DIMS[0], head_dim_v=HEAD_DIMS[0], block_size=(BLOCKS[0], BLOCKS[0]))
+    reasons = unsupported_reasons(narrow)
+    if (problem.head_dim, problem.head_dim_v, problem.kv_heads, problem.block_size[1]) != (*LATENT_DIMS, 1, 1):
+        reasons.append(
+            f"serves latent attention, head_dim {LATENT_DIMS[0]}/{LATENT_DIMS[1]} over one kv head with tokens chosen "
+            f"one by one, got {problem.head_dim}/{problem.head_dim_v}, {problem.kv_heads} kv heads, "
+            f"blocks of {problem.block_size[1]}"
+        )
     return reasons

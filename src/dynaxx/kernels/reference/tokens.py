@@ -15,6 +15,8 @@ from dynaxx.kernels.reference.decode import _used_keys, read_cache
 from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.tokens import TokenSpans
 
+latent_backward = None
+
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Return no reasons: the definition serves everything, in memory of queries x keys."""

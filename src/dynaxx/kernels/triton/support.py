@@ -66,6 +66,21 @@ def decode_reasons(problem: DecodeProblem) -> list[str]:
     return reasons
 
 
+def token_decode_reasons(problem: DecodeProblem) -> list[str]:
+    """Return why the decoding kernels over chosen tokens cannot serve: latent widths, 576/512, are served."""
+    narrow = replace(
+        problem,
+        head_dim=min(problem.head_dim, MAX_HEAD_DIM),
+        head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM),
+        max_seqlen_k=0,
+        batch=1,
+    )
+    reasons = decode_reasons(narrow)
+    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
+        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
 def selection_reasons(problem: SelectionProblem) -> list[str]:
     """Return the reasons why the selection kernels cannot serve; empty if they can."""
     if problem.device.type != "cuda":
@@ -80,3 +95,10 @@ def selection_reasons(problem: SelectionProblem) -> list[str]:
     if not problem.by_amount:
         reasons.append(f"selects by a number, a share or a threshold, got {problem.rule}")
     return reasons
+
+
+def indexer_reasons(problem: SelectionProblem) -> list[str]:
+    """Return the reasons why the indexer's kernels cannot serve; empty if they can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    return [] if importlib.util.find_spec("triton") else ["triton is not installed: pip install triton"]

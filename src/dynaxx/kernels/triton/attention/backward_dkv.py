@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from dynaxx.kernels.gpu.prefetch import ahead
 from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import (
@@ -21,7 +22,7 @@ from dynaxx.kernels.triton.attention.backward_rows import (
     load_row_values,
     weights_of,
 )
-from dynaxx.kernels.triton.primitives.prefetch import ahead, load_prefetched
+from dynaxx.kernels.triton.primitives.prefetch import load_prefetched
 from dynaxx.kernels.triton.primitives.tiles import (
     BOUNDS,
     block_ahead,

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded
-from dynaxx.kernels.triton.primitives.tiles import tanh
+from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded, tanh
 
 ROWS_MULTIPLE = 128  # a multiple of every q block, so that each block has all its rows
 

@@ -14,14 +14,13 @@ computed again with maxima.
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded
+from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded, tanh
 from dynaxx.kernels.triton.primitives.tiles import (
     FULL,
     PARTIAL,
     entry_of_step,
     load_tile,
     steps_of_pass,
-    tanh,
     tile_of_pass,
     tile_positions,
 )

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.triton.primitives.tiles import tanh
+from dynaxx.kernels.gpu.primitives import tanh
 
 
 @triton.jit

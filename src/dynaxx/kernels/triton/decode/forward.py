@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.gpu.primitives import LOG2E
+from dynaxx.kernels.gpu.primitives import LOG2E, tanh
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_all_pages
 from dynaxx.kernels.triton.decode.exact import attend_exact
@@ -26,7 +26,6 @@ from dynaxx.kernels.triton.decode.merge import list_bounds
 from dynaxx.kernels.triton.decode.pages import PageTable, first_key, first_visible, physical_pages
 from dynaxx.kernels.triton.decode.rows import load_queries, load_tile, store_part
 from dynaxx.kernels.triton.primitives.conversion import unpaired, widened
-from dynaxx.kernels.triton.primitives.tiles import tanh
 
 
 @kernel_launcher

@@ -201,12 +201,3 @@ def store_rows(p_base, rows, positions, stride, seqlen, DIM: tl.constexpr, BLOCK
     inside = ((positions >= 0) & (positions < seqlen))[:, None] & (o_d < DIM)[None, :]
     p_rows = p_base + positions.to(tl.int64)[:, None] * stride + o_d[None, :]
     tl.store(p_rows, rows.to(p_base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def tanh(x):
-    """Return the hyperbolic tangent; by its series near 0, where the closed form cancels."""
-    x2 = x * x
-    series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
-    closed = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(tl.abs(x), 20.0)) + 1.0)
-    return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0, -closed, closed))

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward over chosen tokens for head_dim up to 256: dq, and what each tile adds to dk and dv.
+
+With p = exp(s - lse) and delta = do . out - dlse:  dq = sum ds k,  dk = sum ds q,  dv = sum p do,  where
+ds = p (do . v - delta) slope scale.
+
+    tile of queries: q, do -> keys of its list: k, v -> p, ds -> dq in registers; rows of ds q and p do, to memory
+
+`sums.py` adds the rows of each key in a fixed order: no atomics, the same bits at every call.
+"""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.gpu.tokens.primitives import (
+    capped,
+    exponential,
+    keys_of,
+    list_entries,
+    products,
+    row_parts,
+    store_parts,
+    tile_rows,
+    visible_pairs,
+)
+
+RUNTIME_SIZES = ["queries", "units", "select_heads", "kv_heads", "slots", "group_size", "first_tile", "first_unit"]
+
+
+@kernel_launcher
+@triton.jit(do_not_specialize=["queries"])
+def _token_delta_kernel(
+    p_do,
+    p_out,  # (T, Hq, E)
+    p_dlse,  # (Hq, T)
+    p_lse,  # (Hq, T) fp32 contiguous
+    p_delta,  # (Hq, T) fp32 contiguous
+    queries,
+    stride_don,
+    stride_doh,
+    stride_on,
+    stride_oh,
+    stride_dlse_h,
+    stride_dlse_n,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write delta = do . out - dlse; dlse counts for nothing where a query sees nothing."""
+    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    o_e = tl.arange(0, BLOCK_E)
+    mask = (t < queries)[:, None] & (o_e < E)[None, :]
+    do = tl.load(p_do + t[:, None] * stride_don + head * stride_doh + o_e[None, :], mask=mask, other=0.0)
+    out = tl.load(p_out + t[:, None] * stride_on + head * stride_oh + o_e[None, :], mask=mask, other=0.0)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    dlse = tl.load(p_dlse + head * stride_dlse_h + t * stride_dlse_n, mask=t < queries, other=0.0)
+    lse = tl.load(p_lse + head * queries + t, mask=t < queries, other=float("-inf"))
+    delta -= tl.where(lse == float("-inf"), 0.0, dlse.to(tl.float32))
+    tl.store(p_delta + head * queries + t, delta, mask=t < queries)
+
+
+@triton.jit
+def weights_and_gradients(
+    q_a, q_b, k_a, k_b, do_a, do_b, v_a, v_b, visible, lse, delta, scale, softcap,
+    D_B: tl.constexpr, E_B: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return p and ds of a tile, [ROWS, BLOCK_N] fp32."""
+    scores, slope = capped(products(q_a, q_b, k_a, k_b, D_B) * scale, softcap, CAPPED)
+    weights = tl.where(visible, exponential(tl.where(visible, scores, lse[:, None]) - lse[:, None], EXACT), 0.0)
+    ds = weights * (products(do_a, do_b, v_a, v_b, E_B) - delta[:, None]) * slope * scale
+    return weights, ds
+
+
+@kernel_launcher
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _token_bwd_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_do,
+    p_dq,  # (T, Hq, D)
+    p_dk_rows,  # (kv heads, tiles, units of a kv head, parts, slots * GRAIN, D) of this launch
+    p_dv_rows,  # the same with E
+    p_lse,  # (Hq, T) fp32 contiguous
+    p_delta,  # the same
+    p_lists,
+    p_marks,
+    p_counts,
+    p_tiles,
+    p_position,
+    p_first_key,
+    first_tile,  # of this launch
+    first_unit,
+    queries,
+    units,
+    select_heads,
+    kv_heads,
+    slots,
+    group_size,
+    scale,
+    softcap,
+    stride_qn,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_don,
+    stride_doh,
+    stride_dqn,
+    stride_dqh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_A: tl.constexpr,
+    D_B: tl.constexpr,
+    E_A: tl.constexpr,
+    E_B: tl.constexpr,
+    GRAIN: tl.constexpr,
+    PER_TILE: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    i_tile, i_unit, i_part = tl.program_id(0) + first_tile, tl.program_id(1) + first_unit, tl.program_id(2)
+    t, head, place, inside = tile_rows(p_tiles, i_tile, i_unit, i_part * PART, group_size, PART, ROWS)
+    i_list = i_tile.to(tl.int64) * select_heads + i_unit * select_heads // units
+    i_kv = (i_unit * kv_heads // units).to(tl.int64)
+    p_k += i_kv * stride_kh
+    p_v += i_kv * stride_vh
+    own_units = units // kv_heads
+    slab = (tl.program_id(1) // own_units * tl.num_programs(0) + tl.program_id(0)) * own_units
+    slab = (slab + tl.program_id(1) % own_units).to(tl.int64) * tl.num_programs(2) + i_part
+    p_dk_rows += slab * slots * GRAIN * D
+    p_dv_rows += slab * slots * GRAIN * E
+    position = tl.load(p_position + t, mask=inside, other=-1)
+    last = tl.max(position, 0)
+    first_key = tl.load(p_first_key + tl.load(p_tiles + 2 * i_tile)).to(tl.int64)
+    count = slots
+    if PER_TILE > 1:
+        count = tl.load(p_counts + i_list)
+    q_a, q_b = row_parts(p_q + t * stride_qn + head * stride_qh, inside, D, D_A, D_B)
+    do_a, do_b = row_parts(p_do + t * stride_don + head * stride_doh, inside, E, E_A, E_B)
+    lse = tl.load(p_lse + head * queries + t, mask=inside, other=0.0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse)
+    delta = tl.load(p_delta + head * queries + t, mask=inside, other=0.0)
+    acc_a = tl.zeros([ROWS, D_A], tl.float32)
+    acc_b = tl.zeros([ROWS, D_B if D_B else 16], tl.float32)
+    p_lists += i_list * slots
+    p_marks += i_list * slots
+    block, marks = list_entries(p_lists, p_marks, 0, count, GRAIN, PER_TILE, BLOCK_N)
+    for first in range(0, count * GRAIN, BLOCK_N):
+        key, there = keys_of(block, first, last, GRAIN, BLOCK_N)
+        row = first_key + key
+        k_a, k_b = row_parts(p_k + row * stride_kn, there, D, D_A, D_B, TURNS)
+        v_a, v_b = row_parts(p_v + row * stride_vn, there, E, E_A, E_B, TURNS)
+        visible = visible_pairs(key, there, marks, place, position, PER_TILE, GRAIN) & inside[:, None]
+        block, marks = list_entries(p_lists, p_marks, first + BLOCK_N, count, GRAIN, PER_TILE, BLOCK_N)
+        weights, ds = weights_and_gradients(
+            q_a, q_b, k_a, k_b, do_a, do_b, v_a, v_b, visible, lse, delta, scale, softcap, D_B, E_B, CAPPED, EXACT
+        )  # fmt: skip
+        weights, ds = weights.to(do_a.dtype), ds.to(k_a.dtype)
+        acc_a = tl.dot(ds, k_a, acc_a, input_precision="ieee")
+        if D_B:
+            acc_b = tl.dot(ds, k_b, acc_b, input_precision="ieee")
+        at = first + tl.arange(0, BLOCK_N)
+        turned = tl.trans(weights)
+        dv_a = tl.dot(turned, do_a, input_precision="ieee")
+        dv_b = dv_a
+        if E_B:
+            dv_b = tl.dot(turned, do_b, input_precision="ieee")
+        store_parts(p_dv_rows + at.to(tl.int64) * E, at < count * GRAIN, dv_a, dv_b, E, E_A, E_B)
+        turned = tl.trans(ds)
+        dk_a = tl.dot(turned, q_a, input_precision="ieee")
+        dk_b = dk_a
+        if D_B:
+            dk_b = tl.dot(turned, q_b, input_precision="ieee")
+        store_parts(p_dk_rows + at.to(tl.int64) * D, at < count * GRAIN, dk_a, dk_b, D, D_A, D_B)
+    store_parts(p_dq + t * stride_dqn + head * stride_dqh, inside, acc_a, acc_b, D, D_A, D_B)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of the kernels over chosen tokens: pure functions of shapes and dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dynaxx.kernels.gpu.device import padded, power_of_two
+
+MOST_MARKS = 32  # queries of a tile: bits of a mark
+WIDE = 256  # head_dim above which a backward goes in steps: `wide.py`
+
+
+@dataclass(frozen=True)
+class TileRows:
+    """Rows of a tile: neighbouring queries times q heads of a unit."""
+
+    per_tile: int  # queries
+    part: int  # q heads, a power of two
+    parts: int  # programs that share the q heads of a unit
+
+    @property
+    def rows(self) -> int:
+        return self.per_tile * self.part
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Keys per step and launch options of a kernel."""
+
+    block_n: int
+    num_warps: int
+    turns: int  # iterations that rows of k and v are loaded ahead; 0: not
+    max_registers: int | None = None  # per thread
+
+    @property
+    def options(self) -> dict[str, int]:
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        sizes = {"BLOCK_N": self.block_n, "TURNS": self.turns}
+        return sizes | {"num_warps": self.num_warps, "num_stages": self.turns + 1} | limit
+
+
+@lru_cache(maxsize=256)
+def tile_rows(group_size: int, itemsize: int) -> TileRows:
+    """Return the rows of a tile: 64, which fill a matrix instruction of Hopper; 16 in fp32, which has none."""
+    most = 64 if itemsize == 2 else 16
+    part = min(most, power_of_two(group_size))
+    return TileRows(min(most // part, MOST_MARKS), part, -(-group_size // part))
+
+
+def widths(width: int) -> tuple[int, int]:
+    """Cut a width into a power of two and a rest, 0 for none: 576 = 512 + 64. Small rests are padding instead."""
+    most = 1 << (width.bit_length() - 1)
+    if width <= 128 or most == width:
+        return padded(width), 0
+    return most, padded(width - most)
+
+
+@lru_cache(maxsize=256)
+def forward_launch(widest: int, itemsize: int, latent: bool) -> Launch:
+    """Return the launch of the forward. Two dependent loads, place and key, precede each product."""
+    if itemsize == 4:
+        return Launch(16 if widest > WIDE else 32, 8 if widest > WIDE else 4, 0)
+    if widest > WIDE:
+        return Launch(32, 8, 2) if latent else Launch(16, 8, 2)
+    return Launch(64, 8, 2) if widest > 128 else Launch(64, 4, 2)
+
+
+@lru_cache(maxsize=256)
+def backward_launch(widest: int, itemsize: int) -> Launch:
+    """Return the launch of the backward for head_dim up to `WIDE`."""
+    if itemsize == 4:
+        return Launch(16, 8 if widest > 128 else 4, 0)
+    return Launch(64, 8, 1)
+
+
+@lru_cache(maxsize=256)
+def wide_launches(itemsize: int, latent: bool) -> tuple[Launch, Launch, Launch]:
+    """Return the launches of the three steps of a wide backward: scores, dq and rows."""
+    if itemsize == 4:
+        return Launch(16, 8, 0), Launch(16, 8, 0), Launch(16, 8, 0)
+    return Launch(32 if latent else 16, 4, 1), Launch(32, 8, 2), Launch(128, 8, 0)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of the backward over chosen tokens: tiles write rows of dk and dv, and the rows of each key are added.
+
+Rows go through a buffer of at most `WORKSPACE` bytes: a launch takes some kv heads, or some tiles of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.tokens.backward import _token_bwd_kernel, _token_delta_kernel
+from dynaxx.kernels.gpu.tokens.config import WIDE, backward_launch, wide_launches, widths
+from dynaxx.kernels.gpu.tokens.entries import Entries, entries_of_keys
+from dynaxx.kernels.gpu.tokens.plan import TokenPlan
+from dynaxx.kernels.gpu.tokens.sums import _token_sum_kernel
+from dynaxx.kernels.gpu.tokens.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
+
+WORKSPACE = 4 << 30  # bytes
+ROWS_AT_ONCE = 16  # that a sum reads
+MOST_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at once
+
+
+def token_backward(
+    do: Tensor,
+    dlse: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    plan: TokenPlan,
+    shared: dict[str, Any],
+    latent: bool,
+    joined: bool,
+    scores: Callable[..., None] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return dq, and dk and dv, or their sum.
+
+    Args:
+        do: (T, Hq, E).
+        dlse: (Hq, T).
+        inputs: q, k and v.
+        results: out and lse of the forward.
+        plan: the selection.
+        shared: arguments of all kernels by tile.
+        latent: v is the first part of k in memory: read it once.
+        joined: only if `latent`: add dv to the first columns of dk.
+        scores: another `write_scores`.
+    """
+    q, k, v = inputs
+    delta = _delta(do, dlse, *results)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    tiles, kv_heads = len(plan.tiles), k.shape[1]
+    heads_at_once, tiles_at_once = _pieces(plan, q, 0 if joined else v.shape[2], k)
+    pieces = -(-tiles // tiles_at_once)
+    targets = [dk] if joined else [dk, dv]
+    sums = targets if pieces == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
+    grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "stride_don": do.stride(0), "stride_doh": do.stride(1)}
+    write_rows: Callable[..., tuple[list[Tensor], int]] = _narrow_rows
+    if max(q.shape[2], v.shape[2]) > WIDE:
+        write_rows = partial(_wide_rows, write_scores=scores or write_scores)
+    for first_tile in range(0, tiles, tiles_at_once):
+        some, found = range(first_tile, min(first_tile + tiles_at_once, tiles)), None
+        for first_head in range(0, kv_heads, heads_at_once):
+            heads = range(first_head, min(first_head + heads_at_once, kv_heads))
+            rows, parts = write_rows(inputs, dq, plan, heads, some, shared | grads, latent, joined)
+            if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
+                found = entries_of_keys(plan, heads, some, *k.shape[:2])
+            for total, each in zip(sums, rows, strict=True):
+                _add(total, each, found, heads, parts, first_tile > 0)
+    return dq, [total.to(k.dtype) for total in sums]
+
+
+def _delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    delta = torch.empty_like(lse)
+    block = padded(do.shape[2])
+    rows = max(1, 4096 // block)
+    _token_delta_kernel[(-(-do.shape[0] // rows), do.shape[1])](
+        do,
+        out,
+        dlse,
+        lse,
+        delta,
+        queries=do.shape[0],
+        stride_don=do.stride(0),
+        stride_doh=do.stride(1),
+        stride_on=out.stride(0),
+        stride_oh=out.stride(1),
+        stride_dlse_h=dlse.stride(0),
+        stride_dlse_n=dlse.stride(1),
+        E=do.shape[2],
+        BLOCK_E=block,
+        ROWS=rows,
+    )
+    return delta
+
+
+def _pieces(plan: TokenPlan, q: Tensor, columns_v: int, k: Tensor) -> tuple[int, int]:
+    """Return how many kv heads, and how many tiles, write their rows at once: see `WORKSPACE`."""
+    keys, kv_heads = k.shape[:2]
+    width = plan.lists.shape[2] * plan.block_size
+    own = plan.units // kv_heads
+    numbers = own * plan.rows.parts * width * (q.shape[2] + columns_v)
+    if max(q.shape[2], columns_v) > WIDE:
+        numbers += 2 * own * plan.rows.parts * width * plan.rows.rows
+    fit = max(1, WORKSPACE // (numbers * q.itemsize + own * keys * 4))
+    tiles = len(plan.tiles)
+    if fit >= tiles:
+        return min(kv_heads, fit // tiles), tiles
+    return 1, -(-tiles // -(-tiles // fit))
+
+
+def _narrow_rows(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dq: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    latent: bool,
+    joined: bool,
+) -> tuple[list[Tensor], int]:
+    """Write dq of some tiles and kv heads; return their rows of dk and dv, and the parts of a tile."""
+    q, k, v = inputs
+    own, parts = plan.units // k.shape[1], plan.rows.parts
+    width = plan.lists.shape[2] * plan.block_size
+    rows = [q.new_empty(len(heads) * len(tiles) * own * parts * width, x.shape[2]) for x in (q, v)]
+    _token_bwd_kernel[(len(tiles), len(heads) * own, parts)](
+        q,
+        k,
+        v,
+        p_dq=dq,
+        p_dk_rows=rows[0],
+        p_dv_rows=rows[1],
+        first_tile=tiles.start,
+        first_unit=heads.start * own,
+        stride_dqn=dq.stride(0),
+        stride_dqh=dq.stride(1),
+        **arguments,
+        **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize).options,
+    )
+    return rows, parts
+
+
+def write_scores(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: Tensor,
+    ds: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    latent: bool,
+) -> None:
+    """Write p and ds, (tiles * units * parts * rows, places of a list), of some tiles and kv heads."""
+    q, k, v = inputs
+    own = plan.units // k.shape[1]
+    _token_scores_kernel[(len(tiles), len(heads) * own, plan.rows.parts)](
+        q,
+        k,
+        v,
+        p_weights=weights,
+        p_ds=ds,
+        LATENT=latent,
+        first_tile=tiles.start,
+        first_unit=heads.start * own,
+        **arguments,
+        **wide_launches(q.itemsize, latent)[0].options,
+    )
+
+
+def _wide_rows(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dq: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    latent: bool,
+    joined: bool,
+    write_scores: Callable[..., None],
+) -> tuple[list[Tensor], int]:
+    """Do what `_narrow_rows` does, in the three steps of `wide.py`."""
+    q, k, v = inputs
+    own, parts, rows = plan.units // k.shape[1], plan.rows.parts, plan.rows.rows
+    width = plan.lists.shape[2] * plan.block_size
+    units = len(heads) * own
+    together = 1
+    while parts % (2 * together) == 0 and 2 * together * rows <= MOST_BOTH:
+        together *= 2
+    weights, ds = (q.new_empty(len(tiles) * units * parts * rows, width) for _ in range(2))
+    _, products, by_key = wide_launches(q.itemsize, latent)
+    where = {"first_tile": tiles.start, "first_unit": heads.start * own}
+    write_scores(inputs, weights, ds, plan, heads, tiles, arguments, latent)
+    only = lambda *names: {name: arguments[name] for name in names}
+    place = ("p_counts", "p_tiles", "units", "select_heads", "kv_heads", "slots", "group_size")
+    tile = ("D", "GRAIN", "PER_TILE", "PART", "ROWS")
+    d_a, d_b = widths(q.shape[2])
+    _token_dq_kernel[(len(tiles), units, 2 * parts // together)](
+        k,
+        dq,
+        ds,
+        **only("p_lists", "p_position", "p_first_key", "stride_kn", "stride_kh", *place, *tile),
+        stride_dqn=dq.stride(0),
+        stride_dqh=dq.stride(1),
+        D_A=d_a,
+        D_B=d_b,
+        HALF_A=d_a // 2,
+        HALF_B=max(16, d_b // 2),
+        BOTH=rows * together,
+        HALVES=2,
+        **where,
+        **products.options,
+    )
+    wanted = [q] if joined else [q, v]
+    buffers = [q.new_empty(len(tiles) * units * parts // together * width, x.shape[2]) for x in wanted]
+    chunks = -(-width // by_key.block_n)
+    _token_rows_kernel[(len(tiles) * chunks, units, parts // together)](
+        q,
+        arguments["p_do"],
+        weights,
+        ds,
+        buffers[0],
+        buffers[-1],
+        **only("stride_qn", "stride_qh", "stride_don", "stride_doh", "E", *place, *tile),
+        chunks=chunks,
+        BOTH=rows * together,
+        BLOCK_D=16 if q.itemsize == 4 else 64,
+        LATENT=joined,
+        **where,
+        BLOCK_N=by_key.block_n,
+        num_warps=by_key.num_warps,
+    )
+    return buffers, parts // together
+
+
+def _add(total: Tensor, rows: Tensor, found: Entries, heads: range, parts: int, add: bool) -> None:
+    """Add the rows of each key, of some kv heads and all parts of a tile, to (M, Hk, D)."""
+    keys, kv_heads, numbers = total.shape
+    a, b = widths(numbers)
+    _token_sum_kernel[(keys, len(heads))](
+        rows,
+        total,
+        found.entries,
+        found.begin,
+        keys=keys,
+        kv_heads=kv_heads,
+        first_head=heads.start,
+        slabs=found.slabs,
+        width=found.width,
+        parts=parts,
+        choices=found.choices,
+        D=numbers,
+        D_A=a,
+        D_B=b,
+        BLOCK_R=ROWS_AT_ONCE,
+        ADD=add,
+        num_warps=4,
+    )

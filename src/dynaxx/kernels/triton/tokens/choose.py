@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer's choice of tokens on a GPU: `kernels.contract.IndexerKernels`.
+
+Many queries stream (`indexer.py`). Few queries, as in decoding, and long lists have their scores sorted instead, at
+most `SCORE_BYTES` of them at a time.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.gpu.device import padded, power_of_two, processors
+from dynaxx.kernels.gpu.tokens.plan import query_tiles
+from dynaxx.kernels.triton.tokens.indexer import _index_scores_kernel, _index_tokens_kernel
+from dynaxx.layout.tokens import TokenSpans
+
+MOST_SLOTS = 4096  # that a program keeps in lists of twice as many
+HELD_HEADS = 4
+SCORE_BYTES = 256 << 20
+BLOCK_Q, BLOCK_K = 64, 64
+PROGRAMS_PER_PROCESSOR = 2
+MAX_REGISTERS: int | None = None  # per thread
+
+
+def index_tokens(
+    q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int
+) -> Tensor:
+    """Return the best blocks of each query, (T, 1, slots) int32, ascending, -1 behind."""
+    chosen = torch.empty(q.shape[0], 1, slots, dtype=torch.int32, device=q.device)
+    blocks = max((-(-(d - c) // spans.block_size) for c, d in pairwise(spans.ends_k)), default=0)
+    if not (chosen.numel() and blocks):
+        return chosen.fill_(-1)
+    if k_scale is not None:
+        q, k = q.to(torch.int8), k.to(torch.int8)  # they are whole numbers already
+    elif q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
+        q, k = q.float(), k.float()
+        if q.device.type != "cpu":  # the interpreter does not multiply bf16
+            q, k = _in_bf16(q, (0, 0, 1, 1, 0, 2)), _in_bf16(k, (0, 1, 0, 1, 2, 0))
+    few = q.shape[0] < BLOCK_Q * processors(q.device) // 4
+    block_q = 16 if few else BLOCK_Q
+    place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
+    tiles = query_tiles(spans, block_q)
+    shared: dict[str, Any] = {
+        "p_q": q.contiguous(),
+        "p_k": k.contiguous(),
+        "p_weights": weights.float().contiguous(),
+        "p_k_scale": weights if k_scale is None else k_scale.float().contiguous(),
+        "p_tiles": place(tiles),
+        "p_position": place(spans.position),
+        "p_first_key": place(spans.first_key),
+        "heads": q.shape[1],
+        "D": q.shape[2],
+        "BLOCK_D": max(32, padded(q.shape[2])),
+        "GRAIN": spans.block_size,
+        "BLOCK_Q": block_q,
+        "BLOCK_K": BLOCK_K,
+        "SCALED": k_scale is not None,
+        "num_warps": 4,
+    }
+    if few or slots > MOST_SLOTS:
+        return _by_sorting(chosen, tiles, blocks, shared)
+    capacity = power_of_two(max(2 * slots, slots + 4 * BLOCK_K))
+    programs = min(len(tiles), PROGRAMS_PER_PROCESSOR * processors(q.device))
+    lists = torch.empty(programs, block_q, capacity, dtype=torch.int64, device=q.device)
+    _index_tokens_kernel[(programs,)](
+        **shared,
+        p_lists=lists,
+        p_chosen=chosen,
+        tiles=len(tiles),
+        slots=slots,
+        CAPACITY=capacity,
+        BLOCK_S=min(1024, power_of_two(slots)),
+        HEADS=q.shape[1] if q.shape[1] <= HELD_HEADS else 0,
+        TURNS=1 if q.shape[1] <= HELD_HEADS else 0,
+        num_stages=2,
+        **({} if MAX_REGISTERS is None else {"maxnreg": MAX_REGISTERS}),
+    )
+    return chosen
+
+
+def _in_bf16(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Cut fp32 numbers into three bf16 numbers that add up to them, side by side in an order, (..., len(order) * D).
+
+    The products of rows whose orders pair 0-0, 0-1, 1-0, 1-1, 0-2 and 2-0 add up to fp32 products.
+    """
+    parts = []
+    for _ in range(3):
+        high = x.bfloat16()
+        parts.append(high)
+        x = torch.where(high.isfinite(), x - high.float(), 0.0)
+    return torch.cat([parts[i] for i in order], -1)
+
+
+def _by_sorting(chosen: Tensor, tiles: Tensor, blocks: int, shared: dict[str, Any]) -> Tensor:
+    """Fill `chosen` from scores that are in memory for a few tiles of queries at a time."""
+    slots, block_q = chosen.shape[2], shared["BLOCK_Q"]
+    step = max(1, SCORE_BYTES // (8 * blocks * block_q))
+    kept = min(slots, blocks)
+    for start in range(0, len(tiles), step):
+        some = tiles[start : start + step]
+        first, stop = int(some[0, 0]), int(some[-1].sum())
+        scores = torch.full((stop - first, blocks), -1, dtype=torch.int64, device=chosen.device)
+        columns = -(-blocks * shared["GRAIN"] // shared["BLOCK_K"])
+        _index_scores_kernel[(len(some), columns)](**shared, p_scores=scores, columns=blocks, first_tile=start)
+        best = scores.topk(kept, sorted=False).values
+        block = torch.where(best < 0, blocks, 0x7FFFFFFF - (best & 0x7FFFFFFF)).sort(1).values
+        chosen[first:stop, 0, :kept] = torch.where(block < blocks, block, -1).int()
+        chosen[first:stop, 0, kept:] = -1
+    return chosen

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer on a GPU, streaming: scores of a few queries pass by, and each query keeps its best so far.
+
+    keys, BLOCK_K at a time -> scores of BLOCK_Q queries -> those above the query's threshold, appended to its list
+    a list that could overflow -> its best `slots`, in order; the worst of them is the new threshold
+
+The threshold only rises, and what equals it comes later than all of its kind, so the result is exact and of equal
+scores the first wins. Lists stay in ascending order of blocks. A program has the lists of one tile of queries, so
+memory is independent of the number of queries and of keys.
+
+Legend: T queries, M keys, Hi heads of the indexer, D their width, n slots.
+"""
+
+import triton
+import triton.language as tl
+
+from dynaxx.kernels.gpu.prefetch import ahead
+from dynaxx.kernels.gpu.primitives import ordered_bits
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+
+SPARE = tl.constexpr(4)  # tiles of keys: a list with less room is shrunk
+
+
+@triton.jit
+def _head(p_q, p_weights, row, known, i_head, heads, o_d, D: tl.constexpr):
+    """Return q [BLOCK_Q, BLOCK_D] and weights [BLOCK_Q] of a head."""
+    at = row * heads + i_head
+    q = tl.load(p_q + at[:, None] * D + o_d[None, :], mask=known[:, None] & (o_d < D)[None, :], other=0.0)
+    return q, tl.load(p_weights + at, mask=known, other=0.0)
+
+
+@triton.jit
+def _few_heads(p_q, p_weights, row, known, heads, o_d, D: tl.constexpr, HEADS: tl.constexpr):
+    """Return q and weights of up to four heads, to be held while keys pass by; nothing of the sort if HEADS is 0."""
+    first = _head(p_q, p_weights, row, known, 0, heads, o_d, D)
+    second, third, fourth = first, first, first
+    if HEADS > 1:
+        second = _head(p_q, p_weights, row, known, 1, heads, o_d, D)
+    if HEADS > 2:
+        third = _head(p_q, p_weights, row, known, 2, heads, o_d, D)
+    if HEADS > 3:
+        fourth = _head(p_q, p_weights, row, known, 3, heads, o_d, D)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _add_head(total, head, k):
+    """Return total [BLOCK_Q, BLOCK_K] with weight * relu(q . k) of a head added."""
+    q, weight = head
+    if q.dtype == tl.int8:
+        products = tl.dot(q, tl.trans(k)).to(tl.float32)
+    else:
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    return total + tl.where(products < 0, 0.0, products) * weight[:, None]  # keeps NaN
+
+
+@triton.jit
+def index_scores(
+    held, p_q, p_k, p_weights, p_k_scale, row, known, key, inside, heads, o_d,
+    D: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Return scores of queries `row` [BLOCK_Q] for keys `key` [BLOCK_K], in fp32, by the heads held or by all."""
+    k = tl.load(p_k + key[:, None] * D + o_d[None, :], mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
+    if TURNS:
+        k = ahead(k, TURNS)
+    total = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
+    if HEADS:
+        total = _add_head(total, held[0], k)
+        if HEADS > 1:
+            total = _add_head(total, held[1], k)
+        if HEADS > 2:
+            total = _add_head(total, held[2], k)
+        if HEADS > 3:
+            total = _add_head(total, held[3], k)
+    else:
+        for i_head in range(heads):
+            total = _add_head(total, _head(p_q, p_weights, row, known, i_head, heads, o_d, D), k)
+    if SCALED:
+        total = total * tl.load(p_k_scale + key, mask=inside, other=0.0)[None, :]
+    return total + 0.0  # no -0
+
+
+@triton.jit
+def block_scores(scores, key, inside, position, GRAIN: tl.constexpr):
+    """Return ordered bits of the best visible key of each block, and which blocks are visible, [BLOCK_Q, blocks]."""
+    visible = inside[None, :] & (key[None, :] <= position[:, None])
+    bits = tl.where(visible, ordered_bits(scores), 0)
+    if GRAIN > 1:
+        shape: tl.constexpr = [scores.shape[0], scores.shape[1] // GRAIN, GRAIN]
+        bits = tl.max(tl.reshape(bits, shape), 2)
+        visible = tl.max(tl.reshape(visible.to(tl.int32), shape), 2) != 0
+    return bits, visible
+
+
+@triton.jit
+def _keep_best(p_list, count, slots, CAPACITY: tl.constexpr):
+    """Shrink a list of `count` entries to its best `slots`, in order; return how many, and the worst's bits."""
+    o_c = tl.arange(0, CAPACITY)
+    there = o_c < count
+    entry = tl.load(p_list + o_c, mask=there, other=0)
+    bits = (entry >> 32).to(tl.uint32)
+    worst = tl.full([], 0, tl.uint32)
+    for i_bit in range(32):
+        higher = worst | (tl.full([], 0x80000000, tl.uint32) >> i_bit)
+        worst = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= slots, higher, worst)
+    better = there & (bits > worst)
+    equal = there & (bits == worst)
+    room = slots - tl.sum(better.to(tl.int32), 0)
+    kept = better | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.debug_barrier()
+    tl.store(p_list + place, entry, mask=kept)
+    return tl.sum(kept.to(tl.int32), 0), worst
+
+
+@triton.jit
+def _keep_best_of_tile(p_lists, counts, thresholds, slots, BLOCK_Q: tl.constexpr, CAPACITY: tl.constexpr):
+    """Shrink the lists of a tile that hold more than `slots` entries; return counts and thresholds."""
+    o_q = tl.arange(0, BLOCK_Q)
+    tl.debug_barrier()
+    for i_row in range(BLOCK_Q):
+        count = tl.sum(tl.where(o_q == i_row, counts, 0), 0)
+        if count > slots:
+            kept, worst = _keep_best(p_lists + i_row * CAPACITY, count, slots, CAPACITY)
+            counts = tl.where(o_q == i_row, kept, counts)
+            thresholds = tl.where(o_q == i_row, worst, thresholds)
+    tl.debug_barrier()
+    return counts, thresholds
+
+
+@kernel_launcher
+@triton.jit(do_not_specialize=["tiles", "heads", "slots"])
+def _index_tokens_kernel(
+    p_q,  # (T, Hi, D) contiguous
+    p_k,  # (M, D) contiguous
+    p_weights,  # (T, Hi) fp32
+    p_k_scale,  # (M,) fp32, if SCALED
+    p_tiles,  # (tiles, 2) int32: first query, number of queries
+    p_position,  # (T,) int32
+    p_first_key,  # (T,) int32
+    p_lists,  # (programs, BLOCK_Q, CAPACITY) int64: bits of a score, then the block
+    p_chosen,  # (T, n) int32
+    tiles,
+    heads,
+    slots,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,  # that are held; 0: any number, loaded for each tile of keys
+    GRAIN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SCALED: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = BLOCK_K // GRAIN  # of a tile of keys
+    i_program = tl.program_id(0).to(tl.int64)
+    p_lists += i_program * (BLOCK_Q * CAPACITY)
+    o_q, o_k, o_d, o_s = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    for i_turn in range(i_program, tiles, tl.num_programs(0)):
+        i_tile = tiles - 1 - i_turn  # the last queries, which see the most, come first
+        first_query, queries_here = tl.load(p_tiles + 2 * i_tile), tl.load(p_tiles + 2 * i_tile + 1)
+        known = o_q < queries_here
+        row = (first_query + o_q).to(tl.int64)
+        position = tl.load(p_position + row, mask=known, other=-1)
+        first_key = tl.load(p_first_key + first_query).to(tl.int64)
+        last = tl.max(position, 0)
+        held = _few_heads(p_q, p_weights, row, known, heads, o_d, D, HEADS)
+        counts = tl.zeros([BLOCK_Q], tl.int32)
+        thresholds = tl.zeros([BLOCK_Q], tl.uint32)
+        begin = 0
+        while begin <= last:
+            fits = (CAPACITY - tl.max(counts, 0)) // BLOCKS  # tiles of keys, whatever they contain
+            end = tl.minimum(last + 1, begin + fits * BLOCK_K)
+            for first in range(begin, end, BLOCK_K):
+                key = first + o_k
+                scores = index_scores(
+                    held, p_q, p_k, p_weights, p_k_scale, row, known, first_key + key, key <= last, heads, o_d,
+                    D, HEADS, SCALED, TURNS,
+                )  # fmt: skip
+                bits, visible = block_scores(scores, key, key <= last, position, GRAIN)
+                taken = (visible & (bits > thresholds[:, None])).to(tl.int32)
+                at = (o_q * CAPACITY + counts)[:, None] + tl.cumsum(taken, 1) - 1
+                block = first // GRAIN + tl.arange(0, BLOCKS)
+                tl.store(p_lists + at, (bits.to(tl.int64) << 32) | block[None, :], mask=taken != 0)
+                counts += tl.sum(taken, 1)
+            begin = end
+            if tl.max(counts, 0) > CAPACITY - SPARE * BLOCKS or begin > last:
+                counts, thresholds = _keep_best_of_tile(p_lists, counts, thresholds, slots, BLOCK_Q, CAPACITY)
+        for i_row in range(queries_here):
+            count = tl.sum(tl.where(o_q == i_row, counts, 0), 0)
+            p_row = p_chosen + (first_query + i_row).to(tl.int64) * slots
+            for start in range(0, slots, BLOCK_S):
+                at = start + o_s
+                block = tl.load(p_lists + i_row * CAPACITY + at, mask=at < count, other=-1)
+                tl.store(p_row + at, block.to(tl.int32), mask=at < slots)
+        tl.debug_barrier()
+
+
+@kernel_launcher
+@triton.jit(do_not_specialize=["heads", "columns", "first_tile"])
+def _index_scores_kernel(
+    p_q,
+    p_k,
+    p_weights,
+    p_k_scale,
+    p_tiles,
+    p_position,
+    p_first_key,
+    p_scores,  # (queries of the launch, columns) int64: bits of a block's score, then how early it comes; -1 hidden
+    heads,
+    columns,  # blocks of the longest sequence
+    first_tile,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Write the scores of a few queries for all keys, as numbers whose order is that of choices."""
+    i_tile = tl.program_id(0) + first_tile
+    o_q, o_d, first = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_K
+    first_query, queries_here = tl.load(p_tiles + 2 * i_tile), tl.load(p_tiles + 2 * i_tile + 1)
+    known = o_q < queries_here
+    row = (first_query + o_q).to(tl.int64)
+    position = tl.load(p_position + row, mask=known, other=-1)
+    first_key, last = tl.load(p_first_key + first_query).to(tl.int64), tl.max(position, 0)
+    key = first + tl.arange(0, BLOCK_K)
+    scores = index_scores(
+        None, p_q, p_k, p_weights, p_k_scale, row, known, first_key + key, key <= last, heads, o_d,
+        D, 0, SCALED, 0,
+    )  # fmt: skip
+    bits, visible = block_scores(scores, key, key <= last, position, GRAIN)
+    block = first // GRAIN + tl.arange(0, BLOCK_K // GRAIN)
+    order = (bits.to(tl.int64) << 31) | (0x7FFFFFFF - block).to(tl.int64)[None, :]
+    start = tl.load(p_tiles + 2 * first_tile).to(tl.int64)
+    p_row = p_scores + ((row - start) * columns)[:, None] + block[None, :]
+    tl.store(p_row, tl.where(visible, order, -1), mask=known[:, None] & (block < columns)[None, :])

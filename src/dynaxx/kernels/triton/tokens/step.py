@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoding step over chosen tokens on a GPU: `kernels.contract.TokenDecodeKernels`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.gpu.device import padded, power_of_two, processors
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
+from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+from dynaxx.kernels.gpu.tokens.config import WIDE, widths
+from dynaxx.kernels.triton.decode.pages import scale_strides_of, table_arguments
+from dynaxx.kernels.triton.tokens.decode import _token_decode_kernel, _token_merge_kernel
+from dynaxx.layout.paging import PagedCache
+
+PROGRAMS_PER_PROCESSOR = 2
+MOST_PIECES = 64
+
+
+def attend_tokens(
+    q: Tensor,
+    cache: PagedCache,
+    block_indices: Tensor,
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse, like `kernels.reference.tokens`."""
+    found: tuple[Tensor, Tensor] = record_or_replay(
+        _attend, cache, (q, block_indices, sinks), block_size, scale, softcap
+    )
+    return found
+
+
+def _attend(
+    cache: PagedCache,
+    q: Tensor,
+    block_indices: Tensor,
+    sinks: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, q_heads, dim = q.shape
+    dim_v, kv_heads = cache.head_dim_v, cache.kv_heads
+    out = q.new_empty(batch, seqlen_q, q_heads, dim_v)
+    lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    scaled = cache.k_scale is not None
+    if not scaled:
+        q = q.to(torch.promote_types(q.dtype, cache.k.dtype))
+    q, chosen = unit_stride(q), block_indices.contiguous()
+    select_heads, slots = chosen.shape[2:]
+    units = max(select_heads, kv_heads)
+    group_size = q_heads // units
+    wide, fp32 = max(dim, dim_v) > WIDE, q.dtype == torch.float32
+    part = max(16, min(16 if fp32 else 64, power_of_two(group_size)))
+    parts = -(-group_size // part)
+    latent = not scaled and shares_memory(cache)
+    block_n = 16 if wide and fp32 else 64 if latent or (not wide and not fp32) else 32
+    programs = batch * seqlen_q * units * parts
+    pieces = PROGRAMS_PER_PROCESSOR * processors(q.device) // programs
+    pieces = max(1, min(pieces, MOST_PIECES, -(-slots * block_size // block_n)))
+    acc = q.new_empty(batch * seqlen_q, q_heads, pieces, dim_v, dtype=torch.float32)
+    state = q.new_empty(batch * seqlen_q, q_heads, pieces, 2, dtype=torch.float32)
+    (d_a, d_b), (e_a, e_b) = widths(dim), widths(dim_v)
+    _token_decode_kernel[(batch * seqlen_q, units, parts * pieces)](
+        q,
+        cache.k,
+        cache.v,
+        acc,
+        state,
+        chosen,
+        cache.k_scale if scaled else state,
+        cache.v_scale if scaled else state,
+        state if cache.exact is None else cache.exact.k,
+        state if cache.exact is None else cache.exact.v,
+        **table_arguments(cache),
+        seqlen_q=seqlen_q,
+        units=units,
+        select_heads=select_heads,
+        kv_heads=kv_heads,
+        slots=slots,
+        group_size=group_size,
+        pieces=pieces,
+        scale=scale,
+        softcap=softcap or 1.0,
+        q_strides=strides_of(q),
+        k_strides=cache.strides(cache.k),
+        v_strides=cache.strides(cache.v),
+        k_scale_strides=scale_strides_of(cache, cache.k_scale),
+        v_scale_strides=scale_strides_of(cache, cache.v_scale),
+        SCALED=scaled,
+        EXACT=0 if cache.exact is None else cache.exact.k.shape[1],
+        SINKS=0 if cache.exact is None else cache.exact.sinks,
+        LATENT=latent,
+        PAGE=cache.page_size,
+        D=dim,
+        E=dim_v,
+        D_A=d_a,
+        D_B=d_b,
+        E_A=e_a,
+        E_B=e_b,
+        GRAIN=block_size,
+        PART=part,
+        BLOCK_N=block_n,
+        CAPPED=softcap is not None,
+        num_warps=8 if wide else 4,
+        num_stages=1 if fp32 or scaled else 4 if cache.is_paged else 3,
+    )
+    _token_merge_kernel[(batch * seqlen_q, q_heads)](
+        acc,
+        state,
+        out,
+        lse,
+        state if sinks is None else sinks.contiguous(),
+        seqlen_q=seqlen_q,
+        q_heads=q_heads,
+        pieces=pieces,
+        E=dim_v,
+        BLOCK_E=padded(dim_v),
+        BLOCK_P=power_of_two(pieces),
+        HAS_SINKS=sinks is not None,
+        num_warps=4,
+    )
+    return out, lse
+
+
+def shares_memory(cache: PagedCache) -> bool:
+    """Return whether a cache's values are the first part of its keys, as in latent attention (MLA)."""
+    k, v = cache.k, cache.v
+    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+    return same and k.shape[3] > v.shape[3] and v.shape[3] == widths(k.shape[3])[0] == widths(v.shape[3])[0]
