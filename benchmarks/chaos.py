@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serve from threads and forked workers while files, signals, the disk and the clock misbehave. No request may notice.
+"""Serve from threads and forked workers under faults of files, signals, disk and clock. No request may fail.
 
     OMP_NUM_THREADS=1 python benchmarks/chaos.py --minutes 20
 
@@ -59,7 +59,7 @@ HOSTILE = (
 
 
 class Chaos:
-    """The model that serves, what happens to it, and what was seen."""
+    """A serving model, the faults that it meets, and what the run observes."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         torch.manual_seed(seed)

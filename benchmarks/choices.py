@@ -74,7 +74,7 @@ class Choice:
 
 @dataclass
 class Plan:
-    """The parameters of every layer and head for some choices; a head sees the union of its choices."""
+    """The parameters of every layer and head for some choices. A head sees the union of its choices."""
 
     choices: tuple[Choice, ...]
     amounts: torch.Tensor  # (choices, layers, heads)

@@ -3,7 +3,8 @@
 
     python benchmarks/cpu_linears.py --json
 
-Shapes are those of SmolLM2-135M: hidden size 576, MLP 1,536. Times are the thread's CPU time, the least of the rounds.
+Shapes are those of SmolLM2-135M: hidden size 576, MLP 1,536. Times are the thread's CPU time, the lowest
+of several rounds.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LAYERS_BYTES = 16 << 30  # of keys and values in bf16: so many layers that the s
 
 @dataclass(frozen=True)
 class Case:
-    """One step: `batch` sequences of `seqlen` keys, a share of whose pages is read."""
+    """One step of `batch` sequences of `seqlen` keys that reads a share of the pages."""
 
     name: str
     batch: int
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def budget(self):
-        """So many pages in all; those that are always read, the last one, are among them."""
+        """Return a budget for this share of pages, counting the pages that are always read, such as the last one."""
         pages = math.ceil(self.share * self.seqlen / self.page_size)
         forced = 2 if self.exact else 1  # exact tokens: the first page is read, too, so that others see the same keys
         return dx.PageBudget(max(0, pages - forced), sinks=int(self.exact), bound=self.bound)

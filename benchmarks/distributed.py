@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention with the sequence split over the GPUs of one machine, beside one GPU.
 
-First the link is measured, then results and gradients of every kind of rule are compared with one GPU's; a wrong one
+First the link is measured. Then results and gradients of every kind of rule are compared with one GPU's; a wrong result
 gives no figures. Times are medians, one GPU and all GPUs in turns; memory is the peak of a call with its inputs.
 
 torchrun --nproc-per-node 2 benchmarks/distributed.py [--lengths 131072,524288] [--only NAME ...] [--json FILE]
@@ -33,7 +33,7 @@ MEMORY_BAR = 0.55
 
 
 class Setup:
-    """The ranks, and where this one computes."""
+    """The ranks, and this rank's device."""
 
     def __init__(self, device):
         self.rank, self.count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -119,7 +119,7 @@ def random_layout(seqlen, device, density=0.1, seed=0):
 
 
 class Case:
-    """One workload: how a GPU runs it alone, and how the ranks run it together."""
+    """One workload: a function for one GPU alone, and one for all ranks together."""
 
     def __init__(self, setup, name, seqlen, dtype=torch.bfloat16):
         self.setup, self.name, self.seqlen, self.dtype = setup, name, seqlen, dtype

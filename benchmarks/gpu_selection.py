@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time selection and layout on a GPU, beside dense attention and beside the attention that follows.
 
-First every choice is compared with the CPU's at 4,096 tokens; a wrong one gives no figures.
+Each choice is first compared with the CPU's at 4,096 tokens; a wrong choice gives no figures.
 
 python benchmarks/gpu_selection.py [--lengths 8192,32768,131072] [--only NAME ...] [--block-size 128] [--json FILE]
 """

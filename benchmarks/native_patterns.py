@@ -111,7 +111,7 @@ def in_turns(runs, device, turns):
 
 
 class Captured(NamedTuple):
-    """An attention call as it arrived, twice: without and with dynaxx."""
+    """The inputs of an attention call, captured twice: without and with dynaxx."""
 
     dense: tuple
     native: tuple

@@ -53,7 +53,7 @@ ERRORS = (  # made anew for each failure: an exception holds its traceback, and 
 
 
 class Check:
-    """A condition, what was found, and whether it holds."""
+    """A condition, the value found, and whether it holds."""
 
     def __init__(self, name: str, found: Any, passed: bool) -> None:
         self.name, self.found, self.passed = name, found, passed
@@ -100,7 +100,7 @@ class Traffic:
 
 
 class Soak:
-    """One run: the traffic, what is done to it, and what was seen."""
+    """One run: the traffic, the faults, and what was observed."""
 
     def __init__(self, traffic: Traffic, policy: Policy, folder: Path, args: argparse.Namespace) -> None:
         self.traffic, self.policy, self.folder = traffic, policy, folder

@@ -26,7 +26,7 @@ PREFIX = 700  # tokens that half of the prompts share
 
 
 class Client(threading.Thread):
-    """One connection after the other, until a time."""
+    """A thread that sends one request after another until a deadline."""
 
     def __init__(self, arguments: argparse.Namespace, number: int, until: float, counts: Counter[str]) -> None:
         super().__init__(daemon=True)

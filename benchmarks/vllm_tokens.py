@@ -34,7 +34,7 @@ GEMMA = {"attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}}
 
 
 class Engine(NamedTuple):
-    """An engine to compare: whose attention, its policy, what it is told beyond the defaults."""
+    """An engine to compare: its attention backend, its policy, and its options."""
 
     policy: str = ""  # vLLM's own attention if empty
     options: dict[str, Any] = {}  # noqa: RUF012 - never changed
@@ -170,7 +170,7 @@ def ranked(logprobs: Any) -> list[list[float]]:
 
 
 def compare(mine: list[Any], theirs: list[Any]) -> dict[str, Any]:
-    """How many prompts have the same tokens, and for the others by how much the two best tokens differed there."""
+    """Count prompts with equal tokens; for the others, return how far apart the two best tokens were there."""
     same, margins, differences = 0, [], []
     for (tokens, best), (others, other_best) in zip(mine, theirs, strict=True):
         first = next((at for at, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), None)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 
 class Arrival(NamedTuple):
-    """A request, and when it is sent."""
+    """A request and the time at which it is sent."""
 
     seconds: float  # after the start
     tokens: int
@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server did with a request."""
+    """A server's answer to a request."""
 
     arrival: Arrival
     first_token: float  # seconds after it was sent
@@ -50,7 +50,7 @@ def draw_arrivals(arguments: argparse.Namespace) -> list[Arrival]:
 
 
 class Server:
-    """A server, what it answered and what went wrong."""
+    """A server, its answers, and its errors."""
 
     def __init__(self, url: str, arguments: argparse.Namespace) -> None:
         self.url, self.arguments = url, arguments

@@ -54,7 +54,7 @@ def loss_of(model, rows):
 
 
 def set_dense(model, dense):
-    """Whether every layer attends to everything."""
+    """Choose whether every layer attends to all tokens."""
     for layer in model.model.layers:
         layer.self_attn.dense = dense
 

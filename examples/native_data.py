@@ -139,7 +139,7 @@ class Needles:
 
 
 class Copy:
-    """A string of half the context, a mark, and the string again; the targets are its second time."""
+    """Strings of half the context, a mark, and the string again; only the second copy is a target."""
 
     def batch(self, batch, context, seed, part="train"):
         generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)

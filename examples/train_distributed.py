@@ -73,7 +73,7 @@ def batch_of(step, tokens):
 
 
 class Training:
-    """A sharded model, its optimizer, and the step it is at."""
+    """A sharded model, its optimizer, and the current step."""
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device, self.step = args, mesh, device, 0
@@ -83,7 +83,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
 
     def run_step(self):
-        """One step over a sequence that all ranks share; the mean loss of all its tokens."""
+        """Train on one sequence that all ranks share; return the mean loss of its tokens."""
         rank = self.mesh.get_local_rank()
         text = batch_of(self.step, self.args.tokens)
         own = self.split.shard(text[:, :-1], rank).to(self.device)
@@ -107,7 +107,7 @@ class Training:
         return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
 
     def save(self, folder):
-        """Every rank writes its own shards."""
+        """Write each rank's own shards."""
         checkpoint.save(self.state(), checkpoint_id=str(folder / f"step_{self.step}"))
 
     def resume(self, folder, step=None):

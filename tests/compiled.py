@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile kernels for a GPU that is not there, as the host would launch them, and read what ptxas says of them.
+"""Compile kernels for a GPU that this machine lacks, as the host would launch them, and read what ptxas reports.
 
-A host function is called on CPU tensors; instead of starting a kernel it compiles it, if it is one of those asked for.
+Host functions are called on CPU tensors. Where they would start one of the requested kernels, it is compiled instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARED_MEMORY = 232448  # bytes that a program may use on an H100 or H200
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas said of a kernel."""
+    """What ptxas reports about a kernel."""
 
     name: str
     registers: int
@@ -37,7 +37,7 @@ class Compiled:
 
 
 class _Hopper:
-    """All that Triton asks a driver for in order to compile."""
+    """A driver that answers what Triton asks when it compiles."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -50,7 +50,7 @@ class _Hopper:
 
 
 def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.CaptureFixture[str]) -> list[Compiled]:
-    """The kernels that `start` launches and whose names match; all others are passed over, and nothing is computed.
+    """Compile the kernels that `start` launches and whose names match; skip all others, and compute nothing.
 
     Args:
         start: calls host functions with CPU tensors, of which nothing is read.
@@ -74,7 +74,7 @@ def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.Captu
 
 @contextmanager
 def compiling(launch_instead: Callable[..., None]) -> Iterator[pytest.MonkeyPatch]:
-    """Within it a launch calls `launch_instead(kernel, grid, arguments, named)`, and Triton compiles for an H100."""
+    """Call `launch_instead(kernel, grid, arguments, named)` instead of launching; let Triton compile for an H100."""
 
     def launched(kernel: KernelLauncher, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **named: launch_instead(kernel.kernel, grid, arguments, named)
@@ -96,7 +96,7 @@ def compiling(launch_instead: Callable[..., None]) -> Iterator[pytest.MonkeyPatc
 
 
 def read_log(name: str, log: str, shared: int) -> Compiled:
-    """Of `ptxas -v`."""
+    """Read the log of `ptxas -v`."""
     registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, f"ptxas does not say what {name} takes:\n{log}"
     assert spilled is not None, log

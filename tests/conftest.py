@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test counts into a recorder of its own, which raises on names that the catalogue does not know.
+"""Each test has its own metrics recorder, which raises on names that the catalogue does not list.
 
-Slow tests wait until they are asked for: `pytest -m slow`, or `-m "slow or not slow"` for all.
+Slow tests are skipped unless requested: `pytest -m slow`, or `-m "slow or not slow"` for all tests.
 """
 
 import os
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Not in a worker of several, each of which collects everything."""
+    """Start the files for Triton's interpreter in the main process only, since every xdist worker collects them."""
     here = DEVICE == "cpu" and not INTERPRETED and "PYTEST_XDIST_WORKER" not in os.environ
     if here and not session.config.option.collectonly:
         start_interpreted({item.path for item in session.items if item.name == NAME})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders under dynaxx beside transformers' own code."""
+"""Helpers that compare encoders under dynaxx with transformers' own code."""
 
 import copy
 

@@ -115,7 +115,7 @@ REFUSED = (
 
 
 def row(family: Family, said: str) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     return f"| {family.name} | `{family.model}` | {family.pattern} | {said} |"
 
 
@@ -131,7 +131,7 @@ def refusal(family: Family) -> str:
 
 
 def table(check: Callable[[Family], str]) -> list[str]:
-    """The rows of all families."""
+    """Return the rows of all families."""
     return [row(each, check(each)) for each in FAMILIES] + [row(each, f"refused: {refusal(each)}") for each in REFUSED]
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Triton's kernels are tested: on a GPU, or on a CPU under its interpreter, asked for as triton is imported.
+"""Choose where Triton kernels are tested: on a GPU, or on a CPU under Triton's interpreter.
 
-So a file of such tests runs once more, in a process of its own, one such process at a time: they start with the session
-and give way to its other tests, and the tests that wait for them come last.
+The interpreter must be chosen before Triton is imported. Each file of such tests therefore runs a second time, in a
+process of its own, one at a time. These processes start with the session, at low priority, and the tests that wait for
+them come last.
 """
 
 import os

@@ -5,7 +5,7 @@ import torch
 
 
 def softmax_over(q, keys, values, scale):
-    """One query over some keys: output, weights and log-sum-exp; zero, nothing and -inf without keys."""
+    """Return output, weights and log-sum-exp of one query over some keys; without keys, zeros, no weights and -inf."""
     if not len(keys):
         return values.new_zeros(values.shape[-1]), keys.new_zeros(0), torch.tensor(-torch.inf, dtype=q.dtype)
     logits = keys @ q * scale
@@ -14,7 +14,7 @@ def softmax_over(q, keys, values, scale):
 
 
 def windows_of(x, sizes):
-    """One sequence (tokens, heads, dim) -> (compressed, cmp_block, heads, dim)."""
+    """Gather the windows of one sequence: (tokens, heads, dim) -> (compressed, cmp_block, heads, dim)."""
     starts = range(0, max(0, len(x) - sizes.cmp_block + 1), sizes.cmp_stride)
     parts = [x[start : start + sizes.cmp_block] for start in starts]
     return torch.stack(parts) if parts else x.new_zeros(0, sizes.cmp_block, *x.shape[1:])
@@ -51,7 +51,7 @@ def keys_of(blocks, position, sizes):
 
 
 def nsa_oracle(q, k, v, k_cmp, v_cmp, gates, sizes, scale, block_indices=None):
-    """One sequence: (seqlen_q, q_heads, head_dim_v) and the blocks chosen, (seqlen_q, kv_heads) lists."""
+    """Return (seqlen_q, q_heads, head_dim_v) of one sequence, and the blocks chosen, (seqlen_q, kv_heads) lists."""
     group, offset = q.shape[1] // k.shape[1], len(k) - len(q)
     blocks = -(-len(k) // sizes.slc_block)
     rows, chosen = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up results of every tool, of the shape that the tools write: what the report's tests show."""
+"""Invented results in the form that each tool writes, for the tests of the report."""
 
 import base64
 import json

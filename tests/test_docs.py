@@ -55,7 +55,7 @@ def test_the_readme_runs_a_model_as_it_says(tmp_path, monkeypatch):
 
 
 def commands(page):
-    """What a page tells a reader to type: lines of unnamed blocks, and code within a line."""
+    """Return what a page tells a reader to type: lines of unnamed code blocks, and code within a line."""
     text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in fences if not language]
@@ -69,7 +69,7 @@ def commands(page):
 
 
 def with_helpers(script):
-    """The text of a script and of the modules beside it that it imports: one of them may declare an option."""
+    """Return the text of a script and of the modules beside it that it imports, because they may declare options."""
     text = script.read_text(encoding="utf-8")
     helpers = [script.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, flags=re.MULTILINE)]
     return text + "".join(helper.read_text(encoding="utf-8") for helper in helpers if helper.is_file())
@@ -100,7 +100,7 @@ def test_commands_exist(page):
 
 
 def anchors(page):
-    """The headings of a page as links name them."""
+    """Return the headings of a page, written as in links."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -106,7 +106,7 @@ def imports_of(path: Path) -> list[str]:
 
 
 def import_graph(room: str) -> dict[str, set[str]]:
-    """Which modules of a room each of its modules imports; of a package and a module in it, only the latter."""
+    """Return the modules of a room that each of its modules imports; `a.b` stands for package `a` as well."""
     files = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else [*(SOURCE / room).rglob("*.py")]
     name_of = lambda path: ".".join(("dynaxx", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
         ".__init__"
@@ -120,7 +120,7 @@ def import_graph(room: str) -> dict[str, set[str]]:
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
-    """A circle of imports, first module last again; empty where there is none."""
+    """Return a circle of imports, with the first module repeated at the end; empty if there is none."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ TEXT = "\n\n".join(
 
 
 def llama():
-    """Two layers, six q heads of 16 on two kv heads, 64 tokens in the vocabulary."""
+    """Return a Llama of two layers: six q heads of 16 on two kv heads, 64 tokens in the vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ def free_ports(count):
 
 
 def backends(folder):
-    """The wheel's Python backend beside the stub for this Python, as the server wants them."""
+    """Copy the wheel's Python backend and the stub for this Python to where the server expects them."""
     target = folder / "backends" / "python"
     if not target.exists():
         shutil.copytree(SERVER / "backends" / "python", target)
@@ -38,7 +38,7 @@ def backends(folder):
 
 
 class TritonServer:
-    """A server for a model repository; a context manager that ends it."""
+    """A server for a model repository, as a context manager that stops it."""
 
     def __init__(self, repository, folder, *, environment=(), options=("--model-control-mode=explicit",)):
         self.repository, self.log = Path(repository), Path(folder) / "server.log"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine in a process of its own: what tests compare with. Reads a JSON request, writes a JSON answer.
+"""Run a vLLM engine in a separate process, for tests to compare with. Read a JSON request, write a JSON answer.
 
     python tests/vllm_engine_run.py request.json answer.json
 

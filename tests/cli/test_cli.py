@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: codes, messages, clean stdout. The tools' own tests are elsewhere; slow ones are stood in for."""
+"""The command line: exit codes, messages, and a stdout that holds the result only. Stand-ins replace slow tools."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def calm(monkeypatch):
-    """No measured ceilings (seconds), only the reference backend, one thread: tiny models gain nothing from more."""
+    """Skip the measured ceilings, which take seconds; use the reference backend only, and one thread."""
     monkeypatch.setattr(profile, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
     monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
     threads = torch.get_num_threads()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python and the ONNX operator pass to the core has the fields that the core's sources name, in their order."""
+"""Python and the ONNX operator pass structures whose fields equal those of the core's sources, in the same order."""
 
 import ctypes
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled library is loaded from the cache only if nobody else can have written it."""
+"""A compiled library is loaded from the cache only if no other user can have written it."""
 
 import os
 import shutil

@@ -32,7 +32,7 @@ def batch_of(rows=2, length=LENGTH):
 
 
 def rows_of(ranks, step, rank):
-    """The rows that a rank trains on in a step."""
+    """Return the rows that a rank trains on in a step."""
     ids = torch.randint(1, 64, (2, TRAINED[ranks.device]), generator=torch.Generator().manual_seed(100 * step + rank))
     return ids.to(ranks.device)
 
@@ -88,7 +88,7 @@ def case_the_models_own_attention(ranks: Ranks):
 
 
 def case_rules_by_layer_and_head(ranks: Ranks):
-    """Each head has a window of its own, layer 1 is dense."""
+    """Give each head its own window; layer 1 is dense."""
     model = llama()
     rules = [
         dx.Rule.of(dx.SlidingWindow(20 + 17 * head) | dx.Sink(2), layers=[layer], heads=[head])
@@ -117,7 +117,7 @@ def case_one_kv_head_for_two_ranks(ranks: Ranks):
 
 
 def case_windows_of_the_model(ranks: Ranks):
-    """A window as long as a rank's share: local masks say nothing of it."""
+    """Run windows shorter and longer than a rank's share, which local masks cannot show."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(0)
@@ -204,7 +204,7 @@ def train(ranks, engine, steps=3):
 
 
 def zero(ranks, model, stage):
-    """The losses of a model under DeepSpeed's ZeRO, and those of plain torch on the same rows."""
+    """Return the losses of a model under DeepSpeed's ZeRO, and those of plain torch on the same rows."""
     import deepspeed
 
     start(ranks)
@@ -230,7 +230,7 @@ def zero(ranks, model, stage):
 
 
 def windowed():
-    """A model with windows of its own, on dynaxx's kernels."""
+    """Return a model with its own windows, on dynaxx's kernels."""
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
@@ -255,7 +255,7 @@ def _trains(ranks, stage):
 
 
 def case_zero_3_trains_native_sparse_attention(ranks: Ranks):
-    """A Llama whose attention is native sparse attention."""
+    """Train a Llama whose attention is native sparse attention."""
     from dynaxx.integrations.transformers.nsa_llama import convert_to_native
     from dynaxx.layout.nsa import NativeSizes
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed on one GPU or two, through NCCL; `ranks.py` runs them.
 
-The cases that compare are those of `deepspeed_cases.py`, on another device. Ulysses needs two ranks; on one its cases
+The comparing cases are those of `deepspeed_cases.py` on another device. Ulysses needs two ranks; on one rank, its cases
 do nothing.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers models with the sequence split over ranks give what one device gives."""
+"""Transformers models with the sequence split over ranks give the results of one device."""
 
 import pytest
 import torch

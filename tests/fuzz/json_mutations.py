@@ -75,7 +75,7 @@ trees = st.recursive(
 
 
 def places(tree, path=()):
-    """Every path within a document."""
+    """Return every path within a document."""
     yield path
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
         yield from places(value, (*path, key))
@@ -89,7 +89,7 @@ def at(tree, path):
 
 @st.composite
 def spoiled(draw, documents):
-    """One of some documents with up to four changes: values replaced, removed, repeated, renamed, moved, nested."""
+    """Change one of the documents up to four times: replace, remove, repeat, rename, move or nest a value."""
     tree = copy.deepcopy(draw(st.sampled_from(documents)))
     for _ in range(draw(st.integers(0, 4))):
         paths = [path for path in places(tree) if path]
@@ -118,7 +118,7 @@ def spoiled(draw, documents):
 
 @st.composite
 def spoiled_text(draw, documents):
-    """A spoiled document as bytes, which may be cut, and have bytes changed and put in."""
+    """Return a spoiled document as bytes, possibly cut, with bytes changed or inserted."""
     data = json.dumps(draw(spoiled(documents))).encode("utf-8", "surrogatepass")
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 3)))):
         start, stop = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents from strangers: whatever a file holds, it is taken or refused in words, soon, and what is taken runs.
+"""Untrusted documents: each file is either refused quickly, with a message, or accepted, and then it runs.
 
 `make fuzz` runs this for ten minutes; `make test` tries a few examples of each.
 """
@@ -151,7 +151,7 @@ def snapshot():
 
 
 def look_twice(read):
-    """Everything that shows a process, from two readings."""
+    """Read twice, and show the overview in every form."""
     terminal = pytest.importorskip("dynaxx.telemetry.terminal")
     watch = Watch(read, "here")
     for _ in range(2):

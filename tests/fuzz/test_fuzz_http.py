@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP from strangers: any bytes as an answer, any bytes as a request; watching and serving goes on."""
+"""Untrusted HTTP: after any bytes as an answer or as a request, watching and serving continue."""
 
 import contextlib
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Background work: dropped when there is too much of it, joined before anything leaves."""
+"""Background work is dropped when its queue is full, and joined before the process exits."""
 
 import subprocess
 import sys

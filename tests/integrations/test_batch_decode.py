@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode rules within transformers' continuous batching: every request chooses its pages as it would alone."""
+"""Decode rules in transformers' continuous batching: each request selects the pages that it would select alone."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def served(model, asked, *, page_size=32, num_blocks=64, max_batch_tokens=1024, 
 
 
 def alone(model, asked):
-    """The same, one request at a time."""
+    """Generate the same tokens, one request at a time."""
     generate = lambda ids: model.generate(torch.tensor([ids]), generation_config=settings())[0, len(ids) :].tolist()
     return [(ids, generate(ids)) for ids in asked]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' continuous batching under a policy: every request as it would run alone."""
+"""transformers' continuous batching under a policy gives each request the result that it has alone."""
 
 import pytest
 import torch

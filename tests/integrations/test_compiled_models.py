@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled models under a handle: one compile, no graph break, and in every call what happens without a compiler."""
+"""Compiled models under a handle compile once, without a graph break, and behave like uncompiled ones in every call."""
 
 import pytest
 import torch

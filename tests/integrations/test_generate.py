@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding under a policy in transformers: the tokens that generate makes, against dense and against the definition."""
+"""Decoding under a policy in transformers: generate's tokens compared with dense attention and with the definition."""
 
 import pytest
 import torch

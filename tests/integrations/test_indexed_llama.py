@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama converted to tokens that an indexer chooses: the dense model at first, saved and loaded, decoded, trained."""
+"""A Llama converted to tokens that an indexer selects: equal to dense at first; saved, decoded and trained."""
 
 import json
 

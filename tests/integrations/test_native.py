@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dynaxx.apply(model)` without a policy: every family's own attention, exactly, in every phase.
 
-Error budgets come from fp64: dynaxx in fp32 may be off by twice what transformers' eager attention is in fp32.
+Errors are measured against fp64: dynaxx in fp32 may have twice the error of transformers' eager attention in fp32.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ def ids_of(batch, seqlen, seed=1):
 
 
 def padded(seqlen=90):
-    """A batch whose rows are padded on the left, on the right, and not."""
+    """Return a batch of three rows: padded on the left, padded on the right, and not padded."""
     mask = torch.ones(3, seqlen, dtype=torch.int64)
     mask[0, :31], mask[1, 70:] = 0, 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -55,7 +55,7 @@ def packed():
 
 
 def alone(arguments):
-    """The rows of a padded batch as batches of one: eager attention in fp64 makes NaN of padding."""
+    """Return the rows of a padded batch as batches of one, because eager attention in fp64 gives NaN for padding."""
     if "attention_mask" not in arguments:
         return [arguments]
     ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
@@ -78,13 +78,13 @@ def run(model, arguments, *, grads=False):
 
 
 def exactly(model, arguments, grads):
-    """What `run` should find: each sequence alone."""
+    """Return what `run` should find, from a run of each sequence alone."""
     parts = [run(model, each, grads=grads) for each in alone(arguments)]
     return {**parts[0], "logits": torch.cat([part["logits"].flatten(0, -2) for part in parts])}
 
 
 def hold(got, eager, exact):
-    """Each tensor within twice the error of eager attention in fp32, and rounding."""
+    """Assert that each error is at most twice that of eager attention in fp32, plus rounding."""
     assert got.keys() == eager.keys() == exact.keys()
     largest = max([want.abs().max() for name, want in exact.items() if name != "logits"], default=0.0)
     for name, want in exact.items():
@@ -145,7 +145,7 @@ def test_the_table_names_no_other_family():
 
 
 def masks(monkeypatch, name, **arguments):
-    """The lazy masks of a model's pass."""
+    """Return the lazy masks of a model's forward pass."""
     found = []
     make = lazy_mask.LazyMask.of.__func__
     catch = lambda cls, *args: found.append(make(cls, *args)) or found[-1]
@@ -361,7 +361,7 @@ def test_a_pickled_model_has_the_attention_it_had():
 
 
 class OddCache(transformers.DynamicCache):
-    """A cache that is equal to others, and has no hash."""
+    """A cache that equals every other cache and has no hash."""
 
     __hash__ = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx.apply` on encoders that go through AttentionInterface: their own pattern, and a window by request."""
+"""`dynaxx.apply` on encoders that use AttentionInterface: their own pattern, or a requested window."""
 
 import pytest
 import torch

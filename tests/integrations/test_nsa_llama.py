@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama converted to native sparse attention: near dense at first, saved and loaded, decoded as trained, trained."""
+"""A Llama converted to native sparse attention: near dense at first; saved, decoded as in training, and trained."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers on oneDNN: the same results, gradients and state dict; removed without a trace."""
+"""Linear layers on oneDNN have the same results, gradients and state dict, and removing them restores the model."""
 
 import copy
 

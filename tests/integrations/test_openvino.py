@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in OpenVINO, dense and with a policy inside: what transformers computes, within 1e-4. `make test-openvino`."""
+"""Models in OpenVINO, dense or with a policy, match transformers within 1e-4. `make test-openvino` runs this."""
 
 import re
 from pathlib import Path

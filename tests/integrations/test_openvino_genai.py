@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy in OpenVINO GenAI's words: what can be said is said, and everything else is refused with the fix."""
+"""A policy is translated to OpenVINO GenAI's configuration, or refused with a message that names the fix."""
 
 from typing import Any
 

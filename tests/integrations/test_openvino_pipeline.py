@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenVINO GenAI runs a real model by a config that `sparse_attention_config` wrote. `make test-openvino`."""
+"""OpenVINO GenAI runs a real model with a `sparse_attention_config`. `make test-openvino` runs this."""
 
 import ctypes
 import importlib.util

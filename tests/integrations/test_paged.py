@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a serving engine over paged caches, and the engine's policy: all that needs no vLLM."""
+"""Steps of a serving engine over paged caches, and its policy; these tests need no vLLM."""
 
 import random
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from dynaxx.testing import oracle_attention
 
 
 class Namespace(SimpleNamespace):
-    """One that can be held weakly."""
+    """A namespace that weak references can refer to."""
 
 
 FACTS = ModelFacts(model_type="llama", layers=2, q_heads=6, kv_heads=2, head_dim=16)
@@ -389,7 +389,7 @@ def test_shares_of_a_decode_plan_are_its_kv_heads():
 
 
 def config(**changes):
-    """As much of vLLM's configuration as a policy is held against."""
+    """Return the part of vLLM's configuration that a policy is compared with."""
     facts = Namespace(
         model_type="llama", num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16
     )
@@ -412,7 +412,7 @@ def config(**changes):
 
 
 def attention(**changes):
-    """As much of vLLM's `Attention` as is looked at."""
+    """Return an object with the attributes of vLLM's `Attention` that the plugin reads."""
     layer = Namespace(
         impl=Namespace(scale=0.25, sinks=None, alibi_slopes=None, logits_soft_cap=0),
         attn_type="decoder", sliding_window=None, kv_sharing_target_layer_name=None, head_size=16, head_size_v=16,

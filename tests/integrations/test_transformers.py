@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx.apply` in real transformers models with random weights: exact where dense, exact to the mask where sparse."""
+"""`dynaxx.apply` in random transformers models: dense layers are exact, sparse layers are exact for their mask."""
 
 import copy
 import gc

@@ -39,7 +39,7 @@ CHUNKS = {"max_num_batched_tokens": 256, "max_num_seqs": 16}  # prompts are cut,
 
 
 def save(folder, config):
-    """A random model of vLLM's kind of head sizes."""
+    """Save a random model whose head sizes vLLM serves."""
     import transformers
 
     from tiny import save_tiny_model
@@ -138,7 +138,7 @@ def test_the_entry_point_leads_to_the_plugin():
 
 @pytest.fixture(scope="module")
 def own(llama, tmp_path_factory):
-    """What vLLM's own backend says to prompts of this file, made once."""
+    """Return the answers of vLLM's own backend to the prompts of this file; computed once."""
     prompts = [prompt for case in PROMPTS.values() for prompt in case]
     answer = run(tmp_path_factory.mktemp("own"), llama, prompts, **CHUNKS)
     assert answer.pop("status") == {"active": False, "reason": "DYNAXX_POLICY is not set"}
@@ -211,7 +211,7 @@ def test_two_ranks_give_what_one_gives(tmp_path, llama):
 
 @pytest.fixture(scope="module")
 def served(llama, tmp_path_factory):
-    """An engine in this process, under a sparse policy for some layers and heads."""
+    """Start an engine in this process, with a sparse policy for some layers and heads."""
     rules = (dx.Rule.of(SPARSE, layers=[0], heads=[0, 1, 3]), dx.Rule.of(SPARSE, layers=[2]), DECODE)
     path = policy_file(tmp_path_factory.mktemp("served"), llama, *rules, dense_below=100)
     with pytest.MonkeyPatch.context() as patch:
@@ -368,7 +368,7 @@ def test_a_server_answers_many_clients_at_a_time(llama, tmp_path):
 
 
 def answers(port):
-    """Whether a server is healthy."""
+    """Return whether a server is healthy."""
     connection = http.client.HTTPConnection("localhost", port, timeout=5)
     try:
         connection.request("GET", "/health")

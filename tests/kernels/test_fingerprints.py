@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled for sm_90, kernels are the code that is on record. See `fingerprints.py` for how to renew the record."""
+"""Kernels compiled for sm_90 match the recorded fingerprints. See `fingerprints.py` for how to record them again."""
 
 import json
 

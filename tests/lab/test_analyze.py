@@ -258,7 +258,7 @@ def test_the_model_is_left_as_it_was_also_after_an_error(tiny, training):
 
 
 class _Largest(TorchDispatchMode):
-    """The most elements any tensor had."""
+    """Record the number of elements of the largest tensor."""
 
     def __init__(self):
         super().__init__()

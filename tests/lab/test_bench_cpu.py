@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU suite on small shapes: it tests before it times, and times what is asked for."""
+"""The CPU suite on small shapes checks results before it times them, and times the requested rows."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of text: each is there, long enough, of its kind, and the same every time."""
+"""Each kind of text is available, long enough, of its kind, and the same every time."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""profile: the parts add up, the model is left as it was, the verdict follows the numbers."""
+"""profile: the parts add up, the model is unchanged afterwards, and the verdict follows the numbers."""
 
 import dataclasses
 import json

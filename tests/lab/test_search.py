@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner's search: where it looks, on which texts and tasks it decides, and how it does on kinds it never saw."""
+"""The tuner's search: the budgets that it tries, the texts and tasks that decide, and its results on unseen kinds."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long-context tasks: each is what its definition says, at the length that was asked for, the same every time."""
+"""Long-context tasks follow their definitions, have the requested length, and are the same every time."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ THE_OTHERS = ("vt", "cwe", "fwe", "qa_1", "qa_2")
 
 
 class Pieces:
-    """A tokenizer of short runs of letters, single digits and other characters; it learns as it goes."""
+    """A tokenizer of short runs of letters, single digits and other characters. It learns new pieces as they come."""
 
     def __init__(self):
         self.ids, self.pieces = {}, []

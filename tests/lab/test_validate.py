@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`validate` on a tiny model: what it measures is what is there, and it fails what should fail."""
+"""`validate` on a tiny model measures correctly, and fails what should fail."""
 
 import copy
 import json

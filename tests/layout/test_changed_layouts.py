@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing to a layout or a page table while it is in use gives other numbers, never a crash or a hang."""
+"""Writing to a layout or page table during its use may change results, but never crashes or hangs."""
 
 import copy
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`IndexedSparseAttention`: dense where it may choose everything, two losses that do not mix, both stages."""
+"""`IndexedSparseAttention`: dense if it may select all tokens; two separate losses; both stages of training."""
 
 import pytest
 import torch

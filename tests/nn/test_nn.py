@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules: packed as alone, decoded as trained, near dense where they say so, saved and compiled."""
+"""The modules: packed batches equal single sequences, decoding equals training, and models save and compile."""
 
 import copy
 from dataclasses import replace

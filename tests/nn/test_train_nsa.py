@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/train_native.py` at a tiny size: it goes on after it was killed, and lengthens its sequences."""
+"""`examples/train_native.py` at a tiny size continues after it was killed, and lengthens its sequences."""
 
 import json
 import os
@@ -33,7 +33,7 @@ COMMAND += [
 
 @pytest.fixture(scope="module")
 def examples():
-    """The modules of the example by name."""
+    """Return the modules of the example by name."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         import native_data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A default device other than the CPU, as GPU users set it, changes nothing; the test uses a device without data."""
+"""Results do not depend on torch's default device. The tests set it to "meta", whose tensors have no data."""
 
 import pytest
 import torch

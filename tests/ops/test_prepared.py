@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prepared call gives the results of the call that it repeats, bit by bit, and serves nothing else."""
+"""A prepared call gives, bit by bit, the results of the call that it repeats, and refuses any other call."""
 
 import itertools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is built is what its name says: wheels with and without the core, a source distribution that is whole."""
+"""Wheels with and without the core, and the source distribution, contain what their names say."""
 
 import os
 import re
@@ -27,7 +27,7 @@ if [ -n "$source" ]; then : > "$(basename "$source" .cpp).o"; else : > "$out"; f
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of what a build needs."""
+    """Copy the files that a build needs."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path / "tree"
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".*_cache", ".hypothesis")

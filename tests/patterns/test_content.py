@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global tokens by content: matches, resolution per request, and what a layer then sees, also through a whole model."""
+"""Global tokens by content: matching, resolution per request, and the keys that a layer then sees, also in a model."""
 
 import importlib.util
 
@@ -202,7 +202,7 @@ def close(a, b):
 
 
 def alone(model, rule, ids):
-    """What a static policy made for exactly this sequence gives."""
+    """Return the result of a static policy made for exactly this sequence."""
     with dx.apply(model, policy_for(model, rule.resolve(ids))):
         return logits(model, input_ids=ids[None])[0]
 

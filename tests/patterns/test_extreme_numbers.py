@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers far beyond every grid: patterns and selectors clip them to what exists, or refuse them at once."""
+"""Extreme numbers: patterns and selectors clip them to the sequence, or refuse them at once."""
 
 import time
 import tracemalloc

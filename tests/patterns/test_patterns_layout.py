@@ -213,7 +213,7 @@ def test_a_million_tokens_stay_small():
 
 
 class Counted(TorchDispatchMode):
-    """How many operations of torch run in it."""
+    """Count the torch operations that run inside."""
 
     count = 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard: what it measures is true, what it does is what the policy says, and no request ever hears of a failure."""
+"""The guard measures correctly and acts as the policy says, and its failures never reach a request."""
 
 import errno
 import gc
@@ -245,7 +245,7 @@ def test_a_base_model_has_no_next_token(model):
 
 
 class CompilationError(Exception):
-    """As triton's."""
+    """A stand-in for Triton's error of this name."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy files from strangers: bounded work, no hang on pipes, no control characters in logs, the umask kept."""
+"""Untrusted policy files: bounded work, no hang on pipes, no control characters in logs, the umask kept."""
 
 import json
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with a policy counts what it does: what it says is what ran."""
+"""A model with a policy counts its calls, and the counts match what ran."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a probe says about attention calls is what ran, and it never gets in their way."""
+"""Probes report the attention calls that ran, and never disturb them."""
 
 from itertools import pairwise
 
@@ -162,7 +162,7 @@ def test_tiny_layouts(telemetry, probe, layout):
 
 
 class LateClock:
-    """A device that is never there yet, until it is."""
+    """A device that is never ready, until the test says so."""
 
     arrived = False
 

@@ -87,7 +87,7 @@ def plans(draw: random.Random) -> None:
 
 
 def attention(draw: random.Random) -> None:
-    """A forward launch with one field that contradicts the others, and any scale and softcap."""
+    """Draw a forward launch with one field that contradicts the others, and any scale and softcap."""
     library, layout = active_library(), PATTERN.layout(100, block_size=16)
     q, k, v = (torch.randn(1, 100, heads, 16) for heads in (4, 2, 2))
     out, lse = torch.empty(1, 100, 4, 16), torch.empty(1, 4, 100)
@@ -174,7 +174,7 @@ def token_lists(draw: random.Random) -> None:
 
 
 def steps(draw: random.Random) -> None:
-    """A decoding step over chosen tokens, and the choice of an indexer."""
+    """Draw a decoding step over chosen tokens, and the choice of an indexer."""
     library = active_library()
     k = torch.randn(12, 16, 2, 16)
     table = torch.tensor([[draw.choice((*INT32, *range(12))) for _ in range(6)] for _ in range(2)], dtype=torch.int32)
@@ -214,7 +214,7 @@ def steps(draw: random.Random) -> None:
 
 
 def shared(draw: random.Random) -> None:
-    """A page table, lengths and a layout that another thread keeps writing to."""
+    """Draw a page table, lengths and a layout, to which another thread keeps writing."""
     library = active_library()
     if not hasattr(library, "dynaxx_test_write"):
         return

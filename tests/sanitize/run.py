@@ -29,7 +29,7 @@ CORE = Path("dynaxx/core/source")
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """How to compile for a sanitizer, what to load before Python, its options, and a bug that it must find."""
+    """How to compile with a sanitizer and run under it, and a bug that it must find."""
 
     name: str
     flags: tuple[str, ...]

@@ -89,7 +89,7 @@ def test_a_hybrid_shows_its_pattern_and_the_budget_beside_it(scorer):
 
 
 def planted(block):
-    """Every query attends to kv block `block` alone, but for the noise."""
+    """Return queries and keys with which every query attends almost only to kv block `block`."""
     q, k, _ = make_qkv(1, 256, 256, 2, 1, 16)
     q, k = q * 0.1, k * 0.1
     q[..., 0] = 8.0
@@ -234,7 +234,7 @@ def test_memory_budget_does_not_change_the_choice(scorer, budget):
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made within held at once."""
+    """Record the most bytes that tensors allocated inside held at once."""
 
     def __init__(self):
         super().__init__()
@@ -259,7 +259,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def peak_bytes(rule, memory_budget):
-    """Of a selection over 4,101 tokens, the layout's own share taken off."""
+    """Return the peak memory of a selection over 4,101 tokens, without the layout's own bytes."""
     q, k, _ = make_qkv(1, 4101, 4101, 4, 2, 32, dtype=torch.bfloat16)
     with PeakBytes() as memory:
         layout = dx.select_blocks(q, k, dx.Sink(4) | rule, block_size=16, memory_budget=memory_budget)

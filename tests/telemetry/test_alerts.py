@@ -142,7 +142,7 @@ def ask(port: int, path: str, **parameters: str) -> dict:
 
 
 def serve_everything(numbers: Recorder) -> None:
-    """A value in every series that there is, sane ones, but for a kill switch that is on and calls that fall back."""
+    """Serve every series with a sane value, but with the kill switch on and with calls that fall back."""
     view = numbers.bind(model_name="smollm2")
     for metric in CATALOG.values():
         labels = {label: {"layer": "3", "route": "sparse", "result": "ok"}.get(label, "x") for label in metric.labels}

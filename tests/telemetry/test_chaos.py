@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chaos run, for a few seconds: everything happens, and no request notices."""
+"""A chaos run of a few seconds: every fault occurs, and no request fails."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drift: found within its stated delay, never where nothing changed, and a policy is renewed from what was recorded."""
+"""Drift is found within the stated delay and not without a change; a policy is renewed from the records."""
 
 import json
 
@@ -32,7 +32,7 @@ def reference(seed=0, calls=200):
 
 
 def run(detector, generator, calls, shift=lambda call, layer: 0.0):
-    """The first call at which a layer has drifted, and that layer."""
+    """Return the first call at which a layer has drifted, and that layer."""
     for call in range(calls):
         for layer in range(LAYERS):
             found = detector.add(layer, draw(generator, shift(call, layer)))

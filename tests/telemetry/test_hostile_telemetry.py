@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints, snapshot files and clients from strangers: whoever watches sees a problem, never an old state for ever."""
+"""Untrusted endpoints, snapshot files and clients: a watcher sees a problem, and never an outdated state for long."""
 
 import contextlib
 import http.client
@@ -34,7 +34,7 @@ EVIL = "\x1b]0;owned\x07\u202e"
 
 @contextlib.contextmanager
 def tcp_server(answer):
-    """A socket that sends `answer` to whoever connects; a list of answers is sent one by one, the last for ever."""
+    """Send `answer` to every client. A list of answers is sent one by one, the last one repeatedly."""
     listening = socket.create_server(("127.0.0.1", 0))
     answers = list(answer) if isinstance(answer, list) else [answer]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs are structured on request, and say nothing of what people asked."""
+"""Logs can be structured, and contain nothing of the prompts."""
 
 import io
 import json

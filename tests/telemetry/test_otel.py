@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our metrics as OpenTelemetry collects them."""
+"""OpenTelemetry collects the metrics of dynaxx."""
 
 import pytest
 

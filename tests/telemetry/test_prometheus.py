@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our metrics as Prometheus reads them: from our endpoint, from another's registry, from several processes."""
+"""Prometheus reads the metrics from dynaxx's endpoint, from another registry, and from several processes."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def fetch(url: str) -> str:
 
 
 def samples(text: str) -> dict[str, float]:
-    """By name and the labels that are ours."""
+    """Return the samples by name and by the labels that dynaxx sets."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

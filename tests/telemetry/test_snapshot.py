@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots say what was counted, and the snapshot file is whole, whatever happens to its disk and its clock."""
+"""Snapshots contain what was counted; the file stays complete despite faults of the disk or the clock."""
 
 import errno
 import json

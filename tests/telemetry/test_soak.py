@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak, short and on a tiny model: everything happens, nobody notices, and a steady run raises no alarm."""
+"""A short soak on a tiny model: every fault occurs, no request fails, and a steady run raises no alarm."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A tiny model whose attention is not flat, a text, and where the policy is kept between the runs."""
+    """Return a tiny model whose attention is not flat, a text, and the path at which runs keep the policy."""
     folder = tmp_path_factory.mktemp("soak")
     save_tiny_model(folder / "model")
     loaded = load_model(folder / "model")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted: the catalogue, the recorder, and that nothing of it reaches a request."""
+"""The catalogue and the recorder; errors in counting never reach a request."""
 
 import math
 import os

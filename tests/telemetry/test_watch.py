@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dynaxx watch` says of a process, in a terminal, as JSON and on a page, is what the process counted."""
+"""`dynaxx watch` shows what a process counted, in a terminal, as JSON and on a page."""
 
 import importlib
 import io
@@ -284,7 +284,7 @@ def test_serve_metrics_serves_a_snapshot_file_and_notices_when_it_goes(telemetry
 
 
 def start(*arguments: str) -> tuple[subprocess.Popen, str]:
-    """A command that serves, and the URL that it says."""
+    """Start a command that serves; return the URL that it prints."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dynaxx", *arguments],
         stderr=subprocess.PIPE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel package for Hugging Face's `kernels`: `make test-kernels` has the loader."""
+"""The kernel package for Hugging Face's `kernels`. `make test-kernels` runs these tests with its loader."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of TensorRT for RTX, built without a GPU: `make test-tensorrt` has TensorRT. None of them is run."""
+"""Engines of TensorRT for RTX are built, without a GPU, but not run. `make test-tensorrt` runs this with TensorRT."""
 
 import importlib.util
 import json

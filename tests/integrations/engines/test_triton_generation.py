@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's Python model does, without a server: batches, tokens, draws, text pieces, repositories, metrics."""
+"""The Python model for Triton, without a server: batches, tokens, sampling, text pieces, repositories, metrics."""
 
 import json
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ class Kept:
 
 
 def alone(model, prompt):
-    """What transformers generates for one prompt."""
+    """Return what transformers generates for one prompt."""
     ids = torch.tensor([prompt.ids])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=prompt.max_tokens)
     return out[0, ids.shape[1] :].tolist()

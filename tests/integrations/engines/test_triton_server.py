@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model repositories in a real Triton Inference Server: `make test-triton` runs it in an environment of its own.
 
-Requests go over real HTTP and gRPC. Answers are held to transformers' own tokens, generated here for each prompt alone.
+Requests go over real HTTP and gRPC. Answers must equal the tokens that transformers generates for each prompt alone.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ def prompts(count, seed=0):
 
 
 class Place:
-    """A model, its repository, and what transformers generates."""
+    """A model, its repository, and what transformers generates with it."""
 
     def __init__(self, folder):
         self.folder, self.repository = folder, folder / "repository"
@@ -72,7 +72,7 @@ class Place:
         return self.repository / "dynaxx" / "1" / "policy.json"
 
     def expected(self, ids, most, rules=SPARSE):
-        """The tokens of transformers' generate for one prompt; of the model without dynaxx where rules is None."""
+        """Return the tokens that transformers generates for one prompt; without dynaxx if `rules` is None."""
         ids = torch.tensor([ids])
         generate = lambda: self.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most
@@ -111,7 +111,7 @@ def inputs(module, **values):
 
 
 class Streams:
-    """A gRPC stream; requests by id, answers as they come."""
+    """A gRPC stream. Requests have ids; answers arrive in any order."""
 
     def __init__(self, server, model="dynaxx"):
         self.client, self.model = grpc.InferenceServerClient(server.grpc), model
@@ -124,7 +124,7 @@ class Streams:
         )
 
     def collect(self, count, seconds=300):
-        """By request id: its pieces of tokens, its text and its end, once `count` requests ended."""
+        """Return for each request its token pieces, its text and its end, once `count` requests have ended."""
         found, errors, ended = {}, [], 0
         end = time.monotonic() + seconds
         while ended < count:
@@ -149,7 +149,7 @@ class Streams:
 
 
 def post(address, path, **body):
-    """An HTTP request with JSON; the status and the answer."""
+    """Send JSON over HTTP; return the status and the answer."""
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"http://{address}/v2/{path}", data, {"Content-Type": "application/json"})
     try:
@@ -166,7 +166,7 @@ def numbers(server):
 
 
 def number(server, name, *having):
-    """The sum of a metric over the series that hold some texts."""
+    """Sum a metric over the series whose labels contain the given texts."""
     lines = [line for line in numbers(server).splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     return sum(float(line.rpartition(" ")[2]) for line in lines if all(each in line for each in having))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported graphs in ONNX Runtime say what torch says; what cannot be written is refused before the work."""
+"""Exported graphs compute in ONNX Runtime what torch computes; impossible exports are refused at once."""
 
 import errno
 import json

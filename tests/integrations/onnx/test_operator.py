@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator computes and chooses what dynaxx does in torch, for each rule, block size, length and head grouping."""
+"""The operator's choices and results equal dynaxx's in torch, for each rule, block size, length and head grouping."""
 
 import contextlib
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain operations says what the kernels say, for every static rule, length and head grouping."""
+"""Attention in plain operations gives the results of the kernels, for every static rule, length and head grouping."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's sources compile against the core's: a change there must not break them unseen."""
+"""The operator's sources compile against the core's, so that changes of the core cannot break them unnoticed."""
 
 import shlex
 import subprocess

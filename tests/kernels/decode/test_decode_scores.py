@@ -85,7 +85,7 @@ def test_random_caches_in_triton(seed):
 
 
 def check_a_budget(backend, device="cpu"):
-    """A budget selects the same pages with and without the options, and their attention is right."""
+    """Check that a budget selects the same pages with and without the options, and that their attention is right."""
     gen = torch.Generator().manual_seed(7)
     k, v = torch.randn(2, 2, 200, 2, 16, generator=gen)
     used = torch.tensor([200, 77], dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded decode step of native sparse attention holds its launches only, and gives the first call's result."""
+"""A recorded decode step of native sparse attention contains only its launches, and repeats the first call's result."""
 
 import os
 

@@ -65,7 +65,7 @@ def selection_case(seed, dtype=torch.float32, lengths=(0, 1, 40, 77), head_dim=1
 
 
 def check_selection(q, k, lse, spans, heads, kernels=native):
-    """Every selection is right up to rounding: same count, forced blocks included, no better block left out."""
+    """Check that a selection has the right size, has the forced blocks, and omits no better block, up to rounding."""
     got = kernels.select_blocks(q, k, lse, spans, heads, 0.3)
     want = definition.select_blocks(q.double(), k.double(), None if lse is None else lse.double(), spans, heads, 0.3)
     scores = definition.selection_scores(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding over chosen tokens of paged caches: the core against the definition, and that against attention."""
+"""Decoding over chosen tokens of paged caches: the core equals the definition, and the definition equals attention."""
 
 import random
 
