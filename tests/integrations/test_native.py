@@ -346,6 +346,19 @@ def test_decode_rules_compute_with_caps_and_sinks(name):
 # ---- what others do -------------------------------------------------------------------------------------------------
 
 
+def test_old_compilers_get_a_plain_name(monkeypatch):
+    from dynaxx.integrations.transformers import decoder
+
+    monkeypatch.setattr(decoder, "COMPILERS_READ_NAMES", False)
+    model = named("Llama")
+    with dx.apply(model):
+        assert type(model.config._attn_implementation) is str
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch.compile of this version cannot read the name that pickles"
+)
 def test_a_pickled_model_has_the_attention_it_had():
     """Another process has never heard of dynaxx's name."""
     import io

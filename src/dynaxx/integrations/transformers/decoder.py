@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynaxx.errors import UnsupportedInputError
@@ -33,11 +34,14 @@ class _Name(str):
 
 def name_for(before: str) -> str:
     """Return dynaxx's name for a model whose original attention is `before`."""
+    if not COMPILERS_READ_NAMES:
+        return NAME
     name = _Name(NAME)
     name.before = before
     return name
 
 
+COMPILERS_READ_NAMES = torch.__version__ >= "2.13"  # torch.compile of 2.11 fails on a subclass of str
 NAME = "dynaxx"  # transformers treats names with "flash", "sdpa", "flex_attention" or "/" specially
 DENSE = "sdpa"
 SERVED = {"sdpa", "eager"}  # attention functions of transformers to which a handle can fall back
