@@ -47,6 +47,16 @@ def test_choices_are_those_of_sorting(size, queries, keys, count, monkeypatch):
 
 
 @runs_here
+def test_large_blocks(monkeypatch):
+    torch.manual_seed(1)
+    inputs = draw(4, 300)
+    choice = dx.TopKTokens(256, block_size=128)
+    want = dx.index_tokens(*(x.double() for x in inputs), choice, backend="reference")
+    for _ in both_ways(monkeypatch):
+        assert torch.equal(dx.index_tokens(*inputs, choice, backend="triton"), want)
+
+
+@runs_here
 def test_packed_int8_and_many_heads(monkeypatch):
     torch.manual_seed(0)
     q, k, weights = (x[0] for x in draw(30, 42, heads=10))

@@ -19,11 +19,11 @@ from dynaxx.kernels.triton.tokens.indexer import _index_scores_kernel, _index_to
 from dynaxx.layout.tokens import TokenSpans
 
 MOST_SLOTS = 4096  # that a program keeps in lists of twice as many
-HELD_HEADS = 4
+HELD_HEADS, HELD_COLUMNS = 4, 512  # of q, in shared memory while keys pass by
 SCORE_BYTES = 256 << 20
+MOST_COLUMNS = 1024  # of q and k, in 16 bits; beyond, fp32 is multiplied as it is, slowly
 BLOCK_Q, BLOCK_K = 64, 64
 PROGRAMS_PER_PROCESSOR = 2
-MAX_REGISTERS: int | None = None  # per thread
 
 
 def index_tokens(
@@ -38,10 +38,11 @@ def index_tokens(
         q, k = q.to(torch.int8), k.to(torch.int8)  # they are whole numbers already
     elif q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         q, k = q.float(), k.float()
-        if q.device.type != "cpu":  # the interpreter does not multiply bf16
+        if q.device.type != "cpu" and 6 * q.shape[2] <= MOST_COLUMNS:  # the interpreter does not multiply bf16
             q, k = _in_bf16(q, (0, 0, 1, 1, 0, 2)), _in_bf16(k, (0, 1, 0, 1, 2, 0))
     few = q.shape[0] < BLOCK_Q * processors(q.device) // 4
     block_q = 16 if few else BLOCK_Q
+    fits = padded(q.shape[2]) * q.itemsize <= MOST_COLUMNS
     place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
     tiles = query_tiles(spans, block_q)
     shared: dict[str, Any] = {
@@ -57,13 +58,14 @@ def index_tokens(
         "BLOCK_D": max(32, padded(q.shape[2])),
         "GRAIN": spans.block_size,
         "BLOCK_Q": block_q,
-        "BLOCK_K": BLOCK_K,
+        "BLOCK_K": max(BLOCK_K // (1 if fits else 2), spans.block_size),
         "SCALED": k_scale is not None,
         "num_warps": 4,
     }
     if few or slots > MOST_SLOTS:
         return _by_sorting(chosen, tiles, blocks, shared)
     capacity = power_of_two(max(2 * slots, slots + 4 * BLOCK_K))
+    held = q.shape[1] <= HELD_HEADS and q.shape[1] * shared["BLOCK_D"] <= HELD_COLUMNS
     programs = min(len(tiles), PROGRAMS_PER_PROCESSOR * processors(q.device))
     lists = torch.empty(programs, block_q, capacity, dtype=torch.int64, device=q.device)
     _index_tokens_kernel[(programs,)](
@@ -74,10 +76,9 @@ def index_tokens(
         slots=slots,
         CAPACITY=capacity,
         BLOCK_S=min(1024, power_of_two(slots)),
-        HEADS=q.shape[1] if q.shape[1] <= HELD_HEADS else 0,
-        TURNS=1 if q.shape[1] <= HELD_HEADS else 0,
-        num_stages=2,
-        **({} if MAX_REGISTERS is None else {"maxnreg": MAX_REGISTERS}),
+        HEADS=q.shape[1] if held else 0,
+        TURNS=int(held),
+        num_stages=2 if fits else 1,
     )
     return chosen
 
