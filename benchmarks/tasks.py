@@ -24,7 +24,7 @@ from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
 from dynaxx.lab.tasks.suite import named_tasks
 from dynaxx.lab.texts import encode, load_text, split_text
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, Costs, Way
+from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 
 BLOCK = 32
@@ -34,10 +34,6 @@ UNIFORM = {
     "anti-diagonals (XAttention)": dx.AntiDiagonal(),
     "bounds of keys (Quest)": dx.MinMax(),
     "mean query": dx.MeanQuery(),
-}
-TUNED = {
-    "tuned, 128 local tokens, last 64 queries see everything": Way(dx.MeanQuery()),
-    "tuned, 32 local tokens, last 64 queries see everything": Way(dx.MeanQuery(), local=32),
 }
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt,cwe"
 
@@ -76,13 +72,16 @@ def uniform_policies(model, tokens, density):
         yield name, policy_of(model, [dx.Rule.of(rule)]), found
 
 
-def tuned_policy(model, ids, density, way):
+def tuned_policy(model, ids, density):
     """Return a policy whose budgets come from the costs of the heads on a text, and its density there."""
-    rule = lambda budget: way.rule(budget, BLOCK, 64, (ids.shape[1] - 1) // BLOCK // 2)
+    scorer = dx.MeanQuery()
+    rule = lambda budget: rule_of(scorer, budget, BLOCK, 64, (ids.shape[1] - 1) // BLOCK // 2)
     measured = measure_head_costs(model, ids, [rule(budget) for budget in BUDGETS], block_size=BLOCK)
     plain = Costs.plain(measured)
-    costs = Costs(tuple(plain["layers"]), {way: torch.tensor(plain["density"])}, {way: torch.tensor(plain["loss"])})
-    found = Allocator(costs.density[way], costs.loss[way]).at(density)
+    costs = Costs(
+        tuple(plain["layers"]), {scorer: torch.tensor(plain["density"])}, {scorer: torch.tensor(plain["loss"])}
+    )
+    found = Allocator(costs.density[scorer], costs.loss[scorer]).at(density)
     rows = zip(costs.layers, costs.budgets(found.choice), strict=True)
     return policy_of(model, [dx.Rule.of(rule(tuple(row)), layers=[layer]) for layer, row in rows]), found.density
 
@@ -141,11 +140,9 @@ def main():
     dense = DenseAnswers()
     rows = []
     with evaluating(model):
-        methods = []
-        for name, way in TUNED.items():
-            make = lambda way=way: tuned_policy(model, ids, options.density, way)
-            tuned = steps.remember(name, lambda make=make: [(found := make())[0].model_dump(mode="json"), found[1]])
-            methods.append((name, dx.Policy.model_validate(tuned[0]), tuned[1]))
+        make = lambda: tuned_policy(model, ids, options.density)
+        tuned = steps.remember("tuned", lambda: [(found := make())[0].model_dump(mode="json"), found[1]])
+        methods = [("tuned, last 64 queries see everything", dx.Policy.model_validate(tuned[0]), tuned[1])]
         methods += reversed([*uniform_policies(model, options.tokens, options.density)])
         for task in names:  # task by task, so that a run that is stopped has whole tasks
             plan = SuitePlan((task,), (options.tokens,), options.samples)

@@ -13,7 +13,7 @@ from dynaxx.lab.tune import costs as costs_module
 from dynaxx.lab.tune import run as tune_module
 from dynaxx.lab.tune import search as search_module
 from dynaxx.lab.tune import search_texts as texts_module
-from dynaxx.lab.tune.costs import Costs, Way
+from dynaxx.lab.tune.costs import Costs, rule_of
 from dynaxx.lab.tune.guide import Guide
 from dynaxx.lab.tune.pipeline_result import PipelineResult
 from dynaxx.lab.tune.result import TaskTrial, Trial
@@ -146,27 +146,27 @@ def test_tasks_must_hold(tuned, monkeypatch):
     assert found.chosen is None or found.chosen.tasks[0].passed
 
 
-SMALL = (Way(dx.MeanQuery(), local=32), Way(dx.MeanQuery(), local=16), Way(dx.MinMax(bound=0.5), local=32))
+SCORERS = (dx.MeanQuery(), dx.MinMax(bound=0.5))
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Let a policy of 512 tokens have something to choose from."""
     monkeypatch.setattr(search_module, "LAST_QUERIES", 16)
+    monkeypatch.setattr(costs_module, "LOCAL_TOKENS", 32)
 
-    def use(*ways):
-        monkeypatch.setattr(costs_module, "WAYS", ways)
-        monkeypatch.setattr(search_module, "WAYS", ways)
+    def use(*scorers):
+        monkeypatch.setattr(costs_module, "SCORERS", scorers)
+        monkeypatch.setattr(search_module, "SCORERS", scorers)
 
-    use(*SMALL)
     return use
 
 
-@pytest.mark.parametrize("way", SMALL, ids=str)
-def test_every_way_to_choose_gives_a_policy(tuned, small, way):
-    small(way)
+@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
+def test_every_scorer_gives_a_policy(tuned, small, scorer):
+    small(scorer)
     found = tuned(tokens=512, tolerance=0.9)
-    assert found.scorer == str(way)
+    assert found.scorer == repr(scorer)
     assert found.chosen is not None
     assert found.chosen.density < 1
     for each in found.tuned:
@@ -184,19 +184,17 @@ def test_a_limited_search_tries_one_budget_only_where_it_could_win(tuned, small)
 
 
 def test_costs_of_several_texts_are_averaged_and_interpolated():
-    way = Way(dx.MeanQuery())
+    scorer = dx.MeanQuery()
     density = torch.linspace(0.1, 1.0, 11, dtype=torch.float64)[:, None].expand(11, 4)
     loss = (1 - density) ** 2
-    first, second = (Costs((0, 1), {way: each}, {way: loss}) for each in (density, 0.5 * density))
-    assert float(Costs.mean([first, second]).density[way][0, 0]) == pytest.approx(0.075)
-    assert first.uniform(way, 1.0)[1] == 1.0
-    assert 0.03 < first.uniform(way, 0.25)[1] < 0.06
-    assert way.rule((0.5, 0.9), 32, 64, 7) == (
+    first, second = (Costs((0, 1), {scorer: each}, {scorer: loss}) for each in (density, 0.5 * density))
+    assert float(Costs.mean([first, second]).density[scorer][0, 0]) == pytest.approx(0.075)
+    assert first.uniform(scorer, 1.0)[1] == 1.0
+    assert 0.03 < first.uniform(scorer, 0.25)[1] < 0.06
+    assert rule_of(scorer, (0.5, 0.9), 32, 64, 7) == (
         dx.Sink(32) | dx.LocalBlocks(4) | dx.LastQueries(64) | dx.TopK((0.5, 0.9), dx.MeanQuery(), 7, per="head")
     )
-    assert Way(dx.MeanQuery(), local=32).rule(0.5, 64, 64, 7).pattern == (
-        dx.Sink(64) | dx.LocalBlocks(1) | dx.LastQueries(64)
-    )
+    assert rule_of(scorer, 0.5, 128, 64, 7).pattern == dx.Sink(128) | dx.LocalBlocks(2) | dx.LastQueries(64)
 
 
 def test_held_tasks_are_scored_once(loaded, tmp_path):

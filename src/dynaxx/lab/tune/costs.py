@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,44 +18,33 @@ BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # budgets 
 Budgets = list[list[float]]  # per layer and q head
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to choose blocks, up to the budgets of the heads.
+SCORERS: tuple[Scorer, ...] = (MeanQuery(), MinMax(bound=0.5))
+LOCAL_TOKENS = 128  # tokens up to each q block's end that are always visible, in at least two whole blocks
 
-    Attributes:
+
+def rule_of(
+    scorer: Scorer, budget: float | tuple[float, ...], block_size: int, last_queries: int, floor: int
+) -> Hybrid:
+    """Return the rule of a policy with one budget for all heads, or one per head.
+
+    Args:
         scorer: the scorer of blocks.
-        local: tokens up to a q block's end that are always visible, in whole blocks.
+        budget: share of a row's blocks.
+        block_size: tokens per block.
+        last_queries: last queries that see everything.
+        floor: `TopK.floor`.
     """
-
-    scorer: Scorer
-    local: int = 128
-
-    def rule(self, budget: float | tuple[float, ...], block_size: int, last_queries: int, floor: int) -> Hybrid:
-        """Return the rule with one budget for all heads, or one per head.
-
-        Args:
-            budget: share of a row's blocks.
-            block_size: tokens per block.
-            last_queries: last queries that see everything.
-            floor: `TopK.floor`.
-        """
-        local = LocalBlocks(max(1, self.local // block_size))
-        pattern = Sink(block_size) | local | LastQueries(last_queries)
-        return Hybrid(pattern, TopK(budget, self.scorer, floor, per="head"))
-
-    def __str__(self) -> str:
-        return f"{self.scorer!r}, {self.local} local tokens"
-
-
-WAYS = (Way(MeanQuery()), Way(MinMax(bound=0.5)))
+    local = LocalBlocks(max(2, LOCAL_TOKENS // block_size))
+    pattern = Sink(block_size) | local | LastQueries(last_queries)
+    return Hybrid(pattern, TopK(budget, scorer, floor, per="head"))
 
 
 class Costs(NamedTuple):
-    """The cost of every candidate for every head, by way to choose. Each tensor is (budgets, layers * heads)."""
+    """The cost of every candidate for every head, by scorer. Each tensor is (budgets, layers * heads)."""
 
     layers: tuple[int, ...]
-    density: dict[Way, Tensor]
-    loss: dict[Way, Tensor]
+    density: dict[Scorer, Tensor]
+    loss: dict[Scorer, Tensor]
 
     @property
     def heads(self) -> int:
@@ -66,14 +54,14 @@ class Costs(NamedTuple):
         """Return the budgets of each layer's heads in an allocation."""
         return torch.tensor(BUDGETS, dtype=torch.float64)[choice].view(len(self.layers), self.heads).tolist()
 
-    def uniform(self, way: Way, density: float) -> tuple[float, float]:
+    def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
         """Return the density (at least the smallest possible one), and the uniform budget that gives it."""
-        densities = self.density[way].mean(1).tolist()
+        densities = self.density[scorer].mean(1).tolist()
         return max(density, densities[0]), _interpolate(density, densities, BUDGETS)
 
-    def uniform_loss(self, way: Way, density: float) -> float:
+    def uniform_loss(self, scorer: Scorer, density: float) -> float:
         """Return the predicted loss of one budget for all heads at a density."""
-        densities, losses = self.density[way].mean(1).tolist(), self.loss[way].sum(1).tolist()
+        densities, losses = self.density[scorer].mean(1).tolist(), self.loss[scorer].sum(1).tolist()
         return _interpolate(density, densities, losses)
 
     @staticmethod
@@ -82,8 +70,8 @@ class Costs(NamedTuple):
         mean = lambda tensors: torch.stack(tensors).mean(0)
         return Costs(
             costs[0].layers,
-            {way: mean([each.density[way] for each in costs]) for way in costs[0].density},
-            {way: mean([each.loss[way] for each in costs]) for way in costs[0].loss},
+            {scorer: mean([each.density[scorer] for each in costs]) for scorer in costs[0].density},
+            {scorer: mean([each.loss[scorer] for each in costs]) for scorer in costs[0].loss},
         )
 
     @staticmethod
@@ -99,10 +87,10 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Costs:
-        """Read the costs of each way that `plain` wrote."""
-        density, loss = (torch.tensor(found[name]).chunk(len(WAYS)) for name in ("density", "loss"))
-        by_way = lambda parts: dict(zip(WAYS, parts, strict=True))
-        return cls(tuple(found["layers"]), by_way(density), by_way(loss))
+        """Read the costs of each scorer that `plain` wrote."""
+        density, loss = (torch.tensor(found[name]).chunk(len(SCORERS)) for name in ("density", "loss"))
+        by_scorer = lambda parts: dict(zip(SCORERS, parts, strict=True))
+        return cls(tuple(found["layers"]), by_scorer(density), by_scorer(loss))
 
 
 def _interpolate(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -118,7 +118,7 @@ class TuneResult:
     model: str
     tokens: int
     tolerance: float
-    scorer: str  # the scorer, and whether budgets are shares of the blocks or of the mass
+    scorer: str
     dense_perplexity: float
     uniform: tuple[Trial, ...]
     tuned: tuple[Trial, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search a policy: the way to choose blocks, the density and the length from which it is sparse, with evidence."""
+"""Search a policy: the scorer, the density and the length from which it is sparse, with evidence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, WAYS, Budgets, Costs, Way
+from dynaxx.lab.tune.costs import BUDGETS, SCORERS, Budgets, Costs, rule_of
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
@@ -35,7 +35,7 @@ from dynaxx.lab.tune.search_texts import SearchTexts, calibration_ids, search_te
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
 from dynaxx.policy import rules_digest
-from dynaxx.selection import Hybrid
+from dynaxx.selection import Hybrid, Scorer
 
 __all__ = ["Search", "calibration_ids"]
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
 SEARCH_STEPS = 5  # real evaluations per search, at most
-WAY_DENSITY = 0.25  # density at which the best way to choose is determined
+SCORER_DENSITY = 0.25  # density at which the best scorer is determined
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
 FINE_ENOUGH = 1.1  # ratio of the passing to the failing density at which a search ends
 
@@ -88,7 +88,7 @@ class Search:
         cuda_graph: bool = False,
         held_out: bool = False,
     ) -> TuneResult:
-        steps = 4 + len(WAYS) + 2 * SEARCH_STEPS + 2 + 2
+        steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 2
         with evaluating(self.model), fast_linears(self.model), self.progress.task("tuning", total=steps) as task:
             result = self._with_evidence(self._run(task, command, name, held_out))
             if with_decode:
@@ -109,41 +109,41 @@ class Search:
         each_costs = [self._head_costs(i) for i in range(len(self.texts.costs))]
         costs = Costs.mean(each_costs)
         layers = costs.layers
-        task.advance(3, "which way to choose")
-        way, allocator, known = self._best_way(costs)
-        task.advance(len(WAYS), str(way))
+        task.advance(3, "which scorer")
+        scorer, allocator, known = self._best_scorer(costs)
+        task.advance(len(SCORERS), repr(scorer))
         tuned = self._tuned(costs, allocator)
 
         def uniform(target: float) -> tuple[float, Budgets]:
-            density, budget = costs.uniform(way, target)
+            density, budget = costs.uniform(scorer, target)
             return density, [[budget] * costs.heads] * len(layers)
 
         least = allocator.least_density
 
         def evaluate(make: Callable[[float], tuple[float, Budgets]]) -> Callable[[float], Trial]:
-            return lambda target: self._evaluate(*make(target), layers, way)
+            return lambda target: self._evaluate(*make(target), layers, scorer)
 
         guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
         tuned_trials, best_tuned = self._search("tuned", evaluate(tuned), least, task, TUNED_UNTIL, guide, known)
-        guide = guide.of(lambda density: costs.uniform_loss(way, density))
+        guide = guide.of(lambda density: costs.uniform_loss(scorer, density))
         below = best_tuned.aim if best_tuned is not None and self.time.seconds is not None else None
         uniform_trials, best_uniform = self._search(
             "uniform", evaluate(uniform), least, task, UNIFORM_UNTIL, guide, only_below=below
         )
         chosen, make = sparser((best_tuned, tuned), (best_uniform, uniform))
         budgets = make(chosen.aim)[1] if chosen else [[1.0] * costs.heads for _ in layers]
-        policy = self._policy(layers, budgets, way)
+        policy = self._policy(layers, budgets, scorer)
         task.advance(0, "crossover against dense")
         key = f"crossover {rules_digest(policy)}"
         timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
         crossover = tuple(LengthTiming(**timing) for timing in timings)
         border = dense_below(crossover) if chosen else None
-        left_out = self._leave_one_out(each_costs, way, task) if held_out else ()
+        left_out = self._leave_one_out(each_costs, scorer, task) if held_out else ()
         result = TuneResult(
             model=name,
             tokens=self.tokens,
             tolerance=self.tolerance,
-            scorer=str(way),
+            scorer=repr(scorer),
             dense_perplexity=perplexity(torch.cat(self.dense)),
             uniform=tuple(uniform_trials),
             tuned=tuple(tuned_trials),
@@ -168,29 +168,29 @@ class Search:
 
         return make
 
-    def _leave_one_out(self, costs: Sequence[Costs], way: Way, task: Task) -> tuple[HeldOutKind, ...]:
+    def _leave_one_out(self, costs: Sequence[Costs], scorer: Scorer, task: Task) -> tuple[HeldOutKind, ...]:
         """Tune on all kinds except one and measure that one, for each kind; return the worst first."""
         found = []
         for index, kind in enumerate(self.texts.kinds):
             task.advance(0, f"without {kind}")
             others = Costs.mean([each for i, each in enumerate(costs) if i != index])
-            found.append(self._without(kind, others, way))
+            found.append(self._without(kind, others, scorer))
         return tuple(sorted(found, key=lambda each: -each.ratio))
 
-    def _without(self, kind: str, costs: Costs, way: Way) -> HeldOutKind:
+    def _without(self, kind: str, costs: Costs, scorer: Scorer) -> HeldOutKind:
         """Tune on all other kinds and measure this one."""
         seen = [each for each in self.texts.kinds if each != kind]
-        allocator = Allocator(costs.density[way], costs.loss[way])
+        allocator = Allocator(costs.density[scorer], costs.loss[scorer])
         make = self._tuned(costs, allocator)
 
         def evaluate(target: float) -> Trial:
-            return self._evaluate(*make(target), costs.layers, way, kinds=seen)
+            return self._evaluate(*make(target), costs.layers, scorer, kinds=seen)
 
         guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
         _, best = self._search(f"without {kind}", evaluate, allocator.least_density, None, 1.0, guide)
         if best is None:
             return HeldOutKind(kind, None)
-        trial = self._evaluate(*make(best.aim), costs.layers, way, kinds=[kind])
+        trial = self._evaluate(*make(best.aim), costs.layers, scorer, kinds=[kind])
         return HeldOutKind(kind, trial.density, trial.ratio, trial.error, trial.passed)
 
     def _head_costs(self, index: int) -> Costs:
@@ -200,7 +200,7 @@ class Search:
         until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
 
         def measure() -> list[HeadCosts]:
-            candidates = [self._rule(budget, way) for way in WAYS for budget in BUDGETS]
+            candidates = [self._rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
             with self.progress.task(f"Measuring the loss of each head{of}", total=layers) as inner:
                 return measure_head_costs(
                     self.model,
@@ -213,7 +213,7 @@ class Search:
                 )
 
         layers = self.model.config.get_text_config().num_hidden_layers
-        key = f"costs by way {index}"
+        key = f"costs by scorer {index}"
         if key in self.steps:
             found = self.steps.remember(key, dict)
         else:
@@ -229,28 +229,28 @@ class Search:
         """Time attention at increasing lengths, as long as there is time."""
         return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
 
-    def _best_way(self, costs: Costs) -> tuple[Way, Allocator, Trial | None]:
-        """Return the way to choose with the smallest loss at one density in the real model, and its trial.
+    def _best_scorer(self, costs: Costs) -> tuple[Scorer, Allocator, Trial | None]:
+        """Return the scorer with the smallest loss at one density in the real model, and its trial.
 
-        The first text decides; the best way is then evaluated on the other texts. If time has run out, the predicted
+        The first text decides; the best scorer is then evaluated on the other texts. If time has run out, the predicted
         costs decide and there is no trial.
         """
-        tried: list[tuple[float, Way, Allocator, Budgets | None]] = []
-        for way in WAYS:
-            allocator = Allocator(costs.density[way], costs.loss[way])
-            found = allocator.at(WAY_DENSITY)
-            if not self.time.allows(TUNED_UNTIL, len(WAYS) * self.evaluation_seconds):
-                tried.append((found.loss, way, allocator, None))
+        tried: list[tuple[float, Scorer, Allocator, Budgets | None]] = []
+        for scorer in SCORERS:
+            allocator = Allocator(costs.density[scorer], costs.loss[scorer])
+            found = allocator.at(SCORER_DENSITY)
+            if not self.time.allows(TUNED_UNTIL, len(SCORERS) * self.evaluation_seconds):
+                tried.append((found.loss, scorer, allocator, None))
                 continue
             budgets = costs.budgets(found.choice)
-            policy = self._policy(costs.layers, budgets, way)
-            losses = torch.tensor(self._remembered(self._key(budgets, way), policy, 0)["losses"])
-            tried.append((float((losses - self.dense[0]).double().mean()), way, allocator, budgets))
-        _, way, allocator, chosen = min(tried, key=lambda each: (each[3] is None, each[0]))
+            policy = self._policy(costs.layers, budgets, scorer)
+            losses = torch.tensor(self._remembered(self._key(budgets, scorer), policy, 0)["losses"])
+            tried.append((float((losses - self.dense[0]).double().mean()), scorer, allocator, budgets))
+        _, scorer, allocator, chosen = min(tried, key=lambda each: (each[3] is None, each[0]))
         if chosen is None:
-            return way, allocator, None
-        density = allocator.at(WAY_DENSITY).density
-        return way, allocator, self._evaluate(density, chosen, costs.layers, way)
+            return scorer, allocator, None
+        density = allocator.at(SCORER_DENSITY).density
+        return scorer, allocator, self._evaluate(density, chosen, costs.layers, scorer)
 
     def _search(
         self,
@@ -299,25 +299,25 @@ class Search:
         best = min((trial for trial in trials if trial.passed), key=lambda trial: trial.aim, default=None)
         return sorted(trials, key=lambda trial: -trial.aim), best
 
-    def _rule(self, budget: float | tuple[float, ...], way: Way) -> Hybrid:
-        return way.rule(budget, self.block_size, LAST_QUERIES, self.floor)
+    def _rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
+        return rule_of(scorer, budget, self.block_size, LAST_QUERIES, self.floor)
 
-    def _key(self, budgets: Budgets, way: Way) -> str:
-        return "trial " + fingerprint(None, torch.tensor(budgets), rule=repr(self._rule(0.0, way)))
+    def _key(self, budgets: Budgets, scorer: Scorer) -> str:
+        return "trial " + fingerprint(None, torch.tensor(budgets), rule=repr(self._rule(0.0, scorer)))
 
     def _evaluate(
         self,
         density: float,
         budgets: Budgets,
         layers: Sequence[int],
-        way: Way,
+        scorer: Scorer,
         kinds: Sequence[str] | None = None,
     ) -> Trial:
         """Evaluate budgets on the texts of these kinds (all by default) until one text fails.
 
         `density` is the one that the costs predict; the trial has the measured one too.
         """
-        policy, key = self._policy(layers, budgets, way), self._key(budgets, way)
+        policy, key = self._policy(layers, budgets, scorer), self._key(budgets, scorer)
         by_kind: dict[str, list[tuple[Tensor, Tensor]]] = {}
         visited: list[float] = []
         for index, stretch in enumerate(self.texts.search):
@@ -376,7 +376,7 @@ class Search:
         density = 1.0 - sum(1.0 - each for each in visited) / max(1, len(layers))  # layers without a layout are dense
         return {"losses": [round(value, 6) for value in found.tolist()], "density": density}
 
-    def _policy(self, layers: Sequence[int], budgets: Budgets, way: Way) -> Policy:
+    def _policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
         from dynaxx.integrations.transformers.apply_policy import model_facts
         from dynaxx.policy import Policy, Rule, Tolerances
 
@@ -384,7 +384,7 @@ class Search:
         for layer, row in zip(layers, budgets, strict=True):
             by_budgets.setdefault(tuple(row), []).append(layer)
         rules = [
-            Rule.of(self._rule(row[0] if len(set(row)) == 1 else row, way), layers=same)
+            Rule.of(self._rule(row[0] if len(set(row)) == 1 else row, scorer), layers=same)
             for row, same in by_budgets.items()
         ]
         return Policy(
