@@ -200,4 +200,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-deepspeed .venv-tensorrt .venv-kernels demo
+	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels demo
