@@ -3,6 +3,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from dynaxx.lab.tune import search_texts as texts_module
 from dynaxx.lab.tune.costs import Costs, rule_of
 from dynaxx.lab.tune.guide import Guide
 from dynaxx.lab.tune.pipeline_result import PipelineResult
-from dynaxx.lab.tune.result import TaskTrial, Trial
+from dynaxx.lab.tune.result import HeldOutKind, TaskTrial, Trial
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 from tiny import TEXT, save_tiny_model
 
@@ -239,3 +240,14 @@ def test_candidates_that_no_scorer_changes_are_measured_once(loaded, monkeypatch
         assert torch.equal(each.loss[2], each.loss[5])
         assert float(each.loss[2].max()) == 0.0
         assert torch.equal(each.density[2], torch.ones_like(each.density[2]))
+
+
+def test_kinds_that_were_not_measured_are_not_called_good():
+    none = HeldOutKind("legal", None)
+    assert (none.ratio, none.passed) == (None, False)
+    chosen = asdict(trial(0.3, 0.001, True))
+    held_out = [asdict(each) for each in (HeldOutKind("code", 0.3, 1.004, 0.001, True), none)]
+    document = {"chosen": chosen, "held_out": held_out, "best_uniform_density": None, "dense_below": None}
+    said = PipelineResult(None, None, document, None, "", ()).summary()
+    assert "worst kind that tuning did not see: Python source code +0.40% at 30.0% of the blocks" in said
+    assert "so they were not measured: licence texts" in said

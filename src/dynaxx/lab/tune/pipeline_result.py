@@ -105,8 +105,12 @@ def _by_kind(chosen: dict[str, Any], held_out: Sequence[dict[str, Any]]) -> list
             for each in chosen["tasks"]
         )
         lines.append(f"nats lost per answer token: {said}")
-    if held_out:
-        worst = held_out[0]
+    measured = [each for each in held_out if each["density"] is not None]
+    if measured:
+        worst = max(measured, key=lambda each: each["ratio"])
         said = f"worst kind that tuning did not see: {label(worst['kind'])} {worst['ratio'] - 1:+.2%}"
-        lines.append(said + (f" at {worst['density']:.1%} of the blocks" if worst["density"] is not None else ""))
+        lines.append(f"{said} at {worst['density']:.1%} of the blocks")
+    missing = ", ".join(label(each["kind"]) for each in held_out if each["density"] is None)
+    if missing:
+        lines.append(f"no budgets were found without these kinds, so they were not measured: {missing}")
     return lines

@@ -77,14 +77,15 @@ class HeldOutKind:
     Attributes:
         kind: the excluded kind.
         density: density, on the excluded kind, of the sparsest budgets that pass on all others, or None if none pass.
-        ratio, error, passed: results on the excluded kind.
+        ratio, error, passed: results on the excluded kind; None and False if no budgets were found, also for lack of
+            time.
     """
 
     kind: str
     density: float | None
-    ratio: float = 1.0
-    error: float = 0.0
-    passed: bool = True
+    ratio: float | None = None
+    error: float | None = None
+    passed: bool = False
 
 
 Budgeted = tuple[Trial | None, Callable[[float], tuple[float, Budgets]]]

@@ -175,7 +175,7 @@ class Search:
             task.advance(0, f"without {kind}")
             others = Costs.mean([each for i, each in enumerate(costs) if i != index])
             found.append(self._without(kind, others, scorer))
-        return tuple(sorted(found, key=lambda each: -each.ratio))
+        return tuple(sorted(found, key=lambda each: -(each.ratio or 0.0)))
 
     def _without(self, kind: str, costs: Costs, scorer: Scorer) -> HeldOutKind:
         """Tune on all other kinds and measure this one."""
