@@ -13,9 +13,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+import dynaxx as dx
 import report_documents as made
 from dynaxx.lab.report import charts, heatmap
 from dynaxx.lab.report.charts import Axes, Line, Point, Series
+from dynaxx.lab.report.pictures import pattern_pictures
 from dynaxx.lab.report.run import write_report
 from dynaxx.lab.report.svg import CHAR
 from dynaxx.lab.report.verdict import change, percent, times, verdict
@@ -311,6 +313,21 @@ def test_a_browser_shows_it_without_sideways_scrolling(tmp_path, width):
     assert found, shown[:200]
     assert int(found[1]) <= 0
     assert int(found[2]) == 12
+
+
+def test_patterns_of_the_policy_are_drawn():
+    rules = [dx.Rule.of(dx.SlidingWindow(128) | dx.Sink(16) | dx.TopK(0.2), layers=[0]),
+             dx.Rule.of(dx.SlidingWindow(256), layers=[1]), dx.Rule.of(None, layers=[2])]  # fmt: skip
+    document = made.policy() | {"rules": [rule.model_dump(mode="json") for rule in rules]}
+    drawn = pattern_pictures(document)
+    assert [picture["caption"] for picture in drawn] == [
+        "always visible; the rule adds blocks by content",
+        "visible keys",
+    ]
+    assert all(picture["uri"].startswith("data:image/png;base64,") for picture in drawn)
+    assert drawn[0]["uri"] != drawn[1]["uri"]
+    assert pattern_pictures(made.policy()) == []
+    assert pattern_pictures(document | {"rules": "none"}) == []
 
 
 def test_importing_the_report_loads_no_heavy_library():

@@ -13,6 +13,7 @@ from typing import Any
 from dynaxx.lab.report import charts
 from dynaxx.lab.report.charts import Axes, Line, Point, Series
 from dynaxx.lab.report.heatmap import heatmap_uri
+from dynaxx.lab.report.pictures import TOKENS, pattern_pictures
 from dynaxx.lab.report.verdict import change, duration, percent, times
 
 RULE_NAMES = {
@@ -222,7 +223,7 @@ def _budget_matrix(document: dict[str, Any]) -> str:
 
 
 def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
-    """Return the policy and its size."""
+    """Return the policy, its size, and pictures of its patterns."""
     return {
         "rules": len(document["rules"]),
         "model": _picked(document["model"], "model_type layers q_heads"),
@@ -230,6 +231,8 @@ def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
         "sparse_from": document.get("sparse_from"),
         "tolerances": {name: value for name, value in document["tolerances"].items() if value is not None},
         "text": json.dumps(document, indent=2, ensure_ascii=False),
+        "pictures": pattern_pictures(document),
+        "picture_tokens": TOKENS,
     }
 
 
