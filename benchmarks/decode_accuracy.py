@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 import dynaxx as dx
+from dynaxx.integrations.transformers.decoder import with_cache
 
 CENTRED, EXACT = ", centred keys", ", exact tokens"
 EIGHT_BITS = ("float8_e4m3fn", "int8")
@@ -53,10 +54,10 @@ def model_inputs(name, tokens, steps):
     AttentionMaskInterface.register("capture", AttentionMaskInterface()["sdpa"])
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :-steps], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :-steps], logits_to_keep=1, **with_cache(model, cache))
         model.set_attn_implementation("capture")
         for step in range(-steps, 0):
-            model(ids[:, step : step + 1 or None], past_key_values=cache)
+            model(ids[:, step : step + 1 or None], **with_cache(model, cache))
     return found
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import dynaxx as dx
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.patterns import caches
@@ -179,11 +180,11 @@ def step_times(tokens: int, layers: int = 30, steps: int = 60) -> Iterator[tuple
     for _ in range(3):
         for name, taken in found.items():
             handle = dx.apply(model, policy_for(model, dense_below=1 << 20)) if name == "policy" else None
-            cache = model(ids, logits_to_keep=1, use_cache=True).past_key_values
+            cache = cache_of(model(ids, logits_to_keep=1, use_cache=True))
             for i in range(steps):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                model(ids[:, :1], past_key_values=cache, use_cache=True)
+                model(ids[:, :1], use_cache=True, **with_cache(model, cache))
                 if i >= 10:
                     taken.append((time.perf_counter() - start) * 1e6 / layers)
             if handle is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from dynaxx.integrations.transformers.decoder import cache_of
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.integrations.transformers.forward_context import PassHooks
 from dynaxx.integrations.transformers.nsa_llama import convert_to_native
 from dynaxx.layout.nsa import NativeSizes
@@ -34,6 +34,11 @@ def test_arguments_have_the_cache_under_one_name(body):
     assert hooks.arguments((1,), {"past_key_values": cache})["past_key_values"] is cache  # its older name still works
     assert hooks.arguments((1,), {}).get("past_key_values") is None
     assert hooks.arguments((1,), {name: cache, "other": 2})["kwargs"] == {"other": 2}
+
+
+@pytest.mark.parametrize(("body", "name"), [(Newer, "cache"), (Older, "past_key_values")])
+def test_a_cache_is_passed_under_the_models_name(body, name):
+    assert with_cache(body(), 1) == {name: 1}
 
 
 def test_an_output_has_its_cache_under_either_name():

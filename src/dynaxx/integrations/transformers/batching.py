@@ -33,6 +33,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 _lock = threading.Lock()
 _blocks = 0  # number of open `with` blocks
 _own: Attention | None = None  # the function of transformers that is replaced meanwhile
+_own_update: Callable[..., tuple[Tensor, Tensor]] | None = None  # the method of its paged cache, if it is replaced
 
 
 @contextmanager
@@ -78,6 +79,9 @@ def ragged_attention(
     assert _own is not None, "`_open` must have stored the function of transformers"
     if layer is None or cache is None or torch.compiler.is_compiling() or _captures(query):
         kwargs.pop(ARGUMENT, None)
+        if cache is not None and _own_update is not None:
+            del kwargs["cache"]
+            key, value = cache.update(key, value, module.layer_idx, kwargs)
         return _own(module, query, key, value, attention_mask, **kwargs)
     del kwargs["cache"]
     current: ForwardContext = kwargs.pop(ARGUMENT, None) or layer.handle.unannounced_pass(layer.index)
@@ -110,22 +114,44 @@ def _captures(x: Tensor) -> bool:
 
 
 def _open() -> None:
-    global _blocks, _own
+    global _blocks, _own, _own_update
     from transformers import AttentionInterface
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     with _lock:
         if _blocks == 0:
-            found = AttentionInterface()[DENSE]
-            _own = _own if found is ragged_attention else found
+            found: Attention = AttentionInterface()[DENSE]
+            own = _own = _own if _own is not None and found is ragged_attention else found
             AttentionInterface.register(DENSE, ragged_attention)
+            if "cache" not in inspect.signature(own).parameters:  # from transformers 5.24 on, models update the cache
+                _own_update = PagedAttentionCache.update
+                PagedAttentionCache.update = _update_later
         _blocks += 1
 
 
 def _close() -> None:
     global _blocks
     from transformers import AttentionInterface
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     with _lock:
         _blocks -= 1
         if _blocks == 0:
-            AttentionInterface.register(DENSE, _own)  # keep `_own`, since another thread may still call our function
+            # Keep `_own` and `_own_update`, since another thread may still call our functions.
+            AttentionInterface.register(DENSE, _own)
+            if _own_update is not None:
+                PagedAttentionCache.update = _own_update
+
+
+def _update_later(
+    cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Pass the cache to `ragged_attention`, which updates it, in place of `PagedAttentionCache.update`.
+
+    Calls for other models, and those of `ragged_attention`, lack the argument of a forward pass and update at once.
+    """
+    if ARGUMENT in kwargs:
+        kwargs["cache"] = cache
+        return key_states, value_states
+    assert _own_update is not None, "`_open` must have stored the method of transformers"
+    return _own_update(cache, key_states, value_states, layer_idx, kwargs)

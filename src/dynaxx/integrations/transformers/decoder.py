@@ -204,6 +204,11 @@ def cache_of(output: Any) -> Any:
     return getattr(output, "past_key_values", None) if found is None else found
 
 
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the argument that passes a cache: `model(ids, **with_cache(model, cache))`."""
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+
+
 def window_of(module: nn.Module) -> int | None:
     """Return the window of a local layer, or None for a full one."""
     return getattr(module, "sliding_window", None)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from dynaxx.integrations.transformers.apply_policy import refusals
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.files import beside, explain_full_disk
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
@@ -163,7 +164,7 @@ def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[
     totals, shares = [], []
     position = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
     for _ in range(DECODE_STEPS):
-        step = partial(model, ids[:, -1:], past_key_values=cache, position_ids=position, use_cache=True)
+        step = partial(model, ids[:, -1:], position_ids=position, use_cache=True, **with_cache(model, cache))
         with sdpa_kernel(NO_PLANS):  # each step has a new length, as in `generate`
             seconds, _, parts = _timed(model, clock, step)
         totals.append(seconds)
@@ -179,7 +180,7 @@ def _timed(model: Any, clock: Clock, run: Callable[[], Any]) -> tuple[float, Any
     started = time.perf_counter()
     output = run()
     synchronize(model.device)
-    return time.perf_counter() - started, output.past_key_values, clock.collect()
+    return time.perf_counter() - started, cache_of(output), clock.collect()
 
 
 def _prefill(model: Any, ids: Tensor) -> Any:

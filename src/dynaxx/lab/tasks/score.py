@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
 from dynaxx.lab.tasks.example import Grade
 from dynaxx.lab.tasks.suite import DEFINITIONS, SPARE, TaskSample
@@ -86,8 +87,8 @@ def closed_book(model: Any, sample: TaskSample) -> float:
 
 
 def _step(model: Any, fed: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    out = model.base_model(fed, use_cache=True, past_key_values=cache)
-    return logits_of(model, out[0][:, -1])[0], out.past_key_values
+    out = model.base_model(fed, use_cache=True, **with_cache(model.base_model, cache))
+    return logits_of(model, out[0][:, -1])[0], cache_of(out)
 
 
 def _decode(model: Any, cache: Any, token: Tensor, count: int) -> list[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import cross_entropy
 
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.decode_speed import NO_PLANS, table, time_steps
@@ -159,7 +160,7 @@ def _said(best: DecodeTrial, border: int | None, longest: int) -> str:
 @torch.no_grad()
 def _read(model: Any, ids: Tensor) -> Any:
     """Return the cache of a prompt after a dense prefill."""
-    return model.base_model(ids.to(model.device), use_cache=True).past_key_values
+    return cache_of(model.base_model(ids.to(model.device), use_cache=True))
 
 
 @torch.no_grad()
@@ -172,8 +173,8 @@ def _decoded(model: Any, cache: Any, ids: Tensor, policy: Policy | None) -> Tens
     try:
         with sdpa_kernel(NO_PLANS):
             for at in range(ids.shape[1] - 1):
-                out = model.base_model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-                cache = out.past_key_values
+                out = model.base_model(ids[:, at : at + 1], use_cache=True, **with_cache(model.base_model, cache))
+                cache = cache_of(out)
                 logits = logits_of(model, out[0][:, -1])
                 found.append(cross_entropy(logits, ids[:, at + 1], reduction="none"))
     finally:

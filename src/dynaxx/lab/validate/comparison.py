@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.finite import check_finite
 from dynaxx.lab.kinds import digest_of, label, text_of
 from dynaxx.lab.perplexity import ROWS, logits_of, perplexity, token_losses
@@ -180,8 +181,8 @@ class Comparison:
         """Generate greedily, also past an end-of-text token, to measure repetition over equal lengths."""
         fed, cache, made = prompts.to(self.model.device), None, []
         for _ in range(NEW_TOKENS):
-            out = self.model.base_model(fed, use_cache=True, past_key_values=cache)
-            cache = out.past_key_values
+            out = self.model.base_model(fed, use_cache=True, **with_cache(self.model.base_model, cache))
+            cache = cache_of(out)
             fed = logits_of(self.model, out[0][:, -1:]).argmax(-1)
             made.append(fed)
         rows: list[list[int]] = torch.cat(made, dim=1).tolist()

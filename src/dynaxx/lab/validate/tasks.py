@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
 
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tromsø", "Perth", "Dakar", "Lima", "Riga", "Hanoi", "Oslo", "Cairo")
@@ -91,8 +92,8 @@ def score(model: Any, sample: RetrievalSample) -> tuple[float, float]:
     answer = sample.answer.to(model.device)
     fed, cache, found, right = sample.prompt.to(model.device), None, 0.0, 0
     for token in answer:
-        out = model.base_model(fed, use_cache=True, past_key_values=cache)
-        cache = out.past_key_values
+        out = model.base_model(fed, use_cache=True, **with_cache(model.base_model, cache))
+        cache = cache_of(out)
         logprobs = logits_of(model, out[0][:, -1]).log_softmax(-1)[0]
         found += float(logprobs[token])
         right += int(logprobs.argmax() == token)
