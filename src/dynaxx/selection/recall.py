@@ -93,6 +93,10 @@ def _check(q: Tensor, k: Tensor, layout: BlockLayout, rows: int) -> None:
             raise ValueError(
                 f"`{name}` must be (batch, seqlen, heads, head_dim) of floats, got {x.dtype} {tuple(x.shape)}"
             )
+    if not (q.device == k.device == layout.device) or q.is_meta:
+        raise ValueError(
+            f"`q`, `k` and `layout` must be on one device, with data, got {q.device}, {k.device} and {layout.device}"
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(
             "`q` and `k` must be (batch, seqlen, heads, head_dim), q_heads a multiple of kv_heads, "
