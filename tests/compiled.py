@@ -27,7 +27,7 @@ SHARED_MEMORY = 232448  # bytes that a program may use on an H100 or H200
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas reports about a kernel."""
+    """The report of ptxas about a kernel."""
 
     name: str
     registers: int

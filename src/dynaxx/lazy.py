@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made at first use: attributes of objects (`lazy`) and names of packages (`load_at_first_use`)."""
+"""Make values at first use: attributes of objects (`lazy`) and names of packages (`load_at_first_use`)."""
 
 from __future__ import annotations
 

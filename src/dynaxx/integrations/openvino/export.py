@@ -36,7 +36,7 @@ OPTIONS = ("cache", "form", "logits")
 
 
 class OpenVinoExport(NamedTuple):
-    """What an export wrote.
+    """The files of an export, and its form.
 
     Attributes:
         folder: with `openvino_model.xml` and `.bin`, `dynaxx.json` and, for a policy, `policy.json`.

@@ -36,7 +36,7 @@ logger = logging.getLogger("dynaxx")
 
 
 class Drawn(NamedTuple):
-    """What was drawn for a call before it ran."""
+    """The random draws of a call, made before it runs."""
 
     sampled: bool  # whether the guard samples it
     measured: bool  # whether telemetry measures it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each key stands in the lists of tiles: the lists turned around, without a sort.
+"""Find each key in the lists of tiles: the lists are turned around, without a sort.
 
     lists -> table of slabs x keys: place in the list, -1 for none -> entries of each key in the order of slabs
 

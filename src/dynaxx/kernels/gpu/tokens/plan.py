@@ -24,7 +24,7 @@ TABLE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """What forward and backward share."""
+    """The selection, in the form that forward and backward read."""
 
     lists: Tensor  # (tiles, Hs, slots) int32 contiguous; -1 or anything behind `counts` for an empty slot
     marks: Tensor  # (tiles, Hs, slots), bit i for query i of the tile; `lists` where a tile is one query

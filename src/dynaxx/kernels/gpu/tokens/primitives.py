@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels over chosen tokens share: rows of a tile, lists of keys, rows that lie anywhere, and scores.
+"""Shared parts of the kernels over chosen tokens: rows of a tile, lists of keys, rows that lie anywhere, and scores.
 
     tile      PER_TILE neighbouring queries x up to PART q heads of a unit; row r is query r // PART, head r % PART
     list      blocks of GRAIN keys that the tile's queries chose, each once, with a bit per query (`marks`)

@@ -32,7 +32,7 @@ SIZES = [
 
 
 class ColumnOutputs(NamedTuple):
-    """Where a program stores dk and dv."""
+    """The place where a program stores dk and dv."""
 
     dk_desc: Any
     dv_desc: Any

@@ -37,7 +37,7 @@ from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 
 
 class FusedBuffers(NamedTuple):
-    """What the two consumers share, and where they add dq."""
+    """Values that the two consumers share, and the place where they add dq."""
 
     sums_desc: Any
     ds_buffers: Any

@@ -37,7 +37,7 @@ class Fed(NamedTuple):
 
 
 class ProducerArguments(NamedTuple):
-    """What the producer reads, in addition to the layout, and fills."""
+    """Values that the producer reads, in addition to the layout, and buffers that it fills."""
 
     q_desc: Any
     do_desc: Any

@@ -39,7 +39,7 @@ SMALLEST, LARGEST = gl.constexpr(2.0**-64), gl.constexpr(2.0**64)  # range of a 
 
 
 class ConsumerArguments(NamedTuple):
-    """What the consumers read and write."""
+    """Values that the consumers read and write."""
 
     out_desc: Any
     p_out: Any

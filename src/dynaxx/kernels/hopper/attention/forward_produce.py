@@ -23,7 +23,7 @@ FIELDS = gl.constexpr(4)  # numbers per block: first and last distance, number o
 
 
 class ForwardInputs(NamedTuple):
-    """What the producer reads, in addition to the layout."""
+    """Values that the producer reads, in addition to the layout."""
 
     q_desc: Any
     k_desc: Any

@@ -24,7 +24,7 @@ SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class PageTable(NamedTuple):
-    """Where the logical pages of sequences are; unused unless PAGED."""
+    """The places of the logical pages of sequences; unused unless PAGED."""
 
     p_table: Any  # (B, P) int32
     stride: Any
