@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.portable.layer import Known, attend_by_rules
 from dynaxx.integrations.portable.plans import LayerRules, is_causal, own_window, portable_rules
-from dynaxx.integrations.transformers.decoder import Decoder
+from dynaxx.integrations.transformers.decoder import Decoder, cache_name
 from dynaxx.policy import Policy
 
 NAME = "dynaxx_portable"  # name in the registry of transformers
@@ -71,8 +70,7 @@ class PortableModel(nn.Module):
         found = Decoder.of(model)
         self.config, self.layers, self.causal = found.config, len(found.layers), is_causal(found)
         self.owner = found.owner
-        named = signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in named else "past_key_values"  # from and before transformers 5.24
+        self._cache_name = cache_name(model)  # here, since a trace of `forward` cannot read signatures
         self.windows = {index: own_window(found, index) for index in found.layers}
         self.rules: dict[int, LayerRules] = {}
         if attend is None:

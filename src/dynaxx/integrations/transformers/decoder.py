@@ -204,9 +204,14 @@ def cache_of(output: Any) -> Any:
     return getattr(output, "past_key_values", None) if found is None else found
 
 
+def cache_name(model: Any) -> str:
+    """Return the name of a model's argument for the cache: "cache", or "past_key_values" before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     """Return the argument that passes a cache: `model(ids, **with_cache(model, cache))`."""
-    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+    return {cache_name(model): cache}
 
 
 def window_of(module: nn.Module) -> int | None:
