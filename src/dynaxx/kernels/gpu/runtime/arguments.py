@@ -129,6 +129,18 @@ def strides_of(x: Tensor) -> Strides:
     return Strides(x.stride(0), x.stride(1), x.stride(2))
 
 
+class PackedStrides(NamedTuple):
+    """Strides of a packed tensor (T, H, D) as one kernel argument; the stride of D is 1."""
+
+    n: int
+    h: int
+
+
+def packed_strides_of(x: Tensor) -> PackedStrides:
+    """Return the strides of a packed tensor (T, H, D) whose last dimension is dense."""
+    return PackedStrides(x.stride(0), x.stride(1))
+
+
 class LayoutTables(NamedTuple):
     """The tensors of a layout as one kernel argument: rows of kv blocks, or columns of q blocks if it is transposed."""
 

@@ -16,11 +16,14 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.tokens.primitives import (
     capped,
     exponential,
+    gradient_slab,
+    key_value_parts,
     keys_of,
     list_entries,
     products,
     row_parts,
     store_parts,
+    tile_list,
     tile_rows,
     visible_pairs,
 )
@@ -37,10 +40,8 @@ def _token_delta_kernel(
     p_lse,  # (Hq, T) fp32 contiguous
     p_delta,  # (Hq, T) fp32 contiguous
     queries,
-    stride_don,
-    stride_doh,
-    stride_on,
-    stride_oh,
+    do_strides,  # `PackedStrides`
+    out_strides,
     stride_dlse_h,
     stride_dlse_n,
     E: tl.constexpr,
@@ -52,13 +53,27 @@ def _token_delta_kernel(
     head = tl.program_id(1).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
     mask = (t < queries)[:, None] & (o_e < E)[None, :]
-    do = tl.load(p_do + t[:, None] * stride_don + head * stride_doh + o_e[None, :], mask=mask, other=0.0)
-    out = tl.load(p_out + t[:, None] * stride_on + head * stride_oh + o_e[None, :], mask=mask, other=0.0)
+    do = tl.load(p_do + t[:, None] * do_strides.n + head * do_strides.h + o_e[None, :], mask=mask, other=0.0)
+    out = tl.load(p_out + t[:, None] * out_strides.n + head * out_strides.h + o_e[None, :], mask=mask, other=0.0)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     dlse = tl.load(p_dlse + head * stride_dlse_h + t * stride_dlse_n, mask=t < queries, other=0.0)
     lse = tl.load(p_lse + head * queries + t, mask=t < queries, other=float("-inf"))
     delta -= tl.where(lse == float("-inf"), 0.0, dlse.to(tl.float32))
     tl.store(p_delta + head * queries + t, delta, mask=t < queries)
+
+
+@triton.jit
+def queries_and_gradients(
+    p_q, p_do, p_lse, p_delta, rows, queries, q_strides, do_strides, D: tl.constexpr, E: tl.constexpr,
+    D_A: tl.constexpr, D_B: tl.constexpr, E_A: tl.constexpr, E_B: tl.constexpr,
+):  # fmt: skip
+    """Return `row_parts` of q and of do, lse, and delta of the rows of a tile; lse is 0 where a row sees nothing."""
+    q_a, q_b = row_parts(p_q + rows.t * q_strides.n + rows.head * q_strides.h, rows.inside, D, D_A, D_B)
+    do_a, do_b = row_parts(p_do + rows.t * do_strides.n + rows.head * do_strides.h, rows.inside, E, E_A, E_B)
+    lse = tl.load(p_lse + rows.head * queries + rows.t, mask=rows.inside, other=0.0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse)
+    delta = tl.load(p_delta + rows.head * queries + rows.t, mask=rows.inside, other=0.0)
+    return q_a, q_b, do_a, do_b, lse, delta
 
 
 @triton.jit
@@ -85,12 +100,7 @@ def _token_bwd_kernel(
     p_dv_rows,  # the same with E
     p_lse,  # (Hq, T) fp32 contiguous
     p_delta,  # the same
-    p_lists,
-    p_marks,
-    p_counts,
-    p_tiles,
-    p_position,
-    p_first_key,
+    lists,  # `ListTables`
     first_tile,  # of this launch
     first_unit,
     queries,
@@ -101,16 +111,11 @@ def _token_bwd_kernel(
     group_size,
     scale,
     softcap,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_don,
-    stride_doh,
-    stride_dqn,
-    stride_dqh,
+    q_strides,  # `PackedStrides`
+    k_strides,
+    v_strides,
+    do_strides,
+    dq_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     D_A: tl.constexpr,
@@ -127,39 +132,31 @@ def _token_bwd_kernel(
     TURNS: tl.constexpr,
 ):
     i_tile, i_unit, i_part = tl.program_id(0) + first_tile, tl.program_id(1) + first_unit, tl.program_id(2)
-    t, head, place, inside = tile_rows(p_tiles, i_tile, i_unit, i_part * PART, group_size, PART, ROWS)
-    i_list = i_tile.to(tl.int64) * select_heads + i_unit * select_heads // units
+    rows = tile_rows(lists.p_tiles, i_tile, i_unit, i_part, group_size, PART, ROWS, ROWS)
     i_kv = (i_unit * kv_heads // units).to(tl.int64)
-    p_k += i_kv * stride_kh
-    p_v += i_kv * stride_vh
-    own_units = units // kv_heads
-    slab = (tl.program_id(1) // own_units * tl.num_programs(0) + tl.program_id(0)) * own_units
-    slab = (slab + tl.program_id(1) % own_units).to(tl.int64) * tl.num_programs(2) + i_part
+    p_k += i_kv * k_strides.h
+    p_v += i_kv * v_strides.h
+    position = tl.load(lists.p_position + rows.t, mask=rows.inside, other=-1)
+    last = tl.max(position, 0)
+    own = tile_list(lists, i_tile, i_unit, units, select_heads, slots, PER_TILE)
+    tiles, parts = tl.num_programs(0), tl.num_programs(2)
+    slab = gradient_slab(tl.program_id(0), tiles, tl.program_id(1), units // kv_heads, parts, i_part)
     p_dk_rows += slab * slots * GRAIN * D
     p_dv_rows += slab * slots * GRAIN * E
-    position = tl.load(p_position + t, mask=inside, other=-1)
-    last = tl.max(position, 0)
-    first_key = tl.load(p_first_key + tl.load(p_tiles + 2 * i_tile)).to(tl.int64)
-    count = slots
-    if PER_TILE > 1:
-        count = tl.load(p_counts + i_list)
-    q_a, q_b = row_parts(p_q + t * stride_qn + head * stride_qh, inside, D, D_A, D_B)
-    do_a, do_b = row_parts(p_do + t * stride_don + head * stride_doh, inside, E, E_A, E_B)
-    lse = tl.load(p_lse + head * queries + t, mask=inside, other=0.0)
-    lse = tl.where(lse == float("-inf"), 0.0, lse)
-    delta = tl.load(p_delta + head * queries + t, mask=inside, other=0.0)
+    q_a, q_b, do_a, do_b, lse, delta = queries_and_gradients(
+        p_q, p_do, p_lse, p_delta, rows, queries, q_strides, do_strides, D, E, D_A, D_B, E_A, E_B
+    )
     acc_a = tl.zeros([ROWS, D_A], tl.float32)
     acc_b = tl.zeros([ROWS, D_B if D_B else 16], tl.float32)
-    p_lists += i_list * slots
-    p_marks += i_list * slots
-    block, marks = list_entries(p_lists, p_marks, 0, count, GRAIN, PER_TILE, BLOCK_N)
+    count = own.count
+    block, marks = list_entries(own.p_blocks, own.p_marks, 0, count, GRAIN, PER_TILE, BLOCK_N)
     for first in range(0, count * GRAIN, BLOCK_N):
         key, there = keys_of(block, first, last, GRAIN, BLOCK_N)
-        row = first_key + key
-        k_a, k_b = row_parts(p_k + row * stride_kn, there, D, D_A, D_B, TURNS)
-        v_a, v_b = row_parts(p_v + row * stride_vn, there, E, E_A, E_B, TURNS)
-        visible = visible_pairs(key, there, marks, place, position, PER_TILE, GRAIN) & inside[:, None]
-        block, marks = list_entries(p_lists, p_marks, first + BLOCK_N, count, GRAIN, PER_TILE, BLOCK_N)
+        k_a, k_b, v_a, v_b = key_value_parts(
+            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, False, TURNS
+        )
+        visible = visible_pairs(key, there, marks, rows.place, position, PER_TILE, GRAIN) & rows.inside[:, None]
+        block, marks = list_entries(own.p_blocks, own.p_marks, first + BLOCK_N, count, GRAIN, PER_TILE, BLOCK_N)
         weights, ds = weights_and_gradients(
             q_a, q_b, k_a, k_b, do_a, do_b, v_a, v_b, visible, lse, delta, scale, softcap, D_B, E_B, CAPPED, EXACT
         )  # fmt: skip
@@ -180,4 +177,4 @@ def _token_bwd_kernel(
         if D_B:
             dk_b = tl.dot(turned, q_b, input_precision="ieee")
         store_parts(p_dk_rows + at.to(tl.int64) * D, at < count * GRAIN, dk_a, dk_b, D, D_A, D_B)
-    store_parts(p_dq + t * stride_dqn + head * stride_dqh, inside, acc_a, acc_b, D, D_A, D_B)
+    store_parts(p_dq + rows.t * dq_strides.n + rows.head * dq_strides.h, rows.inside, acc_a, acc_b, D, D_A, D_B)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.kernels.gpu.tokens.config import WIDE, backward_launch, wide_launches, widths
 from dynaxx.kernels.gpu.tokens.entries import Entries, entries_of_keys
@@ -58,7 +59,7 @@ def token_backward(
     pieces = -(-tiles // tiles_at_once)
     targets = [dk] if joined else [dk, dv]
     sums = targets if pieces == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
-    grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "stride_don": do.stride(0), "stride_doh": do.stride(1)}
+    grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "do_strides": packed_strides_of(do)}
     write_rows: Callable[..., tuple[list[Tensor], int]] = _narrow_rows
     if max(q.shape[2], v.shape[2]) > WIDE:
         write_rows = partial(_wide_rows, write_scores=scores or write_scores)
@@ -85,10 +86,8 @@ def _delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         lse,
         delta,
         queries=do.shape[0],
-        stride_don=do.stride(0),
-        stride_doh=do.stride(1),
-        stride_on=out.stride(0),
-        stride_oh=out.stride(1),
+        do_strides=packed_strides_of(do),
+        out_strides=packed_strides_of(out),
         stride_dlse_h=dlse.stride(0),
         stride_dlse_n=dlse.stride(1),
         E=do.shape[2],
@@ -137,8 +136,7 @@ def _narrow_rows(
         p_dv_rows=rows[1],
         first_tile=tiles.start,
         first_unit=heads.start * own,
-        stride_dqn=dq.stride(0),
-        stride_dqh=dq.stride(1),
+        dq_strides=packed_strides_of(dq),
         **arguments,
         **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize).options,
     )
@@ -196,16 +194,15 @@ def _wide_rows(
     where = {"first_tile": tiles.start, "first_unit": heads.start * own}
     write_scores(inputs, weights, ds, plan, heads, tiles, arguments, latent)
     only = lambda *names: {name: arguments[name] for name in names}
-    place = ("p_counts", "p_tiles", "units", "select_heads", "kv_heads", "slots", "group_size")
+    place = ("lists", "units", "select_heads", "kv_heads", "slots", "group_size")
     tile = ("D", "GRAIN", "PER_TILE", "PART", "ROWS")
     d_a, d_b = widths(q.shape[2])
     _token_dq_kernel[(len(tiles), units, 2 * parts // together)](
         k,
         dq,
         ds,
-        **only("p_lists", "p_position", "p_first_key", "stride_kn", "stride_kh", *place, *tile),
-        stride_dqn=dq.stride(0),
-        stride_dqh=dq.stride(1),
+        **only("k_strides", *place, *tile),
+        dq_strides=packed_strides_of(dq),
         D_A=d_a,
         D_B=d_b,
         HALF_A=d_a // 2,
@@ -225,7 +222,7 @@ def _wide_rows(
         ds,
         buffers[0],
         buffers[-1],
-        **only("stride_qn", "stride_qh", "stride_don", "stride_doh", "E", *place, *tile),
+        **only("q_strides", "do_strides", "E", *place, *tile),
         chunks=chunks,
         BOTH=rows * together,
         BLOCK_D=16 if q.itemsize == 4 else 64,

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.arguments import unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens.config import WIDE, forward_launch, widths
 from dynaxx.kernels.gpu.tokens.forward import _token_fwd_kernel
 from dynaxx.kernels.gpu.tokens.gradients import token_backward
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
+from dynaxx.kernels.gpu.tokens.primitives import ListTables
 from dynaxx.kernels.sinks import include_sinks
 
 
@@ -41,8 +42,7 @@ def forward(
             v,
             out,
             lse,
-            stride_on=out.stride(0),
-            stride_oh=out.stride(1),
+            out_strides=packed_strides_of(out),
             LATENT=latent,
             **shared_arguments(q, k, v, plan, scale, softcap),
             **forward_launch(max(q.shape[2], v.shape[2]), q.itemsize, latent).options,
@@ -142,13 +142,9 @@ def shared_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that kernels by tile of queries share."""
     (d_a, d_b), (e_a, e_b) = widths(q.shape[2]), widths(v.shape[2])
+    counts = plan.lists if plan.counts is None else plan.counts
     return {
-        "p_lists": plan.lists,
-        "p_marks": plan.marks,
-        "p_counts": plan.lists if plan.counts is None else plan.counts,
-        "p_tiles": plan.tiles,
-        "p_position": plan.position,
-        "p_first_key": plan.first_key,
+        "lists": ListTables(plan.lists, plan.marks, counts, plan.tiles, plan.position, plan.first_key),
         "queries": q.shape[0],
         "units": plan.units,
         "select_heads": plan.lists.shape[1],
@@ -157,12 +153,9 @@ def shared_arguments(
         "group_size": q.shape[1] // plan.units,
         "scale": scale,
         "softcap": softcap or 1.0,
-        "stride_qn": q.stride(0),
-        "stride_qh": q.stride(1),
-        "stride_kn": k.stride(0),
-        "stride_kh": k.stride(1),
-        "stride_vn": v.stride(0),
-        "stride_vh": v.stride(1),
+        "q_strides": packed_strides_of(q),
+        "k_strides": packed_strides_of(k),
+        "v_strides": packed_strides_of(v),
         "D": q.shape[2],
         "E": v.shape[2],
         "D_A": d_a,

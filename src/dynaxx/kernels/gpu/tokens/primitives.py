@@ -8,6 +8,8 @@ Rows are cut into a part whose width is a power of two and a rest (576 = 512 + 6
 half of a tile. D / E head_dim of q and k, and of v; _A and _B are widths of the two parts, B = 0 for no rest.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,14 +17,64 @@ from dynaxx.kernels.gpu.prefetch import ahead
 from dynaxx.kernels.gpu.primitives import exp_rounded, tanh
 
 
+class ListTables(NamedTuple):
+    """The tensors of a `TokenPlan` as one kernel argument."""
+
+    p_lists: Any  # (tiles, Hs, slots) int32 contiguous: blocks
+    p_marks: Any  # the same: a bit per query of the tile
+    p_counts: Any  # (tiles, Hs) int32: entries of each list
+    p_tiles: Any  # (tiles, 2) int32: first query, number of queries
+    p_position: Any  # (T,) int32, of each query among the keys of its sequence
+    p_first_key: Any  # (T,) int32, row of the first key of its sequence
+
+
+class TileRows(NamedTuple):
+    """The rows of a tile, [rows] each."""
+
+    t: Any  # query
+    head: Any  # q head
+    place: Any  # of the query in its tile
+    inside: Any  # whether the row exists
+
+
+class TileList(NamedTuple):
+    """The list of a tile."""
+
+    p_blocks: Any
+    p_marks: Any
+    count: Any  # entries
+    first_key: Any  # row of the first key of the sequence
+
+
 @triton.jit
-def tile_rows(p_tiles, i_tile, i_unit, first_member, group_size, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Return query, q head, place of the query in its tile, and validity of each row of a tile, [ROWS]."""
+def tile_rows(p_tiles, i_tile, i_unit, i_part, group_size, PART: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr):
+    """Return the rows of BOTH // ROWS neighbouring parts of a tile."""
+    PARTS: tl.constexpr = BOTH // ROWS
     first, count = tl.load(p_tiles + 2 * i_tile), tl.load(p_tiles + 2 * i_tile + 1)
-    o_row = tl.arange(0, ROWS)
-    place, member = o_row // PART, first_member + o_row % PART
+    o_row = tl.arange(0, BOTH)
+    place, member = o_row % ROWS // PART, (i_part * PARTS + o_row // ROWS) * PART + o_row % PART
     inside = (place < count) & (member < group_size)
-    return (first + place).to(tl.int64), (i_unit * group_size + member).to(tl.int64), place, inside
+    t, head = (first + place).to(tl.int64), (i_unit * group_size + member).to(tl.int64)
+    return TileRows(t=t, head=head, place=place, inside=inside)
+
+
+@triton.jit
+def tile_list(lists, i_tile, i_unit, units, select_heads, slots, PER_TILE: tl.constexpr):
+    """Return the list of a tile."""
+    i_list = i_tile.to(tl.int64) * select_heads + i_unit * select_heads // units
+    first_key = tl.load(lists.p_first_key + tl.load(lists.p_tiles + 2 * i_tile)).to(tl.int64)
+    count = slots
+    if PER_TILE > 1:
+        count = tl.load(lists.p_counts + i_list)
+    p_blocks, p_marks = lists.p_lists + i_list * slots, lists.p_marks + i_list * slots
+    return TileList(p_blocks=p_blocks, p_marks=p_marks, count=count, first_key=first_key)
+
+
+@triton.jit
+def gradient_slab(i_tile, tiles, i_unit, own_units, parts, i_part):
+    """Return the place of a part of a tile in (kv heads, tiles, units of a kv head, parts)."""
+    slab = (i_unit // own_units * tiles + i_tile) * own_units + i_unit % own_units
+    return slab.to(tl.int64) * parts + i_part
 
 
 @triton.jit
@@ -82,6 +134,20 @@ def row_parts(p_rows, mask, D: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexp
     else:
         b_b = b_a
     return b_a, b_b
+
+
+@triton.jit
+def key_value_parts(
+    p_k, p_v, row, there, k_strides, v_strides, D: tl.constexpr, E: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
+    E_A: tl.constexpr, E_B: tl.constexpr, LATENT: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Return `row_parts` of keys and of values; if LATENT, values are the first part of the keys."""
+    k_a, k_b = row_parts(p_k + row * k_strides.n, there, D, D_A, D_B, TURNS)
+    if LATENT:
+        v_a, v_b = k_a, k_b
+    else:
+        v_a, v_b = row_parts(p_v + row * v_strides.n, there, E, E_A, E_B, TURNS)
+    return k_a, k_b, v_a, v_b
 
 
 @triton.jit

@@ -15,8 +15,16 @@ import triton.language as tl
 
 from dynaxx.kernels.gpu.prefetch import ahead
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.gpu.tokens.backward import weights_and_gradients
-from dynaxx.kernels.gpu.tokens.primitives import keys_of, list_entries, row_parts, tile_rows, visible_pairs
+from dynaxx.kernels.gpu.tokens.backward import queries_and_gradients, weights_and_gradients
+from dynaxx.kernels.gpu.tokens.primitives import (
+    gradient_slab,
+    key_value_parts,
+    keys_of,
+    list_entries,
+    tile_list,
+    tile_rows,
+    visible_pairs,
+)
 
 RUNTIME_SIZES = [
     "queries", "units", "select_heads", "kv_heads", "slots", "group_size", "first_tile", "first_unit", "chunks"
@@ -34,12 +42,7 @@ def _token_scores_kernel(
     p_ds,  # the same
     p_lse,
     p_delta,
-    p_lists,
-    p_marks,
-    p_counts,
-    p_tiles,
-    p_position,
-    p_first_key,
+    lists,  # `ListTables`
     first_tile,
     first_unit,
     queries,
@@ -50,14 +53,10 @@ def _token_scores_kernel(
     group_size,
     scale,
     softcap,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_don,
-    stride_doh,
+    q_strides,  # `PackedStrides`
+    k_strides,
+    v_strides,
+    do_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     D_A: tl.constexpr,
@@ -75,38 +74,27 @@ def _token_scores_kernel(
     TURNS: tl.constexpr,
 ):
     i_tile, i_unit, i_part = tl.program_id(0) + first_tile, tl.program_id(1) + first_unit, tl.program_id(2)
-    t, head, place, inside = tile_rows(p_tiles, i_tile, i_unit, i_part * PART, group_size, PART, ROWS)
-    i_list = i_tile.to(tl.int64) * select_heads + i_unit * select_heads // units
+    rows = tile_rows(lists.p_tiles, i_tile, i_unit, i_part, group_size, PART, ROWS, ROWS)
     i_kv = (i_unit * kv_heads // units).to(tl.int64)
-    p_k += i_kv * stride_kh
-    p_v += i_kv * stride_vh
-    position = tl.load(p_position + t, mask=inside, other=-1)
+    p_k += i_kv * k_strides.h
+    p_v += i_kv * v_strides.h
+    position = tl.load(lists.p_position + rows.t, mask=rows.inside, other=-1)
     last = tl.max(position, 0)
-    first_key = tl.load(p_first_key + tl.load(p_tiles + 2 * i_tile)).to(tl.int64)
-    count = slots
-    if PER_TILE > 1:
-        count = tl.load(p_counts + i_list)
-    q_a, q_b = row_parts(p_q + t * stride_qn + head * stride_qh, inside, D, D_A, D_B)
-    do_a, do_b = row_parts(p_do + t * stride_don + head * stride_doh, inside, E, E_A, E_B)
-    lse = tl.load(p_lse + head * queries + t, mask=inside, other=0.0)
-    lse = tl.where(lse == float("-inf"), 0.0, lse)
-    delta = tl.load(p_delta + head * queries + t, mask=inside, other=0.0)
+    own = tile_list(lists, i_tile, i_unit, units, select_heads, slots, PER_TILE)
+    q_a, q_b, do_a, do_b, lse, delta = queries_and_gradients(
+        p_q, p_do, p_lse, p_delta, rows, queries, q_strides, do_strides, D, E, D_A, D_B, E_A, E_B
+    )
     width = slots * GRAIN
     i_cell = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + i_part
     to_row = (i_cell * ROWS + tl.arange(0, ROWS)) * width
-    p_lists += i_list * slots
-    p_marks += i_list * slots
-    block, marks = list_entries(p_lists, p_marks, 0, count, GRAIN, PER_TILE, BLOCK_N)
-    for first in range(0, count * GRAIN, BLOCK_N):
+    block, marks = list_entries(own.p_blocks, own.p_marks, 0, own.count, GRAIN, PER_TILE, BLOCK_N)
+    for first in range(0, own.count * GRAIN, BLOCK_N):
         key, there = keys_of(block, first, last, GRAIN, BLOCK_N)
-        row = first_key + key
-        k_a, k_b = row_parts(p_k + row * stride_kn, there, D, D_A, D_B, TURNS)
-        if LATENT:
-            v_a, v_b = k_a, k_b
-        else:
-            v_a, v_b = row_parts(p_v + row * stride_vn, there, E, E_A, E_B, TURNS)
-        visible = visible_pairs(key, there, marks, place, position, PER_TILE, GRAIN) & inside[:, None]
-        block, marks = list_entries(p_lists, p_marks, first + BLOCK_N, count, GRAIN, PER_TILE, BLOCK_N)
+        k_a, k_b, v_a, v_b = key_value_parts(
+            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, LATENT, TURNS
+        )
+        visible = visible_pairs(key, there, marks, rows.place, position, PER_TILE, GRAIN) & rows.inside[:, None]
+        block, marks = list_entries(own.p_blocks, own.p_marks, first + BLOCK_N, own.count, GRAIN, PER_TILE, BLOCK_N)
         weights, ds = weights_and_gradients(
             q_a, q_b, k_a, k_b, do_a, do_b, v_a, v_b, visible, lse, delta, scale, softcap, D_B, E_B, CAPPED, EXACT
         )  # fmt: skip
@@ -121,11 +109,7 @@ def _token_dq_kernel(
     p_k,
     p_dq,  # (T, Hq, D)
     p_ds,
-    p_lists,
-    p_counts,
-    p_tiles,
-    p_position,
-    p_first_key,
+    lists,
     first_tile,
     first_unit,
     units,
@@ -133,10 +117,8 @@ def _token_dq_kernel(
     kv_heads,
     slots,
     group_size,
-    stride_kn,
-    stride_kh,
-    stride_dqn,
-    stride_dqh,
+    k_strides,
+    dq_strides,
     D: tl.constexpr,
     D_A: tl.constexpr,
     D_B: tl.constexpr,
@@ -155,30 +137,22 @@ def _token_dq_kernel(
     i_tile, i_unit = tl.program_id(0) + first_tile, tl.program_id(1) + first_unit
     i_half, i_part = tl.program_id(2) % HALVES, tl.program_id(2) // HALVES
     parts = tl.num_programs(2) // HALVES * PARTS
-    o_row = tl.arange(0, BOTH)
-    first_query, queries_here = tl.load(p_tiles + 2 * i_tile), tl.load(p_tiles + 2 * i_tile + 1)
-    place, member = o_row % ROWS // PART, (i_part * PARTS + o_row // ROWS) * PART + o_row % PART
-    inside = (place < queries_here) & (member < group_size)
-    t, head = (first_query + place).to(tl.int64), (i_unit * group_size + member).to(tl.int64)
-    i_list = i_tile.to(tl.int64) * select_heads + i_unit * select_heads // units
-    p_k += (i_unit * kv_heads // units).to(tl.int64) * stride_kh
-    last = tl.load(p_position + first_query + queries_here - 1)
-    first_key = tl.load(p_first_key + first_query).to(tl.int64)
-    count = slots
-    if PER_TILE > 1:
-        count = tl.load(p_counts + i_list)
+    rows = tile_rows(lists.p_tiles, i_tile, i_unit, i_part, group_size, PART, ROWS, BOTH)
+    own = tile_list(lists, i_tile, i_unit, units, select_heads, slots, PER_TILE)
+    last = tl.load(lists.p_position + tl.load(lists.p_tiles + 2 * i_tile) + tl.load(lists.p_tiles + 2 * i_tile + 1) - 1)
+    p_k += (i_unit * kv_heads // units).to(tl.int64) * k_strides.h
+    count = own.count
     width = slots * GRAIN
     i_cell = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * parts + i_part * PARTS
-    from_row = (i_cell * ROWS + o_row) * width
+    from_row = (i_cell * ROWS + tl.arange(0, BOTH)) * width
     o_a, o_b = i_half * HALF_A + tl.arange(0, HALF_A), D_A + i_half * HALF_B + tl.arange(0, HALF_B)
     acc_a = tl.zeros([BOTH, HALF_A], tl.float32)
     acc_b = tl.zeros([BOTH, HALF_B], tl.float32)
-    p_lists += i_list * slots
-    block, _ = list_entries(p_lists, p_lists, 0, count, GRAIN, 1, BLOCK_N)
+    block, _ = list_entries(own.p_blocks, own.p_blocks, 0, count, GRAIN, 1, BLOCK_N)
     for first in range(0, count * GRAIN, BLOCK_N):
         key, there = keys_of(block, first, last, GRAIN, BLOCK_N)
-        block, _ = list_entries(p_lists, p_lists, first + BLOCK_N, count, GRAIN, 1, BLOCK_N)
-        p_rows = p_k + (first_key + key) * stride_kn
+        block, _ = list_entries(own.p_blocks, own.p_blocks, first + BLOCK_N, count, GRAIN, 1, BLOCK_N)
+        p_rows = p_k + (own.first_key + key) * k_strides.n
         at = first + tl.arange(0, BLOCK_N)
         ds = tl.load(p_ds + from_row[:, None] + at[None, :], mask=(at < count * GRAIN)[None, :], other=0.0)
         k_a = tl.load(p_rows[:, None] + o_a[None, :], mask=there[:, None] & (o_a < D)[None, :], other=0.0)
@@ -190,7 +164,7 @@ def _token_dq_kernel(
             if TURNS:
                 k_b = ahead(k_b, TURNS)
             acc_b = tl.dot(ds, k_b, acc_b, input_precision="ieee")
-    p_row = (p_dq + t * stride_dqn + head * stride_dqh)[:, None]
+    p_row, inside = (p_dq + rows.t * dq_strides.n + rows.head * dq_strides.h)[:, None], rows.inside
     tl.store(p_row + o_a[None, :], acc_a.to(p_dq.dtype.element_ty), mask=inside[:, None] & (o_a < D)[None, :])
     if D_B:
         tl.store(p_row + o_b[None, :], acc_b.to(p_dq.dtype.element_ty), mask=inside[:, None] & (o_b < D)[None, :])
@@ -205,8 +179,7 @@ def _token_rows_kernel(
     p_ds,
     p_dk_rows,  # (kv heads, tiles, units of a kv head, parts, slots * GRAIN, D) of this launch
     p_dv_rows,  # the same with E; unused if LATENT
-    p_counts,
-    p_tiles,
+    lists,
     first_tile,
     first_unit,
     units,
@@ -215,10 +188,8 @@ def _token_rows_kernel(
     slots,
     group_size,
     chunks,  # of keys
-    stride_qn,
-    stride_qh,
-    stride_don,
-    stride_doh,
+    q_strides,
+    do_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     GRAIN: tl.constexpr,
@@ -230,34 +201,28 @@ def _token_rows_kernel(
     BLOCK_D: tl.constexpr,
     LATENT: tl.constexpr,  # add p' do to the first columns of ds' q
 ):
-    PARTS: tl.constexpr = BOTH // ROWS
     i_tile, i_unit = tl.program_id(0) // chunks + first_tile, tl.program_id(1) + first_unit
     i_part = tl.program_id(2)
     first = tl.program_id(0) % chunks * BLOCK_N
     count = slots
     if PER_TILE > 1:
-        count = tl.load(p_counts + i_tile.to(tl.int64) * select_heads + i_unit * select_heads // units)
+        count = tl.load(lists.p_counts + i_tile.to(tl.int64) * select_heads + i_unit * select_heads // units)
     if first < count * GRAIN:
         o_row, at = tl.arange(0, BOTH), first + tl.arange(0, BLOCK_N)
-        first_query, queries_here = tl.load(p_tiles + 2 * i_tile), tl.load(p_tiles + 2 * i_tile + 1)
-        place, member = o_row % ROWS // PART, (i_part * PARTS + o_row // ROWS) * PART + o_row % PART
-        inside = (place < queries_here) & (member < group_size)
-        t, head = (first_query + place).to(tl.int64), (i_unit * group_size + member).to(tl.int64)
+        rows = tile_rows(lists.p_tiles, i_tile, i_unit, i_part, group_size, PART, ROWS, BOTH)
+        inside = rows.inside
         width, parts = slots * GRAIN, tl.num_programs(2)
         i_cell = ((i_tile - first_tile).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * parts + i_part
         from_row = (i_cell * BOTH + o_row) * width
         known = (at < count * GRAIN)[None, :]
         ds = tl.trans(tl.load(p_ds + from_row[:, None] + at[None, :], mask=known, other=0.0))
         weights = tl.trans(tl.load(p_weights + from_row[:, None] + at[None, :], mask=known, other=0.0))
-        own_units, tiles = units // kv_heads, tl.num_programs(0) // chunks
-        slab = (tl.program_id(1) // own_units * tiles + i_tile - first_tile) * own_units + tl.program_id(1) % own_units
-        slab = slab.to(tl.int64) * parts + i_part
+        tiles = tl.num_programs(0) // chunks
+        slab = gradient_slab(i_tile - first_tile, tiles, tl.program_id(1), units // kv_heads, parts, i_part)
         p_dk_row = (p_dk_rows + (slab * width + at) * D)[:, None]
         p_dv_row = (p_dv_rows + (slab * width + at) * E)[:, None]
-        p_q_row, p_do_row = (
-            (p_q + t * stride_qn + head * stride_qh)[:, None],
-            (p_do + t * stride_don + head * stride_doh)[:, None],
-        )
+        p_q_row = (p_q + rows.t * q_strides.n + rows.head * q_strides.h)[:, None]
+        p_do_row = (p_do + rows.t * do_strides.n + rows.head * do_strides.h)[:, None]
         there = (at < count * GRAIN)[:, None]
         element = p_dk_rows.dtype.element_ty
         for column in range(0, D, BLOCK_D):

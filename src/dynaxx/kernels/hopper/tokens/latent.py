@@ -22,37 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.hopper.tokens.gather import (
+    REST,
+    ROWS,
+    TILE,
+    WIDE,
+    copy_heads,
+    copy_keys,
+    listed_rows,
+    listed_tokens,
+)
 
-ROWS, BLOCK_N = gl.constexpr(64), gl.constexpr(64)  # q heads of a program, keys of a tile
-WIDE, REST = gl.constexpr(512), gl.constexpr(64)  # columns of keys: those that are values too, and the others
+BLOCK_N = gl.constexpr(64)  # keys of a tile
 WARPS = 8
 LN2 = gl.constexpr(0.6931471805599453)
-
-TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))  # a warp copies half a row at once
 REST_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
-
-
-@gluon.jit
-def _listed(p_list, i_tile, slots, layout: gl.constexpr):
-    """Return the tokens of tile `i_tile` of a list, -1 for none, [BLOCK_N]."""
-    place = i_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
-    return gl.load(p_list + place, mask=place < slots, other=-1)
-
-
-@gluon.jit
-def _gather(k_wide, k_rest, p_k, key_wide, key_rest, last, stride_kn):
-    """Begin to copy the rows of keys to a buffer; rows of tokens that are not there become zero."""
-    o_wide = gl.arange(0, WIDE, gl.SliceLayout(0, WIDE_ROWS))
-    o_rest = WIDE + gl.arange(0, REST, gl.SliceLayout(0, REST_ROWS))
-    there_wide, there_rest = (key_wide >= 0) & (key_wide <= last), (key_rest >= 0) & (key_rest <= last)
-    row_wide, row_rest = gl.where(there_wide, key_wide, 0), gl.where(there_rest, key_rest, 0)
-    p_wide = p_k + (row_wide.to(gl.int64) * stride_kn)[:, None] + o_wide[None, :]
-    p_rest = p_k + (row_rest.to(gl.int64) * stride_kn)[:, None] + o_rest[None, :]
-    async_copy.async_copy_global_to_shared(k_wide, p_wide, mask=there_wide[:, None])
-    async_copy.async_copy_global_to_shared(k_rest, p_rest, mask=there_rest[:, None])
 
 
 @kernel_launcher
@@ -70,49 +57,32 @@ def _token_latent_kernel(
     group_size,  # q heads
     parts,  # programs of a query
     scale_log2,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_on,
-    stride_oh,
+    q_strides,  # `PackedStrides`
+    k_strides,
+    out_strides,
 ):
     i_program = gl.program_id(0)
     t, i_part = (i_program // parts).to(gl.int64), i_program % parts
     p_list = p_chosen + t * slots
     last = gl.load(p_position + t)
-    p_k += gl.load(p_first_key + t).to(gl.int64) * stride_kn
+    p_k += gl.load(p_first_key + t).to(gl.int64) * k_strides.n
     dtype: gl.constexpr = p_q.dtype.element_ty
 
     q_wide = gl.allocate_shared_memory(dtype, [ROWS, WIDE], TILE)
     q_rest = gl.allocate_shared_memory(dtype, [ROWS, REST], TILE)
     k_wide = gl.allocate_shared_memory(dtype, [2, BLOCK_N, WIDE], TILE)
     k_rest = gl.allocate_shared_memory(dtype, [2, BLOCK_N, REST], TILE)
-    wide_keys: gl.constexpr = gl.SliceLayout(1, WIDE_ROWS)
-    rest_keys: gl.constexpr = gl.SliceLayout(1, REST_ROWS)
     score_keys: gl.constexpr = gl.SliceLayout(0, SCORES)
 
     tiles = gl.cdiv(slots, BLOCK_N)
-    _gather(
-        k_wide.index(0),
-        k_rest.index(0),
-        p_k,
-        _listed(p_list, 0, slots, wide_keys),
-        _listed(p_list, 0, slots, rest_keys),
-        last,
-        stride_kn,
-    )
+    first_tokens = listed_rows(p_list, 0, slots, BLOCK_N, WIDE_ROWS, REST_ROWS)
+    copy_keys(k_wide.index(0), k_rest.index(0), p_k, first_tokens, last, k_strides, WIDE_ROWS, REST_ROWS)
     async_copy.commit_group()
-    next_wide, next_rest = _listed(p_list, 1, slots, wide_keys), _listed(p_list, 1, slots, rest_keys)
-    key = _listed(p_list, 0, slots, score_keys)
+    next_tokens = listed_rows(p_list, 1, slots, BLOCK_N, WIDE_ROWS, REST_ROWS)
+    key = listed_tokens(p_list, 0, slots, BLOCK_N, score_keys)
 
-    head = i_part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE_ROWS))
-    o_wide = gl.arange(0, WIDE, gl.SliceLayout(0, WIDE_ROWS))
-    p_rows = p_q + t * stride_qn + head.to(gl.int64)[:, None] * stride_qh
-    q_wide.store(gl.load(p_rows + o_wide[None, :], mask=(head < group_size)[:, None], other=0.0))
-    head = i_part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, REST_ROWS))
-    o_rest = WIDE + gl.arange(0, REST, gl.SliceLayout(0, REST_ROWS))
-    p_rows = p_q + t * stride_qn + head.to(gl.int64)[:, None] * stride_qh
-    q_rest.store(gl.load(p_rows + o_rest[None, :], mask=(head < group_size)[:, None], other=0.0))
+    copy_heads(q_wide, p_q, t, i_part, group_size, q_strides, 0, WIDE_ROWS)
+    copy_heads(q_rest, p_q, t, i_part, group_size, q_strides, WIDE, REST_ROWS)
 
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
@@ -128,12 +98,11 @@ def _token_latent_kernel(
         token = warpgroup_mma(q_rest, own_rest.permute((1, 0)), token, is_async=True)
         if i_tile + 1 < tiles:
             other = (i_tile + 1) % 2
-            _gather(k_wide.index(other), k_rest.index(other), p_k, next_wide, next_rest, last, stride_kn)
+            copy_keys(k_wide.index(other), k_rest.index(other), p_k, next_tokens, last, k_strides, WIDE_ROWS, REST_ROWS)
         async_copy.commit_group()
-        next_wide = _listed(p_list, i_tile + 2, slots, wide_keys)
-        next_rest = _listed(p_list, i_tile + 2, slots, rest_keys)
+        next_tokens = listed_rows(p_list, i_tile + 2, slots, BLOCK_N, WIDE_ROWS, REST_ROWS)
         there = (key >= 0) & (key <= last)
-        key = _listed(p_list, i_tile + 1, slots, score_keys)
+        key = listed_tokens(p_list, i_tile + 1, slots, BLOCK_N, score_keys)
         scores = warpgroup_mma_wait(0, deps=[token])
         scores = gl.where(there[None, :], scores * scale_log2, -float("inf"))
         new_max = gl.maximum(row_max, gl.max(scores, 1))
@@ -155,6 +124,6 @@ def _token_latent_kernel(
     gl.store(p_lse + head.to(gl.int64) * queries + t, lse, mask=head < group_size)
     sums = sums / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
     head = i_part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    p_rows = p_out + t * stride_on + head.to(gl.int64)[:, None] * stride_oh
+    p_rows = p_out + t * out_strides.n + head.to(gl.int64)[:, None] * out_strides.h
     o_wide = gl.arange(0, WIDE, gl.SliceLayout(0, SUMS))
     gl.store(p_rows + o_wide[None, :], sums.to(p_out.dtype.element_ty), mask=(head < group_size)[:, None])

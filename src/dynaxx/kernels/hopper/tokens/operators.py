@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.arguments import unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens import operators as portable
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan, prepare
 from dynaxx.kernels.hopper.tokens import latent, latent_scores
+from dynaxx.kernels.hopper.tokens.gather import REST, ROWS, WIDE
 from dynaxx.kernels.hopper.tokens.latent import _token_latent_kernel
 from dynaxx.kernels.hopper.tokens.latent_scores import _token_latent_scores_kernel
 from dynaxx.kernels.sinks import include_sinks
@@ -48,11 +49,9 @@ def forward(
         group_size=q.shape[1],
         parts=plan.rows.parts,
         scale_log2=scale * LOG2E,
-        stride_qn=q.stride(0),
-        stride_qh=q.stride(1),
-        stride_kn=k.stride(0),
-        stride_on=out.stride(0),
-        stride_oh=out.stride(1),
+        q_strides=packed_strides_of(q),
+        k_strides=packed_strides_of(k),
+        out_strides=packed_strides_of(out),
         num_warps=latent.WARPS,
     )
     if sinks is not None:
@@ -100,10 +99,10 @@ def latent_backward(
 
 def fits(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> bool:
     """Return whether the kernels for latent attention serve: 33 or more q heads over one latent vector per token."""
-    widths = (q.shape[2], v.shape[2]) == (latent.WIDE.value + latent.REST.value, latent.WIDE.value)
+    widths = (q.shape[2], v.shape[2]) == (WIDE.value + REST.value, WIDE.value)
     alone = k.shape[1] == plan.lists.shape[1] == plan.rows.per_tile == plan.block_size == 1
     steps = k.stride(0) % 16 == 0 and k.data_ptr() % 16 == 0  # rows are copied 16 bytes at a time
-    return widths and alone and steps and plan.rows.part == latent.ROWS.value and portable.shares_rows(k, v)
+    return widths and alone and steps and plan.rows.part == ROWS.value and portable.shares_rows(k, v)
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, softcap: float | None) -> Any:
@@ -122,7 +121,7 @@ def _write_scores(
     latent: bool,
 ) -> None:
     q, k, _ = inputs
-    only = ("p_do", "p_lse", "p_delta", "scale", "stride_qn", "stride_qh", "stride_kn", "stride_don", "stride_doh")
+    only = ("p_do", "p_lse", "p_delta", "scale", "queries", "slots", "q_strides", "k_strides", "do_strides")
     _token_latent_scores_kernel[(len(tiles) * plan.rows.parts,)](
         q,
         k,
@@ -131,8 +130,6 @@ def _write_scores(
         p_chosen=plan.lists,
         p_position=plan.position,
         p_first_key=plan.first_key,
-        queries=q.shape[0],
-        slots=plan.lists.shape[2],
         group_size=q.shape[1],
         parts=plan.rows.parts,
         first_query=tiles.start,
