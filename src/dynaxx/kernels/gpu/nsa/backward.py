@@ -18,6 +18,7 @@ from dynaxx.kernels.gpu.nsa.gather import RUNTIME_SIZES, entry_rows, item_argume
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, row_values, scatter_rows, weights_of
 from dynaxx.kernels.gpu.nsa.sums import sum_entries, sum_items
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
@@ -49,17 +50,14 @@ def _accumulate_rows(
     p_q,
     p_rows,
     p_dq,
-    p_entries,
-    p_last_key,
+    items,
     heads,
     slots,
     group_size,
     first_entry,
     scale,
-    stride_don,
-    stride_doh,
-    stride_qn,
-    stride_qh,
+    do_strides,
+    q_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -75,17 +73,19 @@ def _accumulate_rows(
     STEP: tl.constexpr = ROWS // GROUP
     o_n = tl.arange(0, BLOCK_N)
     for first in range(begin, end, STEP):
-        entry, t, h, inside = entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP, ROWS)
-        b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
-        b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
+        entry, t, h, inside = entry_rows(items.p_entries, first, end, i_head, heads, slots, group_size, GROUP, ROWS)
+        b_q = gather_rows(p_q, t, h, q_strides, inside, D, BLOCK_D)
+        b_do = gather_rows(p_do, t, h, do_strides, inside, E, BLOCK_E)
         lse, delta = row_values(p_rows, t * (heads * group_size) + h, inside)
         scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BLOCK_N, ROWS]
         weights = weights_of(scores, lse[None, :], scale, b_k.dtype == tl.float32)
-        nearest = tl.load(p_last_key + tl.load(p_entries + first) // (heads * slots))  # entries ascend by query
+        nearest = tl.load(
+            items.p_last_key + tl.load(items.p_entries + first) // (heads * slots)
+        )  # entries ascend by query
         if nearest < from_key + BLOCK_N - 1:
             place = first + tl.arange(0, ROWS) // GROUP  # reload in this layout, so that no iteration has to keep it
-            entry_again = tl.load(p_entries + place, mask=place < end, other=0, volatile=True)
-            last_key = tl.load(p_last_key + entry_again // (heads * slots))
+            entry_again = tl.load(items.p_entries + place, mask=place < end, other=0, volatile=True)
+            last_key = tl.load(items.p_last_key + entry_again // (heads * slots))
             weights = tl.where((from_key + o_n)[:, None] <= last_key[None, :], weights, 0.0)
         dv = _add_product(dv, weights.to(b_do.dtype), b_do, PRECISION)
         dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
@@ -95,7 +95,7 @@ def _accumulate_rows(
             dq = tl.dot(tl.trans(ds), b_k, input_precision=PRECISION)  # [ROWS, BLOCK_D]
             place = (entry - first_entry).to(tl.int64) * SPLIT + i_part
             member = tl.arange(0, ROWS) % GROUP
-            scatter_rows(p_dq, dq * scale, place, member, group_size * D, D, inside, D, BLOCK_D)
+            scatter_rows(p_dq, dq * scale, place, member, (group_size * D, D), inside, D, BLOCK_D)
     return dk, dv
 
 
@@ -110,12 +110,7 @@ def _selected_bwd_dkv_kernel(
     p_dq,  # (entries of these queries, SPLIT, group, D) contiguous; written only if WITH_DQ
     p_dk,  # (items, KV_BLOCK, D) fp32
     p_dv,  # (items, KV_BLOCK, E) fp32
-    p_entries,
-    p_cell,
-    p_begin,
-    p_end,
-    p_block_start,
-    p_last_key,
+    items,  # `ItemTables`
     blocks,
     heads,
     slots,
@@ -124,14 +119,10 @@ def _selected_bwd_dkv_kernel(
     heads_per_kv,
     first_entry,
     scale,
-    stride_don,
-    stride_doh,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
+    do_strides,
+    q_strides,
+    k_strides,
+    v_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -147,20 +138,20 @@ def _selected_bwd_dkv_kernel(
     EXACT: tl.constexpr = p_q.dtype.element_ty == tl.float32
     SEGMENT: tl.constexpr = SEGMENT_TILES * (ROWS // GROUP)
     i_item, i_part = tl.program_id(0), tl.program_id(1)
-    i_head, start = item_block(p_cell, p_block_start, i_item, blocks, heads)
-    begin, end = tl.load(p_begin + i_item), tl.load(p_end + i_item)
+    i_head, start = item_block(items, i_item, blocks, heads)
+    begin, end = tl.load(items.p_begin + i_item), tl.load(items.p_end + i_item)
     from_key = start + i_part * BLOCK_N
     o_n = tl.arange(0, BLOCK_N)
-    b_k = block_rows(p_k + i_head // heads_per_kv * stride_kh, from_key, keys, stride_kn, D, BLOCK_D, BLOCK_N)
-    b_v = block_rows(p_v + i_head // heads_per_kv * stride_vh, from_key, keys, stride_vn, E, BLOCK_E, BLOCK_N)
+    b_k = block_rows(p_k + i_head // heads_per_kv * k_strides.h, from_key, keys, k_strides.n, D, BLOCK_D, BLOCK_N)
+    b_v = block_rows(p_v + i_head // heads_per_kv * v_strides.h, from_key, keys, v_strides.n, E, BLOCK_E, BLOCK_N)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     if EXACT:  # fp32 is precise enough only in short partial sums
         for first in range(begin, end, SEGMENT):
             some_dk, some_dv = _accumulate_rows(
                 tl.zeros_like(dk), tl.zeros_like(dv), b_k, b_v, from_key, i_part, i_head, first,
-                tl.minimum(first + SEGMENT, end), p_do, p_q, p_rows, p_dq, p_entries, p_last_key,
-                heads, slots, group_size, first_entry, scale, stride_don, stride_doh, stride_qn, stride_qh,
+                tl.minimum(first + SEGMENT, end), p_do, p_q, p_rows, p_dq, items,
+                heads, slots, group_size, first_entry, scale, do_strides, q_strides,
                 D, E, BLOCK_D, BLOCK_E, SPLIT, GROUP, ROWS, BLOCK_N, PRECISION, WITH_DQ,
             )  # fmt: skip
             dk += some_dk
@@ -168,14 +159,14 @@ def _selected_bwd_dkv_kernel(
     else:
         dk, dv = _accumulate_rows(
             dk, dv, b_k, b_v, from_key, i_part, i_head, begin,
-            end, p_do, p_q, p_rows, p_dq, p_entries, p_last_key,
-            heads, slots, group_size, first_entry, scale, stride_don, stride_doh, stride_qn, stride_qh,
+            end, p_do, p_q, p_rows, p_dq, items,
+            heads, slots, group_size, first_entry, scale, do_strides, q_strides,
             D, E, BLOCK_D, BLOCK_E, SPLIT, GROUP, ROWS, BLOCK_N, PRECISION, WITH_DQ,
         )  # fmt: skip
     row = i_item.to(tl.int64) * KV_BLOCK + i_part * BLOCK_N + o_n
     every = o_n >= 0
-    scatter_rows(p_dk, dk * scale, row, o_n, D, 0, every, D, BLOCK_D)
-    scatter_rows(p_dv, dv, row, o_n, E, 0, every, E, BLOCK_E)
+    scatter_rows(p_dk, dk * scale, row, o_n, (D, 0), every, D, BLOCK_D)
+    scatter_rows(p_dv, dv, row, o_n, (E, 0), every, E, BLOCK_E)
 
 
 def backward_chunk(
@@ -210,8 +201,7 @@ def backward_chunk(
             **item_arguments(q, k, v, index, chunk, heads, slots, spans),
             first_entry=queries.start * heads * slots,
             scale=scale,
-            stride_don=do.stride(0),
-            stride_doh=do.stride(1),
+            do_strides=packed_strides_of(do),
             GROUP=tiles.group,
             ROWS=tiles.rows,
             BLOCK_N=block_n,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.rows import gather_rows, scatter_rows
-from dynaxx.kernels.gpu.runtime.arguments import unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
@@ -40,22 +40,22 @@ def _tile_of(rows, ROWS: tl.constexpr):
 @kernel_launcher
 @triton.jit(do_not_specialize=SIZES)
 def _pool_fwd_kernel(
-    p_x, p_weight, p_out, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_x, p_weight, p_out, rows, tokens, windows, heads, strides, D: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, head, inside = _tile_of(rows, ROWS)
     first = row // windows * tokens + row % windows * STRIDE
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for i in range(WINDOW):
-        b_x = gather_rows(p_x, first + i, first * 0 + head, stride_n, stride_h, inside, D, BLOCK_D)
+        b_x = gather_rows(p_x, first + i, first * 0 + head, strides, inside, D, BLOCK_D)
         acc += b_x.to(tl.float32) * _weight(p_weight, i, head, heads, WINDOW, WEIGHTED)
-    scatter_rows(p_out, acc, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
+    scatter_rows(p_out, acc, row, row * 0 + head, (heads * D, D), inside, D, BLOCK_D)
 
 
 @kernel_launcher
 @triton.jit(do_not_specialize=SIZES)
 def _pool_bwd_kernel(
-    p_do, p_weight, p_dx, rows, tokens, windows, heads, stride_n, stride_h, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_do, p_weight, p_dx, rows, tokens, windows, heads, strides, D: tl.constexpr, BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, head, inside = _tile_of(rows, ROWS)
@@ -64,16 +64,16 @@ def _pool_bwd_kernel(
     for i in tl.static_range(WINDOW // STRIDE):  # the windows that contain a token are neighbours
         window = position // STRIDE - i
         holds = inside & (window >= 0) & (window < windows)
-        b_do = gather_rows(p_do, base + window, row * 0 + head, stride_n, stride_h, holds, D, BLOCK_D)
+        b_do = gather_rows(p_do, base + window, row * 0 + head, strides, holds, D, BLOCK_D)
         weight = _weight(p_weight, position % STRIDE + i * STRIDE, head, heads, WINDOW, WEIGHTED)
         acc += b_do.to(tl.float32) * weight[:, None]
-    scatter_rows(p_dx, acc, row, row * 0 + head, heads * D, D, inside, D, BLOCK_D)
+    scatter_rows(p_dx, acc, row, row * 0 + head, (heads * D, D), inside, D, BLOCK_D)
 
 
 @kernel_launcher
 @triton.jit(do_not_specialize=SIZES)
 def _pool_bwd_weight_kernel(
-    p_do, p_x, p_parts, rows, tokens, windows, heads, stride_don, stride_doh, stride_n, stride_h,
+    p_do, p_x, p_parts, rows, tokens, windows, heads, do_strides, x_strides,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sum every num_programs-th tile of windows into the gradient of one weight: (programs, WINDOW, H) fp32."""
@@ -83,8 +83,8 @@ def _pool_bwd_weight_kernel(
         row = begin + tl.arange(0, ROWS)
         inside = row < rows
         token = row // windows * tokens + row % windows * STRIDE + at
-        b_do = gather_rows(p_do, row, row * 0 + head, stride_don, stride_doh, inside, D, BLOCK_D).to(tl.float32)
-        b_x = gather_rows(p_x, token, row * 0 + head, stride_n, stride_h, inside, D, BLOCK_D).to(tl.float32)
+        b_do = gather_rows(p_do, row, row * 0 + head, do_strides, inside, D, BLOCK_D).to(tl.float32)
+        b_x = gather_rows(p_x, token, row * 0 + head, x_strides, inside, D, BLOCK_D).to(tl.float32)
         acc += tl.sum(b_do * b_x, 1)
     tl.store(p_parts + (part * tl.num_programs(1) + at) * heads + head, tl.sum(acc, 0))
 
@@ -116,10 +116,8 @@ def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpa
         tokens=tokens,
         windows=sizes.compressed(tokens),
         heads=heads,
-        stride_don=do.stride(0),
-        stride_doh=do.stride(1),
-        stride_n=x.stride(0),
-        stride_h=x.stride(1),
+        do_strides=packed_strides_of(do),
+        x_strides=packed_strides_of(x),
         D=dim,
         BLOCK_D=padded(dim),
         STRIDE=sizes.cmp_stride,
@@ -148,8 +146,7 @@ def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: Native
             tokens=tokens,
             windows=spans.sizes.compressed(tokens),
             heads=heads,
-            stride_n=x.stride(0),
-            stride_h=x.stride(1),
+            strides=packed_strides_of(x),
             D=dim,
             BLOCK_D=padded(dim),
             WINDOW=spans.sizes.cmp_block,

@@ -22,6 +22,7 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.config import KeyTiles
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, scatter_rows, softmax_step
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
@@ -29,10 +30,10 @@ RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv
 
 
 @triton.jit
-def item_block(p_cell, p_block_start, i_item, blocks, heads):
+def item_block(items, i_item, blocks, heads):
     """Return selection head and first key row of an item's block; of an arbitrary block for an empty item."""
-    cell = tl.minimum(tl.load(p_cell + i_item), blocks * heads - 1)
-    return (cell // blocks).to(tl.int64), tl.load(p_block_start + cell % blocks)
+    cell = tl.minimum(tl.load(items.p_cell + i_item), blocks * heads - 1)
+    return (cell // blocks).to(tl.int64), tl.load(items.p_block_start + cell % blocks)
 
 
 @triton.jit
@@ -53,12 +54,7 @@ def _selected_partial_kernel(
     p_v,
     p_partial,  # (entries of these queries, group, E) contiguous
     p_partial_lse,  # (entries of these queries, group) fp32
-    p_entries,
-    p_cell,
-    p_begin,
-    p_end,
-    p_block_start,
-    p_last_key,
+    items,  # `ItemTables`
     p_taken,  # (1,) int32, not 0 if out and lse are computed already; read only if CHOSEN
     blocks,
     heads,
@@ -68,12 +64,9 @@ def _selected_partial_kernel(
     heads_per_kv,
     first_entry,
     scale,  # > 0
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
+    q_strides,
+    k_strides,
+    v_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -88,27 +81,27 @@ def _selected_partial_kernel(
     SPLIT: tl.constexpr = KV_BLOCK // BLOCK_N
     STEP: tl.constexpr = ROWS // GROUP
     i_item = tl.program_id(0)
-    i_head, start = item_block(p_cell, p_block_start, i_item, blocks, heads)
-    begin, end = tl.load(p_begin + i_item), tl.load(p_end + i_item)
+    i_head, start = item_block(items, i_item, blocks, heads)
+    begin, end = tl.load(items.p_begin + i_item), tl.load(items.p_end + i_item)
     if CHOSEN:
         end = tl.where(tl.load(p_taken) != 0, begin, end)
-    p_k += i_head // heads_per_kv * stride_kh
-    p_v += i_head // heads_per_kv * stride_vh
+    p_k += i_head // heads_per_kv * k_strides.h
+    p_v += i_head // heads_per_kv * v_strides.h
     if SPLIT == 1:
-        b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
-        b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
+        b_k = block_rows(p_k, start, keys, k_strides.n, D, BLOCK_D, BLOCK_N)
+        b_v = block_rows(p_v, start, keys, v_strides.n, E, BLOCK_E, BLOCK_N)
     for first in range(begin, end, STEP):
-        entry, t, h, inside = entry_rows(p_entries, first, end, i_head, heads, slots, group_size, GROUP, ROWS)
-        last_key = tl.load(p_last_key + t, mask=inside, other=-1)
-        b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
+        entry, t, h, inside = entry_rows(items.p_entries, first, end, i_head, heads, slots, group_size, GROUP, ROWS)
+        last_key = tl.load(items.p_last_key + t, mask=inside, other=-1)
+        b_q = gather_rows(p_q, t, h, q_strides, inside, D, BLOCK_D)
         acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
         for i_part in tl.static_range(SPLIT):
             from_key = start + i_part * BLOCK_N
             if SPLIT > 1:
-                b_k = block_rows(p_k, from_key, keys, stride_kn, D, BLOCK_D, BLOCK_N)
-                b_v = block_rows(p_v, from_key, keys, stride_vn, E, BLOCK_E, BLOCK_N)
+                b_k = block_rows(p_k, from_key, keys, k_strides.n, D, BLOCK_D, BLOCK_N)
+                b_v = block_rows(p_v, from_key, keys, v_strides.n, E, BLOCK_E, BLOCK_N)
             scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             visible = (from_key + tl.arange(0, BLOCK_N))[None, :] <= last_key[:, None]
             scores = tl.where(visible, scores, float("-inf"))
@@ -120,7 +113,7 @@ def _selected_partial_kernel(
         lse = tl.where(empty, float("-inf"), row_max * scale + tl.log(row_sum))
         place, member = entry - first_entry, tl.arange(0, ROWS) % GROUP
         tl.store(p_partial_lse + place.to(tl.int64) * group_size + member, lse, mask=inside)
-        scatter_rows(p_partial, acc / row_sum[:, None], place, member, group_size * E, E, inside, E, BLOCK_E)
+        scatter_rows(p_partial, acc / row_sum[:, None], place, member, (group_size * E, E), inside, E, BLOCK_E)
 
 
 @kernel_launcher
@@ -137,8 +130,7 @@ def _selected_merge_kernel(
     slots,
     rows,  # number of (t, q head) pairs of these queries
     group_size,
-    stride_on,
-    stride_oh,
+    out_strides,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
@@ -164,7 +156,7 @@ def _selected_merge_kernel(
         weight = tl.exp(part - shift)
         row_sum += weight
         b_out = gather_rows(
-            p_partial, base * slots + slot, h % group_size, group_size * E, E, part > float("-inf"), E, BLOCK_E
+            p_partial, base * slots + slot, h % group_size, (group_size * E, E), part > float("-inf"), E, BLOCK_E
         )
         acc += weight[:, None] * b_out.to(tl.float32)
     empty = row_sum == 0
@@ -172,7 +164,7 @@ def _selected_merge_kernel(
     t = first_entry // (heads * slots) + row // q_heads
     lse = tl.where(empty, float("-inf"), row_max + tl.log(row_sum))
     tl.store(p_lse + h.to(tl.int64) * queries + t, lse, mask=inside)
-    scatter_rows(p_out, acc / row_sum[:, None], t, h, stride_on, stride_oh, inside, E, BLOCK_E)
+    scatter_rows(p_out, acc / row_sum[:, None], t, h, out_strides, inside, E, BLOCK_E)
 
 
 def forward_chunk(
@@ -223,8 +215,7 @@ def forward_chunk(
         slots=slots,
         rows=rows,
         group_size=group_size,
-        stride_on=out.stride(0),
-        stride_oh=out.stride(1),
+        out_strides=packed_strides_of(out),
         E=v.shape[2],
         BLOCK_E=padded(v.shape[2]),
         ROWS=block,
@@ -238,24 +229,16 @@ def item_arguments(
 ) -> dict[str, object]:
     """Return the kernel arguments for the tensors and the index that all kernels by key share."""
     return {
-        "p_entries": index.entries,
-        "p_cell": index.cell[chunk],
-        "p_begin": index.begin[chunk],
-        "p_end": index.end[chunk],
-        "p_block_start": spans.block_start,
-        "p_last_key": spans.last_key,
+        "items": index.tables(chunk, spans),
         "blocks": len(spans.block_start),
         "heads": heads,
         "slots": slots,
         "keys": k.shape[0],
         "group_size": q.shape[1] // heads,
         "heads_per_kv": heads // k.shape[1],
-        "stride_qn": q.stride(0),
-        "stride_qh": q.stride(1),
-        "stride_kn": k.stride(0),
-        "stride_kh": k.stride(1),
-        "stride_vn": v.stride(0),
-        "stride_vh": v.stride(1),
+        "q_strides": packed_strides_of(q),
+        "k_strides": packed_strides_of(k),
+        "v_strides": packed_strides_of(v),
         "D": q.shape[2],
         "E": v.shape[2],
         "BLOCK_D": padded(q.shape[2]),

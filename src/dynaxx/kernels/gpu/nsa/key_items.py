@@ -10,6 +10,7 @@ Legend: T queries, Hs selection heads, n slots, C selection blocks of all sequen
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +21,17 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
 WIDTH = 1024  # entries, cells or items per program
+
+
+class ItemTables(NamedTuple):
+    """The index of a chunk of queries as one kernel argument: fields of `Items` and `NativeSpans`."""
+
+    p_entries: Tensor
+    p_cell: Tensor
+    p_begin: Tensor
+    p_end: Tensor
+    p_block_start: Tensor  # (C,) int32, first key row of each block
+    p_last_key: Tensor  # (T,) int32, last key row that each query sees
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,11 @@ class Items:
     def queries(self, chunk: int, total: int) -> slice:
         """Return the query rows of a chunk."""
         return slice(chunk * self.step, min((chunk + 1) * self.step, total))
+
+    def tables(self, chunk: int, spans: NativeSpans) -> ItemTables:
+        """Return the index of a chunk as a kernel argument."""
+        places = (self.cell[chunk], self.begin[chunk], self.end[chunk])
+        return ItemTables(self.entries, *places, spans.block_start, spans.last_key)
 
 
 @triton.jit

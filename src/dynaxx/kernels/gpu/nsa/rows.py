@@ -10,25 +10,24 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.primitives import LOG2E, exp_rounded
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 
 @triton.jit
-def gather_rows(p_base, first, second, stride_first, stride_second, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Return [len(first), BLOCK_DIM] rows at first * stride_first + second * stride_second; zero if not inside."""
+def gather_rows(p_base, first, second, strides, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Return [len(first), BLOCK_DIM] rows at first * strides[0] + second * strides[1]; zero if not inside."""
     o_d = tl.arange(0, BLOCK_DIM)
-    offsets = first.to(tl.int64) * stride_first + second.to(tl.int64) * stride_second
+    offsets = first.to(tl.int64) * strides[0] + second.to(tl.int64) * strides[1]
     mask = inside[:, None] & (o_d < DIM)[None, :]
     return tl.load(p_base + offsets[:, None] + o_d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def scatter_rows(
-    p_base, rows, first, second, stride_first, stride_second, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
+def scatter_rows(p_base, rows, first, second, strides, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Store rows at the addresses that `gather_rows` would load from, in the pointer's dtype."""
     o_d = tl.arange(0, BLOCK_DIM)
-    offsets = first.to(tl.int64) * stride_first + second.to(tl.int64) * stride_second
+    offsets = first.to(tl.int64) * strides[0] + second.to(tl.int64) * strides[1]
     mask = inside[:, None] & (o_d < DIM)[None, :]
     tl.store(p_base + offsets[:, None] + o_d[None, :], rows.to(p_base.dtype.element_ty), mask=mask)
 
@@ -88,10 +87,8 @@ def _selected_rows_kernel(
     rows,  # T * Hq
     queries,
     q_heads,
-    stride_don,
-    stride_doh,
-    stride_on,
-    stride_oh,
+    do_strides,
+    out_strides,
     stride_dlh,
     stride_dln,
     E: tl.constexpr,
@@ -101,8 +98,8 @@ def _selected_rows_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     t, h = row // q_heads, row % q_heads
-    b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E).to(tl.float32)
-    b_out = gather_rows(p_out, t, h, stride_on, stride_oh, inside, E, BLOCK_E).to(tl.float32)
+    b_do = gather_rows(p_do, t, h, do_strides, inside, E, BLOCK_E).to(tl.float32)
+    b_out = gather_rows(p_out, t, h, out_strides, inside, E, BLOCK_E).to(tl.float32)
     lse = tl.load(p_lse + h * queries + t, mask=inside, other=float("-inf"))
     dlse = tl.load(p_dlse + h * stride_dlh + t * stride_dln, mask=inside, other=0.0).to(tl.float32)
     empty = lse == float("-inf")
@@ -129,10 +126,8 @@ def row_pairs(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         rows=out.shape[0] * out.shape[1],
         queries=out.shape[0],
         q_heads=out.shape[1],
-        stride_don=do.stride(0),
-        stride_doh=do.stride(1),
-        stride_on=out.stride(0),
-        stride_oh=out.stride(1),
+        do_strides=packed_strides_of(do),
+        out_strides=packed_strides_of(out),
         stride_dlh=dlse.stride(0),
         stride_dln=dlse.stride(1),
         E=out.shape[2],

@@ -23,7 +23,7 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa import config
 from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, weights_of
 from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
-from dynaxx.kernels.gpu.runtime.arguments import positive_scale, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, positive_scale, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
@@ -50,10 +50,8 @@ def _nsa_scores_kernel(
     heads_per_kv,
     blocks,
     scale,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
+    q_strides,
+    k_strides,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PER_TOKEN: tl.constexpr,  # strides per compressed token
@@ -75,12 +73,12 @@ def _nsa_scores_kernel(
         token = i_part * BLOCK_N + tl.arange(0, BLOCK_N)
         seen = tl.load(p_num_cmp + t, mask=inside, other=0)
         start = tl.load(p_first_cmp + first)
-        p_head = p_k + (i_head // heads_per_kv).to(tl.int64) * stride_kh
-        b_k = block_rows(p_head, start + i_part * BLOCK_N, start + most, stride_kn, D, BLOCK_D, BLOCK_N)
+        p_head = p_k + (i_head // heads_per_kv).to(tl.int64) * k_strides.h
+        b_k = block_rows(p_head, start + i_part * BLOCK_N, start + most, k_strides.n, D, BLOCK_D, BLOCK_N)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for member in range(group_size):
             h = i_head * group_size + member
-            b_q = gather_rows(p_q, t, t * 0 + h, stride_qn, stride_qh, inside, D, BLOCK_D)
+            b_q = gather_rows(p_q, t, t * 0 + h, q_strides, inside, D, BLOCK_D)
             scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             if RAW:
                 total += scores * scale
@@ -214,10 +212,8 @@ def score_blocks(
         heads_per_kv=heads // k_cmp.shape[1],
         blocks=blocks,
         scale=scale,
-        stride_qn=q.stride(0),
-        stride_qh=q.stride(1),
-        stride_kn=k_cmp.stride(0),
-        stride_kh=k_cmp.stride(1),
+        q_strides=packed_strides_of(q),
+        k_strides=packed_strides_of(k_cmp),
         D=q.shape[2],
         BLOCK_D=padded(q.shape[2]),
         PER_TOKEN=per_token,

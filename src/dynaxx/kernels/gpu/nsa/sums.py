@@ -14,6 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import gather_rows, scatter_rows
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
@@ -30,8 +31,7 @@ def _selected_sum_items_kernel(
     p_block_end,
     blocks,
     heads_per_kv,
-    stride_gn,
-    stride_gh,
+    grad_strides,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -51,12 +51,12 @@ def _selected_sum_items_kernel(
     if (not ADD) | (total > 0):
         acc = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
         if ADD:
-            acc += gather_rows(p_grad, row, o_n * 0 + i_head, stride_gn, stride_gh, inside, DIM, BLOCK_DIM)
+            acc += gather_rows(p_grad, row, o_n * 0 + i_head, grad_strides, inside, DIM, BLOCK_DIM)
         for i_select in range(heads_per_kv):
             cell = (i_head * heads_per_kv + i_select) * blocks + i_block
             for item in range(tl.load(p_first_item + cell), tl.load(p_first_item + cell + 1)):
-                acc += gather_rows(p_items, o_n * 0 + item, o_n, KV_BLOCK * DIM, DIM, every, DIM, BLOCK_DIM)
-        scatter_rows(p_grad, acc, row, o_n * 0 + i_head, stride_gn, stride_gh, inside, DIM, BLOCK_DIM)
+                acc += gather_rows(p_items, o_n * 0 + item, o_n, (KV_BLOCK * DIM, DIM), every, DIM, BLOCK_DIM)
+        scatter_rows(p_grad, acc, row, o_n * 0 + i_head, grad_strides, inside, DIM, BLOCK_DIM)
 
 
 @kernel_launcher
@@ -71,8 +71,7 @@ def _selected_sum_entries_kernel(
     slots,
     rows,
     group_size,
-    stride_dqn,
-    stride_dqh,
+    dq_strides,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -92,8 +91,10 @@ def _selected_sum_entries_kernel(
         for i_part in tl.static_range(SPLIT):
             place = (base * slots + slot).to(tl.int64) * SPLIT + i_part
             valid = (index >= 0) & (index < seen)
-            acc += gather_rows(p_entries_dq, place, h % group_size, group_size * D, D, valid, D, BLOCK_D).to(tl.float32)
-    scatter_rows(p_dq, acc, t, h, stride_dqn, stride_dqh, inside, D, BLOCK_D)
+            acc += gather_rows(p_entries_dq, place, h % group_size, (group_size * D, D), valid, D, BLOCK_D).to(
+                tl.float32
+            )
+    scatter_rows(p_dq, acc, t, h, dq_strides, inside, D, BLOCK_D)
 
 
 def sum_items(items: Tensor, grad: Tensor, index: Items, chunk: int, heads: int, spans: NativeSpans) -> None:
@@ -107,8 +108,7 @@ def sum_items(items: Tensor, grad: Tensor, index: Items, chunk: int, heads: int,
         spans.block_end,
         blocks=len(spans.block_start),
         heads_per_kv=heads // kv_heads,
-        stride_gn=grad.stride(0),
-        stride_gh=grad.stride(1),
+        grad_strides=packed_strides_of(grad),
         DIM=grad.shape[2],
         BLOCK_DIM=padded(grad.shape[2]),
         KV_BLOCK=size,
@@ -132,8 +132,7 @@ def sum_entries(entries: Tensor, dq: Tensor, indices: Tensor, queries: slice, sp
         slots=slots,
         rows=rows,
         group_size=group_size,
-        stride_dqn=dq.stride(0),
-        stride_dqh=dq.stride(1),
+        dq_strides=packed_strides_of(dq),
         D=dq.shape[2],
         BLOCK_D=padded(dq.shape[2]),
         SPLIT=split,

@@ -28,6 +28,7 @@ from dynaxx.kernels.gpu.nsa.rows import (
     softmax_step,
     weights_of,
 )
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout.nsa import NativeSpans
 
@@ -65,12 +66,9 @@ def _selected_fwd_kernel(
     group_size,
     heads_per_kv,  # selection heads per kv head
     scale,  # > 0
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
+    q_strides,
+    k_strides,
+    v_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -90,9 +88,9 @@ def _selected_fwd_kernel(
     position, t, h, inside, last_key = tile_rows(
         i_tile, i_head, p_last_key, queries, group_size, POSITIONS, GROUP, ROWS
     )
-    b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
-    p_k += i_head // heads_per_kv * stride_kh
-    p_v += i_head // heads_per_kv * stride_vh
+    b_q = gather_rows(p_q, t, h, q_strides, inside, D, BLOCK_D)
+    p_k += i_head // heads_per_kv * k_strides.h
+    p_v += i_head // heads_per_kv * v_strides.h
     lead = i_tile * heads + i_head
     count = tl.load(p_counts + lead)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
@@ -102,19 +100,19 @@ def _selected_fwd_kernel(
         slot = lead * SLOTS + i_step // SPLIT
         start = tl.load(p_starts + slot) + i_step % SPLIT * BLOCK_N
         limit = tl.where((tl.load(p_members + slot) >> position) & 1 != 0, last_key, -1)
-        b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
+        b_k = block_rows(p_k, start, keys, k_strides.n, D, BLOCK_D, BLOCK_N)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [ROWS, BLOCK_N]
         scores = tl.where((start + tl.arange(0, BLOCK_N))[None, :] <= limit[:, None], scores, float("-inf"))
         row_max, rescale, weights = softmax_step(scores, row_max, scale, b_k.dtype == tl.float32)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
-        b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
+        b_v = block_rows(p_v, start, keys, v_strides.n, E, BLOCK_E, BLOCK_N)
         acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision=PRECISION)
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
     lse = tl.where(empty, float("-inf"), row_max * scale + tl.log(row_sum))
     tl.store(p_lse + h.to(tl.int64) * queries + t, lse, mask=inside)
     q_heads = heads * group_size
-    scatter_rows(p_out, acc / row_sum[:, None], t, h, q_heads * E, E, inside, E, BLOCK_E)
+    scatter_rows(p_out, acc / row_sum[:, None], t, h, (q_heads * E, E), inside, E, BLOCK_E)
 
 
 @kernel_launcher
@@ -135,14 +133,10 @@ def _selected_bwd_dq_kernel(
     group_size,
     heads_per_kv,
     scale,
-    stride_don,
-    stride_doh,
-    stride_qn,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
+    do_strides,
+    q_strides,
+    k_strides,
+    v_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -162,26 +156,26 @@ def _selected_bwd_dq_kernel(
     position, t, h, inside, last_key = tile_rows(
         i_tile, i_head, p_last_key, queries, group_size, POSITIONS, GROUP, ROWS
     )
-    b_q = gather_rows(p_q, t, h, stride_qn, stride_qh, inside, D, BLOCK_D)
-    b_do = gather_rows(p_do, t, h, stride_don, stride_doh, inside, E, BLOCK_E)
+    b_q = gather_rows(p_q, t, h, q_strides, inside, D, BLOCK_D)
+    b_do = gather_rows(p_do, t, h, do_strides, inside, E, BLOCK_E)
     lse, delta = row_values(p_rows, t * (heads * group_size) + h, inside)
-    p_k += i_head // heads_per_kv * stride_kh
-    p_v += i_head // heads_per_kv * stride_vh
+    p_k += i_head // heads_per_kv * k_strides.h
+    p_v += i_head // heads_per_kv * v_strides.h
     lead = i_tile * heads + i_head
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for i_step in range(0, tl.load(p_counts + lead) * SPLIT):
         slot = lead * SLOTS + i_step // SPLIT
         start = tl.load(p_starts + slot) + i_step % SPLIT * BLOCK_N
         limit = tl.where((tl.load(p_members + slot) >> position) & 1 != 0, last_key, -1)
-        b_k = block_rows(p_k, start, keys, stride_kn, D, BLOCK_D, BLOCK_N)
-        b_v = block_rows(p_v, start, keys, stride_vn, E, BLOCK_E, BLOCK_N)
+        b_k = block_rows(p_k, start, keys, k_strides.n, D, BLOCK_D, BLOCK_N)
+        b_v = block_rows(p_v, start, keys, v_strides.n, E, BLOCK_E, BLOCK_N)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
         weights = tl.where((start + tl.arange(0, BLOCK_N))[None, :] <= limit[:, None], weights, 0.0)
         dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         ds = weights * (dp - delta[:, None])
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
-    scatter_rows(p_dq, dq * scale, t, h, heads * group_size * D, D, inside, D, BLOCK_D)
+    scatter_rows(p_dq, dq * scale, t, h, (heads * group_size * D, D), inside, D, BLOCK_D)
 
 
 def forward(
@@ -204,7 +198,7 @@ def backward_dq(
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     _selected_bwd_dq_kernel[(union.counts.shape[1], union.counts.shape[0])](
         do, q, k, v, rows, dq,
-        stride_don=do.stride(0), stride_doh=do.stride(1),
+        do_strides=packed_strides_of(do),
         **_arguments(q, k, v, union, spans, replace(tiles, num_stages=min(2, tiles.num_stages)), scale),
     )  # fmt: skip
     return dq
@@ -224,12 +218,9 @@ def _arguments(
         "group_size": q.shape[1] // heads,
         "heads_per_kv": heads // k.shape[1],
         "scale": scale,
-        "stride_qn": q.stride(0),
-        "stride_qh": q.stride(1),
-        "stride_kn": k.stride(0),
-        "stride_kh": k.stride(1),
-        "stride_vn": v.stride(0),
-        "stride_vh": v.stride(1),
+        "q_strides": packed_strides_of(q),
+        "k_strides": packed_strides_of(k),
+        "v_strides": packed_strides_of(v),
         "D": q.shape[2],
         "E": v.shape[2],
         "BLOCK_D": padded(q.shape[2]),

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from dynaxx.kernels.gpu.nsa.key_items import Items
+from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import LN2, ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
@@ -35,10 +36,10 @@ def _entries(p_entries, first, end, row, GROUP: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    q_shared, p_q, entry, row, i_head, PER_QUERY: gl.constexpr, stride_n, stride_h, column, GROUP: gl.constexpr
+    q_shared, p_q, entry, row, i_head, PER_QUERY: gl.constexpr, strides, column, GROUP: gl.constexpr
 ):  # fmt: skip
     """Start copying [64, D] rows of q."""
-    offsets = (entry // PER_QUERY).to(gl.int64) * stride_n + (i_head * GROUP + row % GROUP) * stride_h
+    offsets = (entry // PER_QUERY).to(gl.int64) * strides.n + (i_head * GROUP + row % GROUP) * strides.h
     async_copy_global_to_shared(q_shared, p_q + (offsets[:, None] + column[None, :]))
     commit_group()
 
@@ -70,10 +71,10 @@ def _selected_hopper_partial_kernel(
     p_q, p_k, p_v,
     p_partial,  # (entries of these queries, group, D) contiguous
     p_partial_lse,  # (entries of these queries, group) fp32
-    p_entries, p_cell, p_begin, p_end, p_block_start, p_last_key,
+    items,  # `ItemTables`
     p_taken,  # (1,) int32, not 0 if out and lse are computed already; read only if CHOSEN
     blocks, heads, heads_per_kv, first_entry, keys, scale_log2,
-    stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    q_strides, k_strides, v_strides,
     D: gl.constexpr, GROUP: gl.constexpr, KV_BLOCK: gl.constexpr,
     PER_QUERY: gl.constexpr,  # entries per query
     CHOSEN: gl.constexpr,
@@ -81,10 +82,10 @@ def _selected_hopper_partial_kernel(
 ):  # fmt: skip
     STEP: gl.constexpr = ROWS // GROUP
     i_item = gl.program_id(0)
-    cell = gl.minimum(gl.load(p_cell + i_item), blocks * heads - 1)
+    cell = gl.minimum(gl.load(items.p_cell + i_item), blocks * heads - 1)
     i_head = cell // blocks
-    start = gl.load(p_block_start + cell % blocks)
-    begin, end = gl.load(p_begin + i_item), gl.load(p_end + i_item)
+    start = gl.load(items.p_block_start + cell % blocks)
+    begin, end = gl.load(items.p_begin + i_item), gl.load(items.p_end + i_item)
     if CHOSEN:
         end = gl.where(gl.load(p_taken) != 0, begin, end)
     if begin < end:
@@ -100,35 +101,35 @@ def _selected_hopper_partial_kernel(
         s_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         s_column = gl.arange(0, KV_BLOCK, gl.SliceLayout(0, s_layout))
         q_shared = gl.allocate_shared_memory(dtype, [ROWS, D], shared)
-        entry = _entries(p_entries, begin, end, row, GROUP)
-        _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
+        entry = _entries(items.p_entries, begin, end, row, GROUP)
+        _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, q_strides, column, GROUP)
         i_hk = (i_head // heads_per_kv).to(gl.int64)
-        p_k += i_hk * stride_kh
-        p_v += i_hk * stride_vh
-        b_k = _block(p_k, start, keys, stride_kn, KV_BLOCK, D, rows_layout)
+        p_k += i_hk * k_strides.h
+        p_v += i_hk * v_strides.h
+        b_k = _block(p_k, start, keys, k_strides.n, KV_BLOCK, D, rows_layout)
         k_shared = gl.allocate_shared_memory(dtype, [KV_BLOCK, D], shared, b_k)
-        b_v = _block(p_v, start, keys, stride_vn, KV_BLOCK, WIDE, out_layout)
+        b_v = _block(p_v, start, keys, v_strides.n, KV_BLOCK, WIDE, out_layout)
         v_shared = gl.allocate_shared_memory(dtype, [KV_BLOCK, WIDE], shared, b_v)
         if D > WIDE:
-            b_v = _block(p_v + WIDE, start, keys, stride_vn, KV_BLOCK, WIDE, out_layout)
+            b_v = _block(p_v + WIDE, start, keys, v_strides.n, KV_BLOCK, WIDE, out_layout)
             v_right = gl.allocate_shared_memory(dtype, [KV_BLOCK, WIDE], shared, b_v)
         s_zero = gl.zeros([ROWS, KV_BLOCK], gl.float32, s_layout)
         zero = gl.zeros([ROWS, WIDE], gl.float32, acc_layout)
-        entry = _entries(p_entries, begin + STEP, end, row, GROUP)
+        entry = _entries(items.p_entries, begin + STEP, end, row, GROUP)
         near = True  # whether queries may lie inside this block; entries ascend, so once False it stays False
         for first in range(begin, end, STEP):
             wait_group(0)
             fence_async_shared()
             gl.thread_barrier()
             s_token = warpgroup_mma(q_shared, k_shared.permute((1, 0)), s_zero, use_acc=False, is_async=True)
-            s_entry = _entries(p_entries, first, end, s_row, GROUP)
-            after = _entries(p_entries, first + 2 * STEP, end, row, GROUP)
+            s_entry = _entries(items.p_entries, first, end, s_row, GROUP)
+            after = _entries(items.p_entries, first + 2 * STEP, end, row, GROUP)
             scores = warpgroup_mma_wait(0, deps=[s_token])
             gl.thread_barrier()
-            _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, stride_qn, stride_qh, column, GROUP)
+            _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, q_strides, column, GROUP)
             entry = after
             if near:
-                last_key = gl.load(p_last_key + s_entry // PER_QUERY)
+                last_key = gl.load(items.p_last_key + s_entry // PER_QUERY)
                 scores = gl.where((start + s_column)[None, :] <= last_key[:, None], scores, -float("inf"))
                 near = gl.min(last_key, 0) < start + KV_BLOCK - 1
             row_max = gl.max(scores, 1) * scale_log2
@@ -168,12 +169,7 @@ def partials(
         v,
         partial,
         partial_lse,
-        index.entries,
-        index.cell[chunk],
-        index.begin[chunk],
-        index.end[chunk],
-        spans.block_start,
-        spans.last_key,
+        index.tables(chunk, spans),
         index.entries if taken is None else taken,
         blocks=len(spans.block_start),
         heads=heads,
@@ -181,12 +177,9 @@ def partials(
         first_entry=first_entry,
         keys=k.shape[0],
         scale_log2=scale * LOG2E,
-        stride_qn=q.stride(0),
-        stride_qh=q.stride(1),
-        stride_kn=k.stride(0),
-        stride_kh=k.stride(1),
-        stride_vn=v.stride(0),
-        stride_vh=v.stride(1),
+        q_strides=packed_strides_of(q),
+        k_strides=packed_strides_of(k),
+        v_strides=packed_strides_of(v),
         D=q.shape[2],
         GROUP=q.shape[1] // heads,
         KV_BLOCK=spans.sizes.slc_block,

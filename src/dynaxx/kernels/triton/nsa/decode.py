@@ -20,7 +20,7 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.gate import gated_sum_forward as gated_sum
 from dynaxx.kernels.gpu.nsa.rows import weights_of
 from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
-from dynaxx.kernels.gpu.runtime.arguments import unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
@@ -106,7 +106,7 @@ def _decode_scores_kernel(
     p_next,  # (B, Hk, C) fp32, contributions of tokens that start in the previous block; written only if PER_TOKEN > 1
     p_num_cmp,  # (B,) int32
     p_table, p_seqused, p_leftpad, table_stride, num_physical, group_size, kv_heads, blocks, scale,
-    stride_qb, stride_qh,
+    q_strides,  # `Strides`
     k_strides,  # `PageStrides`
     PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr,
     PAGE: tl.constexpr,  # compressed tokens per page
@@ -135,7 +135,7 @@ def _decode_scores_kernel(
             member = start + o_m
             h = i_h * group_size + member
             inside = member < group_size
-            p_row = p_q + i_b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+            p_row = p_q + i_b.to(tl.int64) * q_strides.b + h.to(tl.int64) * q_strides.h
             b_q = tl.load(p_row[:, None] + o_d[None, :], mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
             lse = tl.load(p_lse + i_b.to(tl.int64) * group_size * kv_heads + h, mask=inside, other=float("inf"))
             scores = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
@@ -237,8 +237,7 @@ def select_blocks(
         kv_heads=heads,
         blocks=blocks,
         scale=scale,
-        stride_qb=q.stride(0),
-        stride_qh=q.stride(2),
+        q_strides=strides_of(q),
         k_strides=cache.strides(cache.k),
         PAGE=cache.page_size,
         D=q.shape[3],
