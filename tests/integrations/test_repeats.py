@@ -23,12 +23,14 @@ def repeated(monkeypatch):
         if not prepared._is_plain(q, k, v):
             return None
         choose = lambda q, k: dx.select_blocks(q, k, rule, block_size=layout.block_size, scale=scale)
-        call = lambda given, q, k, v: (dx.sparse_attention(q, k, v, choose(q, k), scale=scale, softcap=softcap),)
+        call = lambda given, q, k, v, sinks: (
+            dx.sparse_attention(q, k, v, choose(q, k), scale=scale, softcap=softcap, sinks=sinks),
+        )
         return prepared.Prepared(q, k, v, "cpu", call, None, ())
 
     monkeypatch.setattr(prepared, "_repeats", prepared._is_plain)
     monkeypatch.setattr(repeats, "prepare_rule", prepare_rule)
-    call = lambda self, q, k, v: self._call(self._given, q, k, v, *self._settings)[0]
+    call = lambda self, q, k, v, sinks: self._call(self._given, q, k, v, sinks, *self._settings)[0]
     monkeypatch.setattr(prepared.Prepared, "__call__", call)
     found, repeat = [], layers.Layer._repeat
 

@@ -5,8 +5,8 @@
 takes longer than a short call runs on a GPU. A `Prepared` call repeats one that they made: it takes memory and starts
 the same kernels with the same arguments, so its results are equal bit by bit.
 
-    rule     q, k, v --> [scores, choice, layout, attention: one recording] --> out
-    layout   q, k, v --> [attention: one recording] --> out
+    rule     q, k, v, sinks --> [scores, choice, layout, attention: one recording] --> out
+    layout   q, k, v, sinks --> [attention: one recording] --> out
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ class Prepared:
         self._call, self._given, self._settings = call, given, settings
         self._shapes, self._dtype, self._device = (q.shape, k.shape, v.shape), q.dtype, q.device
 
-    def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def serves(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
         """Return whether the call may run for these tensors: their forms are equal, and nothing records or traces."""
+        if sinks is not None and not _fits(sinks, q):
+            return False
         if (q.shape, k.shape, v.shape) != self._shapes or q.dtype is not self._dtype or q.device != self._device:
             return False
         return k.dtype is v.dtype is q.dtype and k.device == v.device == q.device and _is_plain(q, k, v)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return out (batch, seqlen_q, q_heads, head_dim_v), for tensors that `serves` accepts."""
         from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 
-        (out,) = record_or_replay(self._call, self._given, (q, k, v), *self._settings, at_once=True)
+        (out,) = record_or_replay(self._call, self._given, (q, k, v, sinks), *self._settings, at_once=True)
         return out
 
 
@@ -160,21 +162,37 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not (q.is_neg() or k.is_neg() or v.is_neg())
 
 
+def _fits(sinks: Tensor, q: Tensor) -> bool:
+    """Return whether sinks are plain (q_heads,) logits on q's device, without gradients."""
+    if sinks.shape != q.shape[2:3] or sinks.device != q.device or not sinks.is_floating_point():
+        return False
+    return sinks.is_contiguous() and not (torch.is_grad_enabled() and sinks.requires_grad) and not is_traced(sinks)
+
+
 def _choose_and_attend(
     given: SelectionInputs,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     scale: float,
     softcap: float | None,
     capacity: int,
     backend: str,
 ) -> tuple[Tensor]:
     layout = select_within(given, q, k, scale, GPU_MEMORY_BUDGET, capacity)
-    return (load_backend(backend).attention_forward(q, k, v, layout, scale, **score_options(softcap))[0],)
+    return (load_backend(backend).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))[0],)
 
 
 def _attend(
-    given: LayoutInputs, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, backend: str
+    given: LayoutInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    backend: str,
 ) -> tuple[Tensor]:
-    return (load_backend(backend).attention_forward(q, k, v, given.layout, scale, **score_options(softcap))[0],)
+    found = load_backend(backend).attention_forward(q, k, v, given.layout, scale, **score_options(softcap, sinks))
+    return (found[0],)

@@ -57,6 +57,7 @@ class Probe:
         self._last = -spacing
         self._measured = 0
         self._known: dict[tuple[Any, ...], CallCounters] = {}
+        self._requests: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
         self._slots = HostSlots(2 * MOST_PENDING)
         self.numbers.add_source(self)
 
@@ -106,6 +107,14 @@ class Probe:
     def request(self, route: str, tokens: int, device: torch.device) -> RequestTimer:
         """Begin a forward pass over `tokens` tokens of prompts. Call `done()` on the result when it ends."""
         return RequestTimer(self, route, tokens, clock_of(device) if self._has_room() else None)
+
+    def request_counters(self, route: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return the functions that count requests and their tokens on a route."""
+        known = self._requests.get(route)
+        if known is None:
+            requests = self.numbers.counter("dynaxx_requests_total", route=route)
+            known = self._requests[route] = requests, self.numbers.counter("dynaxx_tokens_total", route=route)
+        return known
 
     def flush(self) -> None:
         """Record every measurement that is ready, without waiting."""
@@ -249,8 +258,9 @@ class RequestTimer:
     def done(self, *, route: str = "") -> None:
         """End the pass, which may still run on a GPU. `route` replaces the route if it changed during the pass."""
         self._route = route or self._route
-        self._probe.numbers.add("dynaxx_requests_total", route=self._route)
-        self._probe.numbers.add("dynaxx_tokens_total", self._tokens, route=self._route)
+        requests, tokens = self._probe.request_counters(self._route)
+        requests()
+        tokens(self._tokens)
         if self._clock is not None:
             self._ended = self._clock.mark()
             self._probe._keep(self)

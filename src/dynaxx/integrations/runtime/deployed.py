@@ -39,6 +39,9 @@ class Deployed:
         sources: by layer, the layer whose selection it uses, if the policy reuses selections.
         decode: decode rules by layer.
         rules: the inputs of `route` by layer.
+        kinds: a number by layer with a rule, equal for layers with equal routing and plans.
+        one_of_each: one layer of each kind.
+        dense_up_to: largest (seqlen_q, seqlen_k) known to be dense in every layer, by the state of a pass.
         breakers: by layer, whether failures made it rest.
         guard: the guard; None if the policy has none, or if this process has only some heads.
         was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
@@ -76,6 +79,8 @@ class Deployed:
         self.steps: dict[Hashable, PreparedStep] = {}
         self._kinds: dict[object, int] = {}
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
+        self.dense_up_to: dict[Hashable, tuple[int, int]] = {}
+        self.one_of_each = tuple({kind: layer for layer, kind in self.kinds.items()}.values())
 
     def rules_of(self, layer: int) -> LayerRules:
         """Return the policy's rules for a layer."""

@@ -29,3 +29,8 @@ def wins(device_type: str, kind: Kind, seqlen_q: int) -> bool:
     """Return whether a call of `seqlen_q` queries is at or beyond the border."""
     border = BORDERS.get(device_type, {}).get(kind)
     return border is not None and seqlen_q >= border
+
+
+def beats_sdpa(device_type: str, seqlen_q: int) -> bool:
+    """Return whether a call of `seqlen_q` queries that SDPA serves may be at or beyond a border."""
+    return wins(device_type, "causal", seqlen_q) or wins(device_type, "masked", seqlen_q)

@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,18 @@ NativeParts = Sequence[NativePart] | DenseReason  # the layouts of the model's o
 Place = tuple[int, Run | None]  # a sequence of a pass, by batch entry and run
 
 
+@dataclass(slots=True)
+class DirectCall:
+    """Dense calls of a pass with one kind of layer and one mask."""
+
+    attention: Callable[..., Any]  # the model's original attention
+    mask: Tensor | None  # the mask of transformers, kept so that its id stays unique
+    plain: Tensor | None  # the mask that the original attention expects
+    dtype: torch.dtype  # dtype of the queries
+    outcome: tuple[DenseReason, str]  # reason and phase, for the counters
+    calls: int = 0
+
+
 class ForwardContext:
     """The context that all attention calls of one forward pass share.
 
@@ -56,6 +69,8 @@ class ForwardContext:
         steps: in continuous batching, the steps by allocator.
         works: plans of calls by their common properties and mask, so that equal layers are planned once.
         dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
+        direct: calls that go straight to the model's original attention, if the whole pass is certain to be dense; None
+            if each call must be decided. The first call of each kind is planned as usual and adds an entry.
         arguments: the decoder's arguments by name, while it runs.
     """
 
@@ -70,6 +85,7 @@ class ForwardContext:
         "choice",
         "dense_calls",
         "deployed",
+        "direct",
         "memory",
         "ran_sparse",
         "steps",
@@ -95,12 +111,21 @@ class ForwardContext:
         self.steps: dict[int, BatchStep] = {}
         self.works: dict[Hashable, tuple[Work, weakref.ref[Tensor] | None]] = {}
         self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
+        self.direct: dict[Hashable, DirectCall] | None = None
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
         self._parts: dict[Hashable, tuple[NativeParts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
         self._runs: list[list[Run]] | None = None
+
+    def dense_counts(self) -> Counter[tuple[DenseReason, str]]:
+        """Return the dense calls by reason and phase when the pass ends. Later calls count themselves."""
+        found, self.dense_calls = self.dense_calls or Counter(), None
+        for call in (self.direct or {}).values():
+            found[call.outcome] += call.calls
+        self.direct = None
+        return found
 
     def know_runs(self, mask: Tensor, runs: list[Run]) -> None:
         """Store the runs of a mask with one batch entry, so that it need not be read."""

@@ -28,6 +28,7 @@ from dynaxx.integrations.transformers.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.forward_context import ForwardContext, PassHooks, prompt_tokens
 from dynaxx.integrations.transformers.layer import LAYERS, Layer
 from dynaxx.integrations.transformers.lazy_mask import IMPLEMENTATIONS
+from dynaxx.integrations.transformers.planning import is_dense_pass
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
@@ -213,14 +214,23 @@ class Handle:
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
+        if self._is_dense(current, arguments, cache):
+            current.direct = {}
         if count and device is not None:
             current.timer = self.counts.probe.request("dense", count, device)
         return current
 
+    def _is_dense(self, current: ForwardContext, arguments: dict[str, Any], cache: Any) -> bool:
+        given = arguments.get("input_ids")
+        given = arguments.get("inputs_embeds") if given is None else given
+        if given is None or given.ndim < 2 or "write_index" in arguments.get("kwargs", {}):
+            return False
+        past = 0 if cache is None else cache.get_seq_length()
+        return isinstance(past, int) and is_dense_pass(current, given.device, given.shape[1], past)
+
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Store the state that later passes over `cache` need."""
-        counted, done.dense_calls = done.dense_calls, None
-        for (reason, phase), calls in (counted or {}).items():
+        for (reason, phase), calls in done.dense_counts().items():
             self.counts.dense_calls(calls, reason, phase)
         if done.choice is COMPARISON:
             return

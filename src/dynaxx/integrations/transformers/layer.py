@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, Route
-from dynaxx.integrations.transformers.arguments import Scores, sinks_of
+from dynaxx.integrations.transformers.arguments import SINKS, Scores, sinks_of
 from dynaxx.integrations.transformers.compiled import attend_compiled, remember
 from dynaxx.integrations.transformers.decode import StepsOfKind, decode_step
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
-from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
+from dynaxx.integrations.transformers.forward_context import ARGUMENT, DirectCall, ForwardContext
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.integrations.transformers.native import NativePart
 from dynaxx.integrations.transformers.planning import Work, plan_call
@@ -111,7 +111,12 @@ class Layer:
         plain = work.plain
         if plain is None or plain.dtype is not q.dtype:
             plain = work.plain = self.dense.plain(mask, q.dtype, need_eager=scores.need_eager)
-        found: tuple[Tensor, Tensor | None] = self.dense.by_name[plain.name](module, q, k, v, plain.mask, **kwargs)
+        attention = self.dense.by_name[plain.name]
+        if current.direct is not None and work.route is Route.DENSE and not scores.need_eager:
+            assert work.reason is not None, "checked above"
+            entry = DirectCall(attention, mask, plain.mask, q.dtype, (work.reason, work.phase))
+            current.direct[_direct_key(current, module, mask, kwargs)] = entry
+        found: tuple[Tensor, Tensor | None] = attention(module, q, k, v, plain.mask, **kwargs)
         return found
 
     def _work(
@@ -172,7 +177,7 @@ class Layer:
             if work.route is Route.DECODE:
                 out = self._decode(current, work, scores, guard, q, k, v, sinks)
             elif work.prepared is not None or work.may_prepare:
-                out, drawn = self._repeat(current, work, scores, guard, q, k, v)
+                out, drawn = self._repeat(current, work, scores, guard, q, k, v, sinks)
             if out is None:
                 call = AttentionCall(q, k, v, scores.scale, scores.softcap, sinks, guard, current, drawn=drawn)
                 out = self._run(call, work, scores)
@@ -197,23 +202,24 @@ class Layer:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
     ) -> tuple[Tensor | None, Drawn | None]:
         """Run a prepared call and return (B, Lq, Hq, D). None if there is none, or if something needs the layout."""
         handle, q, k, v = self.handle, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if work.prepared is None:
             recall(current, self.index, work, scores, q, k, v)
         prepared = work.prepared
-        if prepared is None or handle.faults or handle.watchers or not prepared.serves(q, k, v):
+        if prepared is None or handle.faults or handle.watchers or not prepared.serves(q, k, v, sinks):
             return None, None
         if work.route is Route.NATIVE:
-            return prepared(q, k, v), None
+            return prepared(q, k, v, sinks), None
         if guard is not None and guard.level(self.index) != Level.OK:
             return None, None
         probe = handle.counts.probe
         drawn = Drawn(guard is not None and guard.wants_call(), probe.wants(q.device))
         if drawn.sampled or drawn.measured:
             return None, drawn
-        out = prepared(q, k, v)
+        out = prepared(q, k, v, sinks)
         probe.counter(prepared.backend)()
         return out, None
 
@@ -363,11 +369,26 @@ def attention(
             return out, None
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
     current: ForwardContext | None = kwargs.pop(ARGUMENT, None)
+    if current is not None and current.direct:
+        known = current.direct.get(_direct_key(current, module, attention_mask, kwargs))
+        if known is not None and query.dtype is known.dtype and _need_no_eager(kwargs):
+            known.calls += 1
+            found: tuple[Tensor, Tensor | None] = known.attention(module, query, key, value, known.plain, **kwargs)
+            return found
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no handle, so it runs dense")
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(current, module, query, key, value, attention_mask, kwargs)
+
+
+def _direct_key(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: Any) -> Hashable:
+    """Return what the outcome of a call depends on in a pass that is certain to be dense."""
+    return current.deployed.kinds.get(module.layer_idx, 0), id(mask), kwargs.get("sliding_window")
+
+
+def _need_no_eager(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("softcap") is None and all(kwargs.get(name) is None for name in SINKS)
 
 
 def _original(module: nn.Module) -> DenseAttention:

@@ -68,8 +68,7 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 def read_rule(function: MaskFunction) -> MaskRule | None:
     """Return the rule of a mask function of transformers, or None if it has unknown parts."""
-    known, code = _building_blocks(), getattr(function, "__code__", None)
-    reader = known.get(code) if isinstance(code, CodeType) else None
+    _, reader = _building_blocks().get(id(getattr(function, "__code__", None)), (None, None))
     return None if reader is None else reader(_closure(function))
 
 
@@ -109,15 +108,15 @@ Reader = Callable[[dict[str, Any]], MaskRule | None]
 
 
 @cache
-def _building_blocks() -> dict[CodeType, Reader]:
-    """Return a reader for each building block of transformers, by its code object.
+def _building_blocks() -> dict[int, tuple[CodeType, Reader]]:
+    """Return each building block of transformers with its reader, by the id of its code, which takes long to hash.
 
     Building blocks that the installed transformers lacks, or that show other pairs than in the tested versions, are
     excluded; their masks are read as tensors.
     """
     from transformers import masking_utils as made
 
-    found: dict[CodeType, Reader] = {}
+    found: dict[int, tuple[CodeType, Reader]] = {}
     for name, (make, reader, shown) in _EXAMPLES.items():
         try:
             function = make(made)
@@ -128,7 +127,7 @@ def _building_blocks() -> dict[CodeType, Reader]:
             logger.warning("transformers' %s cannot be read, so its masks are computed: %s", name, error)
             continue
         if acts:
-            found[function.__code__] = reader
+            found[id(function.__code__)] = function.__code__, reader
         else:
             logger.warning("transformers' %s differs from tested versions, so its masks are computed", name)
     return found

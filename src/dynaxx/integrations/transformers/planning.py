@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
+from dynaxx.integrations.runtime.routing import MOST_QUERIES, Arrived, DenseReason, Route, Sequence, is_step, route
 from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
-from dynaxx.integrations.transformers.border import Kind, least_queries, wins
+from dynaxx.integrations.transformers.border import Kind, beats_sdpa, least_queries, wins
 from dynaxx.integrations.transformers.decode import StepRows
 from dynaxx.integrations.transformers.dense_fallback import PlainMask
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
@@ -135,6 +135,40 @@ def plan_call(
     return Work(Route.RULE, phase, None, runs, dense, plans)
 
 
+def is_dense_pass(current: ForwardContext, device: torch.device, seqlen_q: int, past: int) -> bool:
+    """Return whether every call of a pass is certain to be dense, whatever its mask.
+
+    Args:
+        current: the context of the forward pass.
+        device: the device of its tokens.
+        seqlen_q: number of new tokens of each row, padding included.
+        past: number of cached tokens of each row.
+    """
+    deployed = current.deployed
+    if 1 < seqlen_q < MOST_QUERIES or deployed.window is not None or current.steps:
+        return False
+    if deployed.native and beats_sdpa(device.type, seqlen_q):
+        return False
+    key, seqlen_k = (current.blocked, deployed.was_long, deployed.decode_was_long, seqlen_q == 1), past + seqlen_q
+    most_q, most_k = deployed.dense_up_to.get(key, (0, 0))
+    if seqlen_q <= most_q and seqlen_k <= most_k:
+        return True
+    for length in (1 << seqlen_k.bit_length(), seqlen_k):  # the longer one holds for the next steps of a cache too
+        if _is_dense_up_to(current, seqlen_q, length):
+            deployed.dense_up_to[key] = seqlen_q, length
+            return True
+    return False
+
+
+def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bool:
+    deployed, longest = current.deployed, Sequence(seqlen_q, seqlen_k, seqlen_q == 1)
+    found = (
+        route(deployed.rules[layer], deployed.state(layer, current.blocked), Arrived(), longest).reason
+        for layer in deployed.one_of_each
+    )
+    return all(reason not in (None, DenseReason.LENGTH_LEFT_OUT) for reason in found)  # shorter ones may be in
+
+
 def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
@@ -171,7 +205,8 @@ def _native(
     least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
     if not current.deployed.native:
         return DenseReason.NO_RULE
-    if asked is None and (least is None or seqlen_q < least):
+    too_short = least is None or seqlen_q < least or not (scores.need_eager or beats_sdpa(device.type, seqlen_q))
+    if asked is None and too_short:
         return DenseReason.SHORT
     unserved = scores.unserved or tensors_reason(module, q, k, mask, is_causal)
     if unserved not in (None, DenseReason.NOT_CAUSAL):

@@ -35,7 +35,7 @@ def recall(current: ForwardContext, layer: int, work: Work, scores: Scores, q: T
         k: (batch, seqlen_k, kv_heads, head_dim).
         v: (batch, seqlen_k, kv_heads, head_dim_v).
     """
-    if scores.has_sinks or current.deployed.sources or not _is_whole(work, q, k):
+    if current.deployed.sources or not _is_whole(work, q, k):
         work.may_prepare = False
     elif work.route is Route.NATIVE:
         layout = work.parts[0].layout

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass that is certain to be dense goes straight to the model's original attention, with equal results and counts."""
+
+import pytest
+import torch
+from test_transformers import INPUTS, SPARSE, gemma3, llama, logits, policy_for, tokens
+
+import dynaxx as dx
+from dynaxx.integrations.transformers import layer as layers
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """List the layers whose calls are planned instead of going straight to the original attention."""
+    found, attend = [], layers.Layer.attend
+
+    def watched(self, *given):
+        found.append(self.index)
+        return attend(self, *given)
+
+    monkeypatch.setattr(layers.Layer, "attend", watched)
+    return found
+
+
+@pytest.mark.parametrize("make", [llama, gemma3])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_results_and_counts_are_those_of_planned_calls(make, inputs, planned, monkeypatch):
+    model = make()
+    arguments, _ = inputs(model)
+    dense = logits(model, **arguments)
+    rules = (dx.Rule.of(SPARSE),) if make is llama else (dx.Rule.of(SPARSE, layers=[1]),)
+    with dx.apply(model, policy_for(model, *rules, dense_below=200)) as handle:
+        for _ in range(2):
+            assert torch.equal(logits(model, **arguments), dense)
+        straight = handle.stats()
+        assert len(planned) == (2 if make is llama else 4)  # one call per kind of layer and pass
+        monkeypatch.setattr(type(handle), "_is_dense", lambda *given: False)
+        handle.reset_stats()
+        for _ in range(2):
+            assert torch.equal(logits(model, **arguments), dense)
+        assert handle.stats() == straight
+        assert sum(straight["dense_calls"].values()) == 6
+
+
+def test_steps_without_a_decode_rule_are_dense(planned):
+    model = llama()
+    wanted = model.generate(tokens(1, 40), max_new_tokens=6, do_sample=False)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=100)) as handle:
+        assert torch.equal(model.generate(tokens(1, 40), max_new_tokens=6, do_sample=False), wanted)
+        assert planned == [0] * 6
+        assert handle.stats()["dense_calls"] == {"below dense_below": 3, "decode": 15}
+
+
+def test_short_prompts_without_a_policy_are_dense(planned):
+    model, ids = gemma3(), tokens(1, 60)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model) as handle:
+        assert torch.equal(logits(model, input_ids=ids), dense)
+        assert planned == [0, 1]
+        assert handle.stats()["dense_calls"] == {"too few queries to gain": 3}
+
+
+def test_the_kill_switch_makes_a_pass_dense(planned):
+    model, ids = llama(), tokens(1, 100)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        handle.kill_switch.engage()
+        assert torch.equal(logits(model, input_ids=ids), dense)
+        assert planned == [0]
+        assert handle.stats()["dense_calls"] == {"kill switch": 3}
+        handle.kill_switch.release()
+        logits(model, input_ids=ids)
+        assert handle.stats()["sparse_calls"] == 3
+
+
+def test_a_length_beyond_the_rollout_may_have_shorter_rows():
+    model = llama()
+    ids, mask = tokens(2, 100), torch.ones(2, 100, dtype=torch.int64)
+    mask[1, :40] = 0  # only the second row is within the rollout
+    policy = policy_for(model, dx.Rule.of(SPARSE), rollout=dx.policy.Rollout(max_tokens=80))
+    with dx.apply(model, policy) as handle:
+        logits(model, input_ids=ids, attention_mask=mask)
+        assert handle.stats()["sparse_calls"] == 3
+
+
+def test_between_the_borders_the_previous_prompt_decides(planned):
+    model, long, middle = llama(), tokens(1, 220), tokens(1, 150)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=100, sparse_from=200)) as handle:
+        for ids, sparse in ((middle, 0), (long, 3), (middle, 6), (tokens(1, 90), 6), (middle, 6)):
+            logits(model, input_ids=ids)
+            assert handle.stats()["sparse_calls"] == sparse
+
+
+def test_recomputed_layers_are_counted(planned):
+    model, ids = llama().train(), tokens(1, 60)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model(input_ids=ids, labels=ids).loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
+        assert handle.stats()["dense_calls"] == {"below dense_below": 6}
+
+
+def test_scores_that_sdpa_drops_are_planned(planned):
+    config = transformers.Gemma2Config(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, attn_logit_softcapping=2.0, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval(), tokens(1, 60)
+    dense = logits(model, input_ids=ids)
+    with dx.apply(model):
+        torch.testing.assert_close(logits(model, input_ids=ids), dense)
+    assert planned == [0, 1]
