@@ -2,6 +2,7 @@
 """Sparse attention on several GPUs with `torch.distributed`: split the sequence or the heads over ranks."""
 
 from dynaxx.distributed.attention import exchange_plan, sparse_attention
+from dynaxx.distributed.by_rule import sparse_attention_by_rule
 from dynaxx.distributed.choose import SplitCost, sequence_split, split_cost
 from dynaxx.distributed.decode import select_split_pages, sparse_decode
 from dynaxx.distributed.exchange import Traffic, traffic
@@ -10,7 +11,7 @@ from dynaxx.distributed.heads import HeadShare, attend_by_heads, share_heads, sp
 from dynaxx.distributed.modules import SplitModules
 from dynaxx.distributed.nsa import native_sparse_attention
 from dynaxx.distributed.plan import ExchangePlan
-from dynaxx.distributed.rules import select_split_blocks, sparse_attention_by_rule
+from dynaxx.distributed.rules import select_split_blocks
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.distributed.split import SequenceSplit
 

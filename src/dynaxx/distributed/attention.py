@@ -64,8 +64,8 @@ def sparse_attention(
             the gradient of any parameter.
         return_lse: also return the log-sum-exp of the visible scores.
         backend: as for `dynaxx.sparse_attention`.
-        stages: number of groups of kv heads that are exchanged and computed one after another. More stages need less
-            memory and slightly more time. None means 1, or 2 in a backward pass that gathers many tokens.
+        stages: number of groups of kv heads that are exchanged and computed one after another, a divisor of kv_heads.
+            More stages need less memory. None means as many as keep messages large, at most 8.
 
     Returns:
         out (batch, own tokens, q_heads, head_dim_v), or (out, lse) with lse (batch, q_heads, own tokens); packed

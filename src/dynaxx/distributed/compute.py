@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynaxx.distributed.exchange import Gathering, Returning
+from dynaxx.distributed.exchange import Gathering, Returning, beside_computation, inputs_ready
 from dynaxx.distributed.plan import ExchangePlan, Stage
+from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
@@ -35,11 +36,13 @@ class Settings(NamedTuple):
             known[key] = choose_backend(problem, self.backend)
         return load_backend(known[key])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-        """Return out and lse of one layout."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse of one layout; a given `out` receives the result."""
         kernels = self.kernels(q, k, v, layout)
         found: tuple[Tensor, Tensor] = kernels.attention_forward(
-            q, k, v, layout, self.scale, **score_options(self.softcap)
+            q, k, v, layout, self.scale, out=out, **score_options(self.softcap)
         )
         return found
 
@@ -65,36 +68,52 @@ class Settings(NamedTuple):
 def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return out (batch, own tokens, q_heads, head_dim_v) and lse (batch, q_heads, own tokens)."""
     stages, group = settings.plan.stages, settings.group
-    found: tuple[Tensor, Tensor] | None = None
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    if stages[0].inner is not None and len(stages) == 1:
+        return out, _inner_first(q, k, v, out, stages[0], settings)
+    parts = []
     gathering: Gathering | None = Gathering(k, v, stages[0], group)
     for number, stage in enumerate(stages):
         assert gathering is not None, "every stage has one"
         current, gathering = gathering, _next(k, v, stages, number, group)
-        some = _forward_stage(q[:, :, slice(*stage.q_heads)], k, v, stage, current, settings)
-        if len(stages) == 1:
-            return some
-        if found is None:
-            out = some[0].new_empty(*q.shape[:3], v.shape[-1])
-            found = out, some[1].new_empty(q.shape[0], q.shape[2], q.shape[1])
-        found[0][:, :, slice(*stage.q_heads)], found[1][:, slice(*stage.q_heads)] = some
-        del some
-    assert found is not None, "a plan has at least one stage"
-    return found
+        heads = slice(*stage.q_heads)
+        with share_multiprocessors(gathering is not None):
+            parts.append(_forward_stage(q[:, :, heads], k, v, out[:, :, heads], stage, current, settings))
+        del current  # its buffer, before the next stage allocates one
+    return out, parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _inner_first(q: Tensor, k: Tensor, v: Tensor, out: Tensor, stage: Stage, settings: Settings) -> Tensor:
+    """Start the inner rows, which need no exchange, before the exchange; write `out` and return lse."""
+    assert stage.inner is not None, "called for stages with inner rows"
+    ready = inputs_ready(k)
+    with share_multiprocessors():
+        _, lse = settings.forward(q, k, v, stage.inner, out)
+    with beside_computation(ready):
+        gathering = Gathering(k, v, stage, settings.group)
+    return _edge_rows(q, out, lse, stage, gathering, settings)
 
 
 def _forward_stage(
-    q: Tensor, k: Tensor, v: Tensor, stage: Stage, gathering: Gathering, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse for the q heads of one stage."""
-    if stage.inner is None or stage.rows is None:
-        return settings.forward(q, *gathering.wait(), stage.layout)
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, stage: Stage, gathering: Gathering, settings: Settings
+) -> Tensor:
+    """Write the output for the q heads of one stage to `out`, and return their lse."""
+    if stage.inner is None:
+        return settings.forward(q, *gathering.wait(), stage.layout, out)[1]
     heads = slice(*stage.kv_heads)
-    out, lse = settings.forward(q, k[:, :, heads], v[:, :, heads], stage.inner)
-    if not stage.rows.numel():
-        gathering.wait()
-        return out, lse
-    edge_out, edge_lse = settings.forward(q.index_select(1, stage.rows), *gathering.wait(), stage.layout)
-    return out.index_copy_(1, stage.rows, edge_out), lse.index_copy_(2, stage.rows, edge_lse)
+    _, lse = settings.forward(q, k[:, :, heads], v[:, :, heads], stage.inner, out)
+    return _edge_rows(q, out, lse, stage, gathering, settings)
+
+
+def _edge_rows(q: Tensor, out: Tensor, lse: Tensor, stage: Stage, gathering: Gathering, settings: Settings) -> Tensor:
+    """Write the rows that visit blocks of other ranks to `out` and `lse`, and return `lse`."""
+    assert stage.rows is not None, "a stage with inner rows lists its edge rows"
+    buffer = gathering.wait()
+    if stage.rows.numel():
+        edge_out, edge_lse = settings.forward(q.index_select(1, stage.rows), *buffer, stage.layout)
+        out.index_copy_(1, stage.rows, edge_out)
+        lse.index_copy_(2, stage.rows, edge_lse)
+    return lse
 
 
 def split_backward(

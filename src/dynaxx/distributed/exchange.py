@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -57,6 +60,32 @@ class Transfer:
         self._works, self._held = [], ([], [])
 
 
+def inputs_ready(x: Tensor) -> torch.cuda.Event | None:
+    """Return an event after everything that was launched on x's GPU so far; None on a CPU."""
+    return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+
+
+@contextmanager
+def beside_computation(ready: torch.cuda.Event | None) -> Iterator[None]:
+    """Launch the kernels of this context beside those launched since `inputs_ready` returned `ready`.
+
+    Kernels that are launched after the context wait for both.
+    """
+    if ready is None:
+        yield
+        return
+    side = _side_stream(torch.cuda.current_device())
+    side.wait_event(ready)
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Gathering:
     """Keys and values of one stage in transit to this rank's buffer."""
 
@@ -79,6 +108,8 @@ class Gathering:
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values in the buffer as views, each (batch, tokens, heads, dim)."""
         self._transfer.wait()
+        if self._buffer.is_cuda:  # it may have been allocated beside the computation
+            self._buffer.record_stream(torch.cuda.current_stream(self._buffer.device))
         k, v = self._buffer.transpose(0, 1).split(self._dims, dim=-1)
         return k, v
 

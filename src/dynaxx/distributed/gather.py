@@ -98,7 +98,7 @@ class GatherRuns(torch.autograd.Function):
         total = ctx.like.new_empty(*ctx.like.shape[:3], sum(ctx.dims))
         for i, part in enumerate(total.transpose(0, 1).split(ctx.dims, dim=-1)):
             _add_runs(part, [(grad, run.keys) for grad, run in zip(grads[i::2], runs, strict=True) if grad is not None])
-        own = _return_gradients(total, split, rank, group).transpose(0, 1).split(ctx.dims, dim=-1)
+        own = return_gradients(total, split, rank, group).transpose(0, 1).split(ctx.dims, dim=-1)
         return *own, None, None, None, None, None
 
 
@@ -113,7 +113,22 @@ def _add_runs(total: Tensor, grads: list[tuple[Tensor, int]]) -> None:
     total[:, written:] = 0
 
 
-def _return_gradients(whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup) -> Tensor:
+def sum_of_runs(of_runs: list[tuple[list[Tensor], int]], seqlen: int) -> Tensor:
+    """Return the sum of the gradients of all runs, (seqlen, batch, heads, head_dim + head_dim_v).
+
+    Args:
+        of_runs: for each run dk and dv of the keys that it sees, and the number of these keys.
+        seqlen: number of keys of the whole sequence.
+    """
+    (dk, dv), _ = of_runs[0]
+    dims = [dk.shape[-1], dv.shape[-1]]
+    total = dk.new_empty(seqlen, dk.shape[0], dk.shape[2], sum(dims))
+    for i, part in enumerate(total.transpose(0, 1).split(dims, dim=-1)):
+        _add_runs(part, [(grads[i], keys) for grads, keys in of_runs])
+    return total
+
+
+def return_gradients(whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup) -> Tensor:
     """Exchange gradients (seqlen, ...) of all ranks and return their sum over ranks for own tokens, (own tokens, ...).
 
     Ranks are summed in ascending order, in fp32 or better, and the result is rounded once.

@@ -28,6 +28,7 @@ from dynaxx.distributed.rows import split_rows, with_columns
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.layout import BlockLayout
 
+MOST_STAGES, STAGE_BYTES = 8, 16 << 20
 WHOLE_SHARE = 0.8  # if a rank needs at least this share of a peer's tokens, sending all is cheaper than packing some
 
 
@@ -106,8 +107,8 @@ def plan_exchange(
         q_heads: number of q heads.
         kv_heads: number of kv heads.
         token_bytes: bytes of one token's key and value in one kv head, over the batch.
-        stages: number of groups of kv heads, a divisor of kv_heads. None means 1, or 2 in a backward pass that gathers
-            many tokens: two stages take a tenth more time and save memory (benchmarks/distributed.py --sweep).
+        stages: number of groups of kv heads, a divisor of kv_heads. None means as many as keep messages large, if a
+            rank receives many tokens, and otherwise 1 (`stages_of`).
 
     Raises:
         ValueError: the ranks disagree on the split, the heads or the block size; raised on every rank.
@@ -130,10 +131,26 @@ def _make(
     places = _Places(sharded, needs.cpu().numpy())
     if stages is not None and (stages < 1 or kv_heads % stages):
         raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
-    forward = _stages(sharded, places, q_heads, kv_heads, stages or 1)
-    much = 4 * places.received_tokens() > max(1, sharded.kv_split.seqlen // sharded.kv_split.ranks)
-    count = stages or (2 if much and kv_heads % 2 == 0 else 1)
-    return ExchangePlan(forward, _stages(sharded, places, q_heads, kv_heads, count) if count != stages else forward)
+    count = stages
+    if count is None:
+        received = places.received_tokens()
+        much = 4 * received > sharded.kv_split.seqlen // sharded.kv_split.ranks
+        count = stages_of(kv_heads, received * token_bytes) if much else 1
+    made = _stages(sharded, places, q_heads, kv_heads, count)
+    return ExchangePlan(made, made)
+
+
+def stages_of(kv_heads: int, head_bytes: int) -> int:
+    """Return the number of stages for an exchange: at most 8, with at least 16 MiB per stage.
+
+    While one stage is computed, the next is in transit, so only the first exchange takes time of its own.
+
+    Args:
+        kv_heads: number of kv heads.
+        head_bytes: bytes that a rank receives for one kv head.
+    """
+    counts = [n for n in range(1, MOST_STAGES + 1) if kv_heads % n == 0 and kv_heads // n * head_bytes >= STAGE_BYTES]
+    return max(counts, default=1)
 
 
 def _stages(sharded: ShardedLayout, places: _Places, q_heads: int, kv_heads: int, count: int) -> tuple[Stage, ...]:

@@ -21,8 +21,6 @@ from dynaxx.distributed.summaries import has_summaries, with_summaries
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.entries import joined_entries
-from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.attention import sparse_attention as attend_on_one_device
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.runs import Visited
 from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Selector, Threshold, TopK, TopP, select_blocks
@@ -121,84 +119,6 @@ def select_split_blocks(
         for run in query_runs(split, rank, causal)
     ]
     return ShardedLayout(_stacked_rows(layouts, split, rank), split, split, rank)
-
-
-@typed
-def sparse_attention_by_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: Selector | Hybrid,
-    split: SequenceSplit,
-    mesh: Mesh,
-    *,
-    causal: bool = True,
-    block_size: int | tuple[int, int] = 64,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-    stages: int = 1,
-) -> Tensor | SparseAttentionOutput:
-    """Select blocks and attend in one pass, with the keys and values of all ranks gathered.
-
-    This is the fastest way if the rows of a rank together select nearly all blocks, as they do for budgets above a few
-    blocks per row. If they select few blocks, `select_split_blocks` and `sparse_attention` send fewer bytes.
-
-    Args:
-        q: (batch, own tokens, q_heads, head_dim).
-        k: (batch, own tokens, kv_heads, head_dim).
-        v: (batch, own tokens, kv_heads, head_dim_v).
-        rule: a selector or a hybrid.
-        split: which rank owns which tokens.
-        mesh: the ranks that share the sequence.
-        causal: hide keys after the query.
-        block_size: tokens per block, one number or (q_block, kv_block).
-        scale: softmax scale, default head_dim ** -0.5.
-        softcap: as for `dynaxx.sparse_attention`.
-        sinks: as for `dynaxx.sparse_attention`.
-        return_lse: also return the log-sum-exp of the visible scores.
-        backend: as for `dynaxx.sparse_attention`.
-        stages: number of groups of kv heads that are gathered and computed one after another. More stages need less
-            memory and more time.
-
-    Returns:
-        The result of `dynaxx.distributed.sparse_attention`.
-
-    Raises:
-        ValueError, TypeError, UnsupportedInputError, PeerError: like `select_split_blocks` and `sparse_attention`.
-    """
-    group = group_of(mesh)
-    rank, sizes = dist.get_rank(group), as_block_size(block_size)
-    check_rule(rule, split, sizes)
-    runs = query_runs(split, rank, causal)
-    heads, kv_heads = q.shape[2], k.shape[2]
-    parts = []
-    for some, keys_and_values in staged_runs(k, v, runs, split, mesh, stages):
-        q_heads = slice(some.start * heads // kv_heads, some.stop * heads // kv_heads)
-        own = rule_of_heads(rule, q_heads, heads)
-        found = []
-        for run, (keys, values) in zip(runs, keys_and_values, strict=True):
-            queries = q[:, run.first : run.last, q_heads]
-            of_run = rule_of_run(own, run, split)
-            layout = select_blocks(queries, keys, of_run, causal=causal, block_size=sizes, scale=scale)
-            found.append(
-                attend_on_one_device(
-                    queries,
-                    keys,
-                    values,
-                    layout,
-                    scale=scale,
-                    softcap=softcap,
-                    sinks=None if sinks is None else sinks[q_heads],
-                    return_lse=True,
-                    backend=backend,
-                )
-            )
-        parts.append((torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)))
-    out = torch.cat([out for out, _ in parts], 2)
-    return SparseAttentionOutput(out, torch.cat([lse for _, lse in parts], 1)) if return_lse else out
 
 
 def staged_runs(

@@ -35,8 +35,12 @@ class AttentionKernels(Protocol):
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) fp32, natural log; sinks are (Hq,)."""
+        """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) fp32, natural log; sinks are (Hq,).
+
+        A given `out`, of any strides, receives the result.
+        """
 
     def attention_backward(
         self,

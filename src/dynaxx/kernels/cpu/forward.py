@@ -30,9 +30,12 @@ def attention_forward(
 
     q (B, N, Hq, D), k (B, M, Hk, D) and v (B, M, Hk, E) may have any strides, but a tensor whose last dimension is not
     contiguous is copied. The core widens fp16 and bf16, computes in fp32 and rounds once. It runs on
-    `torch.get_num_threads()` threads. A given `out`, contiguous and of that shape and dtype, receives the result.
+    `torch.get_num_threads()` threads. A given `out`, of that shape and dtype, receives the result.
     """
     library = active_library()
+    if out is not None and not out.is_contiguous():
+        found, lse = attention_forward(q, k, v, layout, scale, softcap, sinks)
+        return out.copy_(found), lse
     if library is None:
         found, lse = gather.attention_forward(q, k, v, layout, scale, softcap, sinks)
         return (found if out is None else out.copy_(found)), lse

@@ -29,17 +29,19 @@ def attention_forward(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 inputs).
 
     Computes in fp32 or better. A query that sees nothing has out = 0, lse = -inf and zero gradients. sinks (Hq,) are
     added to the softmax of their head as the score of one more key with value zero; they are neither scaled nor capped.
-    Differentiable by autograd.
+    Differentiable by autograd. A given `out` receives the result.
     """
     group_size = q.shape[2] // k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(dtype).repeat_interleave(group_size, dim=2) for x in (k, v))
-    return masked_attention(q, k, v, layout.to_dense(), scale, softcap, sinks)
+    found, lse = masked_attention(q, k, v, layout.to_dense(), scale, softcap, sinks)
+    return (found if out is None else out.copy_(found)), lse
 
 
 def attention_backward(

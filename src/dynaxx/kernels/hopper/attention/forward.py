@@ -26,6 +26,7 @@ from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, of_columns
+from dynaxx.kernels.gpu.schedule.waves import shared_waves
 from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS, ConsumerArguments, arrivals, consume
 from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
@@ -37,7 +38,7 @@ from dynaxx.kernels.hopper.attention.forward_produce import (
     ForwardSizes,
     produce,
 )
-from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
+from dynaxx.kernels.hopper.primitives.descriptors import dense_rows, gluon_rows, score_factors
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
 from dynaxx.kernels.sinks import include_sinks
 from dynaxx.layout import BlockLayout
@@ -125,32 +126,39 @@ def attention_forward(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, like `kernels.reference.attention.attention_forward`."""
-    out, lse = _without_sinks(q, k, v, layout, scale, softcap)
-    return (out, lse) if sinks is None else include_sinks(out, lse, sinks)
+    found, lse = _without_sinks(q, k, v, layout, scale, softcap, out)
+    if sinks is not None:
+        found, lse = include_sinks(found, lse, sinks)
+    return (found if out is None or found is out else out.copy_(found)), lse
 
 
 def _without_sinks(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Return out and lse; out is a new tensor if the given one has strides that the kernels cannot write."""
     batch, seqlen_q, q_heads = q.shape[:3]
-    out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
+    waves = shared_waves()
+    heads = _heads_of_a_program(layout, q_heads, k.shape[2])
+    split = split_rows(layout, batch, q_heads, PERSISTENT // waves or 1, heads)
+    if out is None or split is not None or _out_width(q, v) > 128 or dense_rows(out) is not out:
+        out = q.new_empty(*q.shape[:3], v.shape[3])
     if out.numel() == 0:
         return out, lse
     if k.shape[1] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     q, scale = positive_scale(q, scale)
-    heads = _heads_of_a_program(layout, q_heads, k.shape[2])
-    split = split_rows(layout, batch, q_heads, PERSISTENT, heads)
     if split is None:
-        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2)
+        made = 2 if out.is_contiguous() else 1
+        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=made)
     else:
         rows, width = heads * layout.block_size[0], _out_width(q, v)
         sums, sums_lse = split.places(q, rows, width), split.places(q, rows)
         places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, made=2, split=places)
+        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=2, split=places)
         merge_parts(of_columns(sums, v.shape[3]), sums_lse, out, lse, split, layout, heads)
     return out, lse
 
@@ -175,6 +183,7 @@ def _start_forward(
     lse: Tensor,
     scale: float,
     softcap: float | None,
+    waves: int,
     split: dict[str, Any] | None = None,
 ) -> Launch | None:
     batch, seqlen_q, q_heads, head_dim = q.shape
@@ -183,13 +192,14 @@ def _start_forward(
     width, out_width = tile_width(head_dim), _out_width(q, v)
     heads = _heads_of_a_program(layout, q_heads, kv_heads)
     consumers = heads * q_block // 64
-    programs = 2 if consumers == 1 and width <= 128 else 1  # per multiprocessor
+    programs = 2 if consumers == 1 and width <= 128 else 1  # per multiprocessor, at once
     step = forward_step(width, kv_block, consumers)
     together = forward_heads_together(seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
     split = split or {**no_split(lse), "p_sums_lse": lse}
     units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     order, ordered = order_argument(layout)
-    started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, processors(q.device) * programs),)](
+    most = processors(q.device) * programs * waves
+    started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, most),)](
         gluon_rows(q, 64, width),
         gluon_rows(k, min(kv_block, step), 64),
         gluon_rows(v, min(kv_block, step), 64),

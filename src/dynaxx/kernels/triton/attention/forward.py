@@ -180,10 +180,13 @@ def attention_forward(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, like `kernels.reference.attention.attention_forward`; products of fp32 are in full fp32."""
-    out, lse = _without_sinks(q, k, v, layout, scale, softcap)
-    return (out, lse) if sinks is None else include_sinks(out, lse, sinks)
+    found, lse = _without_sinks(q, k, v, layout, scale, softcap)
+    if sinks is not None:
+        found, lse = include_sinks(found, lse, sinks)
+    return (found if out is None else out.copy_(found)), lse
 
 
 def _without_sinks(

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over blocks that a rule selects, with the sequence split and the keys of all ranks gathered.
+
+The kv heads are processed in stages: while the blocks of one stage are selected and computed, the keys and values of
+the next are in transit. A rank's queries form runs of neighbouring queries, and each run has its own selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only
+from dynaxx.distributed.gather import Run, WholeGathering, query_runs, return_gradients, sum_of_runs
+from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.plan import stages_of
+from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.sinks import add_sinks
+from dynaxx.layout import BlockLayout, as_block_size
+from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.autocast import follow_autocast
+from dynaxx.ops.checks import check_inputs, check_sinks
+from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
+from dynaxx.selection import Hybrid, Selector, select_blocks
+
+
+@typed
+def sparse_attention_by_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Selector | Hybrid,
+    split: SequenceSplit,
+    mesh: Mesh,
+    *,
+    causal: bool = True,
+    block_size: int | tuple[int, int] = 64,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    stages: int | None = None,
+) -> Tensor | SparseAttentionOutput:
+    """Select blocks and attend in one pass, with the keys and values of all ranks gathered. Differentiable.
+
+    This is the fastest way if the rows of a rank together select nearly all blocks, as they do for budgets above a few
+    blocks per row. If they select few blocks, `select_split_blocks` and `sparse_attention` send fewer bytes.
+
+    The backward pass gathers the keys and values again, and reuses the selected blocks. All ranks must run it.
+
+    Args:
+        q: (batch, own tokens, q_heads, head_dim).
+        k: (batch, own tokens, kv_heads, head_dim).
+        v: (batch, own tokens, kv_heads, head_dim_v).
+        rule: a selector or a hybrid.
+        split: which rank owns which tokens.
+        mesh: the ranks that share the sequence.
+        causal: hide keys after the query.
+        block_size: tokens per block, one number or (q_block, kv_block).
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: as for `dynaxx.sparse_attention`.
+        sinks: as for `dynaxx.distributed.sparse_attention`.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: as for `dynaxx.sparse_attention`.
+        stages: number of groups of kv heads that are gathered and computed one after another, a divisor of kv_heads.
+            More stages need less memory. None means as many as keep messages large.
+
+    Returns:
+        The result of `dynaxx.distributed.sparse_attention`.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError, PeerError: like `select_split_blocks` and `sparse_attention`.
+    """
+    group, sizes = group_of(mesh), as_block_size(block_size)
+    check_rule(rule, split, sizes)
+    q, k, v = follow_autocast(q, k, v)
+    rank, kv_heads = dist.get_rank(group), k.shape[2]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape[1] != split.length(rank):
+            raise ValueError(
+                f"`{name}` must be (batch, own tokens = {split.length(rank)}, heads, dim), got {tuple(x.shape)}"
+            )
+    if kv_heads == 0 or q.shape[2] % kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {kv_heads}")
+    if stages is None:
+        received = split.seqlen - min(split.length(other) for other in range(split.ranks))
+        stages = stages_of(kv_heads, received * k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize)
+    if stages < 1 or kv_heads % stages:
+        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    settings = _Settings(
+        rule, split, rank, group, causal, sizes, softmax_scale(scale, q.shape[-1]), softcap, backend, stages, needs_grad
+    )
+    out, lse = _RuleAttention.apply(q, k, v, settings)
+    if sinks is not None:
+        check_sinks(sinks, q)
+        out, lse = add_sinks(out, lse, sinks)
+    return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+class _Settings(NamedTuple):
+    """The arguments of a call other than its tensors."""
+
+    rule: Selector | Hybrid
+    split: SequenceSplit
+    rank: int
+    group: ProcessGroup
+    causal: bool
+    sizes: tuple[int, int]
+    scale: float
+    softcap: float | None
+    backend: str
+    stages: int
+    needs_grad: bool
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of queries of this rank."""
+        return query_runs(self.split, self.rank, self.causal)
+
+    def select(self, q: Tensor, k: Tensor, run: Run, q_heads: slice, heads: int) -> BlockLayout:
+        """Return the blocks of one run of queries, for some of the `heads` q heads."""
+        rule = rule_of_run(rule_of_heads(self.rule, q_heads, heads), run, self.split)
+        return select_blocks(q, k, rule, causal=self.causal, block_size=self.sizes, scale=self.scale)
+
+    def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
+        """Return the backend for one run of queries."""
+        problem = check_inputs(q, k, v, layout, softcap=self.softcap, needs_grad=self.needs_grad)
+        return load_backend(choose_backend(problem, self.backend))
+
+    def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, bool]]:
+        """Yield for each stage its kv heads, their keys and values of all ranks, and whether another stage follows."""
+        step = k.shape[2] // self.stages
+        parts = [slice(first, first + step) for first in range(0, k.shape[2], step)]
+        start = lambda some: WholeGathering((k[:, :, some], v[:, :, some]), self.split, self.rank, self.group)
+        following: WholeGathering | None = start(parts[0])
+        for i, some in enumerate(parts):
+            assert following is not None, "every stage has one"
+            current, following = following, start(parts[i + 1]) if i + 1 < len(parts) else None
+            keys, values = current.wait()
+            del current  # the caller's tensors alone keep the buffer
+            yield some, keys, values, following is not None
+            del keys, values
+
+
+class _RuleAttention(torch.autograd.Function):
+    """Gather, select, attend, and return gradients, stage by stage."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Any:
+        heads, group_size = q.shape[2], q.shape[2] // k.shape[2]
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        layouts, lses = [], []
+        for some, keys, values, more in settings.gathered(k, v):
+            q_heads = slice(some.start * group_size, some.stop * group_size)
+            for run in settings.runs:
+                queries, seen = q[:, run.first : run.last, q_heads], (keys[:, : run.keys], values[:, : run.keys])
+                with share_multiprocessors(more):
+                    layout = settings.select(queries, seen[0], run, q_heads, heads)
+                    kernels = settings.kernels(queries, *seen, layout)
+                    _, lse = kernels.attention_forward(
+                        queries, *seen, layout, settings.scale, out=out[:, run.first : run.last, q_heads],
+                        **score_options(settings.softcap),
+                    )  # fmt: skip
+                layouts.append(layout)
+                lses.append(lse)
+            del keys, values, seen
+        runs = len(settings.runs)
+        lse = torch.cat([torch.cat(lses[i : i + runs], 2) for i in range(0, len(lses), runs)], 1)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.settings, ctx.layouts = settings, layouts if settings.needs_grad else []
+        return out, lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        settings: _Settings = ctx.settings
+        q, k, v, out, lse = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
+        group_size, layouts = q.shape[2] // k.shape[2], iter(ctx.layouts)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for some, keys, values, _ in settings.gathered(k, v):
+            q_heads = slice(some.start * group_size, some.stop * group_size)
+            of_runs = []
+            for run in settings.runs:
+                own, layout = (slice(None), slice(run.first, run.last), q_heads), next(layouts)
+                seen = keys[:, : run.keys], values[:, : run.keys]
+                dlse_of_run = None if dlse is None else dlse[:, q_heads, run.first : run.last]
+                kernels = settings.kernels(q[own], *seen, layout)
+                dq[own], *grads = kernels.attention_backward(
+                    do[own], dlse_of_run, q[own], *seen, out[own], lse[:, q_heads, run.first : run.last], layout,
+                    settings.scale, **score_options(settings.softcap),
+                )  # fmt: skip
+                of_runs.append((grads, run.keys))
+            del keys, values, seen
+            total = sum_of_runs(of_runs, settings.split.seqlen)
+            del of_runs, grads
+            own_sum = return_gradients(total, settings.split, settings.rank, settings.group).transpose(0, 1)
+            dk[:, :, some], dv[:, :, some] = own_sum.split([k.shape[-1], v.shape[-1]], dim=-1)
+            del total, own_sum
+        return dq, dk, dv, None
