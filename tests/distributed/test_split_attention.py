@@ -7,6 +7,7 @@ from ranks import cases_of, run_cases
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
+from dynaxx.distributed.plan import stages_of
 
 slow = lambda count: pytest.param((count, "cpu"), marks=pytest.mark.slow, id=f"{count} ranks")
 quick = lambda count: pytest.param((count, "cpu"), id=f"{count} ranks")
@@ -80,3 +81,10 @@ def test_the_others_learn_of_a_rank_that_died():
     ranks = 3
     failures = run_cases("lost_cases", ranks)["case_a_rank_is_killed_between_two_steps"]
     assert [failure[:6] for failure in failures] == [f"rank {ranks - 1}"], failures  # the lost rank could not report
+
+
+def test_stages_keep_messages_large():
+    assert [stages_of(8, size << 20) for size in (1, 2, 4, 8, 16, 64)] == [1, 1, 2, 4, 8, 8]
+    assert stages_of(6, 100 << 20) == 6
+    assert stages_of(11, 100 << 20) == 1
+    assert stages_of(12, 100 << 20) == 6

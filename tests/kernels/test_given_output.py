@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention writes to a given output of any strides, and persistent programs in waves give the same bits."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors, shared_waves
+from dynaxx.ops.dispatch import load_backend
+from dynaxx.testing import make_qkv
+
+GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("triton", "hopper")]
+
+
+def slice_of_heads(q, heads):
+    """Return the first heads of an output that has twice as many, filled with NaN."""
+    return torch.full((*q.shape[:2], 2 * heads, q.shape[3]), torch.nan, dtype=q.dtype, device=q.device)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("reference", "cpu"), ("cpu", "cpu"), *GPU])
+def test_an_output_with_strides(backend, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    for head_dim, seqlen in ((64, 300), (128, 513), (160, 300)):
+        q, k, v = make_qkv(1, seqlen, seqlen, 4, 2, head_dim, dtype=dtype, device=device)
+        layout = dx.SlidingWindow(100).layout(seqlen, block_size=64, device=device)
+        attend = load_backend(backend).attention_forward
+        wanted, wanted_lse = attend(q, k, v, layout, 0.1)
+        whole = slice_of_heads(q, 4)
+        out = whole[:, :, 4:]
+        for _ in range(3):  # the third call repeats a cached launch
+            out.fill_(torch.nan)
+            found, lse = attend(q, k, v, layout, 0.1, out=out)
+            assert found is out
+            assert torch.equal(out, wanted)
+            assert torch.equal(lse, wanted_lse)
+        assert whole[:, :, :4].isnan().all()
+
+
+@pytest.mark.gpu
+def test_waves_give_the_same_bits():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    q, k, v = make_qkv(1, 4096, 4096, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
+    layout = dx.RandomBlocks(6, seed=1).layout(4096, block_size=128, device="cuda")
+    wanted = dx.sparse_attention(q, k, v, layout, backend="hopper", return_lse=True)
+    for _ in range(3):
+        with share_multiprocessors():
+            found = dx.sparse_attention(q, k, v, layout, backend="hopper", return_lse=True)
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_sharing_ends_with_its_context():
+    with share_multiprocessors(False):
+        assert shared_waves() == 1
+        with share_multiprocessors():
+            assert shared_waves() > 1
+            with share_multiprocessors(False):
+                assert shared_waves() > 1
+    assert shared_waves() == 1
