@@ -31,6 +31,8 @@ import dynaxx as dx
 from dynaxx import distributed as dxd
 from dynaxx.integrations.transformers.nsa_llama import NativeLlamaForCausalLM, convert_to_native
 
+GLOO_THREADS = 2  # of a process group
+
 
 def make_model(args):
     """Build a native sparse Llama, the same on every rank."""
@@ -136,6 +138,18 @@ def check_resuming(args, mesh, device, losses):
         raise SystemExit(f"a resumed run has other losses: {found} after {first} steps, {wanted} at first")
 
 
+def leave_group():
+    """Leave the process group when its threads are idle.
+
+    A thread of gloo gives back the tensors of a collective after it has woken the caller, and needs Python for it.
+    FSDP's caches keep these threads alive to the end of the process. On a busy machine one may be so late that Python
+    has shut down: "terminate called without an active exception". Barriers hold no tensors and give them time.
+    """
+    for _ in range(GLOO_THREADS):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
 def main():
     """Train, save, and say what it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,7 +188,7 @@ def main():
         (args.out / "losses.json").write_text(json.dumps(found))
     if args.check_resuming:
         check_resuming(args, mesh, device, losses)
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
