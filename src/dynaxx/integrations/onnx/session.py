@@ -19,6 +19,10 @@ from dynaxx.integrations.onnx.packages import runtime
 MANIFEST = "dynaxx.json"
 VERSION = 1
 
+# ONNX Runtime computes its fused sum and norm number by number on a CPU: 7 % of the time of an encoder of BERT-base's
+# shape. The two operators apart take 2 %.
+SLOW_FUSIONS = ["SkipLayerNormFusion"]
+
 Array = NDArray[Any]
 
 
@@ -58,7 +62,7 @@ class OnnxModel:
                 options.register_custom_ops_library(str(library_path()))
             path = self.folder / f"{graph}.onnx"
             self._sessions[graph] = self._runtime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
+                str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
             )
         return self._sessions[graph]
 
