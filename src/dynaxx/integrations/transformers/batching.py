@@ -105,7 +105,7 @@ def _other_transformers() -> list[str]:
     if "kwargs" in inspect.signature(PagedAttentionCache.update).parameters:
         return []
     return [
-        f"transformers {transformers.__version__} passes its paged cache in another way; use 5.23 or 5.24, which are tested"
+        f"transformers {transformers.__version__} passes its paged cache in another way; use the tested 5.23 or 5.24"
     ]
 
 
