@@ -14,7 +14,8 @@ import tensorrt_stand_in
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.tensorrt import plugin
+from dynaxx.integrations.tensorrt import LAYOUT_INPUTS, layout_tensors, plugin
+from dynaxx.integrations.tensorrt.plugin_policy import attend_by_policy
 from dynaxx.kernels.reference.attention import attention_forward
 from dynaxx.policy import ModelFacts, policy_text
 from interpreter import INTERPRETED, on_gpu, run_interpreted, starts_interpreter
@@ -51,7 +52,7 @@ def layout_of(seqlen_q, seqlen_k, block=32):
 
 def driven(trt, q, k, v, layout, *, capability=89):
     """Return the plugin as TensorRT would hold it, after its shapes were asked for."""
-    tables = plugin.layout_tensors(layout)
+    tables = layout_tensors(layout)
     block = layout.block_size
     attributes = {"scale": 0.125, "q_block": block[0], "kv_block": block[1], "capability": capability}
     made = tensorrt_stand_in.Driven(trt, "dynaxx::sparse_attention", attributes, aot=True)
@@ -65,7 +66,7 @@ def test_both_plugins_are_registered_once(trt, ops):
     assert plugin.register_plugins() is ops
     assert {name for _, name in trt.get_plugin_registry().creators} == {"sparse_attention", "policy_attention"}
     assert ops.sparse_attention.num_outputs == 2
-    assert ops.sparse_attention.input_tensor_names == ["q", "k", "v", *plugin.LAYOUT_INPUTS]
+    assert ops.sparse_attention.input_tensor_names == ["q", "k", "v", *LAYOUT_INPUTS]
     assert ops.policy_attention.impl_attr_names == ["policy", "layer", "scale"]
 
 
@@ -156,9 +157,9 @@ def test_below_the_border_and_without_a_rule_all_keys_are_seen():
     q, k, v = problem(200, 200)
     causal = dx.Causal().layout(200, 200, block_size=32, device="cpu")
     exact = dx.sparse_attention(q, k, v, causal, scale=0.125)
-    found = plugin.attend_by_policy(q, k, v, policy=policy_text(policy), layer=0, scale=0.125)
+    found = attend_by_policy(q, k, v, policy=policy_text(policy), layer=0, scale=0.125)
     torch.testing.assert_close(found, exact)
-    step = plugin.attend_by_policy(q[:, -1:], k, v, policy=policy_text(policy), layer=0, scale=0.125)
+    step = attend_by_policy(q[:, -1:], k, v, policy=policy_text(policy), layer=0, scale=0.125)
     torch.testing.assert_close(step, exact[:, -1:])
 
 
@@ -180,8 +181,8 @@ def test_layouts_are_inputs_that_are_never_empty():
     unmasked = dx.BlockLayout.from_dense(torch.ones(64, 64, dtype=torch.bool), block_size=32)
     assert not len(unmasked.masks)
     for layout in (layout_of(200, 300), unmasked):
-        tables = plugin.layout_tensors(layout)
-        assert list(tables) == list(plugin.LAYOUT_INPUTS)
+        tables = layout_tensors(layout)
+        assert list(tables) == list(LAYOUT_INPUTS)
         assert all(x.dtype == torch.int32 and x.numel() and x.is_contiguous() for x in tables.values())
 
 
@@ -189,7 +190,7 @@ def interpreted_launch(q, k, v, layout, scale):
     """Run the kernel's entry under Triton's interpreter with the arguments that the plugin gives."""
     from dynaxx.integrations.tensorrt import plugin_kernel as kernels
 
-    tables = plugin.layout_tensors(layout)
+    tables = layout_tensors(layout)
     out = q.new_full((*q.shape[:3], v.shape[3]), torch.nan)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
     numbers = [
@@ -261,7 +262,7 @@ def launch_of(q, k, v, layout):
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[q.dtype]
     major, minor = torch.cuda.get_device_capability()
     shape = KernelShape(name, q.shape[3], v.shape[3], layout.block_size, 0.125, major * 10 + minor)
-    kernel, tables = compile_kernel(shape), plugin.layout_tensors(layout)
+    kernel, tables = compile_kernel(shape), layout_tensors(layout)
     tiles = layout.q_blocks * q.shape[0] * q.shape[2] * kernel.tiles
     launch = {"grid_x": tiles, "grid_y": 1, "grid_z": 1, "block_x": kernel.threads, "block_y": 1, "block_z": 1}
     numbers = [

@@ -7,16 +7,12 @@ from dynaxx.lazy import load_at_first_use
 
 if TYPE_CHECKING:
     from dynaxx.integrations.tensorrt.engines import EngineSettings, build_engines
-    from dynaxx.integrations.tensorrt.plugin import (
-        LAYOUT_INPUTS,
-        add_policy_attention,
-        add_sparse_attention,
-        layout_tensors,
-        register_plugins,
-    )
+    from dynaxx.integrations.tensorrt.plugin import add_policy_attention, add_sparse_attention, register_plugins
+    from dynaxx.integrations.tensorrt.plugin_layouts import LAYOUT_INPUTS, layout_tensors
 
-ENGINES = ["EngineSettings", "build_engines"]
-PLUGINS = ["LAYOUT_INPUTS", "add_policy_attention", "add_sparse_attention", "layout_tensors", "register_plugins"]
+ENGINES = ("EngineSettings", "build_engines")
+PLUGINS = ("add_policy_attention", "add_sparse_attention", "register_plugins")
+LAYOUTS = ("LAYOUT_INPUTS", "layout_tensors")
 __all__ = [
     "LAYOUT_INPUTS",
     "EngineSettings",
@@ -27,4 +23,4 @@ __all__ = [
     "register_plugins",
 ]
 
-__getattr__ = load_at_first_use(__name__, {"engines": ENGINES, "plugin": PLUGINS})
+__getattr__ = load_at_first_use(__name__, {"engines": ENGINES, "plugin": PLUGINS, "plugin_layouts": LAYOUTS})

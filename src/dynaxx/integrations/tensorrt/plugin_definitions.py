@@ -16,9 +16,11 @@ from tensorrt.plugin import Tensor as Data
 from tensorrt.plugin import TensorDesc as Desc
 from torch import Tensor
 
-from dynaxx.integrations.tensorrt.plugin import LAYOUT_INPUTS, NAMESPACE, attend_by_policy
 from dynaxx.integrations.tensorrt.plugin_kernel import KernelShape, compile_kernel
+from dynaxx.integrations.tensorrt.plugin_layouts import LAYOUT_INPUTS
+from dynaxx.integrations.tensorrt.plugin_policy import attend_by_policy
 
+NAMESPACE = "dynaxx"
 ATTENTION = f"{NAMESPACE}::sparse_attention"
 BY_POLICY = f"{NAMESPACE}::policy_attention"
 DTYPES = {trt.float32: "fp32", trt.float16: "fp16", trt.bfloat16: "bf16"}

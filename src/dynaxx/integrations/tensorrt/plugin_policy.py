@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a policy's layer, as a plugin of TensorRT calls it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from dynaxx.integrations.runtime.routing import Arrived, LayerRules, PassState, Route, Sequence, is_step, route
+from dynaxx.ops import sparse_attention
+from dynaxx.patterns import Causal
+from dynaxx.policy import LayerPlan, parse_policy, resolve
+
+EXACT_BLOCK = 64
+
+
+def attend_by_policy(q: Tensor, k: Tensor, v: Tensor, *, policy: str, layer: int, scale: float) -> Tensor:
+    """Attend by the rule of a policy's layer where it applies, else to all keys before each query.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys.
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim of v).
+        policy: the text of a policy.
+        layer: index of the layer.
+        scale: of the softmax.
+    """
+    plan, rules = rules_of(policy, layer)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    lengths = Sequence(seqlen_q, seqlen_k, is_step(seqlen_q, seqlen_k))
+    chosen = route(rules, PassState(None, False, False), Arrived(native=True), lengths).route
+    if chosen is Route.RULE and plan is not None:
+        layout = plan.layout(q, k, scale=scale)
+    else:
+        layout = Causal().layout(seqlen_q, seqlen_k, block_size=EXACT_BLOCK, device=q.device)
+    return sparse_attention(q, k, v, layout, scale=scale)
+
+
+@lru_cache(maxsize=64)
+def rules_of(text: str, layer: int) -> tuple[LayerPlan | None, LayerRules]:
+    """Return a layer's plan and when it applies.
+
+    Raises:
+        ValueError: the text is no policy, the layer is not in it, or it has something that a plugin cannot serve.
+    """
+    policy = parse_policy(text)
+    if not 0 <= layer < policy.model.layers:
+        raise ValueError(f"`layer` must be 0 to {policy.model.layers - 1}, got {layer}")
+    plan, reasons = resolve(policy).get(layer), []
+    if any(rule.phase == "decode" for rule in policy.rules):
+        reasons.append("decode rules")
+    if policy.reuse > 1:
+        reasons.append("`reuse`")
+    if policy.guard is not None:
+        reasons.append("`guard`")
+    if policy.rollout.share < 1 or policy.rollout.flag is not None:
+        reasons.append("`rollout.share` and `rollout.flag`")
+    if plan is not None and plan.needs_tokens:
+        reasons.append("rules by content")
+    if reasons:
+        raise ValueError(f"a plugin of TensorRT cannot serve {', '.join(reasons)}: remove them from the policy")
+    if not policy.rollout.covers_layer(layer):
+        plan = None
+    block = None if plan is None else plan.block_size[0]
+    borders = policy.dense_below, policy.sparse_from
+    return plan, LayerRules(block, False, borders, policy.decode_borders, policy.rollout)
