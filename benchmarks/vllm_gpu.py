@@ -39,10 +39,14 @@ SHAPES = {
 }  # fmt: skip
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "hidden_act": "silu",
          "tie_word_embeddings": False}  # fmt: skip
+SINKS = {**LLAMA, "architectures": ["SinkLlamaForCausalLM"], "attention_bias": True, "sliding_window": 128,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+                             "beta_slow": 1.0, "original_max_position_embeddings": 4096}}  # fmt: skip
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
           "tie_word_embeddings": True, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0,
           "query_pre_attn_scalar": 64, "sliding_window": 512}  # fmt: skip
-FAMILIES = {"llama": LLAMA, "gemma2": GEMMA2}
+FAMILIES = {"llama": LLAMA, "gemma2": GEMMA2, "sinks": SINKS}
 
 
 def save_model(folder: Path, shape: str, dtype: str, family: str = "llama") -> Path:
@@ -61,8 +65,8 @@ def save_policy(path: Path, shape: str, kind: str, family: str = "llama") -> Pat
 
     sizes = SHAPES[shape]
     facts = ModelFacts(
-        model_type=family, layers=sizes["num_hidden_layers"], q_heads=sizes["num_attention_heads"],
-        kv_heads=sizes["num_key_value_heads"], head_dim=sizes["head_dim"],
+        model_type=FAMILIES[family]["model_type"], layers=sizes["num_hidden_layers"], head_dim=sizes["head_dim"],
+        q_heads=sizes["num_attention_heads"], kv_heads=sizes["num_key_value_heads"],
     )  # fmt: skip
     if kind == "everything":
         prefill, decode, borders = dx.SlidingWindow(64) | dx.TopK(1.0), dx.TopK(1.0), {}
