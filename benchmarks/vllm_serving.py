@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
     add_traffic_options(parser)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this program
     result, failed = Result(arguments.out), False
     for which in (arguments.only,) if arguments.only else ("own", "dynaxx"):
         found: dict[str, Any] = {}

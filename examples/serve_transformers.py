@@ -10,15 +10,17 @@ The server is what `transformers serve` runs. Only its model manager is another:
 that it loads. Prompts run by the prefill rules, tokens after them by the decode rules. The policy's file is followed:
 replace it and new requests use the new one. Without a policy the model's own pattern runs on dynaxx's kernels.
 
-`--continuous-batching` puts requests together, step by step; on a CPU, bound its cache by `--cb-num-blocks`.
-Metrics are served at http://localhost:9464/metrics. `DYNAXX_KILL_FILE=PATH` makes everything dense while that file is
-there.
+`--continuous-batching` puts requests together, step by step; on a CPU, bound its cache by `--cb-num-blocks`. `--plain`
+serves the model as transformers does, to compare with. Metrics are served at http://localhost:9464/metrics.
+`DYNAXX_KILL_FILE=PATH` makes everything dense while that file is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import inspect
 import threading
 from typing import Any
 
@@ -29,7 +31,6 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
 
@@ -42,20 +43,23 @@ class PolicyModelManager(ModelManager):
 
     Args:
         policy: file of the policy; None runs the model's own pattern.
+        plain: leave models as they are.
         options: as transformers' `ModelManager`.
     """
 
-    def __init__(self, policy: str | None, *, continuous_batching: bool, **options: Any) -> None:
-        self._policy, self._continuous = policy, continuous_batching
+    def __init__(self, policy: str | None, *, continuous_batching: bool, plain: bool = False, **options: Any) -> None:
+        self._policy, self._continuous, self._plain = policy, continuous_batching, plain
         self._applying, self._stack = threading.Lock(), contextlib.ExitStack()
         self.handles: dict[int, Any] = {}
-        super().__init__(continuous_batching=continuous_batching, **options)  # loads the model
+        if "continuous_batching" in inspect.signature(ModelManager).parameters:  # not in transformers 5.17
+            options["continuous_batching"] = continuous_batching
+        super().__init__(**options)  # loads the model
 
     def load_model_and_processor(self, *args: Any, **kwargs: Any) -> Any:
         """Load a model, or return the one that is loaded, under the policy."""
         model, processor = super().load_model_and_processor(*args, **kwargs)
         with self._applying:
-            if id(model) not in self.handles:
+            if id(model) not in self.handles and not self._plain:
                 handle = dx.apply(model, None if self._policy is None else dx.load_policy(self._policy))
                 if self._policy is not None:
                     handle.follow(self._policy)
@@ -82,7 +86,7 @@ def build_app(args: argparse.Namespace) -> Any:
     state = GenerationState(continuous_batching=batching, compile=False, cb_config=config)
     manager = PolicyModelManager(
         args.policy, device=args.device, dtype=args.dtype, attn_implementation="sdpa",
-        continuous_batching=batching, force_model=args.model,
+        continuous_batching=batching, force_model=args.model, plain=args.plain,
     )  # fmt: skip
     chat = {"chat_template_kwargs": {}}
     handlers = {
@@ -90,10 +94,13 @@ def build_app(args: argparse.Namespace) -> Any:
         "completion_handler": CompletionHandler(model_manager=manager, generation_state=state),
         "response_handler": ResponseHandler(model_manager=manager, generation_state=state, **chat),
         "transcription_handler": TranscriptionHandler(manager, state),
-        "systemone_handler": SystemOneHandler(
-            model_manager=manager, generation_state=state, decision_config=None, **chat
-        ),
     }
+    if importlib.util.find_spec("transformers.cli.serving.systemone"):  # not in transformers 5.17
+        from transformers.cli.serving.systemone import SystemOneHandler
+
+        handlers["systemone_handler"] = SystemOneHandler(
+            model_manager=manager, generation_state=state, decision_config=None, **chat
+        )
     return build_server(manager, generation_state=state, **handlers)
 
 
@@ -106,6 +113,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--plain", action="store_true", help="without dynaxx")
     parser.add_argument("--continuous-batching", action="store_true")
     parser.add_argument("--cb-num-blocks", type=int, help="of the paged cache; else it takes most of the memory")
     parser.add_argument("--cb-max-batch-tokens", type=int, help="of a step; longer prompts are cut into chunks")
