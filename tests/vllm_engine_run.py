@@ -6,7 +6,8 @@
 The request: {"model": folder, "engine": arguments of LLM, "prompts": [[token, ...], ...], "max_tokens": n}, and
 "as_on_cuda" to decode in the way that CUDA graphs capture and to run kernels ahead. The answer: {"tokens": [[...]],
 "logprobs": [[...]], "margins": [[...]], "status": dynaxx's, "prepared": rules whose kernels ran ahead, "workers": the
-status of each rank where there are some}. A margin is the best token's log-probability over the second's.
+status of each rank where there are some, "preemptions": vLLM's metric, if the engine keeps metrics}. A margin is the
+best token's log-probability over the second's.
 """
 
 import json
@@ -61,6 +62,8 @@ def main():
     answer["status"] = status()
     engine = current()
     answer["prepared"] = 0 if engine is None else len(engine.prepared)
+    if not request.get("engine", {}).get("disable_log_stats", True):
+        answer["preemptions"] = sum(each.value for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
     if request.get("engine", {}).get("tensor_parallel_size", 1) > 1:
         answer["workers"] = llm.collective_rpc("dynaxx_status")
     with open(sys.argv[2], "w", encoding="utf-8") as file:

@@ -167,6 +167,27 @@ def test_at_density_one_outputs_are_vllms_own(tmp_path, model, request):
     )
 
 
+def test_preempted_requests_are_answered_as_if_they_were_not(tmp_path, llama):
+    """Eight prompts fit into the cache, but not with their answers, so vLLM puts requests back and computes them again.
+
+    The metric says that it did. At density 1.0 tokens are vLLM's own with a large cache; with a choice, every request
+    is still answered.
+    """
+    prompts, answer = prompts_of(range(600, 760, 20), seed=3), 120
+    scarce = {"num_gpu_blocks_override": 52, "disable_log_stats": False, "max_num_seqs": 8}
+    everything = policy_file(tmp_path, llama, dx.Rule.of(EVERYTHING), DECODE_EVERYTHING)
+    got = run(tmp_path, llama, prompts, answer, policy=everything, **scarce)
+    assert got["preemptions"] > 0
+    same(got, run(tmp_path, llama, prompts, answer, disable_log_stats=False))
+    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(2, dx.MinMax()), phase="decode", block_size=128)
+    sparse = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode)
+    got = run(tmp_path, llama, prompts, answer, policy=sparse, **scarce)
+    assert got["preemptions"] > 0
+    assert got["status"]["sparse_calls"] > 0
+    assert got["status"]["dense_calls"].get("kernel failed", 0) == 0
+    assert [len(tokens) for tokens in got["tokens"]] == [answer] * len(prompts)
+
+
 def test_steps_that_graphs_capture_decode_the_same_tokens(tmp_path, llama):
     """The device decides which sequences decode sparse, and kernels run before the first request, as on CUDA."""
     decode = dx.Rule.of(dx.Sink(32) | dx.TopK(1, dx.MinMax()), phase="decode", block_size=128)

@@ -7,11 +7,10 @@ not matter, so a few calls on random tensors cover all combinations that request
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
 
-MOST_THREADS = 8  # that compile decoding kernels side by side
+logger = logging.getLogger("dynaxx")
+MOST_PROCESSES = 8  # that compile decoding kernels side by side
 SHORT_KEYS = 40  # keys per sequence in the decoding steps of the warm-up
 
 
@@ -91,23 +91,22 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
 def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
     """Run decoding steps of every padded shape, over a small cache of the same kind.
 
-    Each shape has kernels of its own. On a GPU, threads compile them side by side: compilers run outside Python's lock.
+    Each shape has kernels of its own. On a GPU, processes compile them side by side before they run.
     """
-    first, *others = decode_shapes(decoding.max_seqs)
-    step = partial(_run_decoding_step, plan, shape, decoding)
-    step(first)  # compiles what all of them share
-    if shape.device.type != "cuda":
-        for each in others:
-            step(each)
-        return
-    stream = torch.cuda.current_stream(shape.device)
+    shapes = decode_shapes(decoding.max_seqs)
 
-    def in_thread(each: tuple[int, int]) -> None:
-        with torch.inference_mode(), torch.cuda.device(shape.device), torch.cuda.stream(stream):
-            step(each)
+    def run() -> None:
+        for each in shapes:
+            _run_decoding_step(plan, shape, decoding, each)
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "dynaxx-compile") as pool:
-        list(pool.map(in_thread, others))
+    if shape.device.type == "cuda":
+        from dynaxx.kernels.gpu.runtime.ahead import compile_ahead  # needs Triton
+
+        try:
+            compile_ahead(run, min(MOST_PROCESSES, os.cpu_count() or 1))
+        except Exception as error:  # they are compiled one by one then
+            logger.warning("decoding kernels were not compiled side by side: %s", error, exc_info=error)
+    run()
 
 
 def _run_decoding_step(plan: DecodePlan, shape: LayerShape, decoding: Decoding, size: tuple[int, int]) -> None:

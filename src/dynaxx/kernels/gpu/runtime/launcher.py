@@ -66,6 +66,8 @@ class KernelLauncher:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        if compiles_only():
+            return partial(self._compile, grid)
         return partial(self._launch, (*grid, 1, 1)[:3]) if self._bypasses_triton else self.kernel[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> Launch | None:
@@ -110,6 +112,10 @@ class KernelLauncher:
         else:
             run(compiled, grid, ordered, device)
         return _record_launch(Launch(compiled, grid, in_order, self.kernel.arg_names))
+
+    def _compile(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+        """Compile the kernel of a launch, without the launch."""
+        self.kernel.warmup(*arguments, grid=grid, **named)
 
     def _signature_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> CallSignature:
         """Sort the arguments of a call by type; anything else that Triton may specialize on counts as a constant."""
@@ -165,6 +171,21 @@ def recording_launches() -> Iterator[list[Launch | None]]:
         yield found
     finally:
         del _thread.launches
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Compile the kernels of this thread's launches, and launch none. Their results are not written."""
+    _thread.compiles_only = True
+    try:
+        yield
+    finally:
+        _thread.compiles_only = False
+
+
+def compiles_only() -> bool:
+    """Return whether this thread's launches are compiled only."""
+    return getattr(_thread, "compiles_only", False)
 
 
 def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:

@@ -22,6 +22,7 @@ from dynaxx.kernels.gpu.runtime.launcher import (
     DESCRIPTORS,
     Launch,
     bind_context,
+    compiles_only,
     direct_launcher,
     has_launch_hooks,
     recorded_launches,
@@ -75,7 +76,7 @@ def record_or_replay(
             from the key.
     """
     device = cache.k.get_device()
-    if recorded_launches() is not None or has_launch_hooks() or (device < 0 and interpreted()):
+    if recorded_launches() is not None or has_launch_hooks() or compiles_only() or (device < 0 and interpreted()):
         return call(cache, *tensors, *settings)
     bind_context()
     if device >= 0 and device != driver.active.get_current_device():
