@@ -37,6 +37,8 @@ ROOMS = {
     "more": ("Paged caches, native sparse attention, packed batches, errors", ["dynaxx"]),
 }
 
+WITH_BASE = ("BlockLayout",)  # classes whose fields and sizes lie in a base that is not public
+
 
 def public_names() -> dict[str, list[tuple[str, str]]]:
     """Return (name, path of its definition) for every public name, by page."""
@@ -78,7 +80,8 @@ def api_pages() -> dict[str, str]:
         title = ROOMS[page][0]
         lines = [f"# {title}", ""]
         for name, path in names:
-            lines += [f"::: {path}", ""]
+            options = ["    options:", "      inherited_members: true"] if name in WITH_BASE else []
+            lines += [f"::: {path}", *options, ""]
             if name.startswith("_"):
                 raise ValueError(f"{path} is private but listed in __all__")
         pages[f"api/{page}.md"] = "\n".join(lines)

@@ -14,8 +14,8 @@ __version__ = "0.2.0"
 _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
     "dynaxx.layout": ("BlockLayout", "PackedLayout", "pack_layouts"),
-    "dynaxx.layout.compressed": ("CompressedPages",),
-    "dynaxx.layout.exact_tokens": ("ExactTokens",),
+    "dynaxx.layout.paging.compressed": ("CompressedPages",),
+    "dynaxx.layout.paging.exact_tokens": ("ExactTokens",),
     "dynaxx.layout.paging": ("PageSummaries", "PagedCache", "quantize_pages"),
     "dynaxx.patterns": (
         "Causal",

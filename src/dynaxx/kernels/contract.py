@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout
-from dynaxx.layout.compressed import CompressedPages, NativeLengths
 from dynaxx.layout.nsa import NativeSizes, NativeSpans
 from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.layout.paging.compressed import CompressedPages, NativeLengths
 from dynaxx.layout.tokens import TokenSpans
 
 

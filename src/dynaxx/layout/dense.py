@@ -14,6 +14,7 @@ from dynaxx.layout.masks import FULL, ElementMasks
 
 if TYPE_CHECKING:
     from dynaxx.layout.block_layout import BlockLayout
+    from dynaxx.layout.layout_tensors import LayoutTensors
 
 
 def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGrid, Entries]:
@@ -78,7 +79,7 @@ def layout_to_dense(layout: BlockLayout) -> Tensor:
     return dense[..., : layout.seqlen_q, : layout.seqlen_k]
 
 
-def visible_pairs(layout: BlockLayout) -> Tensor:
+def visible_pairs(layout: LayoutTensors) -> Tensor:
     """Count the visible pairs of each head; see `BlockLayout.visible_pairs`."""
     lead, cols, codes = layout.entries()
     q_block, kv_block = layout.block_size

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.layout.masks import FULL
 
 if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
+    from dynaxx.layout.layout_tensors import LayoutTensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class TransposedLayout:
     q_masks: Tensor  # shape like `q_indices`, values like `BlockLayout.kv_masks`
 
 
-def transpose(layout: BlockLayout) -> TransposedLayout:
+def transpose(layout: LayoutTensors) -> TransposedLayout:
     """Group the blocks of a layout by kv block, on the layout's device.
 
     GPU layouts are not read back: all slots up to the capacity are sorted, and unused slots go to the end.

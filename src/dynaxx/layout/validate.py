@@ -14,10 +14,10 @@ from dynaxx.layout.grid import as_block_size
 from dynaxx.layout.masks import FULL, ElementMasks
 
 if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
+    from dynaxx.layout.layout_tensors import LayoutTensors
 
 
-def check_form(layout: BlockLayout) -> None:
+def check_form(layout: LayoutTensors) -> None:
     """Check shapes, dtypes and devices; raises like `BlockLayout`."""
     as_block_size(layout.block_size)
     tensors = {"kv_indptr": 3, "kv_num_partial": 3, "kv_indices": 1, "kv_masks": 1}
@@ -43,7 +43,7 @@ def check_form(layout: BlockLayout) -> None:
     _check_masks(layout)
 
 
-def _check_masks(layout: BlockLayout) -> None:
+def _check_masks(layout: LayoutTensors) -> None:
     """Check that the element masks match the layout's block size and device."""
     masks, (q_block, kv_block) = layout.masks, layout.block_size
     if not isinstance(masks, ElementMasks):
@@ -71,7 +71,7 @@ def _check_masks(layout: BlockLayout) -> None:
         raise ValueError(f"`masks` must have the layout's kv_block = {kv_block}, got {masks.kv_block}")
 
 
-def check_values(layout: BlockLayout) -> None:
+def check_values(layout: LayoutTensors) -> None:
     """Check all values; see `BlockLayout.validate`."""
     if layout.q_blocks == 0 or _core_accepts(layout):
         return
@@ -96,7 +96,7 @@ def check_values(layout: BlockLayout) -> None:
         raise ValueError("`kv_indices` must not name a block twice in one row")
 
 
-def _core_accepts(layout: BlockLayout) -> bool:
+def _core_accepts(layout: LayoutTensors) -> bool:
     """Return whether the C++ core finds every value in range; False if it cannot be used. One pass, O(nnz)."""
     library = present_library() if layout.device.type == "cpu" else None
     if library is None:

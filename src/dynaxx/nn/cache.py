@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.packed import CuSeqlens, host_lengths
-from dynaxx.layout.pages import PAGE_SIZES
 from dynaxx.layout.paging import PagedCache
+from dynaxx.layout.paging.compressed import CompressedPages
+from dynaxx.layout.paging.pages import PAGE_SIZES
 from dynaxx.ops.nsa_decode import Pooling, compress_pages
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.kernels.contract import NsaDecodeKernels
 from dynaxx.kernels.scale import softmax_scale
-from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes
-from dynaxx.layout.pages import SCALED_DTYPES
 from dynaxx.layout.paging import PagedCache
+from dynaxx.layout.paging.compressed import CompressedPages
+from dynaxx.layout.paging.pages import SCALED_DTYPES
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.ops.decode_dispatch import serving
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.grid import as_integer
 from dynaxx.layout.host import on_host
-from dynaxx.layout.pages import PAGE_SIZES
+from dynaxx.layout.paging.pages import PAGE_SIZES
 from dynaxx.patterns import Pattern
 
 LARGEST_BLOCK = 128  # largest block size of a layout

@@ -10,7 +10,7 @@ from test_decode import LOW, queries, random_cache, random_pages
 
 import dynaxx as dx
 from dynaxx.kernels.reference.decode import read_cache, visible_keys
-from dynaxx.layout.exact_tokens import ExactTokens
+from dynaxx.layout.paging.exact_tokens import ExactTokens
 from dynaxx.testing import oracle_attention
 from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
 

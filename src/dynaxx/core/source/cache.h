@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kv cache in pages, as in `layout/paging.py`: arguments, addresses, and conversion of stored elements to fp32.
+// A kv cache in pages, as in `layout/paging/paged_cache.py`: arguments, addresses, and conversion of stored elements to fp32.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@ enum class Stored : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, FP8 = 4 };
 
 DYNAXX_INLINE int64_t bytes_of(Stored stored) { return stored == Stored::FP32 ? 4 : stored <= Stored::FP16 ? 2 : 1; }
 
-// Strides in elements; see PageStrides in layout/pages.py.
+// Strides in elements; see PageStrides in layout/paging/pages.py.
 struct PageStrides {
   int64_t batch, page, token, head;
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.paging import PagedCache
+from dynaxx.layout.paging.compressed import CompressedPages
 from dynaxx.ops.nsa_decode import Pooling, compress_pages
 
 SPARE_BLOCKS = 64  # selection blocks by which the compressed tokens grow at a time

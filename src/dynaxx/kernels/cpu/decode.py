@@ -14,9 +14,9 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.problem import DecodeProblem
-from dynaxx.layout.exact_tokens import ExactTokens
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
+from dynaxx.layout.paging.exact_tokens import ExactTokens
 
 STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # equal to those in core/source/cache.h
 NO_STRIDES = PageStrides(0, 0, 0, 0)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dynaxx.kernels.problem import DecodeProblem
 from dynaxx.kernels.reference.softmax import masked_attention
-from dynaxx.layout.exact_tokens import ExactTokens
 from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.layout.paging.exact_tokens import ExactTokens
 
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:

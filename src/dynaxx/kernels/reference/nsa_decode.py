@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dynaxx.kernels.reference.decode import read_keys
 from dynaxx.kernels.reference.nsa import choose_blocks, gated_sum
-from dynaxx.layout.compressed import CompressedPages, NativeLengths
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.paging import PagedCache
+from dynaxx.layout.paging.compressed import CompressedPages, NativeLengths
 
 __all__ = [
     "compress_windows",

@@ -25,9 +25,9 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
 from dynaxx.kernels.triton.nsa.windows import compress_windows, gather_windows, store_compressed
-from dynaxx.layout.compressed import NativeLengths
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.paging import PagedCache
+from dynaxx.layout.paging.compressed import NativeLengths
 
 __all__ = [
     "compress_windows",

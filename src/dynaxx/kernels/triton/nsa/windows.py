@@ -16,9 +16,9 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
-from dynaxx.layout.compressed import CompressedPages
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.paging import PagedCache, PageStrides
+from dynaxx.layout.paging.compressed import CompressedPages
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.layout.pages import PageStrides, page_strides
+from dynaxx.layout.paging.pages import PageStrides, page_strides
 
 if TYPE_CHECKING:
     from dynaxx.layout.paging import PagedCache

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayoutTensors`: the tensors of a layout, its sizes, and the values that are derived from the tensors once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.layout.dense import visible_pairs
+from dynaxx.layout.derived import DerivedValues, Unset
+from dynaxx.layout.grid import BlockGrid
+from dynaxx.layout.host import on_host
+from dynaxx.layout.masks import ElementMasks
+from dynaxx.layout.transpose import TransposedLayout, transpose
+from dynaxx.layout.validate import check_form, check_values
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutTensors:
+    """Base of `BlockLayout`, which describes the fields."""
+
+    seqlen_q: int
+    seqlen_k: int
+    block_size: tuple[int, int]
+    kv_indptr: Tensor
+    kv_num_partial: Tensor
+    kv_indices: Tensor
+    kv_masks: Tensor
+    masks: ElementMasks
+    derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_form(self)
+        self.derived.watch(self.tensors)
+
+    # ---- sizes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.seqlen_q // self.block_size[0])
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.seqlen_k // self.block_size[1])
+
+    @property
+    def layout_batch(self) -> int:
+        return self.kv_indptr.shape[0]
+
+    @property
+    def layout_heads(self) -> int:
+        return self.kv_indptr.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.kv_indptr.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All six tensors of the layout; with the lengths and the block size they describe it completely."""
+        masks = self.masks
+        return self.kv_indptr, self.kv_num_partial, self.kv_indices, self.kv_masks, masks.bits, masks.bands
+
+    def grid(self, causal: bool = True) -> BlockGrid:
+        """Return the lengths and block size of this layout as a `BlockGrid`."""
+        return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
+
+    @typed
+    @on_host
+    def density(self, causal: bool = True) -> float:
+        """Return visited blocks / (causally) visible blocks, averaged over batch and heads; 1.0 is dense."""
+        return self.nnz / max(1, self.visible_blocks(causal))
+
+    def visible_blocks(self, causal: bool = True) -> int:
+        """Return the number of (causally) visible blocks over all rows, computed on the host from the lengths alone."""
+        return self.grid(causal).visible_blocks() * self.layout_batch * self.layout_heads
+
+    def visible_pairs(self) -> Tensor:
+        """Count the visible (query, key) pairs of each head: (layout_batch, layout_heads) int64."""
+        return visible_pairs(self)
+
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the flat row, kv block and mask code of every visited block, each (nnz,) int64, in stored order."""
+        counts = self.kv_num_blocks.flatten().long()
+        lead = torch.repeat_interleave(torch.arange(counts.numel(), device=self.device), counts, output_size=self.nnz)
+        return lead, self.kv_indices[: self.nnz].long(), self.kv_masks[: self.nnz].long()
+
+    def validate(self) -> Self:
+        """Check every value and return self. Reads values back from the device.
+
+        Raises:
+            ValueError: offsets decrease, a count or index is out of range, or a row names a block twice.
+        """
+        self.drop_stale()
+        check_values(self)
+        self.derived.validated = True
+        return self
+
+    def ensure_valid(self) -> None:
+        """Raise like `validate`, but check again only after a tensor was written to."""
+        self.drop_stale()
+        if not self.derived.validated:
+            self.validate()
+
+    def drop_stale(self) -> None:
+        """Drop derived values if a tensor was written to after they were computed."""
+        if self.derived.is_stale():
+            self.derived.clear()
+
+    # ---- derived values --------------------------------------------------------------------------------------------
+
+    @property
+    def nnz(self) -> int:
+        """Number of visited blocks over all rows. The first access reads it back from the device."""
+        known = self.derived.nnz
+        if known is None:
+            known = self.derived.nnz = int(self.kv_indptr.flatten()[-1]) if self.q_blocks else 0
+        return known
+
+    @property
+    def kv_num_blocks(self) -> Tensor:
+        """Number of visited kv blocks per row, partial and full: (layout_batch, layout_heads, q_blocks) int32."""
+        known = self.derived.kv_num_blocks
+        if known is None:
+            known = self.derived.kv_num_blocks = self.kv_indptr.diff(dim=-1)
+        return known
+
+    @property
+    def kv_order(self) -> Tensor | None:
+        """Rows in the order kernels start them, longest first: (layout_batch, layout_heads, q_blocks) int32.
+
+        The value is None if row lengths never decrease, as under a causal mask, and for layouts made on a GPU, whose
+        lengths are not read back. Kernels then start with the last row.
+        """
+        known = self.derived.kv_order
+        if isinstance(known, Unset):
+            known = self.derived.kv_order = self._longest_first()
+        return known
+
+    def _longest_first(self) -> Tensor | None:
+        if self.device.type != "cpu":
+            return None
+        counts = self.kv_num_blocks
+        if bool((counts.diff(dim=-1) >= 0).all()):
+            return None
+        return counts.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+    @property
+    def form(self) -> Hashable | None:
+        """Key shared by GPU layouts whose tensors differ only in addresses and values; None for all other layouts."""
+        return self.derived.form
+
+    @property
+    def column_counts(self) -> Tensor:
+        """Number of rows that visit each kv block: (layout_batch, layout_heads, kv_blocks) int64. For host layouts."""
+        known = self.derived.column_counts
+        if known is None:
+            known = self.derived.column_counts = self._count_columns()
+        return known
+
+    def _count_columns(self) -> Tensor:
+        lead, cols, _ = self.entries()
+        shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
+        if self.layout_batch * self.layout_heads > 1:
+            cols = cols + lead // max(1, self.q_blocks) * self.kv_blocks
+        return torch.bincount(cols, minlength=prod(shape)).view(shape)
+
+    @property
+    def transposed(self) -> TransposedLayout:
+        """The same blocks grouped by kv block, for the backward pass over keys. Computed once, on the layout's device.
+
+        GPU layouts are not read back: all slots up to the capacity are sorted, and unused slots go to the end.
+        """
+        known = self.derived.transposed
+        if known is None:
+            known = self.derived.transposed = transpose(self)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude derived values from copies and pickles."""
+        return {name: value for name, value in vars(self).items() if name != "derived"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, derived=DerivedValues())
+        self.derived.watch(self.tensors)
