@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,9 @@ from numpy.typing import NDArray
 from dynaxx.arguments import typed
 from dynaxx.integrations.onnx.library import library_path
 from dynaxx.integrations.onnx.packages import runtime
+from dynaxx.integrations.onnx.python_operator import session_in_python
+
+logger = logging.getLogger("dynaxx")
 
 MANIFEST = "dynaxx.json"
 VERSION = 1
@@ -24,6 +29,7 @@ VERSION = 1
 SLOW_FUSIONS = ["SkipLayerNormFusion"]
 
 Array = NDArray[Any]
+Operator = Literal["auto", "library", "python"]
 
 
 class OnnxModel:
@@ -32,6 +38,8 @@ class OnnxModel:
     Args:
         folder: a folder that `export_onnx` wrote.
         threads: number of threads; None uses ONNX Runtime's default, the number of cores.
+        operator: what runs the custom form's operator: "library", the C++ library; "python", dynaxx in Python through
+            onnxruntime-extensions; "auto", the library, and Python where it can neither be found nor compiled.
 
     Raises:
         ImportError: onnxruntime is not installed, or too old.
@@ -40,7 +48,9 @@ class OnnxModel:
     """
 
     @typed
-    def __init__(self, folder: str | os.PathLike[str], *, threads: int | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, threads: int | None = None, operator: Operator = "auto"
+    ) -> None:
         self.folder = Path(folder)
         self._runtime = runtime()
         path = self.folder / MANIFEST
@@ -49,7 +59,7 @@ class OnnxModel:
         self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if self.manifest.get("format") != "dynaxx.onnx" or self.manifest.get("version", 0) > VERSION:
             raise ValueError(f"{path} is from a newer dynaxx, or not an ONNX export: upgrade dynaxx, or export again")
-        self._threads = threads
+        self._threads, self.operator = threads, operator
         self._sessions: dict[str, Any] = {}
 
     def session(self, graph: str) -> Any:
@@ -58,13 +68,31 @@ class OnnxModel:
             options = self._runtime.SessionOptions()
             if self._threads is not None:
                 options.intra_op_num_threads = self._threads
-            if self.manifest["form"] == "custom":
-                options.register_custom_ops_library(str(library_path()))
-            path = self.folder / f"{graph}.onnx"
-            self._sessions[graph] = self._runtime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
-            )
+            self._sessions[graph] = self._open(self.folder / f"{graph}.onnx", options)
         return self._sessions[graph]
+
+    def _open(self, path: Path, options: Any) -> Any:
+        settings: dict[str, Any] = {"disabled_optimizers": SLOW_FUSIONS}
+        if self.manifest["form"] == "custom":
+            library = self._library()
+            if library is None:
+                return session_in_python(self._runtime, path, options, **settings)
+            options.register_custom_ops_library(str(library))
+        return self._runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], **settings)
+
+    def _library(self) -> Path | None:
+        """Return the operator's library, or None to run it in Python."""
+        if self.operator == "python":
+            return None
+        try:
+            return library_path()
+        except RuntimeError as error:
+            if self.operator == "library":
+                raise
+            if importlib.util.find_spec("onnxruntime_extensions") is None:
+                raise RuntimeError(f"{error}; or run it in Python: pip install onnxruntime-extensions") from error
+            logger.warning("the operator runs in Python, with copies: %s", error)
+            return None
 
     def encode(self, input_ids: Array, attention_mask: Array | None = None) -> Array:
         """Return an encoder's first output (batch, seqlen, hidden)."""
