@@ -15,7 +15,8 @@ import statistics
 
 from dynaxx.lab.tune.guide import Guide
 from dynaxx.lab.tune.result import Trial
-from dynaxx.lab.tune.search import ERRORS, FINE_ENOUGH, SCORER_DENSITY, SEARCH_STEPS
+from dynaxx.lab.tune.search import FINE_ENOUGH, SCORER_DENSITY, SEARCH_STEPS
+from dynaxx.lab.tune.trials import ERRORS
 
 TOLERANCE, LEAST, TEXTS = 0.01, 0.07, 2
 TUNED, UNIFORM = (0.297, 0.0050, 0.0015), (0.595, 0.0053, 0.0013)  # density, rise of perplexity, its standard error

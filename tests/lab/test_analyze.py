@@ -13,11 +13,11 @@ import dynaxx as dx
 from dynaxx.lab.analyze import capture, maps
 from dynaxx.lab.analyze.bertviz_view import write_bertviz
 from dynaxx.lab.analyze.result import encode_heatmap
+from dynaxx.lab.analyze.reuse import measure_reuse
 from dynaxx.lab.analyze.rules import BUDGETS, candidates
 from dynaxx.lab.analyze.run import _analyze_layer, analyze
 from dynaxx.lab.models import load_model
 from dynaxx.lab.progress import SilentProgress
-from dynaxx.lab.tune.reuse import measure_reuse
 from tiny import TEXT, save_tiny_model
 
 

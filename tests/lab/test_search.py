@@ -14,9 +14,10 @@ from dynaxx.lab.tune import costs as costs_module
 from dynaxx.lab.tune import run as tune_module
 from dynaxx.lab.tune import search as search_module
 from dynaxx.lab.tune import search_texts as texts_module
+from dynaxx.lab.tune import trials as trials_module
 from dynaxx.lab.tune.costs import Costs, rule_of
 from dynaxx.lab.tune.guide import Guide
-from dynaxx.lab.tune.pipeline_result import PipelineResult
+from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.result import HeldOutKind, TaskTrial, Trial
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 from tiny import TEXT, save_tiny_model
@@ -95,7 +96,7 @@ def test_every_kind_of_text_decides(tuned, tmp_path, monkeypatch):
     said = PipelineResult(None, None, document, None, "", ()).summary()
     assert "by kind of text: sample +" in said or "by kind of text: sample -" in said
     assert "worst kind that tuning did not see: " in said
-    monkeypatch.setattr(search_module, "token_losses", lambda *_: pytest.fail("computed twice"))
+    monkeypatch.setattr(trials_module, "token_losses", lambda *_: pytest.fail("computed twice"))
     monkeypatch.setattr(search_module, "measure_head_costs", lambda *_, **__: pytest.fail("measured twice"))
     again = tuned(kinds=("code", "tables"), held_out=True, tolerance=0.05)
     assert again.chosen == found.chosen
@@ -113,14 +114,14 @@ def test_leaving_out_needs_several_kinds(tuned):
 
 def test_a_text_that_fails_ends_an_evaluation(tuned, monkeypatch):
     seen = []
-    real = search_module.token_losses
+    real = trials_module.token_losses
 
     def losses(model, ids):
         found = real(model, ids)
         seen.append(ids)
         return found + 1.0 if len(seen) > 2 else found  # the first two are dense
 
-    monkeypatch.setattr(search_module, "token_losses", losses)
+    monkeypatch.setattr(trials_module, "token_losses", losses)
     found = tuned(tolerance=0.01)
     assert found.chosen is None
     assert all(each.tokens == 128 for each in (*found.tuned, *found.uniform)), "one text of two"
@@ -153,7 +154,7 @@ SCORERS = (dx.MeanQuery(), dx.MinMax(bound=0.5))
 @pytest.fixture
 def small(monkeypatch):
     """Let a policy of 512 tokens have something to choose from."""
-    monkeypatch.setattr(search_module, "LAST_QUERIES", 16)
+    monkeypatch.setattr(trials_module, "LAST_QUERIES", 16)
     monkeypatch.setattr(costs_module, "LOCAL_TOKENS", 32)
 
     def use(*scorers):

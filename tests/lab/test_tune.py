@@ -20,6 +20,7 @@ from dynaxx.lab.tune import run as tune_module
 from dynaxx.lab.tune import search as search_module
 from dynaxx.lab.tune import sensitivity as sensitivity_module
 from dynaxx.lab.tune import time_budget as budget_module
+from dynaxx.lab.tune import trials as trials_module
 from dynaxx.lab.tune.allocation import Allocator, lower_hull
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths, within
 from tiny import TEXT, save_tiny_model
@@ -150,14 +151,14 @@ def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monke
 
 def test_one_budget_for_all_heads_wins_where_it_is_sparser(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
-    real = search_module.Search._evaluate
+    real = trials_module.Trials.evaluate
 
     def evaluate(self, density, budgets, layers, scorer):
         trial = real(self, density, budgets, layers, scorer)
         uniform = len({budget for row in budgets for budget in row}) == 1
         return dataclasses.replace(trial, passed=uniform or density > 0.6)
 
-    monkeypatch.setattr(search_module.Search, "_evaluate", evaluate)
+    monkeypatch.setattr(trials_module.Trials, "evaluate", evaluate)
     run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, with_reference=False)
     found = run(tolerance=0.5)
     assert found.chosen.density == found.best_uniform_density
@@ -169,7 +170,7 @@ def test_a_time_budget_is_held_on_a_slow_machine(loaded, tmp_path, monkeypatch, 
     """A clock that goes on by ten seconds with every layer, evaluation and length."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
-    for module in (budget_module, search_module, retune_module, crossover_module):
+    for module in (budget_module, trials_module, retune_module, crossover_module):
         monkeypatch.setattr(module, "time", clock)
 
     def slowly(function, seconds):
@@ -179,7 +180,7 @@ def test_a_time_budget_is_held_on_a_slow_machine(loaded, tmp_path, monkeypatch, 
 
         return call
 
-    monkeypatch.setattr(search_module, "token_losses", slowly(search_module.token_losses, 5.0))
+    monkeypatch.setattr(trials_module, "token_losses", slowly(trials_module.token_losses, 5.0))
     monkeypatch.setattr(sensitivity_module, "_head_density", slowly(sensitivity_module._head_density, 10.0 / 22))
     monkeypatch.setattr(crossover_module, "interleaved", slowly(lambda *_: [2.0, 1.0, 1.0, 1.0], 1.0))
     found = tune_module.tune(

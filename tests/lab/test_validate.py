@@ -16,7 +16,7 @@ from dynaxx.lab.kinds import digest_of, text_of
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.texts import pydoc_text, split_text
 from dynaxx.lab.tune.crossover import LengthTiming
-from dynaxx.lab.tune.raise_border import validate_tuned
+from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
 from dynaxx.lab.tune.result import TuneResult
 from dynaxx.lab.validate import comparison
 from dynaxx.lab.validate import run as module

@@ -86,7 +86,7 @@ def analyze(
             write.append(lambda: write_bertviz(*loaded, excerpt, bertviz) or bertviz)
         summary = found.summary()
         if reuse > 1:
-            from dynaxx.lab.tune.reuse import measure_reuse
+            from dynaxx.lab.analyze.reuse import measure_reuse
 
             costs = measure_reuse(
                 *loaded, sample, reuse=reuse, tokens=tokens, block_size=block_size, seed=seed, progress=progress

@@ -102,7 +102,7 @@ def tune(
         from dynaxx.lab.kinds import kinds_of
         from dynaxx.lab.models import model_name
         from dynaxx.lab.tasks.suite import named_tasks
-        from dynaxx.lab.tune.pipeline import TuneSettings, run
+        from dynaxx.lab.tune.pipeline.steps import TuneSettings, run
 
         progress = progress_of(quiet)
         check_targets(out / "run.json", out / "policy.json", out / "report.html")

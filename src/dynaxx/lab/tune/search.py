@@ -5,47 +5,43 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.models import LoadedModel, longest_prompt
-from dynaxx.lab.perplexity import perplexity, token_losses
+from dynaxx.lab.perplexity import perplexity
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, SCORERS, Budgets, Costs, rule_of
+from dynaxx.lab.tune.costs import BUDGETS, SCORERS, Budgets, Costs
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.tune.guide import Guide
 from dynaxx.lab.tune.held_tasks import HeldTasks
 from dynaxx.lab.tune.reference import with_reference
-from dynaxx.lab.tune.result import HeldOutKind, KindTrial, Trial, TuneResult, sparser
+from dynaxx.lab.tune.result import HeldOutKind, Trial, TuneResult, sparser
 from dynaxx.lab.tune.search_texts import SearchTexts, calibration_ids, search_texts
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
+from dynaxx.lab.tune.trials import ERRORS, Trials
 from dynaxx.policy import rules_digest
-from dynaxx.selection import Hybrid, Scorer
+from dynaxx.selection import Scorer
 
 __all__ = ["Search", "calibration_ids"]
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
 SEARCH_STEPS = 5  # real evaluations per search, at most
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
-ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
 FINE_ENOUGH = 1.1  # ratio of the passing to the failing density at which a search ends
 
 
@@ -72,12 +68,11 @@ class Search:
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
         self.time = TimeBudget(time_budget)
-        self.evaluation_seconds = 0.0  # seconds of the slowest evaluation
         self.texts: SearchTexts = search_texts(tokenizer, text, kinds or {}, tokens)
         key = fingerprint(model, self.texts.key(), tokens=tokens, block_size=block_size, seed=seed)
         self.steps = Steps(self.out / "tuning_state.json", key, resume)
-        self.hold = HeldTasks(model, tokenizer, text, hold, tokens, seed, self.steps.remember) if hold else None
-        self.floor = tokens // block_size // 2
+        held = HeldTasks(model, tokenizer, text, hold, tokens, seed, self.steps.remember) if hold else None
+        self.trials = Trials(model, self.texts, self.steps, tokens, block_size, tolerance, held)
 
     def run(
         self,
@@ -102,9 +97,7 @@ class Search:
 
     def _run(self, task: Task, command: str, name: str, held_out: bool) -> TuneResult:
         task.advance(0, "dense perplexity")
-        self.dense = [
-            torch.tensor(self._remembered("dense text", None, i)["losses"]) for i in range(len(self.texts.search))
-        ]
+        self.trials.measure_dense()
         task.advance(1, "loss of each head")
         each_costs = [self._head_costs(i) for i in range(len(self.texts.costs))]
         costs = Costs.mean(each_costs)
@@ -121,7 +114,7 @@ class Search:
         least = allocator.least_density
 
         def evaluate(make: Callable[[float], tuple[float, Budgets]]) -> Callable[[float], Trial]:
-            return lambda target: self._evaluate(*make(target), layers, scorer)
+            return lambda target: self.trials.evaluate(*make(target), layers, scorer)
 
         guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
         tuned_trials, best_tuned = self._search("tuned", evaluate(tuned), least, task, TUNED_UNTIL, guide, known)
@@ -132,7 +125,7 @@ class Search:
         )
         chosen, make = sparser((best_tuned, tuned), (best_uniform, uniform))
         budgets = make(chosen.aim)[1] if chosen else [[1.0] * costs.heads for _ in layers]
-        policy = self._policy(layers, budgets, scorer)
+        policy = self.trials.policy(layers, budgets, scorer)
         task.advance(0, "crossover against dense")
         key = f"crossover {rules_digest(policy)}"
         timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
@@ -144,7 +137,7 @@ class Search:
             tokens=self.tokens,
             tolerance=self.tolerance,
             scorer=repr(scorer),
-            dense_perplexity=perplexity(torch.cat(self.dense)),
+            dense_perplexity=perplexity(torch.cat(self.trials.dense)),
             uniform=tuple(uniform_trials),
             tuned=tuple(tuned_trials),
             chosen=chosen,
@@ -184,13 +177,13 @@ class Search:
         make = self._tuned(costs, allocator)
 
         def evaluate(target: float) -> Trial:
-            return self._evaluate(*make(target), costs.layers, scorer, kinds=seen)
+            return self.trials.evaluate(*make(target), costs.layers, scorer, kinds=seen)
 
         guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
         _, best = self._search(f"without {kind}", evaluate, allocator.least_density, None, 1.0, guide)
         if best is None:
             return HeldOutKind(kind, None)
-        trial = self._evaluate(*make(best.aim), costs.layers, scorer, kinds=[kind])
+        trial = self.trials.evaluate(*make(best.aim), costs.layers, scorer, kinds=[kind])
         return HeldOutKind(kind, trial.density, trial.ratio, trial.error, trial.passed)
 
     def _head_costs(self, index: int) -> Costs:
@@ -200,7 +193,7 @@ class Search:
         until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
 
         def measure() -> list[HeadCosts]:
-            candidates = [self._rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
+            candidates = [self.trials.rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
             with self.progress.task(f"Measuring the loss of each head{of}", total=layers) as inner:
                 return measure_head_costs(
                     self.model,
@@ -239,18 +232,18 @@ class Search:
         for scorer in SCORERS:
             allocator = Allocator(costs.density[scorer], costs.loss[scorer])
             found = allocator.at(SCORER_DENSITY)
-            if not self.time.allows(TUNED_UNTIL, len(SCORERS) * self.evaluation_seconds):
+            if not self.time.allows(TUNED_UNTIL, len(SCORERS) * self.trials.evaluation_seconds):
                 tried.append((found.loss, scorer, allocator, None))
                 continue
             budgets = costs.budgets(found.choice)
-            policy = self._policy(costs.layers, budgets, scorer)
-            losses = torch.tensor(self._remembered(self._key(budgets, scorer), policy, 0)["losses"])
-            tried.append((float((losses - self.dense[0]).double().mean()), scorer, allocator, budgets))
+            policy = self.trials.policy(costs.layers, budgets, scorer)
+            losses = torch.tensor(self.trials.remembered(self.trials.key(budgets, scorer), policy, 0)["losses"])
+            tried.append((float((losses - self.trials.dense[0]).double().mean()), scorer, allocator, budgets))
         _, scorer, allocator, chosen = min(tried, key=lambda each: (each[3] is None, each[0]))
         if chosen is None:
             return scorer, allocator, None
         density = allocator.at(SCORER_DENSITY).density
-        return scorer, allocator, self._evaluate(density, chosen, costs.layers, scorer)
+        return scorer, allocator, self.trials.evaluate(density, chosen, costs.layers, scorer)
 
     def _search(
         self,
@@ -282,7 +275,7 @@ class Search:
                 break
             if only_below is not None and trials and passed > only_below:
                 break
-            if not self.time.allows(until, self.evaluation_seconds) and (trials or kind != "tuned"):
+            if not self.time.allows(until, self.trials.evaluation_seconds) and (trials or kind != "tuned"):
                 break
             if only_below is not None and not trials:
                 aim = max(least, only_below / math.sqrt(FINE_ENOUGH))
@@ -298,101 +291,6 @@ class Search:
             task.advance(SEARCH_STEPS - done)
         best = min((trial for trial in trials if trial.passed), key=lambda trial: trial.aim, default=None)
         return sorted(trials, key=lambda trial: -trial.aim), best
-
-    def _rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
-        return rule_of(scorer, budget, self.block_size, LAST_QUERIES, self.floor)
-
-    def _key(self, budgets: Budgets, scorer: Scorer) -> str:
-        return "trial " + fingerprint(None, torch.tensor(budgets), rule=repr(self._rule(0.0, scorer)))
-
-    def _evaluate(
-        self,
-        density: float,
-        budgets: Budgets,
-        layers: Sequence[int],
-        scorer: Scorer,
-        kinds: Sequence[str] | None = None,
-    ) -> Trial:
-        """Evaluate budgets on the texts of these kinds (all by default) until one text fails.
-
-        `density` is the one that the costs predict; the trial has the measured one too.
-        """
-        policy, key = self._policy(layers, budgets, scorer), self._key(budgets, scorer)
-        by_kind: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        visited: list[float] = []
-        for index, stretch in enumerate(self.texts.search):
-            if kinds is not None and stretch.kind not in kinds:
-                continue
-            found = self._remembered(key, policy, index)
-            losses = torch.tensor(found["losses"])
-            visited.append(found["density"])
-            by_kind.setdefault(stretch.kind, []).append((self.dense[index], losses))
-            mean, error = _change(by_kind[stretch.kind])
-            if mean - ERRORS * error > _log_limit(self.tolerance):
-                break
-        rows = []
-        for kind, pairs in by_kind.items():
-            mean, error = _change(pairs)
-            passed = mean + ERRORS * error <= _log_limit(self.tolerance)
-            rows.append(KindTrial(kind, float(torch.tensor(mean).exp()), error, passed))
-        every = [pair for pairs in by_kind.values() for pair in pairs]
-        mean, error = _change(every)
-        passed = all(row.passed for row in rows)
-        tasks = self.hold.under(policy, key) if self.hold is not None and passed and kinds is None else ()
-        return Trial(
-            density=sum(visited) / len(visited),
-            aim=density,
-            perplexity=perplexity(torch.cat([after for _, after in every])),
-            ratio=float(torch.tensor(mean).exp()),
-            error=error,
-            passed=passed and all(task.passed for task in tasks),
-            tokens=sum(after.numel() for _, after in every),
-            kinds=tuple(rows) if len(self.texts.kinds) > 1 else (),
-            tasks=tasks,
-        )
-
-    def _remembered(self, key: str, policy: Policy | None, index: int) -> dict[str, Any]:
-        """Return the stored or computed `_losses` of one of the search texts."""
-        found: dict[str, Any] = self.steps.remember(f"{key} {index}", lambda: self._losses(policy, index))
-        return found
-
-    def _losses(self, policy: Policy | None, index: int) -> dict[str, Any]:
-        """Return the loss of every token of one of the search texts, dense or under a policy, and the density."""
-        from dynaxx.integrations.transformers.apply_policy import apply
-
-        started = time.monotonic()
-        visited: list[float] = []
-        handle = apply(self.model, policy) if policy is not None else None
-        watched = handle.watch(lambda _, layout: visited.append(layout.density())) if handle else nullcontext()
-        try:
-            with watched:
-                found = token_losses(self.model, self.texts.search[index].ids)[0]
-        finally:
-            if handle is not None:
-                handle.remove()
-        spent = len(self.texts.search) * (time.monotonic() - started)
-        self.evaluation_seconds = max(self.evaluation_seconds, spent)
-        layers = {layer for rule in policy.rules for layer in rule.layer_list(policy.model.layers)} if policy else {0}
-        density = 1.0 - sum(1.0 - each for each in visited) / max(1, len(layers))  # layers without a layout are dense
-        return {"losses": [round(value, 6) for value in found.tolist()], "density": density}
-
-    def _policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
-        from dynaxx.integrations.transformers.apply_policy import model_facts
-        from dynaxx.policy import Policy, Rule, Tolerances
-
-        by_budgets: dict[tuple[float, ...], list[int]] = {}
-        for layer, row in zip(layers, budgets, strict=True):
-            by_budgets.setdefault(tuple(row), []).append(layer)
-        rules = [
-            Rule.of(self._rule(row[0] if len(set(row)) == 1 else row, scorer), layers=same)
-            for row, same in by_budgets.items()
-        ]
-        return Policy(
-            model=model_facts(self.model),
-            block_size=self.block_size,
-            rules=tuple(rules),
-            tolerances=Tolerances(perplexity_ratio=1 + self.tolerance),
-        )
 
     def _with_evidence(self, result: TuneResult) -> TuneResult:
         parameter = next(self.model.parameters())
@@ -417,13 +315,3 @@ class Search:
             has_time=lambda: self.time.allows(1.0),
         )
         return with_decode_rules(result, found, self.block_size, command)
-
-
-def _change(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Return the mean rise of the loss from dense to sparse, and its standard error."""
-    change = torch.cat([after - before for before, after in pairs]).double()
-    return float(change.mean()), float(change.std() / change.numel() ** 0.5)
-
-
-def _log_limit(tolerance: float) -> float:
-    return float(torch.tensor(1 + tolerance, dtype=torch.float64).log())

@@ -21,7 +21,7 @@ from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.profile.run import default_lengths
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import check_tokens, split_text
-from dynaxx.lab.tune.pipeline_result import PipelineResult
+from dynaxx.lab.tune.pipeline.result import PipelineResult
 
 if TYPE_CHECKING:
     from dynaxx.lab.tune.result import TuneResult
@@ -174,7 +174,7 @@ class _Steps:
 
     def validate(self, tuned: TuneResult, say: Callable[[str], None]) -> tuple[TuneResult, dict[str, Any] | None, str]:
         """Return the tuned result (with a higher border if only speed failed), the validation, and its checks."""
-        from dynaxx.lab.tune.raise_border import validate_tuned
+        from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
 
         plan = self.plan
         if "validate" in plan.skip or not _has_rules(tuned.to_dict()):
