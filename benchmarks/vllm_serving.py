@@ -122,8 +122,11 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
             found["start_s"] = round(time.monotonic() - begun, 1)
             found |= facts(log)
             result.add(**{which: found})
+            wait_for(arguments.wait_for)
             if "alone" in parts:
-                found["alone"] = one_at_a_time(server, [int(each) for each in arguments.lengths.split(",")])
+                found["alone"] = one_at_a_time(
+                    server, [int(each) for each in arguments.lengths.split(",")], arguments.repeats
+                )
                 result.add(**{which: found})
             if "traffic" in parts:
                 found["traffic"] = mixed(server, arguments)
@@ -137,6 +140,13 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
             found["failed"] = server.errors[:5]
             found |= facts(log)
             result.add(**{which: found})
+
+
+def wait_for(path: str) -> None:
+    """Wait until a file is there, if one is named: other programs that use the GPU have ended then."""
+    until = time.monotonic() + 120
+    while path and not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.2)
 
 
 def soak(server: Server, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -166,6 +176,7 @@ def main() -> None:
     parser.add_argument("--soak-longest", type=int, default=8000, help="tokens of a prompt in the soak")
     parser.add_argument("--concurrent", type=int, default=200, help="clients of the soak")
     parser.add_argument("--engine", default="", help="further options of the server, in one argument")
+    parser.add_argument("--wait-for", default="", help="a file; the parts begin when it is there")
     parser.add_argument("--patience", type=float, default=400, help="seconds for a start")
     parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
     add_traffic_options(parser)

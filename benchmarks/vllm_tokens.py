@@ -87,7 +87,7 @@ PAIRS = (
     ("own, shared prefixes", "every key, shared prefixes"), ("own, fp8 cache", "every key, fp8 cache"),
     ("own, Gemma 2", "every key, Gemma 2"),
     ("own, long answers", "own, preempted"), ("own, long answers", "every key, preempted"),
-    ("own, preempted", "sparse, preempted"),
+    ("every key, preempted", "sparse, preempted"),
     ("own, sinks", "own, sinks, other chunks"), ("own, sinks", "every key, sinks"),
     ("sparse, sinks", "sparse, sinks, graphs"),
     ("own, SmolLM2", "own, SmolLM2, other chunks"), ("own, SmolLM2", "every key, SmolLM2"),
@@ -100,7 +100,7 @@ PAIRS = (
 def run_tokens(arguments: argparse.Namespace) -> None:
     """Compare greedy tokens of pairs of engines. Those on one GPU run at the same time, those on two one by one."""
     result, folder = Result(arguments.out), Path(tempfile.mkdtemp())
-    pairs = [pair for pair in PAIRS if arguments.only in " / ".join(pair)]
+    pairs = [pair for pair in PAIRS if any(part in " / ".join(pair) for part in arguments.only.split(";"))]
     names = sorted({name for pair in pairs for name in pair}, key=list(ENGINES).index)
     alone = [name for name in names if "two GPUs" in name]
     if arguments.one_gpu:
@@ -265,7 +265,9 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=tuple(ENGINES), help="one engine")
-    parser.add_argument("--only", default="", help="pairs whose names contain this")
+    parser.add_argument(
+        "--only", default="", help="pairs whose names contain this, or one of several, with ; between them"
+    )
     parser.add_argument("--one-gpu", action="store_true", help="leave out the pairs that need two")
     parser.add_argument("--prompts", type=int, default=len(LENGTHS), help="the shortest so many, of one engine")
     parser.add_argument("--out", default="", help="a JSON file")

@@ -189,6 +189,7 @@ def add_traffic_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--longest", type=int, default=64_000)
     parser.add_argument("--answer", type=int, default=32, help="tokens that each request generates")
     parser.add_argument("--lengths", default="1000,8192,32768", help="prompts of the idle server, in tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="requests of each length on the idle server")
 
 
 def main() -> None:
@@ -203,7 +204,7 @@ def main() -> None:
     for url in arguments.urls:
         server = Server(url, arguments.model)
         server.wait(900)
-        alone = one_at_a_time(server, [int(each) for each in arguments.lengths.split(",")])
+        alone = one_at_a_time(server, [int(each) for each in arguments.lengths.split(",")], arguments.repeats)
         reports[url] = {"alone": alone, "mixed": mixed(server, arguments), "failed": server.errors}
         failed |= bool(server.errors)
         print(json.dumps({url: reports[url]}, indent=1), flush=True)
