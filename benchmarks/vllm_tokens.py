@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,20 +108,24 @@ def run_tokens(arguments: argparse.Namespace) -> None:
         names, alone = [name for name in names if name not in alone], []
     found: dict[str, Any] = {}
     for group in ([name for name in names if name not in alone], *([name] for name in alone)):
-        started = {}
-        for name in group:
-            at = names.index(name)
-            command = [sys.executable, __file__, "--engine", name, "--out", str(folder / f"{at}.json")]
-            with (folder / f"{at}.log").open("w") as log:
-                started[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        for name, process in started.items():
-            at = names.index(name)
-            if process.wait() == 0:
-                case = json.loads((folder / f"{at}.json").read_text())
-                found[name] = case.pop("outputs")
-                result.add(**{name: case})
-            else:
-                print(f"{name} failed\n{(folder / f'{at}.log').read_text()[-4000:]}", flush=True)
+        started: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            for name in group:
+                at = names.index(name)
+                command = [sys.executable, __file__, "--engine", name, "--out", str(folder / f"{at}.json")]
+                with (folder / f"{at}.log").open("w") as log:
+                    started[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            for name, process in started.items():
+                at = names.index(name)
+                if process.wait() == 0:
+                    case = json.loads((folder / f"{at}.json").read_text())
+                    found[name] = case.pop("outputs")
+                    result.add(**{name: case})
+                else:
+                    print(f"{name} failed\n{(folder / f'{at}.log').read_text()[-4000:]}", flush=True)
+        finally:
+            for process in started.values():
+                process.kill()
     result.add(same_tokens={f"{a} / {b}": compare(found[a], found[b]) for a, b in pairs if a in found and b in found})
 
 
@@ -272,6 +277,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=len(LENGTHS), help="the shortest so many, of one engine")
     parser.add_argument("--out", default="", help="a JSON file")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine outlives this program
     (run_engine if arguments.engine else run_tokens)(arguments)
 
 
