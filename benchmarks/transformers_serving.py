@@ -139,39 +139,46 @@ def ask(url: str, model: str, text: str, answer: int) -> tuple[float, float]:
     return first or whole, whole
 
 
-def measure(kind: str, folder: Path, arguments: argparse.Namespace, result: Result) -> None:
-    """Time one server."""
+def alone(kind: str, folder: Path, arguments: argparse.Namespace, result: Result) -> None:
+    """Time prompts one at a time."""
     lengths = sorted(int(each) for each in arguments.lengths.split(","))
-    model, flags = str(folder / "model"), ["--device", arguments.device, "--dtype", arguments.dtype]
-    log = Path(f"{arguments.out or folder / 'serving'}.{kind}.log")
-    found: dict[str, Any] = {}
-    prompts = texts(folder / "model", lengths, arguments.repeats + 1)
-    with serving(kind, folder, log, flags) as url:
+    prompts, found = texts(folder / "model", lengths, arguments.repeats + 1), dict[str, Any]()
+    with serving(kind, folder, log_of(kind, arguments, folder), flags_of(arguments)) as url:
         for tokens in reversed(lengths):
-            times = [ask(url, model, text, 4)[0] for text in prompts[tokens]]
+            times = [ask(url, str(folder / "model"), text, 4)[0] for text in prompts[tokens]]
             found[str(tokens)] = {"first_request_s": times[0], "median_s": statistics.median(times[1:])}
             result.add(**{f"{kind}, alone": found})
-    if not arguments.clients:
-        return
-    some = texts(folder / "model", [arguments.together], arguments.clients + 1)[arguments.together]
-    batching = ["--continuous-batching", "--cb-max-batch-tokens", str(arguments.together)]
-    batching += ["--cb-num-blocks", str(arguments.blocks)] if arguments.blocks else []
-    with serving(kind, folder, log.with_suffix(".together.log"), flags + batching) as url:
-        ask(url, model, some.pop(), 4)
+
+
+def together(kind: str, folder: Path, arguments: argparse.Namespace, result: Result) -> None:
+    """Time some clients at a time, with continuous batching."""
+    prompts = texts(folder / "model", [arguments.together], arguments.clients + 1)[arguments.together]
+    flags = [*flags_of(arguments), "--continuous-batching", "--cb-max-batch-tokens", str(arguments.together)]
+    flags += ["--cb-num-blocks", str(arguments.blocks)] if arguments.blocks else []
+    with serving(kind, folder, log_of(f"{kind}.together", arguments, folder), flags) as url:
+        ask(url, str(folder / "model"), prompts.pop(), 4)
         answers: list[tuple[float, float]] = []
-        threads = [
-            threading.Thread(target=lambda text=text: answers.append(ask(url, model, text, arguments.answer)))
-            for text in some
-        ]
+        send = lambda text: answers.append(ask(url, str(folder / "model"), text, arguments.answer))
+        threads = [threading.Thread(target=send, args=(text,)) for text in prompts]
         begun = time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         result.add(**{f"{kind}, together": {
-            "clients": len(some), "tokens": arguments.together, "answered": len(answers),
+            "clients": len(prompts), "tokens": arguments.together, "answered": len(answers),
             "mean_first_s": statistics.mean(first for first, _ in answers), "all_s": time.perf_counter() - begun,
         }})  # fmt: skip
+
+
+def flags_of(arguments: argparse.Namespace) -> list[str]:
+    """Return the flags that every server has."""
+    return ["--device", arguments.device, "--dtype", arguments.dtype]
+
+
+def log_of(kind: str, arguments: argparse.Namespace, folder: Path) -> Path:
+    """Return the file for a server's log."""
+    return Path(f"{arguments.out or folder / 'serving'}.{kind}.log")
 
 
 def main() -> None:
@@ -193,11 +200,12 @@ def main() -> None:
         folder = Path(name)
         save_model(folder / "model", arguments.shape, arguments.device)
         save_policy(folder / "model", folder / "policy.json")
-        for kind in ("dense", "policy"):
-            try:
-                measure(kind, folder, arguments, result)
-            except (RuntimeError, OSError) as error:
-                result.add(**{f"{kind}, error": str(error)[-3000:]})
+        for part in (alone, together) if arguments.clients else (alone,):
+            for kind in ("dense", "policy"):
+                try:
+                    part(kind, folder, arguments, result)
+                except (RuntimeError, OSError) as error:
+                    result.add(**{f"{kind}, {part.__name__}, error": str(error)[-3000:]})
 
 
 if __name__ == "__main__":

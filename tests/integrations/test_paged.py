@@ -17,7 +17,6 @@ from dynaxx.integrations.runtime.paged import (
     Sequences,
     Softmax,
     dense_attention,
-    keys_and_values,
     stored,
     write,
 )
@@ -104,7 +103,7 @@ def run(batch, step, layer):
 def test_sequences_come_out_of_their_pages_in_order(page_size, contiguous, fp8):
     batch = Batch(page_size=page_size, contiguous=contiguous, fp8=fp8)
     for row in batch.sequences.rows:
-        k, v = keys_and_values(batch.pages, batch.sequences.page_table[row.index], row.seqlen_k, torch.float32)
+        k, v = batch.pages.sequence(batch.sequences.page_table[row.index], row.seqlen_k, torch.float32)
         assert torch.equal(k[0], batch.keys[row.index])
         assert torch.equal(v[0], batch.values[row.index])
 

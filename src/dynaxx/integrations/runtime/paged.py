@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of a serving engine: sequences of any length over a paged cache. Independent of engine and policy.
 
-The cache's memory has shape (num_pages, kv_heads, page_size, 2 * head_dim), with k and v of a token side by side, and
-any strides.
+vLLM's cache has shape (num_pages, kv_heads, page_size, 2 * head_dim), with k and v of a token side by side, and any
+strides: `Pages`. SGLang's has k and v apart, each (tokens, kv_heads, head_dim): `TokenPages`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,63 @@ class Pages(NamedTuple):
         """Return the cache for `sparse_decode`."""
         k, v = self.tokens_first()
         return PagedCache(k, v, seqused_k, page_table, k_scale=self.k_scale, v_scale=self.v_scale, summaries=summaries)
+
+    def sequence(self, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return k and v of one sequence, each (1, seqlen_k, kv_heads, head_dim), as views of one contiguous copy.
+
+        Args:
+            page_table: (max_pages,) the sequence's row of the page table.
+            seqlen_k: number of keys.
+            dtype: dtype of the result for fp8 memory; other memory keeps its dtype.
+        """
+        memory = self.memory if self.k_scale is None else self.memory.view(torch.uint8)  # fp8 lacks some operations
+        num_pages, heads, page_size, width = memory.shape
+        used = page_table[: -(-seqlen_k // page_size)].long()
+        if memory.is_contiguous():  # copying whole pages of each head is twice as fast
+            order = used * heads + torch.arange(heads, device=used.device)[:, None]
+            both = memory.view(num_pages * heads, page_size * width).index_select(0, order.flatten())
+        else:
+            both = memory[used].transpose(0, 1)
+        both = both.reshape(heads, -1, width)[:, :seqlen_k].transpose(0, 1)[None]
+        k, v = both.chunk(2, dim=-1)
+        if self.k_scale is None or self.v_scale is None:
+            return k, v
+        k, v = (x.view(FP8).to(dtype).mul_(scale[..., None]) for x, scale in ((k, self.k_scale), (v, self.v_scale)))
+        return k, v
+
+
+class TokenPages(NamedTuple):
+    """An engine's cache of one layer, with keys and values apart and the heads of a token side by side."""
+
+    k: Tensor  # (num_pages, page_size, kv_heads, head_dim)
+    v: Tensor
+
+    @property
+    def memory(self) -> Tensor:
+        """The memory of the keys, which identifies the cache."""
+        return self.k
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[1]
+
+    def tokens_first(self) -> tuple[Tensor, Tensor]:
+        """Return k and v, (num_pages, page_size, kv_heads, head_dim)."""
+        return self.k, self.v
+
+    def cache(self, seqused_k: Tensor, page_table: Tensor, summaries: PageSummaries | None = None) -> PagedCache:
+        """Return the cache for `sparse_decode`."""
+        return PagedCache(self.k, self.v, seqused_k, page_table, summaries=summaries)
+
+    def sequence(self, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return copies of k and v of one sequence, each (1, seqlen_k, kv_heads, head_dim); see `Pages`."""
+        used = page_table[: -(-seqlen_k // self.page_size)].long()
+        k, v = (x[used].flatten(0, 1)[None, :seqlen_k] for x in (self.k, self.v))
+        return k, v
+
+
+AnyPages = Pages | TokenPages
 
 
 class Softmax(NamedTuple):
@@ -142,7 +199,7 @@ class Part(NamedTuple):
     page_table: Tensor  # (batch, max_pages) int32
     places: Tensor  # (batch, seqlen_q) int64 indices of their queries among the step's tokens
 
-    def cache(self, pages: Pages, summaries: PageSummaries | None = None) -> PagedCache:
+    def cache(self, pages: AnyPages, summaries: PageSummaries | None = None) -> PagedCache:
         """Return the cache of these sequences in one layer."""
         return pages.cache(self.seqused_k, self.page_table, summaries)
 
@@ -154,7 +211,7 @@ def on_device(numbers: Any, device: torch.device) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, pages: Pages, sequences: Sequences, rows: Sequence[Row], softmax: Softmax, out: Tensor
+    q: Tensor, pages: AnyPages, sequences: Sequences, rows: Sequence[Row], softmax: Softmax, out: Tensor
 ) -> None:
     """Attend to every visible key. Sequences with one query run in one call.
 
@@ -172,34 +229,9 @@ def dense_attention(
         out[part.places] = sparse_decode(q[part.places], part.cache(pages), **softmax.arguments)
     for row in rows:
         if row.seqlen_q > 1:
-            k, v = keys_and_values(pages, sequences.page_table[row.index], row.seqlen_k, q.dtype)
+            k, v = pages.sequence(sequences.page_table[row.index], row.seqlen_k, q.dtype)
             layout = Causal().layout(row.seqlen_q, row.seqlen_k, block_size=DENSE_BLOCK, device=q.device)
             out[row.tokens] = sparse_attention(q[None, row.tokens], k, v, layout, **softmax.arguments)[0]
-
-
-def keys_and_values(pages: Pages, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return k and v of one sequence, each (1, seqlen_k, kv_heads, head_dim), as views of one contiguous copy.
-
-    Args:
-        pages: the cache.
-        page_table: (max_pages,) the sequence's row of the page table.
-        seqlen_k: number of keys.
-        dtype: dtype of the result for fp8 memory; other memory keeps its dtype.
-    """
-    memory = pages.memory if pages.k_scale is None else pages.memory.view(torch.uint8)  # fp8 lacks some operations
-    num_pages, heads, page_size, width = memory.shape
-    used = page_table[: -(-seqlen_k // page_size)].long()
-    if memory.is_contiguous():  # copying whole pages of each head is twice as fast
-        order = used * heads + torch.arange(heads, device=used.device)[:, None]
-        both = memory.view(num_pages * heads, page_size * width).index_select(0, order.flatten())
-    else:
-        both = memory[used].transpose(0, 1)
-    both = both.reshape(heads, -1, width)[:, :seqlen_k].transpose(0, 1)[None]
-    k, v = both.chunk(2, dim=-1)
-    if pages.k_scale is None or pages.v_scale is None:
-        return k, v
-    k, v = (x.view(FP8).to(dtype).mul_(scale[..., None]) for x, scale in ((k, pages.k_scale), (v, pages.v_scale)))
-    return k, v
 
 
 def write(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import Pages, Row, Sequences, Softmax, keys_and_values
+from dynaxx.integrations.runtime.paged import AnyPages, Row, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, is_step, route
@@ -128,7 +128,7 @@ class PagedLayer:
         self.watchers = watchers
         self._summaries = LivingSummaries()
 
-    def sparse(self, q: Tensor, pages: Pages, step: Step, out: Tensor) -> bool:
+    def sparse(self, q: Tensor, pages: AnyPages, step: Step, out: Tensor) -> bool:
         """Attend for the sequences of a step that run sparse under the policy in force.
 
         Args:
@@ -181,7 +181,7 @@ class PagedLayer:
         for reason, sequences in split.reasons.items():
             self.counts.dense_sequences(self.index, reason, sequences)
 
-    def _decode_step(self, q: Tensor, pages: Pages, step: Step, lengths: StepLengths, out: Tensor) -> bool:
+    def _decode_step(self, q: Tensor, pages: AnyPages, step: Step, lengths: StepLengths, out: Tensor) -> bool:
         """Attend as `sparse` does, in a step that may be captured: without decisions or counts on the host."""
         plan, summaries = step.deployed.decode[self.index], None
         try:
@@ -195,9 +195,9 @@ class PagedLayer:
             return False
         return True
 
-    def _sparse_row(self, q: Tensor, pages: Pages, step: Step, row: Row, out: Tensor) -> None:
+    def _sparse_row(self, q: Tensor, pages: AnyPages, step: Step, row: Row, out: Tensor) -> None:
         queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
-        k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
+        k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
         runs = plan if guard is None else guard.plan(self.index, plan)
         call = self.counts.probe.start(self.index, queries)
         layout = runs.layout(queries, k, scale=self.softmax.scale)
@@ -210,18 +210,18 @@ class PagedLayer:
         if guard is not None and guard.wants_call():
             guard.take(self.index, queries, k, v, self.softmax.scale, plan, runs, found)
 
-    def _summarized(self, pages: Pages, step: Step) -> PageSummaries | None:
+    def _summarized(self, pages: AnyPages, step: Step) -> PageSummaries | None:
         """Return the page summaries for decoding, including pages that dense sequences wrote."""
         plan = step.deployed.decode.get(self.index)
         if plan is None or plan.budget.reads_everything:
             return None
         return self._summaries.update(pages, step.sequences, plan.budget.bound)
 
-    def _sample_unseen(self, q: Tensor, pages: Pages, step: Step, row: Row) -> None:
+    def _sample_unseen(self, q: Tensor, pages: AnyPages, step: Step, row: Row) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
         guard = step.deployed.guard
         if guard is not None and guard.wants_call():
-            k, v = keys_and_values(pages, step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
+            k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
             plan = step.deployed.plans[self.index]
             guard.take(self.index, q[None, row.tokens], k, v, self.softmax.scale, plan, None, None)
 

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynaxx.kernels.gpu.runtime.launcher import compiling_only
 
-MOST_SECONDS = 120.0  # for the forks; after that this process compiles what is missing
+MOST_SECONDS = 30.0  # that this process waits for its forks; then it compiles what is missing
+MOST_SECONDS_EACH = 4.0  # more for each kernel that a fork compiles
 FILLED = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
     torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
@@ -69,7 +70,8 @@ class _Pending(Executor):
         count = min(processes, len(self.found))
         if count > 1:
             compiles = [compile for compile, _ in self.found]
-            _wait([_fork(compiles[at::count]) for at in range(count)], time.monotonic() + MOST_SECONDS)
+            most = MOST_SECONDS + MOST_SECONDS_EACH * -(-len(compiles) // count)
+            _wait([_fork(compiles[at::count]) for at in range(count)], time.monotonic() + most)
         for compile, future in self.found:
             try:
                 future.set_result(compile())
