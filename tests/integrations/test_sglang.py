@@ -87,7 +87,8 @@ def dense(runner, q, layer, batch):
         slots = runner.req_to_token_pool.req_to_token[batch.req_pool_indices[row], :total].long()
         k, v = (x[layer.layer_id][slots][None] for x in (runner.token_to_kv_pool.k, runner.token_to_kv_pool.v))
         queries = q.view(-1, 6, 16)[None, at : at + new]
-        out[at : at + new] = oracle_attention(queries.double(), k.double(), v.double(), None, scale=SCALE).out[0]
+        mask = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        out[at : at + new] = oracle_attention(queries, k, v, mask, scale=SCALE)[0][0]
         at += new
     return out.flatten(1)
 
