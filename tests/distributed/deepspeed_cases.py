@@ -2,7 +2,11 @@
 """Cases of DeepSpeed on two ranks; `ranks.py` runs them, and `deepspeed_gpu_cases.py` some of them on GPUs."""
 
 import copy
+import json
 import os
+import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,3 +267,23 @@ def case_zero_3_trains_native_sparse_attention(ranks: Ranks):
     model = convert_to_native(llama(hidden_size=96), sizes)
     ours, theirs = zero(ranks, model, 3)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+def case_the_example_of_the_guide(ranks: Ranks):
+    """Run it as it is written, with a shorter sequence. It is the last case, since its model stays under Ulysses."""
+    page = Path(__file__).parents[2] / "docs" / "guides" / "deploy_deepspeed.md"
+    (block,) = re.findall(r"```text\n(import deepspeed.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names = {}
+    exec(compile(block.replace("100_000", "600"), str(page), "exec"), names)
+    model, here = llama(vocab_size=100), Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            model.save_pretrained("model")
+            dx.save_policy(policy_of(model, dx.Rule.of(dx.Sink(4) | dx.TopK(0.3))), "policy.json")
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+            Path("zero3.json").write_text(json.dumps(config))
+            start(ranks)
+            names["train"](ranks.rank, ranks.count, "policy.json")
+        finally:
+            os.chdir(here)

@@ -116,6 +116,24 @@ def dimensions(trt):
     return made, SimpleNamespace(constant=made, operation=operation)
 
 
+class Network:
+    """A network that makes its plugins and keeps what they were given."""
+
+    def __init__(self, trt):
+        self.trt, self.layers = trt, []
+
+    def add_input(self, name, dtype, shape):
+        """Return a tensor of TensorRT's class, which nobody else constructs."""
+        kind = type("Input", (self.trt.ITensor,), {})
+        return kind.__new__(kind)
+
+    def add_plugin(self, made, *, aot):
+        asked = self.trt.QuickPluginCreationRequest
+        inputs, _, plugin = made(asked.STRICT_AOT if aot else asked.STRICT_JIT)
+        self.layers.append((inputs, aot))
+        return SimpleNamespace(get_output=lambda i: (plugin, i))
+
+
 class Driven:
     """A plugin of NVIDIA's Python class, called as TensorRT calls it while it builds an engine.
 

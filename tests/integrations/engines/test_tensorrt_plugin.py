@@ -5,8 +5,10 @@ The kernel runs under Triton's interpreter, and on a GPU from its PTX. `make tes
 """
 
 import ctypes
+import re
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +152,25 @@ def on_cpu(memory, device):
     count = 1 + sum((length - 1) * stride for length, stride in zip(told["shape"], strides, strict=True))
     number, dtype = (ctypes.c_int32, torch.int32) if size == 4 else (ctypes.c_int16, torch.int16)
     return torch.frombuffer((number * count).from_address(address), dtype=dtype).as_strided(told["shape"], strides)
+
+
+@needs_bindings
+def test_the_examples_of_the_guide_add_layers(trt, ops, tmp_path, monkeypatch):
+    facts = ModelFacts(model_type="llama", layers=4, q_heads=32, kv_heads=8, head_dim=128)
+    dx.save_policy(dx.Policy(model=facts, rules=(dx.Rule.of(dx.TopK(0.3)),)), tmp_path / "policy.json")
+    monkeypatch.chdir(tmp_path)
+    network = tensorrt_stand_in.Network(trt)
+    monkeypatch.setattr(trt, "Builder", lambda logger: SimpleNamespace(create_network=lambda flags: network))
+    bound = {}
+    context = SimpleNamespace(set_input_shape=lambda name, shape: None, set_tensor_address=bound.__setitem__)
+    names = {"context": context, "seqlen": 300, "dx": dx}
+    page = Path(__file__).parents[3] / "docs" / "guides" / "deploy_tensorrt.md"
+    build, bind, by_policy = re.findall(r"```text\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    exec(compile(build, str(page), "exec"), names)
+    exec(compile(bind.replace('device="cuda"', 'device="cpu"'), str(page), "exec"), names)
+    exec(compile(by_policy, str(page), "exec"), names)
+    assert list(bound) == list(LAYOUT_INPUTS)
+    assert [(len(inputs), aot) for inputs, aot in network.layers] == [(9, True), (3, False)]
 
 
 def test_below_the_border_and_without_a_rule_all_keys_are_seen():
