@@ -172,9 +172,6 @@ def case_what_is_refused(ranks: Ranks):
     start(ranks)
     model, (ids, positions) = llama(), batch_of()
     sizes = {"sequence_parallel_size": 2, "micro_batch_size": 2}
-    guarded = policy_of(model, dx.Rule.of(dx.SlidingWindow(20)), guard={"sample": 0.5})
-    with pytest.raises(dx.UnsupportedInputError, match="guard"):
-        apply_with_ulysses(model, guarded, **sizes)
     with pytest.raises(ValueError, match="`sequence_parallel_size` must be >= 2"):
         apply_with_ulysses(model, sequence_parallel_size=1, micro_batch_size=2)
     odd = llama(num_attention_heads=3, num_key_value_heads=3)

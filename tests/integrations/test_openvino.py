@@ -177,8 +177,8 @@ def test_what_cannot_be_served_is_refused() -> None:
         insert_policy(converted, policy(tiny(kv_heads=3), dx.SlidingWindow(32)))
     with pytest.raises(ValueError, match="precision"):
         insert_policy(converted, policy(model, None), precision="f16")
-    refused = policy(model, dx.SlidingWindow(32), guard=Guard(), rollout=Rollout(share=0.5), reuse=2)
-    with pytest.raises(UnsupportedInputError, match=r"(?s)reuse.*guard.*rollout"):
+    refused = policy(model, dx.SlidingWindow(32), rollout=Rollout(share=0.5), reuse=2)
+    with pytest.raises(UnsupportedInputError, match=r"(?s)reuse.*rollout"):
         insert_policy(converted, refused)
     insert_policy(converted, policy(model, None))
     with pytest.raises(UnsupportedInputError, match="no ScaledDotProductAttention"):
@@ -277,11 +277,32 @@ def test_exports_refuse_what_they_cannot_hold(tmp_path: Path) -> None:
         export_openvino(model, tmp_path / "out", policy(model, dx.TopK(0.3)), form="portable")
     with pytest.raises(UnsupportedInputError, match="no border"):
         export_openvino(model, tmp_path / "out", policy(model, dx.SlidingWindow(32), dense_below=5), form="portable")
-    with pytest.raises(UnsupportedInputError, match="guard"):
-        export_openvino(model, tmp_path / "out", policy(model, dx.TopK(0.3), guard=Guard()))
+    with pytest.raises(UnsupportedInputError, match="reuse"):
+        export_openvino(model, tmp_path / "out", policy(model, dx.TopK(0.3), reuse=2))
     assert not list(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError, match="dynaxx export --format openvino"):
         load_openvino(tmp_path)
+
+
+def test_a_policy_as_tune_writes_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """Budgets by head, the last queries see everything, and a guard, which is left out with a warning."""
+    from dynaxx.integrations.openvino import cpu_config, insert_policy, to_openvino
+
+    model = tiny()
+    shares = (0.1, 0.3, 0.0, 0.5, 0.2, 1.0)
+    tuned = policy(
+        model, dx.Sink(32) | dx.LocalBlocks(4) | dx.LastQueries(64) | dx.TopK(shares, per="head"), guard=Guard()
+    )
+    converted = to_openvino(model)
+    handle = insert_policy(converted, tuned)
+    assert handle.policy.guard is None
+    assert "guard does not run in OpenVINO" in caplog.text
+    request = ov.Core().compile_model(converted, "CPU", cpu_config("f32")).create_infer_request()
+    ids = torch.randint(0, 97, (1, 700))
+    with torch.inference_mode():
+        wanted = expected(model, ids, tuned.replace(guard=None))
+    np.testing.assert_allclose(np.array(request.infer({0: ids.numpy()})[0]), wanted, atol=TOLERANCE)
+    assert handle.stats["sparse_calls"] == 2
 
 
 def test_the_example_of_the_guide_runs() -> None:

@@ -184,6 +184,15 @@ def test_below_the_border_and_without_a_rule_all_keys_are_seen():
     torch.testing.assert_close(step, exact[:, -1:])
 
 
+def test_a_policy_as_tune_writes_it_is_served():
+    rule = dx.Sink(32) | dx.LocalBlocks(2) | dx.LastQueries(64) | dx.TopK((0.1, 0.3, 0.0, 0.5), per="head")
+    tuned = dx.Policy(model=FACTS, block_size=32, rules=(dx.Rule.of(rule),), guard={})
+    q, k, v = problem(300, 300)
+    layout = dx.select_blocks(q, k, rule, block_size=32, scale=0.125)
+    found = attend_by_policy(q, k, v, policy=policy_text(tuned), layer=0, scale=0.125)
+    torch.testing.assert_close(found, dx.sparse_attention(q, k, v, layout, scale=0.125))
+
+
 def test_bad_policies_and_arguments_are_refused():
     rule = dx.Rule.of(dx.SlidingWindow(40))
     served = dx.Policy(model=FACTS, block_size=32, rules=(rule,))

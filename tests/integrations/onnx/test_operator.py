@@ -34,6 +34,9 @@ RULES = (
       for scorer, per in itertools.product(SCORERS, ("head", "group"))),
     [HeadGroup(ALL, dx.TopK((0.1, 0.0, 1.0, 0.3, 0.5, 0.2), per="head"))],
     [HeadGroup(ALL, dx.TopK(3))],
+    [HeadGroup(ALL, dx.LastQueries(70) | dx.LocalBlocks(2) | dx.TopK((0.1, 0.0, 1.0, 0.3, 0.5, 0.2), per="head"))],
+    [HeadGroup((0, 1, 5), dx.LastQueries(40) | dx.SlidingWindow(9)),
+     HeadGroup((2, 3, 4), dx.LastQueries(0) | dx.Sink(3))],
     [HeadGroup(ALL, dx.LocalBlocks(2) | dx.TopK(0.3, floor=10))],
     [HeadGroup((0, 1, 2), dx.LocalBlocks(2) | dx.TopK(0.3)), HeadGroup((3, 5), dx.SlidingWindow(70)),
      HeadGroup((4,), dx.TopK(2, dx.MinMax()))],
@@ -122,7 +125,7 @@ def test_rules_that_it_does_not_have_are_refused_with_the_fix():
     for rule, reason in (
         (dx.Sink(4) | dx.TopP(0.9), "has TopK with MeanQuery"),
         (dx.TopK(0.5, dx.MeanPool(16)), "must pool whole blocks"),
-        (dx.LastQueries(3) | dx.Sink(4), "depends on the request"),
+        (dx.GlobalContent((5,)) | dx.Sink(4), "depends on the request"),
     ):
         with pytest.raises(UnsupportedInputError, match=reason):
             operator_plans(model, Policy(model=facts, rules=[Rule.of(rule)]))
@@ -163,6 +166,20 @@ def test_a_dynamic_policy_exported_equals_torch_and_generates_the_same(tmp_path)
         want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 300:]
     found = np.stack(list(ran.generate(ids.numpy(), 12)), 1)
     np.testing.assert_array_equal(found[:, : want.shape[1]], want.numpy())
+
+
+@torch.no_grad()
+def test_a_policy_as_tune_writes_it_equals_torch(tmp_path, caplog):
+    """Budgets by head, the last queries see everything, and a guard, which is left out with a warning."""
+    model, ids = llama(), tokens(1, 700)
+    rule = dx.Sink(32) | dx.LocalBlocks(4) | dx.LastQueries(64) | dx.TopK((0.1, 0.3, 0.0, 0.5, 0.2, 1.0), per="head")
+    tuned = Policy(model=model_facts(model), block_size=32, rules=[Rule.of(rule)], guard={})
+    made = dx.export_onnx(model, tmp_path / "out", tuned, all_logits=True)
+    assert made.form == "custom"
+    assert "guard does not run in ONNX Runtime" in caplog.text
+    found = torch.from_numpy(dx.OnnxModel(made.folder).step(ids.numpy())[0])
+    with dx.apply(model, tuned.replace(guard=None)):
+        torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers import apply, attention_layers
 from dynaxx.integrations.transformers.decoder import NAME
 from dynaxx.integrations.transformers.handle import Handle
@@ -88,8 +89,7 @@ def apply_with_ulysses(
 
     Raises:
         ImportError: DeepSpeed is not installed.
-        UnsupportedInputError: a policy with a guard, which watches all heads of a layer; another model under Ulysses in
-            this process; else as `dynaxx.apply`.
+        UnsupportedInputError: another model under Ulysses in this process; else as `dynaxx.apply`.
         ValueError: a size below 2 or 1; heads that do not divide.
     """
     if sequence_parallel_size < 2:
@@ -102,6 +102,7 @@ def apply_with_ulysses(
         raise ImportError(f"Ulysses needs DeepSpeed ({error}): pip install deepspeed") from error
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
+    policy = None if policy is None else without_guard(policy, "DeepSpeed's Ulysses")
     if policy is not None and (reasons := _refusals(policy, sequence_parallel_size)):
         raise UnsupportedInputError("Ulysses", {"deepspeed": reasons})
     if functions.get(NAME) not in (None, attention):
@@ -136,8 +137,6 @@ def apply_with_ulysses(
 def _refusals(policy: Policy, ranks: int) -> list[str]:
     """Return why the heads of a layer cannot be shared among ranks under a policy."""
     reasons = []
-    if policy.guard:
-        reasons.append("a guard watches all heads, and a rank has some of them")
     if policy.model.kv_heads < ranks:
         for layer, rules in head_rules(policy).items():
             for _, selector in map(parts, rules.values()):

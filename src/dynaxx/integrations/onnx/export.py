@@ -28,6 +28,7 @@ from dynaxx.integrations.onnx.packages import require
 from dynaxx.integrations.onnx.plans import OperatorPlan, operator_plans
 from dynaxx.integrations.portable import PortableModel
 from dynaxx.integrations.portable.plans import LayerRules, is_causal, portable_rules
+from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy import Policy, policy_digest, resolve, save_policy
 
@@ -97,6 +98,7 @@ def export_onnx(
     require("onnx", "onnxscript", "onnx_ir")
     check_target(Path(out))
     _check_model(model)
+    policy = None if policy is None else without_guard(policy, "ONNX Runtime")
     made = _Export.of(model, policy, form, window)
     with _new_folder(Path(out)) as folder:
         graphs = made.graphs(model, all_logits)

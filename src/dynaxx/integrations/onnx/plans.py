@@ -16,6 +16,7 @@ from dynaxx.integrations.portable.rules import LONG
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns import Pattern, SlidingWindow
+from dynaxx.patterns.program import Op
 from dynaxx.policy import HeadGroup, LayerPlan, Policy, resolve, to_spec
 from dynaxx.policy.rule_parts import budget_of, parts
 from dynaxx.selection import MeanPool, MeanQuery, MinMax, Selector, TopK
@@ -132,13 +133,36 @@ def _plan(plan: LayerPlan, border: int) -> OperatorPlan:
 
 
 def _program(pattern: Pattern, block_size: tuple[int, int], *, causal: bool = True) -> list[int]:
+    """Encode a pattern for every length.
+
+    Raises:
+        ValueError: it depends on the request in another way than by the last queries.
+    """
     found = []
     for seqlen in (LONG, LONG // 2):
         grid = BlockGrid(seqlen, seqlen, block_size, causal)
-        found.append(None if pattern.needs_tokens else pattern.within_causality(grid).program(grid))
+        program = None if pattern.needs_tokens else pattern.within_causality(grid).program(grid)
+        found.append(None if program is None else _from_the_end(program, seqlen))
     if found[0] is None or found[0] != found[1]:
         raise ValueError(f"{pattern!r} depends on the request: use windows, sinks, strides or global tokens")
     return found[0]
+
+
+def _from_the_end(program: list[int], seqlen: int) -> list[int]:
+    """Write first queries in the second half of a prompt as distances from its end, -n for the n-th of the last."""
+    made, at = list(program), 0
+    while at < len(program):
+        op = program[at]
+        lists = op in (Op.KEYS, Op.QUERIES, Op.DOCUMENTS)
+        count = program[at + 1] if lists else 0
+        if op == Op.QUERIES:
+            for first in range(at + 2, at + 2 + 2 * count, 2):
+                made[first] -= seqlen if program[first] > seqlen // 2 else 0
+        numbers = (
+            1 + count * (1 if op == Op.DOCUMENTS else 2) if lists else 2 if op in (Op.BAND, Op.RANDOM_BLOCKS) else 1
+        )
+        at += 1 + numbers
+    return made
 
 
 def _choice(selector: Selector) -> list[int]:

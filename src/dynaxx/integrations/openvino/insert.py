@@ -17,6 +17,7 @@ from dynaxx.errors import PolicyError, UnsupportedInputError
 from dynaxx.integrations.openvino.cached import CAUSAL
 from dynaxx.integrations.openvino.packages import openvino
 from dynaxx.integrations.openvino.running import OpenVinoHandle
+from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.policy import Policy, resolve
 
 ATTENTION = "ScaledDotProductAttention"
@@ -32,7 +33,7 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
 
     Args:
         model: an `openvino.Model` of a decoder from `to_openvino` or OpenVINO's converters.
-        policy: policy for the original model.
+        policy: policy for the original model. A guard is left out, with a warning.
         precision: compile precision, "f32" or "bf16".
         name: name of the model in metrics, `model_name`.
 
@@ -53,6 +54,7 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
     from dynaxx.integrations.openvino.operator import SparseAttention
 
     nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
+    policy = without_guard(policy, "OpenVINO")
     _check(policy, nodes)
     causal = model.has_rt_info(CAUSAL)
     handle = OpenVinoHandle(policy, half=precision == "bf16", name=name)
@@ -86,8 +88,6 @@ def _check(policy: Policy, nodes: list[Any]) -> None:
         reasons.append("decode rules need a cache that dynaxx can read: remove them")
     if policy.reuse > 1:
         reasons.append("`reuse` is not supported: set it to 1")
-    if policy.guard is not None:
-        reasons.append("`guard` is not supported: remove it, or run the policy in transformers")
     if policy.rollout.share < 1.0 or policy.rollout.flag is not None:
         reasons.append(
             "`rollout.share` and `rollout.flag` depend on the request, which OpenVINO does not pass on: remove them"

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dynaxx.arguments import typed
+from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.tensorrt.plugin_layouts import LAYOUT_INPUTS
 from dynaxx.integrations.tensorrt.plugin_policy import rules_of
 from dynaxx.policy import Policy, policy_text
@@ -95,7 +96,7 @@ def add_policy_attention(network: Any, q: Any, k: Any, v: Any, *, policy: Policy
         ImportError: TensorRT is not installed.
         ValueError: TensorRT refused the layer, or the policy has something that a plugin cannot serve.
     """
-    text = policy_text(policy)
+    text = policy_text(without_guard(policy, "TensorRT"))
     rules_of(text, layer)
     made = register_plugins().policy_attention(q, k, v, policy=text, layer=layer, scale=float(scale))
     return _outputs(network.add_plugin(made, aot=False), 1)[0]

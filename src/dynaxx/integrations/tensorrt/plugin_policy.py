@@ -52,8 +52,6 @@ def rules_of(text: str, layer: int) -> tuple[LayerPlan | None, LayerRules]:
         reasons.append("decode rules")
     if policy.reuse > 1:
         reasons.append("`reuse`")
-    if policy.guard is not None:
-        reasons.append("`guard`")
     if policy.rollout.share < 1 or policy.rollout.flag is not None:
         reasons.append("`rollout.share` and `rollout.flag`")
     if plan is not None and plan.needs_tokens:

@@ -53,6 +53,7 @@ class Reader {
     for (int64_t& each : list) each = next();
     return list;
   }
+  size_t at() const { return at_; }
   bool done() const { return at_ == numbers_.size(); }
 
  private:
@@ -64,7 +65,33 @@ struct Parts {
   std::array<std::vector<int32_t>, 7> numbers;  // indptr, num_partial, indices, codes, bits, bands, order
 };
 
-Parts layout_of(const std::vector<int64_t>& program, const Grid& grid) {
+// The program of these lengths: a first query of -n in `plan` is the n-th of the last, or the first of the grid.
+std::vector<int64_t> placed(std::vector<int64_t> program, const Grid& grid) {
+  Reader from(program);
+  std::vector<size_t> starts;
+  while (!from.done()) {
+    const int64_t op = from.next();
+    if (op == QUERIES) {
+      const int64_t runs = from.next();
+      for (int64_t run = 0; run < runs; run++, from.next()) {
+        starts.push_back(from.at());
+        from.next();
+      }
+    } else if (op == KEYS || op == DOCUMENTS) {
+      const int64_t numbers = from.next() * (op == KEYS ? 2 : 1);
+      for (int64_t i = 0; i < numbers; i++) from.next();
+    } else {
+      from.next();
+      if (op == BAND || op == RANDOM_BLOCKS) from.next();
+    }
+  }
+  for (const size_t at : starts)
+    if (program[at] < 0) program[at] = std::max(grid.seqlen_k + program[at], grid.offset());
+  return program;
+}
+
+Parts layout_of(const std::vector<int64_t>& numbers, const Grid& grid) {
+  const std::vector<int64_t> program = placed(numbers, grid);
   int64_t sizes[7];
   void* built = nullptr;
   check(dynaxx_cpu_static_layout(program.data(), int64_t(program.size()), &grid, sizes, &built));
