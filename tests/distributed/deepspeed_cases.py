@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -273,14 +274,20 @@ def case_the_example_of_the_guide(ranks: Ranks):
     names = {}
     exec(compile(block.replace("100_000", "600"), str(page), "exec"), names)
     model, here = llama(vocab_size=100), Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
+    folder = [tempfile.mkdtemp() if ranks.rank == 0 else None]
+    start(ranks)
+    dist.broadcast_object_list(folder)
+    os.chdir(folder[0])
+    try:
+        if ranks.rank == 0:
             model.save_pretrained("model")
             dx.save_policy(policy_of(model, dx.Rule.of(dx.Sink(4) | dx.TopK(0.3))), "policy.json")
             config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
             Path("zero3.json").write_text(json.dumps(config))
-            start(ranks)
-            names["train"](ranks.rank, ranks.count, "policy.json")
-        finally:
-            os.chdir(here)
+        dist.barrier()
+        names["train"](ranks.rank, ranks.count, "policy.json")
+    finally:
+        os.chdir(here)
+    dist.barrier()
+    if ranks.rank == 0:
+        shutil.rmtree(folder[0])
