@@ -24,9 +24,11 @@ class BuildCore(build_ext):
     """One shared library per instruction set, named without a Python version."""
 
     def get_ext_filename(self, fullname: str) -> str:
+        """Return the file name of a library, without a Python version."""
         return fullname.replace(".", "/") + ".so"
 
     def build_extension(self, ext: Extension) -> None:
+        """Compile one library."""
         if self.inplace and ext.more:
             return  # compiled at first use: few who develop need it
         compiler = core["find_compiler"]()
@@ -46,6 +48,7 @@ class CoreWheel(bdist_wheel):
     """Tagged for any Python 3, and for this platform if the core was built; else for every platform."""
 
     def run(self) -> None:
+        """Build the wheel, as a pure one if no library was built."""
         if not self.skip_build:
             self.run_command("build")
         built = Path(self.get_finalized_command("build").build_lib) / PACKAGE.replace(".", "/")
@@ -55,6 +58,7 @@ class CoreWheel(bdist_wheel):
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag for Python, ABI and platform."""
         return ("py3", "none", "any") if self.root_is_pure else ("py3", "none", super().get_tag()[2])
 
 

@@ -92,6 +92,7 @@ class Recall:
     ASKS = 4
 
     def batch(self, batch, context, seed, part="train"):
+        """Return tokens and targets (batch, context) int64."""
         generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
         tokens = torch.randint(2, KEY, (batch, context + 1), generator=generator)
         targets = torch.full((batch, context), -100)
@@ -121,6 +122,7 @@ class Needles:
         self.text = text
 
     def batch(self, batch, context, seed, part="train"):
+        """Return tokens and targets (batch, context) int64; -100 where nothing is asked."""
         generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
         rows, ends = self.text.batch(batch, context, seed, part)
         tokens = torch.cat([rows, ends[:, -1:]], 1) % KEY
@@ -142,6 +144,7 @@ class Copy:
     """Strings of half the context, a mark, and the string again; only the second copy is a target."""
 
     def batch(self, batch, context, seed, part="train"):
+        """Return tokens and targets (batch, context) int64; -100 where nothing is asked."""
         generator = torch.Generator().manual_seed(seed + (part == "held_out") * 2**40)
         half = context // 2
         text = torch.randint(2, 66, (batch, half), generator=generator)

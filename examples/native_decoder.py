@@ -42,6 +42,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, x, rotary):
+        """Return (batch, seqlen, width)."""
         x = x + self.attention(self.norm_1(x), rotary)
         y = self.norm_2(x)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))

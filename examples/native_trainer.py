@@ -37,6 +37,7 @@ class Trainer:
         self.curve = []  # (step, held-out loss, accuracy)
 
     def autocast(self):
+        """Return the context in which the model computes in bf16 on a GPU."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def train(self, batches, shares):
@@ -142,10 +143,12 @@ class Trainer:
         return {"tokens_per_second": round(4 * rows * context / (time.perf_counter() - begin)), "peak_gib": peak}
 
     def state(self):
+        """Return what a checkpoint holds."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "seconds": self.seconds,
                 "tokens": self.tokens, "curve": self.curve}  # fmt: skip
 
     def load(self, state):
+        """Continue from the result of `state`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.seconds, self.tokens, self.curve = state["seconds"], state["tokens"], state["curve"]

@@ -105,6 +105,7 @@ class Training:
         return float(total)
 
     def state(self):
+        """Return what a checkpoint holds, each rank its own shards."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}
 

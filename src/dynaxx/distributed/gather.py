@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.exchange import Transfer
@@ -74,6 +75,7 @@ class GatherRuns(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         k: Tensor,
@@ -93,6 +95,7 @@ class GatherRuns(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @override
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         runs, split, rank, group = ctx.settings
         total = ctx.like.new_empty(*ctx.like.shape[:3], sum(ctx.dims))

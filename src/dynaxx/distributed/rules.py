@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.distributed.gather import GatherRuns, Run, WholeGathering, pairs, query_runs
@@ -43,6 +44,7 @@ class RowsOf(Pattern):
     seqlen: int
     first: int
 
+    @override
     def layout(
         self,
         seqlen_q: int,
@@ -57,9 +59,11 @@ class RowsOf(Pattern):
         rows = rows_of(whole, torch.arange(first, first + -(-seqlen_q // whole.block_size[0])), seqlen_q)
         return replace(rows, seqlen_k=self.seqlen if seqlen_k is None else seqlen_k).to(device)
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Any, k_pos: Any) -> Any:
         raise NotImplementedError("`RowsOf` has only a layout")
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         raise NotImplementedError("`RowsOf` has only a layout")
 

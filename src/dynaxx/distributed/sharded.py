@@ -72,6 +72,7 @@ class ShardedLayout:
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the rows."""
         return self.rows.device
 
 

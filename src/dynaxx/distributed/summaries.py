@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from dynaxx.distributed.gather import WholeGathering
 from dynaxx.distributed.split import SequenceSplit
@@ -37,6 +38,7 @@ class GatheredScorer(Scorer):
     low: Tensor
     high: Tensor
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

@@ -27,6 +27,7 @@ class AttentionProblem:
 
     @property
     def group_size(self) -> int:
+        """Return the number of q heads per kv head."""
         return self.q_heads // self.kv_heads
 
     def __str__(self) -> str:

@@ -39,6 +39,7 @@ class Machine:
     versions: dict[str, str]  # installed versions by distribution
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         return {**asdict(self), "gpus": list(self.gpus)}
 
 
@@ -58,6 +59,7 @@ class Ceilings:
         return replace(self, gemm_gflops=gemm, copy_gbs=copy)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         return asdict(self)
 
 

@@ -31,10 +31,11 @@ class SilentProgress:
     """Progress that prints nothing."""
 
     def advance(self, n: float = 1, note: str = "") -> None:
-        pass
+        """Do nothing."""
 
     @contextmanager
     def task(self, description: str, total: float | None = None) -> Iterator[Task]:
+        """Return a task that prints nothing."""
         yield self
 
 
@@ -47,6 +48,7 @@ class LineProgress:
 
     @contextmanager
     def task(self, description: str, total: float | None = None) -> Iterator[Task]:
+        """Begin a task; print a line at its begin and at its end."""
         task = _LineTask(self._say, description, total, self._interval)
         self._say(description)
         yield task
@@ -108,6 +110,7 @@ class RichProgress:
 
     @contextmanager
     def task(self, description: str, total: float | None = None) -> Iterator[Task]:
+        """Begin a task with a bar."""
         if not self._depth:
             self._bars.start()
         task = _RichTask(self._bars, self._bars.add_task("  " * self._depth + description, total=total, note=""))

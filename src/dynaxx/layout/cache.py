@@ -50,6 +50,7 @@ class LayoutCache(Generic[P, T]):
         functools.update_wrapper(self, make)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the cached value, or compute it."""
         key = (args, tuple(sorted(kwargs.items()))) if kwargs else args
         kept = self._kept.pop(key, None)
         if kept is not None and [x._version for x in kept.tensors] == kept.versions:

@@ -61,10 +61,12 @@ class BlockGrid:
 
     @property
     def q_blocks(self) -> int:
+        """Return the number of q blocks."""
         return -(-self.seqlen_q // self.block_size[0])
 
     @property
     def kv_blocks(self) -> int:
+        """Return the number of kv blocks."""
         return -(-self.seqlen_k // self.block_size[1])
 
     def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -78,6 +80,7 @@ class BlockGrid:
         return first + self.offset, last + self.offset
 
     def rows(self) -> Tensor:
+        """Return the numbers of the q blocks."""
         return torch.arange(self.q_blocks)
 
     def causal_kv_blocks(self, rows: Tensor) -> Tensor:

@@ -43,22 +43,27 @@ class LayoutTensors:
 
     @property
     def q_blocks(self) -> int:
+        """Return the number of q blocks."""
         return -(-self.seqlen_q // self.block_size[0])
 
     @property
     def kv_blocks(self) -> int:
+        """Return the number of kv blocks."""
         return -(-self.seqlen_k // self.block_size[1])
 
     @property
     def layout_batch(self) -> int:
+        """Return the number of batch entries with layouts of their own; 1 if all share one."""
         return self.kv_indptr.shape[0]
 
     @property
     def layout_heads(self) -> int:
+        """Return the number of q heads with layouts of their own; 1 if all share one."""
         return self.kv_indptr.shape[1]
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the tensors."""
         return self.kv_indptr.device
 
     @property

@@ -49,6 +49,7 @@ class ElementMasks:
 
     @classmethod
     def empty(cls, block_size: tuple[int, int], device: torch.device | str = "cpu") -> ElementMasks:
+        """Return zero masks of this block size."""
         numbers = torch.zeros(0, dtype=torch.int32, device=device)
         return cls(numbers.view(0, block_size[0], -(-block_size[1] // 32)), numbers.view(0, 2), block_size[1])
 
@@ -59,6 +60,7 @@ class ElementMasks:
         return bits.flatten(-2)[..., : self.kv_block].bool()
 
     def to(self, device: torch.device | str) -> ElementMasks:
+        """Return the masks on another device."""
         return ElementMasks(self.bits.to(device), self.bands.to(device), self.kv_block)
 
     def take(self, kept: Tensor) -> ElementMasks:

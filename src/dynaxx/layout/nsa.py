@@ -115,6 +115,7 @@ class NativeSpans:
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the tensors."""
         return self.last_key.device
 
     @lazy

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
@@ -43,6 +44,7 @@ class PackedLayout(BlockLayout):
     cu_seqlens_k: Tensor
 
     @typed
+    @override
     def to(self, device: torch.device | str) -> PackedLayout:
         if torch.device(device) == self.device:
             return self

@@ -21,13 +21,14 @@ class MeanCompression(nn.Module):
         self.weight = None
 
     def reset_parameters(self) -> None:
-        pass
+        """Do nothing: there are no parameters."""
 
     @property
     def pooling(self) -> None:
         """Return the argument for `compress_pages`; None means the mean."""
 
     def forward(self, windows: Tensor) -> Tensor:
+        """Return (windows, heads, head_dim): the mean of each window."""
         return windows.mean(1)
 
 
@@ -42,6 +43,7 @@ class WeightedCompression(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set equal weights, so that the sum is the mean."""
         nn.init.constant_(self.weight, 1.0 / len(self.weight))
 
     @property
@@ -50,6 +52,7 @@ class WeightedCompression(nn.Module):
         return self.weight
 
     def forward(self, windows: Tensor) -> Tensor:
+        """Return (windows, heads, head_dim): a weighted sum of each window."""
         return torch.einsum("wlhd,lh->whd", windows, self.weight.to(windows.dtype))
 
 
@@ -77,6 +80,7 @@ class MlpCompression(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the parameters."""
         nn.init.normal_(self.position, std=0.02)
         self.up.reset_parameters()
         with torch.no_grad():
@@ -89,6 +93,7 @@ class MlpCompression(nn.Module):
         return self
 
     def forward(self, windows: Tensor) -> Tensor:
+        """Return (windows, heads, head_dim): an MLP of each window."""
         whole = (windows + self.position.to(windows.dtype)).transpose(1, 2).flatten(2)  # (windows, heads, l * dim)
         return windows.mean(1) + self.down(nn.functional.gelu(self.up(whole / len(self.position))))
 

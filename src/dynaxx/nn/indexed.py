@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
@@ -120,11 +121,13 @@ class IndexedSparseAttention(ProjectedAttention):
         self._indexed = self.indexer(x, rotary)
         return super().forward(x, rotary, cu_seqlens=cu_seqlens)
 
+    @override
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:
         return self.attend_chosen(self._indexed, q, k, v, cu_seqlens)
 
+    @override
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
         self._learn(self._indexed, q, k, None, cu_seqlens)
         return super().attend_dense(q, k, v, cu_seqlens)
@@ -153,5 +156,6 @@ class IndexedSparseAttention(ProjectedAttention):
             *indexed, q, k, block_indices=chosen, block_size=self.choice.block_size, scale=self.scale
         )
 
+    @override
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.choice.k} tokens of {self.choice.block_size}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
@@ -36,6 +37,7 @@ class MixtureOfBlockAttention(ProjectedAttention):
         super().__init__(hidden_size, q_heads, kv_heads, **projection)
         self.sizes = NativeSizes(block_size, block_size, block_size, top_k, first_blocks=0, local_blocks=1)
 
+    @override
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:

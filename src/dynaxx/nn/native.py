@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
@@ -73,6 +74,7 @@ class NativeSparseAttention(ProjectedAttention):
         self.compress_k.reset_parameters()
         self.compress_v.reset_parameters()
 
+    @override
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
@@ -155,6 +156,7 @@ class ProjectedAttention(nn.Module, ABC):
         attend = nn.functional.scaled_dot_product_attention
         return attend(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped).transpose(1, 2)
 
+    @override
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, heads={self.q_heads}/{self.kv_heads}, head_dim={self.head_dim}"
 

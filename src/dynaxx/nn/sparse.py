@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
@@ -44,6 +45,7 @@ class SparseAttention(ProjectedAttention):
             raise TypeError(f"`pattern` must be a pattern such as dynaxx.SlidingWindow(512), got {pattern!r}")
         self.pattern, self.block_size = pattern, block_size
 
+    @override
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:

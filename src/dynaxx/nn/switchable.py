@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
@@ -46,6 +47,7 @@ class SwitchableAttention(ProjectedAttention):
         super().__init__(hidden_size, q_heads, kv_heads, **projection)
         self.sizes = replace(sizes or SWITCHABLE_SIZES, pool="max")
 
+    @override
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
     ) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import FusedBranches, Gating
@@ -99,6 +100,7 @@ class Recorded(torch.autograd.Function):
     """The result of an earlier forward over a layout, with the backend's backward."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.backward_of, ctx.layout, ctx.scale = rest
@@ -106,6 +108,7 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @override
     def backward(ctx: Any, do: Tensor) -> Any:
         *inputs, out, lse = ctx.saved_tensors
         grads = ctx.backward_of(do, torch.zeros_like(lse), *inputs, out, lse, ctx.layout, ctx.scale)
@@ -157,6 +160,7 @@ class GatedSum(torch.autograd.Function):
     """A backend's gated sum, with its gradients."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, cmp: Tensor, slc: Tensor, swa: Tensor, gates: Tensor, kernels: Gating) -> Tensor:
         ctx.save_for_backward(cmp, slc, swa, gates)
         ctx.kernels = kernels
@@ -165,6 +169,7 @@ class GatedSum(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @override
     def backward(ctx: Any, do: Tensor) -> Any:
         *outs, gates = ctx.saved_tensors
         return *ctx.kernels.gated_sum_backward(do, tuple(outs), gates), None
@@ -182,6 +187,7 @@ class MixedBranches(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
+    @override
     def backward(ctx: Any, do: Tensor) -> Any:
         kernels: FusedBranches = ctx.kernels
         tensors = ctx.saved_tensors

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
@@ -201,19 +202,24 @@ class Combined(Pattern):
     op: ClassVar[Op]
 
     @property
+    @override
     def needs_tokens(self) -> bool:
         return any(part.needs_tokens for part in self.parts)
 
     @property
+    @override
     def by_distance(self) -> bool:
         return all(part.by_distance for part in self.parts)
 
+    @override
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:
         return type(self)(tuple(part.resolve(input_ids) for part in self.parts)) if self.needs_tokens else self
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return reduce(type(self).both, (part.visible(grid, q_pos, k_pos) for part in self.parts))
 
+    @override
     def program(self, grid: BlockGrid) -> list[int] | None:
         numbers: list[int] = []
         for part in self.parts:
@@ -223,12 +229,15 @@ class Combined(Pattern):
             numbers += program
         return [*numbers, self.op, len(self.parts)]
 
+    @override
     def leaves(self) -> list[Pattern]:
         return [leaf for part in self.parts for leaf in part.leaves()]
 
+    @override
     def joined(self, masks: Iterator[Any]) -> Any:
         return reduce(type(self).both, (part.joined(masks) for part in self.parts))
 
+    @override
     def kinds(self, blocks: Blocks) -> Kinds:
         kind, masks = met([leaf.kinds(blocks) for leaf in self.leaves()])
         return Kinds(kind, self.joined(iter(masks)))
@@ -240,9 +249,11 @@ class Union(Combined):
     both = operator.or_
     op = Op.ANY
 
+    @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return all(part.hides_future(grid) for part in self.parts)
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
         return Visited(any_of(touched), any_of(filled))
@@ -257,9 +268,11 @@ class Intersection(Combined):
     both = operator.and_
     op = Op.ALL
 
+    @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return any(part.hides_future(grid) for part in self.parts)
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
         return Visited(all_of(touched), all_of(filled))
@@ -272,9 +285,11 @@ class DistanceRule(Pattern):
     """A rule on the distance between query and key, defined by `shows`."""
 
     @property
+    @override
     def by_distance(self) -> bool:
         return True
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen: Tensor = self.shows(grid, q_pos - k_pos)
         return seen
@@ -284,18 +299,23 @@ class DistanceRule(Pattern):
 class Causal(DistanceRule):
     """Keys at or before the query."""
 
+    @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
 
+    @override
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
         return distance >= 0
 
+    @override
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return clipped(grid, first, 0, 0)
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         return program.band(0, None)
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         return band(grid, 0, None)
 

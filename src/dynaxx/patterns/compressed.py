@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
@@ -40,9 +41,11 @@ class Compressed(Pattern):
         if not -MOST < self.first < MOST:
             raise ValueError(f"`first` must be a position within 2^31, got {self.first}")
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos * self.stride + self.block - 1 <= q_pos - grid.offset + self.first
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         first = np.arange(grid.q_blocks) * grid.block_size[0] + self.first
         keys = lambda token: (token + 1 - self.block) // self.stride + 1  # keys that end at or before `token`
@@ -51,6 +54,7 @@ class Compressed(Pattern):
         touched = Runs.one(zero, -(-end(keys(first + grid.block_size[0] - 1)) // grid.block_size[1]))
         return Visited(touched, Runs.one(zero, end(keys(first)) // grid.block_size[1]).within(touched))
 
+    @override
     def kinds(self, blocks: Blocks) -> Kinds:
         q_block, kv_block = blocks.grid.block_size
         end = blocks.cols * kv_block * self.stride + self.block - 1  # the last token of the block's first key

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
@@ -54,6 +55,7 @@ class GlobalContent(Pattern):
             raise ValueError(f"`span` must be >= 0 tokens, got {self.span}")
 
     @property
+    @override
     def needs_tokens(self) -> bool:
         return True
 
@@ -88,9 +90,11 @@ class GlobalContent(Pattern):
                 _mark(edges, found.nonzero().flatten(), len(sequence) + span)
         return GlobalTokens(tuple(edges.cumsum(0)[:-1].nonzero().flatten().tolist()), self.symmetric)
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         self._refuse()
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         self._refuse()
 

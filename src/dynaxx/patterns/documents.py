@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
@@ -44,10 +45,12 @@ class Documents(Pattern):
         if self.cu_seqlens[-1] != grid.seqlen_k:
             raise ValueError(f"`cu_seqlens` must end at seqlen_k = {grid.seqlen_k}, got {self.cu_seqlens[-1]}")
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         q_document, k_document = (torch.from_numpy(self._document(pos.numpy())) for pos in (q_pos, k_pos))
         return q_document == k_document
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         self._check(grid)
         q_block, kv_block = grid.block_size
@@ -63,6 +66,7 @@ class Documents(Pattern):
         full = Runs.one(full_start, np.where(alone, bounds[document + 1] // kv_block, 0))
         return Visited(touched, full.within(touched))
 
+    @override
     def kinds(self, blocks: Blocks) -> Kinds:
         grid, (q_block, kv_block) = blocks.grid, blocks.grid.block_size
         self._check(grid)
@@ -78,6 +82,7 @@ class Documents(Pattern):
         q_documents, k_documents = q_documents[pair // len(k_documents)], k_documents[pair % len(k_documents)]
         return Kinds(kind, packed((q_documents + apart[:, None])[:, :, None] == k_documents[:, None, :]))
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         self._check(grid)
         return [Op.DOCUMENTS, len(self.cu_seqlens), *self.cu_seqlens]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
@@ -51,10 +52,12 @@ class GlobalTokens(Pattern):
         near = [token for token in self.tokens if token < FAR]
         return torch.isin(pos, torch.tensor(near, dtype=pos.dtype))
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         seen = self._is_global(k_pos) & torch.ones_like(q_pos, dtype=torch.bool)
         return seen | self._is_global(q_pos) if self.symmetric else seen
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         q_block, kv_block = grid.block_size
         cols, _ = blocks_holding(self.tokens, kv_block, grid.kv_blocks, 0)
@@ -64,6 +67,7 @@ class GlobalTokens(Pattern):
         rows, _ = blocks_holding(self.tokens, q_block, grid.q_blocks, grid.offset)
         return Visited(_and_whole(touched, rows > 0, grid.kv_blocks), _and_whole(filled, rows == 1, grid.kv_blocks))
 
+    @override
     def kinds(self, blocks: Blocks) -> Kinds:
         grid, (q_block, kv_block) = blocks.grid, blocks.grid.block_size
         kind, shown = blocks_holding(self.tokens, kv_block, grid.kv_blocks, 0)
@@ -75,6 +79,7 @@ class GlobalTokens(Pattern):
         kind, (cols, rows) = met([by_col, by_row])
         return Kinds(kind, cols | rows)
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         runs = [(0, self.tokens)] if isinstance(self.tokens, int) else [(token, token + 1) for token in self.tokens]
         keys = positions(Op.KEYS, runs)

@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
@@ -22,15 +23,19 @@ from dynaxx.patterns.runs import Ints, Runs, Visited
 class Full(DistanceRule):
     """Every pair."""
 
+    @override
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
         return distance == distance
 
+    @override
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return np.zeros_like(first)
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         return program.band(None, None)
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         touched = band(grid, 0 if grid.causal else None, None).touched
         return Visited(touched, touched)
@@ -71,21 +76,26 @@ class SlidingWindow(DistanceRule):
         left, right = min(left, far), min(right, far)
         return (None if right < 0 else -right), (None if left < 0 else left)
 
+    @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
 
+    @override
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
         lo, hi = self._limits(grid)
         seen = distance == distance if lo is None else distance >= lo
         return seen if hi is None else seen & (distance <= hi)
 
+    @override
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         lo, hi = self._limits(grid)
         return clipped(grid, first, 0 if lo is None else lo, 0 if hi is None else hi)
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         return program.band(*self._limits(grid))
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         return band(grid, *self._limits(grid))
 
@@ -115,19 +125,24 @@ class Dilated(DistanceRule):
         """Return the dilation, or a distance that no two tokens of the grid have."""
         return min(self.dilation, beyond(grid))
 
+    @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
 
+    @override
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
         return self._reach().shows(grid, distance) & (distance % self._apart(grid) == 0)
 
+    @override
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         return self._reach().alike(grid, first)
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         apart = [program.Op.MULTIPLES, self._apart(grid)]
         return [*self._reach().program(grid), *apart, program.Op.ALL, 2]
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         reach = self._reach().visited(grid)
         return reach if self.dilation == 1 else Visited(reach.touched, Runs.none())
@@ -148,6 +163,7 @@ class Strided(DistanceRule):
         if self.stride < 1:
             raise ValueError(f"`stride` must be >= 1, got {self.stride}")
 
+    @override
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
         return distance % self._apart(grid) == 0
 
@@ -155,13 +171,16 @@ class Strided(DistanceRule):
         """Return the stride, or a distance that no two tokens of the grid have."""
         return min(self.stride, beyond(grid))
 
+    @override
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         apart = self._apart(grid)
         return first % apart // gcd(apart, *grid.block_size)
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         return [program.Op.MULTIPLES, self._apart(grid)]
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         if self.stride == 1:
             return Full().visited(grid)

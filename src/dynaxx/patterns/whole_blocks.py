@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, as_integer
@@ -34,6 +35,7 @@ class LocalBlocks(Pattern):
         if self.blocks < 1:
             raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         q_block, kv_block = grid.block_size
         row = (q_pos - grid.offset) // q_block
@@ -49,15 +51,18 @@ class LocalBlocks(Pattern):
         last = (grid.spans()[0] + grid.block_size[0] - 1) // grid.block_size[1]
         return last - self._count(grid) + 1, last
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         first, last = self._reach(grid)
         runs = Runs.one(np.maximum(first, 0), np.minimum(last + 1, grid.kv_blocks))
         return Visited(runs, runs)
 
+    @override
     def kinds(self, blocks: Blocks) -> Kinds:
         first, last = (x.take(blocks.rows) for x in self._reach(blocks.grid))
         return whole_or_nothing((blocks.cols >= first) & (blocks.cols <= last))
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         return [Op.LOCAL_BLOCKS, self._count(grid)]
 
@@ -79,19 +84,23 @@ class RandomBlocks(Pattern):
         if self.blocks < 0:
             raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
 
+    @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         rows = ((q_pos - grid.offset) // grid.block_size[0]).clamp(0, grid.q_blocks - 1)
         return torch.from_numpy(self._holds(grid, rows.numpy(), (k_pos // grid.block_size[1]).numpy()))
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         cols = drawn_blocks(self, grid).T
         start = np.maximum(cols, 0)
         runs = Runs(start, start + (cols >= 0))
         return Visited(runs, runs)
 
+    @override
     def kinds(self, blocks: Blocks) -> Kinds:
         return whole_or_nothing(self._holds(blocks.grid, blocks.rows, blocks.cols))
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         return [Op.RANDOM_BLOCKS, min(self.blocks, grid.kv_blocks), _hash_start(self.seed)]
 

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.selection.base import ChoiceSettings, Selector
@@ -48,6 +49,7 @@ class TopK(Selector):
             if not budget >= 0 or (isinstance(budget, float) and budget > 1):
                 raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
 
+    @override
     def choice(self, q_heads: int) -> ChoiceSettings | None:
         budgets = _checked_heads("budget", _per_head(self.budget), q_heads)
         kinds = {isinstance(budget, float) for budget in budgets}
@@ -57,6 +59,7 @@ class TopK(Selector):
     def _floor(self) -> int:
         return min(self.floor, MOST_BLOCKS)
 
+    @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         budgets = _checked_heads("budget", _per_head(self.budget), scores.shape[1])
         counts = torch.stack([_count(budget, visible.clamp(min=self._floor())) for budget in budgets])[
@@ -96,9 +99,11 @@ class TopP(Selector):
             if not 0 <= mass <= 1:
                 raise ValueError(f"`mass` must be from 0.0 to 1.0, got {mass}")
 
+    @override
     def choice(self, q_heads: int) -> ChoiceSettings:
         return ChoiceSettings("top_p", _checked_heads("mass", _per_head(self.mass), q_heads))
 
+    @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         goals = _checked_heads("mass", _per_head(self.mass), scores.shape[1])
         goal = torch.tensor(goals, device=scores.device)[:, None, None]
@@ -144,9 +149,11 @@ class Threshold(Selector):
         if self.of not in ("max", "uniform"):
             raise ValueError(f"`of` must be 'max' or 'uniform', got {self.of!r}")
 
+    @override
     def choice(self, q_heads: int) -> ChoiceSettings:
         return ChoiceSettings(f"of_{self.of}", _checked_heads("share", _per_head(self.share), q_heads))
 
+    @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         shares = torch.tensor(_checked_heads("share", _per_head(self.share), scores.shape[1]), device=scores.device)
         if self.of == "max":

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.selection.base import Selector
@@ -50,6 +51,7 @@ class ClusterGlobals(Selector):
         ranked = max([int(blocks) for blocks in self._counts() if math.isfinite(blocks)], default=0)
         object.__setattr__(self, "scorer", ClusterRanks(index, ranked))
 
+    @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         counts = self._counts()
         if len(counts) not in (1, scores.shape[1]):

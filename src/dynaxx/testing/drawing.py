@@ -68,6 +68,7 @@ class Draw:
             names.append(name)
 
     def describe(self) -> str:
+        """Return the rules and traits of the drawn case in one line."""
         rules = list(dict.fromkeys(map(repr, self.rules)))
         traits = ", ".join(
             f"{kind} {' '.join(self.traits[kind])}" for kind in ("call", "layout") if kind in self.traits
@@ -173,6 +174,7 @@ class Draw:
 
     @property
     def generator(self) -> torch.Generator:
+        """Return the generator on the device of the case."""
         return torch.Generator().manual_seed(self.rng.getrandbits(32))
 
     def dense_mask(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -31,6 +31,7 @@ class SelectedCase:
     label: str
 
     def to_dense(self) -> Tensor:
+        """Return which pairs are visible, (1, q_heads, seqlen_q, seqlen_k) bool."""
         mask = selected_mask(self.block_indices, self.spans)
         return mask.repeat_interleave(self.q.shape[2] // mask.shape[0], 0)[None]
 

@@ -26,7 +26,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 class HasMask(Protocol):
     """Anything that defines which pairs are visible, such as a `BlockLayout`."""
 
-    def to_dense(self) -> Tensor: ...
+    def to_dense(self) -> Tensor:
+        """Return which pairs are visible, (batch | 1, q_heads | 1, seqlen_q, seqlen_k) bool."""
 
 
 @typed
@@ -86,6 +87,7 @@ class ErrorReport:
 
     @property
     def ok(self) -> bool:
+        """Return whether the error is within its budget."""
         return self.error <= self.budget  # False for NaN
 
     def __str__(self) -> str:

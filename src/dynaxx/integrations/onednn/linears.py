@@ -63,6 +63,7 @@ class OneDnnHandle:
 
     @property
     def replaced(self) -> int:
+        """Return the number of replaced layers."""
         return len(self._before)
 
     def remove(self) -> None:

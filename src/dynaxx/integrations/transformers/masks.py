@@ -29,10 +29,12 @@ class Run(NamedTuple):
 
     @property
     def seqlen_q(self) -> int:
+        """Return the number of queries."""
         return self.q_stop - self.q_start
 
     @property
     def seqlen_k(self) -> int:
+        """Return the number of keys."""
         return self.k_stop - self.k_start
 
 

@@ -40,6 +40,7 @@ class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
 
     @property
     def sizes(self) -> NativeSizes:
+        """Return the block sizes of native sparse attention."""
         return NativeSizes(**(self.native_sizes or {}))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.integrations.runtime.paged import dense_attention, write
 from dynaxx.integrations.runtime.paged_layer import Step
@@ -64,9 +65,11 @@ class CpuBackend(CPUAttentionBackend):  # type: ignore[misc]
     """The backend registered over `CPU_ATTN`. It keeps that name, since vLLM ignores all others on a CPU."""
 
     @staticmethod
+    @override
     def get_impl_cls() -> type[CpuImpl]:
         return CpuImpl
 
     @staticmethod
+    @override
     def get_builder_cls() -> type[CpuBuilder]:
         return CpuBuilder

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.integrations.runtime.paged_layer import Step
 from dynaxx.integrations.vllm import contract as vllm_contract
@@ -101,13 +102,16 @@ class CudaBackend(FlashAttentionBackend):  # type: ignore[misc]
     """The backend registered as CUSTOM."""
 
     @staticmethod
+    @override
     def get_name() -> str:
         return "CUSTOM"
 
     @staticmethod
+    @override
     def get_impl_cls() -> type[CudaImpl]:
         return CudaImpl
 
     @staticmethod
+    @override
     def get_builder_cls() -> type[CudaBuilder]:
         return CudaBuilder

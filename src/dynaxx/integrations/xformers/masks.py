@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
@@ -38,19 +39,23 @@ class Band(DistanceRule):
         shift = grid.offset if self.from_start else 0
         return (None if self.lo is None else self.lo + shift), (None if self.hi is None else self.hi + shift)
 
+    @override
     def shows(self, grid: BlockGrid, distance: Any) -> Any:
         lo, hi = self._limits(grid)
         seen = distance == distance if lo is None else distance >= lo
         return seen if hi is None else seen & (distance <= hi)
 
+    @override
     def alike(self, grid: BlockGrid, first: Ints) -> Ints:
         lo, hi = self._limits(grid)
         limits = [each for each in (lo, hi) if each is not None] or [0]
         return clipped(grid, first, min(limits), max(limits))
 
+    @override
     def program(self, grid: BlockGrid) -> list[int]:
         return program.band(*self._limits(grid))
 
+    @override
     def visited(self, grid: BlockGrid) -> Visited:
         return band(grid, *self._limits(grid))
 

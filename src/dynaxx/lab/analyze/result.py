@@ -44,6 +44,7 @@ class HeadAnalysis:
     heatmap: Tensor = field(repr=False, compare=False)  # (cells, cells) mean share of a row's attention in a cell
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         plain = {name: value for name, value in vars(self).items() if name != "heatmap"}
         plain["mass_by_distance"] = asdict(self.mass_by_distance)
         plain["recommended"] = asdict(self.recommended)
@@ -88,6 +89,7 @@ class AnalysisResult:
         }
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         plain = {name: value for name, value in vars(self).items() if name not in ("heads", "rules")}
         rules = {name: asdict(rule) for name, rule in self.rules.items()}
         listed = _rounded(plain | {"rules": rules, "summary": self.totals})

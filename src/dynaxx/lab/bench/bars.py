@@ -25,11 +25,13 @@ class Bar:
 
     @property
     def ok(self) -> bool | None:
+        """Return whether the bar is met; None if nothing was measured."""
         if self.value is None:
             return None
         return self.value <= self.bar if self.at_most else self.value >= self.bar
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         return {"name": self.name, "workload": self.workload, "bar": self.bar, "value": self.value, "ok": self.ok}
 
     def __str__(self) -> str:

@@ -41,6 +41,7 @@ class Workload:
     block_size: int = 64
 
     def layout(self, seed: int) -> BlockLayout:
+        """Return the layout of a seed."""
         if self.window is not None:
             return SlidingWindow(self.window).layout(self.seqlen, block_size=self.block_size)
         if self.density is not None:

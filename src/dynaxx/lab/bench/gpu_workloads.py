@@ -33,6 +33,7 @@ class Workload:
     dense_peers: bool = True  # at 128k a dense pass takes most of a second
 
     def layout(self, device: torch.device, seed: int) -> BlockLayout:
+        """Return the layout of a seed."""
         if self.lengths:
             ends = torch.tensor([0, *self.lengths]).cumsum(0).int()
             return packed_layout(self._window, ends, block_size=self.block_size, device=device)

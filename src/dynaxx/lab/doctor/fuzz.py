@@ -49,9 +49,11 @@ class FuzzResult:
 
     @property
     def ok(self) -> bool:
+        """Return whether cases ran and none failed."""
         return not self.mismatches and bool(self.checked)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         return {
             "ok": self.ok,
             "first_seed": self.first_seed,

@@ -35,6 +35,7 @@ class BackendStatus:
 
     @property
     def broken(self) -> bool:
+        """Return whether the backend should work here and does not."""
         return any(reason.startswith(BROKEN) for reason in (*self.forward_reasons, *self.gradient_reasons))
 
 
@@ -50,6 +51,7 @@ class OracleCheck:
 
     @property
     def ok(self) -> bool:
+        """Return whether the backend agrees with fp64."""
         return not self.error and all(report.ok for report in self.reports)
 
 
@@ -67,10 +69,12 @@ class DoctorResult:
 
     @property
     def ok(self) -> bool:
+        """Return whether a backend was found, none is broken, and every check agrees."""
         whole = not any(backend.broken for backend in self.backends)
         return bool(self.chosen_forward) and whole and all(check.ok for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         return {
             "ok": self.ok,
             "machine": self.machine.to_dict(),

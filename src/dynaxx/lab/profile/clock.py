@@ -25,6 +25,7 @@ class Clock:
 
     @contextmanager
     def span(self, part: str, label: str) -> Iterator[None]:
+        """Count the time of the `with` block as a part of the pass."""
         started = self.enter(label)
         yield
         self.leave(part, started)
@@ -38,6 +39,7 @@ class Clock:
         return self._now(), record
 
     def leave(self, part: str, started: tuple[Any, Any]) -> None:
+        """End a span that `enter` began."""
         self._spans.append((part, started[0], self._now()))
         if self._gpu:
             torch.cuda.nvtx.range_pop()

@@ -95,6 +95,7 @@ class ProfileResult:
 
     @property
     def savings(self) -> tuple[Saving, ...]:
+        """Return the predicted saving at each length and density."""
         return tuple(_saving(length, density, self.price_per_hour) for length in self.lengths for density in DENSITIES)
 
     @property
@@ -112,6 +113,7 @@ class ProfileResult:
         return f"{subject} {'; '.join(said)} (rule of thumb: from {self.threshold:.0%})"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         return {
             "machine": self.machine.to_dict(),
             "load": self.load,

@@ -35,6 +35,7 @@ class Example:
 
     @property
     def prompt(self) -> str:
+        """Return the context and the question."""
         return self.context + self.question
 
 

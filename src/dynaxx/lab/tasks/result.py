@@ -27,6 +27,7 @@ class Interval:
     high: float
 
     def to_text(self, form: str = ".2f") -> str:
+        """Return the mean and its interval as text."""
         return f"{self.mean:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 

@@ -42,6 +42,7 @@ class SuitePlan:
 
     @property
     def rows(self) -> int:
+        """Return the number of pairs of a task and a length."""
         return len(named_tasks(self.tasks)) * len(self.lengths)
 
 

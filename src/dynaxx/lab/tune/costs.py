@@ -48,6 +48,7 @@ class Costs(NamedTuple):
 
     @property
     def heads(self) -> int:
+        """Return the number of heads."""
         return next(iter(self.density.values())).shape[1] // len(self.layers)
 
     def budgets(self, choice: Tensor) -> Budgets:

@@ -36,6 +36,7 @@ class RetuneResult:
     recorded: bool  # whether the policy has a new reference
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         renewals = [{**each._asdict(), "factor": None if each.factor == float("inf") else each.factor}
                     for each in self.renewals]  # fmt: skip
         return {

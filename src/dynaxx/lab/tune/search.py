@@ -83,6 +83,7 @@ class Search:
         cuda_graph: bool = False,
         held_out: bool = False,
     ) -> TuneResult:
+        """Search, measure and write the policy with its evidence."""
         steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 2
         with evaluating(self.model), fast_linears(self.model), self.progress.task("tuning", total=steps) as task:
             result = self._with_evidence(self._run(task, command, name, held_out))

@@ -33,6 +33,7 @@ class SearchTexts:
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of text, in the order of the search."""
         return tuple(stretch.kind for stretch in self.costs)
 
     def key(self) -> Tensor:

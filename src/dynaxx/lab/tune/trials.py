@@ -61,9 +61,11 @@ class Trials:
         self.dense = [torch.tensor(self.remembered("dense text", None, i)["losses"]) for i in texts]
 
     def rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
+        """Return the rule of a budget: the scorer's choice, and what is always visible."""
         return rule_of(scorer, budget, self.block_size, LAST_QUERIES, self.floor)
 
     def key(self, budgets: Budgets, scorer: Scorer) -> str:
+        """Return the key under which a trial is remembered."""
         return "trial " + fingerprint(None, torch.tensor(budgets), rule=repr(self.rule(0.0, scorer)))
 
     def evaluate(
@@ -138,6 +140,7 @@ class Trials:
         return {"losses": [round(value, 6) for value in found.tolist()], "density": density}
 
     def policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
+        """Return the policy of the budgets of each layer."""
         from dynaxx.integrations.transformers.apply_policy import model_facts
         from dynaxx.policy import Policy, Rule, Tolerances
 

@@ -120,6 +120,7 @@ class ValidationResult:
     noise: Noise | None = None  # differences of the dense model itself, for comparison
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         checks = [{**asdict(check), "said": check.to_text()} for check in self.checks]
         suite = None if self.suite is None else self.suite.to_dict()
         return {**asdict(self), "checks": checks, "suite": suite, "advice": self.advice()}

@@ -192,10 +192,12 @@ class PagedCache:
 
     @property
     def is_paged(self) -> bool:
+        """Return whether a page table places the pages."""
         return self.page_table is not None
 
     @property
     def batch(self) -> int:
+        """Return the number of sequences."""
         return (self.k if self.page_table is None else self.page_table).shape[0]
 
     @property
@@ -210,18 +212,22 @@ class PagedCache:
 
     @property
     def kv_heads(self) -> int:
+        """Return the number of kv heads."""
         return self.k.shape[2]
 
     @property
     def head_dim(self) -> int:
+        """Return the head_dim of keys."""
         return self.k.shape[3]
 
     @property
     def head_dim_v(self) -> int:
+        """Return the head_dim of values."""
         return self.v.shape[3]
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the tensors."""
         return self.k.device
 
     def strides(self, x: Tensor) -> PageStrides:

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
@@ -36,6 +37,7 @@ class AntiDiagonal(Scorer):
         if self.stride < 1:
             raise ValueError(f"`stride` must be >= 1 tokens, got {self.stride}")
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

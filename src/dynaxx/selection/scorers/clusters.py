@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
@@ -47,6 +48,7 @@ class KeyClusters(Scorer):
                 raise ValueError(f"`{name}` must be from 1 to {most}, got {getattr(self, name)}")
         checked_seed(self.seed)
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
@@ -112,6 +114,7 @@ class ClusterRanks(Scorer):
     index: KeyClusters
     ranks: int
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

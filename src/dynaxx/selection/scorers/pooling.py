@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
@@ -39,6 +40,7 @@ class MeanPool(Scorer):
         if self.pool is not None and self.pool < 1:
             raise ValueError(f"`pool` must be >= 1 tokens, got {self.pool}")
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
@@ -88,6 +90,7 @@ class MinMax(Scorer):
         if self.pool is not None and self.pool < 1:
             raise ValueError(f"`pool` must be >= 1 tokens, got {self.pool}")
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
@@ -36,6 +37,7 @@ class LastQueryProbe(Scorer):
         if self.queries < 1:
             raise ValueError(f"`queries` must be >= 1, got {self.queries}")
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.contract import Candidates
@@ -51,6 +52,7 @@ class MeanQuery(Scorer):
         if not self.sharpness > 0:
             raise ValueError(f"`sharpness` must be > 0, got {self.sharpness}")
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
@@ -54,6 +55,7 @@ class SimHash(Scorer):
         if not 1 <= self.bits <= 12:
             raise ValueError(f"`bits` must be from 1 to 12, got {self.bits}")
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.contract import Candidates
@@ -45,6 +46,7 @@ class TwoStage(Scorer):
         if self.panel < 1 or self.panel & (self.panel - 1):
             raise ValueError(f"`panel` must be a power of two of q blocks, got {self.panel}")
 
+    @override
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:

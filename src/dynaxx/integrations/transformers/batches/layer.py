@@ -36,6 +36,7 @@ class BatchCall(NamedTuple):
 
     @property
     def step(self) -> BatchStep:
+        """Return the step of this layer's cache."""
         return self.current.steps[self.allocator.index]
 
     def run(self) -> Tensor:

@@ -50,6 +50,7 @@ class SelectedPlan:
 
     @lazy
     def union(self):
+        """Return the union of blocks of each tile of queries."""
         from dynaxx.kernels.gpu.nsa.query_unions import unions
 
         return unions(self.indices, self.spans, self.tiles.positions)

@@ -22,6 +22,7 @@ class TileRows:
 
     @property
     def rows(self) -> int:
+        """Return the number of rows."""
         return self.per_tile * self.part
 
 
@@ -36,6 +37,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int]:
+        """Return the launch options of the kernel."""
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         sizes = {"BLOCK_N": self.block_n, "TURNS": self.turns}
         return sizes | {"num_warps": self.num_warps, "num_stages": self.turns + 1} | limit

@@ -60,6 +60,7 @@ class Row:
 
     @property
     def name(self) -> str:
+        """Return the engine and its attention."""
         return f"{self.engine}, {self.attention}"
 
 

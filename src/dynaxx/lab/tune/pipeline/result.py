@@ -31,6 +31,7 @@ class PipelineResult:
         return not self.validation_summary if self.validation is None else bool(self.validation["passed"])
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
         return {
             "ok": self.ok,
             "profile": self.profile,
