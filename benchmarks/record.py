@@ -9,7 +9,7 @@ writes benchmarks/results/decode_suite.json; `python benchmarks/render.py` puts 
 renames a field. A result from another machine comes from its file, with options that say what it was measured on:
 
     python benchmarks/record.py distributed --from distributed.json --commit abc1234 --device "2 NVIDIA H100" \
-        --version torch=2.11.0 --title "..." -- python benchmarks/distributed.py
+        --version torch=2.11.0 --title "..." -- python benchmarks/distributed/distributed.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from test_transformers import SPARSE, llama, logits, policy_for, tokens
 import dynaxx as dx
 from dynaxx.integrations.transformers import layer as layers
 from dynaxx.integrations.transformers import repeats
-from dynaxx.ops import prepared
+from dynaxx.ops.prepared import layer as prepared
 from dynaxx.policy import Guard
 from dynaxx.telemetry import Recorder, use
 

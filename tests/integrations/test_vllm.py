@@ -358,7 +358,7 @@ def test_a_server_answers_many_clients_at_a_time(llama, tmp_path):
     server += ["--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--skip-tokenizer-init"]
     env = {**os.environ, "DYNAXX_POLICY": str(policy), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    soak = Path(__file__).parents[2] / "benchmarks" / "vllm_soak.py"
+    soak = Path(__file__).parents[2] / "benchmarks" / "serving" / "vllm_soak.py"
     log = tmp_path / "server.log"
     with log.open("w") as out:
         running = subprocess.Popen(server, env=env, stdout=out, stderr=subprocess.STDOUT)

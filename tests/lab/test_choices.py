@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/choices.py emulates the library: the same blocks, the same losses, the same costs."""
+"""benchmarks/quality/choices.py emulates the library: the same blocks, the same losses, the same costs."""
 
 import importlib.util
 import sys
@@ -19,7 +19,7 @@ TOKENS, BLOCK = 512, 32
 
 @pytest.fixture(scope="module")
 def choices():
-    path = Path(__file__).parents[2] / "benchmarks" / "choices.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "quality" / "choices.py"
     spec = importlib.util.spec_from_file_location("choices_benchmark", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

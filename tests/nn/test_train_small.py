@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks/train_small.py` at a tiny size: full density trains as dense attention does."""
+"""`benchmarks/quality/train_small.py` at a tiny size: full density trains as dense attention does."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "train_small.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "quality" / "train_small.py"
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.ops import prepared
-from dynaxx.ops.prepared import prepare_layout, prepare_rule, prepared_layout
+from dynaxx.ops.prepared import layer as prepared
+from dynaxx.ops.prepared.layer import prepare_layout, prepare_rule, prepared_layout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 RULES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "serving" / "chaos.py"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks workers")

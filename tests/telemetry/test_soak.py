@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from dynaxx.lab.models import load_model
 from tiny import TEXT, save_tiny_model
 
-SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+SOAK = Path(__file__).parents[2] / "benchmarks" / "serving" / "soak.py"
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ Time of a pass on one GPU = visited blocks x time per block
                           + bytes received / link
                           + bytes copied / memory speed
                           + a constant per call.
-`benchmarks/distributed.py` measures the numbers of a machine. `benchmarks/distributed_model.py` compares the model with
-the measurements and extrapolates.
+`benchmarks/distributed/distributed.py` measures the numbers of a machine. `benchmarks/distributed/distributed_model.py`
+compares the model with the measurements and extrapolates.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, LayerRules, PassState
-from dynaxx.ops.prepared import Prepared
-from dynaxx.ops.prepared_step import PreparedStep
+from dynaxx.ops.prepared.layer import Prepared
+from dynaxx.ops.prepared.step import PreparedStep
 from dynaxx.policy import LayerPlan, Policy, resolve
 from dynaxx.policy.decode import DecodePlan, resolve_decode
 from dynaxx.policy.guard import Breaker, Level

@@ -22,7 +22,7 @@ from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
-from dynaxx.ops.prepared_step import PreparedStep, prepare_step
+from dynaxx.ops.prepared.step import PreparedStep, prepare_step
 from dynaxx.policy.decode import DecodePlan
 
 MOST_STEPS = 256  # prepared steps of a policy

@@ -18,7 +18,7 @@ from dynaxx.integrations.transformers.dense_fallback import PlainMask
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run, read_window
 from dynaxx.integrations.transformers.native import NativePart, parts_of_mask, parts_of_runs, parts_of_window
-from dynaxx.ops.prepared import Prepared
+from dynaxx.ops.prepared.layer import Prepared
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dynaxx.integrations.transformers.arguments import Scores
 from dynaxx.integrations.transformers.forward_context import ForwardContext
 from dynaxx.integrations.transformers.planning import Work
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.prepared import prepare_layout, prepare_rule, prepared_layout
+from dynaxx.ops.prepared.layer import prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules and tile sizes of selected attention: pure functions of group size, slots, head_dim and dtype.
 
-The values for head_dim up to 128 are the fastest ones found by `benchmarks/nsa_tiles.py` on an H200.
+The values for head_dim up to 128 are the fastest ones found by `benchmarks/kernels/nsa_tiles.py` on an H200.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile sizes: pure functions of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
 
-The sizes for head_dim up to 128 are the fastest ones found by `benchmarks/gpu_tiles.py` on an H200.
+The sizes for head_dim up to 128 are the fastest ones found by `benchmarks/kernels/gpu_tiles.py` on an H200.
 """
 
 from __future__ import annotations

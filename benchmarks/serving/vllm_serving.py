@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve over HTTP on one GPU with vLLM's own attention and with a policy, one server after the other.
+
+    python benchmarks/serving/vllm_serving.py --out FILE                   # vLLM's FLASH_ATTN, then dynaxx
+    python benchmarks/serving/vllm_serving.py --only dynaxx --soak 8 --concurrent 200 --out FILE
+
+Servers have random weights of Llama-3.1-8B's shape and vLLM's defaults; the policy reads a window of 1,024 tokens, the
+first 128 and 10 % of the rest. On one GPU a fair comparison gives each server the whole GPU, with all of its memory and
+processors, so the second one starts after the first one has ended. Both get the same requests at the same times. Each
+server goes through these parts, in this order:
+
+- start: seconds from the command until `/health` answers. Caches on disk stay between servers of one backend.
+- alone: prompts of each length, one at a time, the longest first: it is the very first request of the server.
+- traffic: mixed prompts at a fixed rate, when every length has been served once.
+- decoding: tokens per second of as many contexts of 32,768 tokens as the cache holds, up to 16.
+- soak: `vllm_soak.py`, only with `--soak MINUTES`.
+
+Results are written after every part, as JSON by backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import vllm_soak
+from vllm_gpu import PAGE, Result, save_model, save_policy
+from vllm_traffic import Server, add_traffic_options, decoding, mixed, one_at_a_time
+
+NAME = "model"
+PARTS = ("alone", "traffic", "decoding")
+CPU = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024")
+
+
+@contextmanager
+def serving(
+    which: str, arguments: argparse.Namespace, folder: Path
+) -> Iterator[tuple[Server, subprocess.Popen[bytes], Path]]:
+    """Start a server, wait until it is healthy, and end it.
+
+    Raises:
+        TimeoutError: it does not start; the message ends with its log.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--served-model-name", NAME, "--load-format", "dummy", "--skip-tokenizer-init"]
+    command += ["--max-model-len", str(arguments.max_model_len)]
+    if cuda:
+        command += ["--attention-backend", "FLASH_ATTN" if which == "own" else "CUSTOM"]
+        command += ["--block-size", str(PAGE)] if which == "dynaxx" else []
+    else:
+        command += CPU
+    command += arguments.engine.split()
+    environment = {name: value for name, value in os.environ.items() if name != "DYNAXX_POLICY"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if which == "dynaxx":
+        environment["DYNAXX_POLICY"] = str(save_policy(folder / "policy.json", arguments.shape, "sparse"))
+    log = Path(f"{arguments.out or folder / 'serving'}.{which}.log")
+    with log.open("wb") as out:
+        running = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    server = Server(f"http://localhost:{port}", NAME)
+    try:
+        server.wait(arguments.patience, lambda: running.poll() is None)
+        yield server, running, log
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{log.read_text()[-5000:]}") from error
+    finally:
+        end(running)
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    """End a server and its processes, so that the next one finds the GPU's memory free."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(running.pid, how)
+        except ProcessLookupError:
+            return
+        for _ in range(100):
+            running.poll()
+            try:
+                os.killpg(running.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+
+
+def facts(log: Path) -> dict[str, Any]:
+    """Read what a server said of its cache and its kernels."""
+    text = log.read_text(errors="replace")
+    size = re.search(r"KV cache size: ([\d,]+) tokens", text)
+    kernels = re.findall(r"(\w+ kernels of layer \d+: \d+ compiled or loaded in [\d.]+ s)", text)
+    late = re.findall(r"JIT compilation during inference[^\n]*", text)
+    return {"cache_tokens": int(size[1].replace(",", "")) if size else 0, "kernels": kernels, "compiled_late": late}
+
+
+def measure(which: str, arguments: argparse.Namespace, result: Result, found: dict[str, Any]) -> None:
+    """Start a server and take it through its parts."""
+    parts = arguments.parts.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.monotonic()
+        with serving(which, arguments, Path(folder)) as (server, running, log):
+            found["start_s"] = round(time.monotonic() - begun, 1)
+            found |= facts(log)
+            result.add(**{which: found})
+            wait_for(arguments.wait_for)
+            if "alone" in parts:
+                found["alone"] = one_at_a_time(
+                    server, [int(each) for each in arguments.lengths.split(",")], arguments.repeats
+                )
+                result.add(**{which: found})
+            if "traffic" in parts:
+                found["traffic"] = mixed(server, arguments)
+                result.add(**{which: found})
+            if "decoding" in parts:
+                room = found["cache_tokens"] // (arguments.context + 1000)
+                found["decoding"] = decoding(server, max(1, min(16, room)), arguments.context, 200)
+                result.add(**{which: found})
+            if arguments.soak:
+                found["soak"] = soak(server, running.pid, arguments)
+            found["failed"] = server.errors[:5]
+            found |= facts(log)
+            result.add(**{which: found})
+
+
+def wait_for(path: str) -> None:
+    """Wait until a file is there, if one is named: other programs that use the GPU have ended then."""
+    until = time.monotonic() + 120
+    while path and not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.2)
+
+
+def soak(server: Server, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Send many requests at a time for some minutes."""
+    minutes = arguments.soak
+    if arguments.until:
+        minutes = min(minutes, (arguments.until - time.time()) / 60)
+    begun = time.monotonic()
+    options = SimpleNamespace(
+        url=server.url.geturl(), model=NAME, concurrent=arguments.concurrent, minutes=minutes, timeout=300, pid=pid,
+        longest=arguments.soak_longest, vocabulary=32_000,
+    )  # fmt: skip
+    found = vllm_soak.soak(options)  # type: ignore[arg-type]
+    return {"seconds": round(time.monotonic() - begun, 1), **found}
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("own", "dynaxx"), help="one of the two")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of each server, by name")
+    parser.add_argument("--shape", default="8b", choices=("8b", "small"))
+    parser.add_argument("--max-model-len", type=int, default=131_328)
+    parser.add_argument("--context", type=int, default=32_768, help="tokens of each sequence that decodes")
+    parser.add_argument("--soak", type=float, default=0, help="minutes")
+    parser.add_argument("--until", type=float, default=0, help="end the soak at this time (seconds since 1970)")
+    parser.add_argument("--soak-longest", type=int, default=8000, help="tokens of a prompt in the soak")
+    parser.add_argument("--concurrent", type=int, default=200, help="clients of the soak")
+    parser.add_argument("--engine", default="", help="further options of the server, in one argument")
+    parser.add_argument("--wait-for", default="", help="a file; the parts begin when it is there")
+    parser.add_argument("--patience", type=float, default=400, help="seconds for a start")
+    parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
+    add_traffic_options(parser)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this program
+    result, failed = Result(arguments.out), False
+    for which in (arguments.only,) if arguments.only else ("own", "dynaxx"):
+        found: dict[str, Any] = {}
+        try:
+            measure(which, arguments, result, found)
+        except TimeoutError as error:
+            found["error"] = str(error)
+            result.add(**{which: found})
+        failed |= "error" in found or bool(found.get("failed"))
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()

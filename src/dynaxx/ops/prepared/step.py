@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step over a contiguous cache, prepared once for all steps and layers of one form; see `layer`.
+
+    k --> [summaries of the last pages, scores, choice, attention: one recording] --> out
+
+A growing cache has other strides at every step. They are arguments of the recorded kernels, so that one recording
+serves the steps until the cache has another page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dynaxx.derivatives import transforms_active
+from dynaxx.kernels.registry import DECODE
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.layout.paging.pages import PageStrides
+from dynaxx.layout.signature import Form, form_of
+from dynaxx.ops.checks import looks_at_values
+from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.library import is_traced
+from dynaxx.selection.pages import PageBudget
+
+
+class PreparedStep:
+    """A decode step for queries and caches of one form, from `prepare_step`."""
+
+    __slots__ = ("_bounds", "_budget", "_dtype", "_form", "_page_size", "_scale", "_slots", "_softcap", "_wanted")
+
+    def __init__(self, budget: PageBudget, q: Tensor, cache: PagedCache, scale: float, softcap: float | None) -> None:
+        assert cache.summaries is not None, "a step that selects pages needs summaries"
+        self._budget, self._page_size = budget, cache.page_size
+        self._scale, self._softcap = scale, softcap
+        self._wanted = budget.wanted(cache.kv_heads, cache.device)
+        self._slots = budget.slots(cache, q.shape[1])
+        sizes = (cache.batch, cache.max_pages, cache.kv_heads, cache.head_dim, cache.head_dim_v)
+        kinds = (cache.k.dtype, cache.summaries.low.dtype, cache.device)
+        self._form = form_of(
+            (), "decode step", *sizes, *kinds, cache.summaries.low.shape, cache.page_size, budget.bound
+        )
+
+    def serves(self, q: Tensor) -> bool:
+        """Return whether the step may run now; shapes, dtypes and device are the caller's key."""
+        return not (is_traced(q) or transforms_active() or looks_at_values(q.device))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seqused_k: Tensor,
+        summaries: PageSummaries,
+        sinks: Tensor | None,
+        new_tokens: int,
+    ) -> Tensor:
+        """Update the summaries and attend to selected pages, (batch, seqlen_q, q_heads, head_dim_v).
+
+        Args:
+            q: (batch, seqlen_q, q_heads, head_dim).
+            k: (batch, seqlen_k, kv_heads, head_dim), with as many pages as the step was prepared for.
+            v: (batch, seqlen_k, kv_heads, head_dim_v).
+            seqused_k: (batch,) int32.
+            summaries: the summaries of the cache.
+            sinks: (q_heads,) or None.
+            new_tokens: number of keys that the summaries lack.
+        """
+        from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+
+        keys, page = k.shape[1], self._page_size
+        strides = {"k_strides": _strides(k, page), "v_strides": _strides(v, page)}
+        (out,) = record_or_replay(
+            _update_and_attend,
+            StepInputs(k, v, seqused_k, summaries, page, self._form),
+            (q, self._wanted, sinks),
+            self._softcap,
+            min(new_tokens, keys),
+            min(self._budget.sinks, keys),
+            min(self._budget.window, keys),
+            self._slots,
+            self._scale,
+            at_once=True,
+            sizes=strides,
+        )
+        return out
+
+
+def prepare_step(
+    budget: PageBudget, q: Tensor, cache: PagedCache, *, scale: float | None = None, softcap: float | None = None
+) -> PreparedStep | None:
+    """Prepare `sparse_decode(q, summarize_pages(cache), budget)`, which has served the call.
+
+    Args:
+        budget: a budget that selects pages.
+        q: (batch, seqlen_q, q_heads, head_dim).
+        cache: a contiguous cache with summaries, not quantized.
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: cap of the scores, or None.
+
+    Returns:
+        The prepared step; None if its launches cannot be repeated.
+    """
+    plain = cache.page_table is None and cache.k_scale is None and cache.leftpad_k is None and cache.exact is None
+    if not plain or not q.is_cuda or looks_at_values(q.device) or is_traced(q):
+        return None
+    if DECODE.resolve(decode_problem(cache, q), "auto") != "triton":
+        return None
+    return PreparedStep(budget, q, cache, softmax_scale(scale, q.shape[-1]), softcap)
+
+
+def _strides(x: Tensor, page_size: int) -> PageStrides:
+    batch, token, head, _ = x.stride()
+    return PageStrides(batch, token * page_size, token, head)
+
+
+class StepInputs(NamedTuple):
+    """A cache and its summaries as the persistent inputs of `record_or_replay`."""
+
+    k: Tensor
+    v: Tensor
+    seqused_k: Tensor
+    summaries: PageSummaries
+    page_size: int
+    form: Form | Hashable
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor once."""
+        k, v, seqused_k, summaries, _, _ = self
+        high = () if summaries.high is summaries.low else (summaries.high,)
+        scale = () if summaries.scale is None else (summaries.scale,)
+        return (k, v, seqused_k, summaries.low, *high, *scale)
+
+
+def _update_and_attend(
+    given: StepInputs,
+    q: Tensor,
+    wanted: Tensor,
+    sink_logits: Tensor | None,
+    softcap: float | None,
+    new_tokens: int,
+    sinks: int,
+    window: int,
+    slots: int,
+    scale: float,
+) -> tuple[Tensor]:
+    kernels = DECODE.kernels("triton")
+    cache = PagedCache.contiguous(given.k, given.v, page_size=given.page_size, seqused_k=given.seqused_k)
+    cache = replace(cache, summaries=given.summaries)
+    kernels.summarize_pages(cache, given.summaries, new_tokens)
+    return (kernels.select_and_attend(q, cache, wanted, sinks, window, slots, scale, softcap, sink_logits)[0],)
