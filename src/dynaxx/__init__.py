@@ -74,6 +74,7 @@ _SOURCES = {
     "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),
+    "dynaxx.integrations.flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
     "dynaxx.integrations.onnx": ("OnnxModel", "export_onnx"),
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
