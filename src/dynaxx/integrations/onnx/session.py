@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +44,15 @@ class OnnxModel:
     Raises:
         ImportError: onnxruntime is not installed, or too old.
         FileNotFoundError: `folder` does not contain an export.
-        ValueError: a newer version of dynaxx wrote the export.
+        ValueError: a newer version of dynaxx wrote the export, or `operator` is another word.
     """
 
     @typed
     def __init__(
         self, folder: str | os.PathLike[str], *, threads: int | None = None, operator: Operator = "auto"
     ) -> None:
+        if operator not in get_args(Operator):
+            raise ValueError(f"`operator` must be of {', '.join(get_args(Operator))}, got {operator!r}")
         self.folder = Path(folder)
         self._runtime = runtime()
         path = self.folder / MANIFEST
