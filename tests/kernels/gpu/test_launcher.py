@@ -2,6 +2,7 @@
 """The kernel launcher starts the same kernels as Triton, with the same arguments; a fake driver records them."""
 
 import os
+from operator import attrgetter
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.runtime import launcher  # noqa: E402
-from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached  # noqa: E402
+from dynaxx.kernels.gpu.runtime.launch_cache import _tensors_of, launch_cached  # noqa: E402
 
 launches_directly = pytest.mark.skipif(
     not launcher.version_is_checked(), reason="calls of this Triton version go through its own launcher"
@@ -231,3 +232,11 @@ def test_repeats_launch_what_triton_launches(started, monkeypatch):
     assert of_kernel(again) == of_kernel(started)
     assert len({str(arguments[13]) for arguments in again}) == 3  # the encoded addresses
     assert len(again) == 9
+
+
+def test_only_tensors_of_a_layout_are_found_by_identity():
+    """A tuple of strides may hold the same small integers as the layout, such as its lengths."""
+    layout = dx.SlidingWindow(20).layout(64, block_size=16)
+    assert layout.transposed is not None
+    for path in _tensors_of(layout).values():
+        assert isinstance(attrgetter(path)(layout), torch.Tensor), path

@@ -156,4 +156,5 @@ def _tensors_of(layout: BlockLayout) -> dict[int, str]:
     parts = {"": vars(layout), "masks.": vars(layout.masks), "derived.": vars(layout.derived)}
     if layout.derived.transposed is not None:
         parts["transposed."] = vars(layout.transposed)
-    return {id(x): part + name for part, each in parts.items() for name, x in each.items()}
+    every = ((part + name, x) for part, each in parts.items() for name, x in each.items())
+    return {id(x): path for path, x in every if isinstance(x, Tensor)}  # equal small integers are one object
