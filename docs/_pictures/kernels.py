@@ -145,7 +145,7 @@ DIAGRAMS = {
             "layout": Box(0, 0, "global", "transposed layout\nq blocks of each kv block"),
             "q": Box(0, 1.2, "global", "q, do, lse, delta"),
             "producer": Box(1.1, 0, "warps", "producer\n1 warp\nall heads of the group"),
-            "tiles": Box(2.3, 0, "shared", "q and do, lse, delta\n64 queries a stage\nk and v, 128 keys"),
+            "tiles": Box(2.3, 0, "shared", "q and do, lse, delta\n64 queries per stage\nk and v, 128 keys"),
             "consumer": Box(3.7, 0, "warps", "consumer 0 and 1\n64 keys each; dk and dv\nin registers", 0.95),
             "ds": Box(3.7, 1.2, "shared", "ds of both consumers\n4 slots (2 at head_dim 64)", 0.95),
             "dq": Box(2.3, 1.2, "shared", "one tile of dq\nfp32"),
@@ -159,7 +159,7 @@ DIAGRAMS = {
             Arrow("tiles", "consumer", "empty"),
             Arrow("consumer", "ds", "ds_full"),
             Arrow("ds", "dq", "dq = ds k"),
-            Arrow("dq", "sums", "copy unit adds"),
+            Arrow("dq", "sums", "TMA adds"),
             Arrow("consumer", "dkv", "TMA"),
         ],
     ),
@@ -168,13 +168,13 @@ DIAGRAMS = {
             "kv": Box(0, 0, "shared", "k and v\ntiles of 64 keys"),
             "dq_producer": Box(0, 1, "warps", "producer\nreads rows of the layout"),
             "dq": Box(
-                1.3, 0, "warps", "dq kernel\n1 or 2 consumers, 64 queries each\nq, do stay; dq in registers", 1.15
+                1.3, 0, "warps", "dq kernel\n1 or 2 consumers, 64 queries each\nq, do resident; dq in registers", 1.15
             ),
             "dq_out": Box(1.3, 1.1, "global", "dq"),
             "qdo": Box(2.9, 0, "shared", "q and do\ntiles of 64 queries"),
             "dkv_producer": Box(2.9, 1, "warps", "producer\nreads columns of the layout"),
             "dkv": Box(
-                4.2, 0, "warps", "dk, dv kernel\na consumer per 64 keys; at\nhead_dim 256 one makes dv, one dk", 1.2
+                4.2, 0, "warps", "dk, dv kernel\none consumer per 64 keys; at\nhead_dim 256 one for dv, one for dk", 1.2
             ),
             "dkv_out": Box(4.2, 1.1, "global", "dk, dv"),
         },
@@ -207,9 +207,9 @@ DIAGRAMS = {
     "triton_backward": Diagram(
         {
             "rows": Box(0, 0, "global", "layout\nrows"),
-            "dq": Box(1.1, 0, "warps", "dq kernel\na tile of queries a program;\nq, do in registers", 1.0),
+            "dq": Box(1.1, 0, "warps", "dq kernel\none tile of queries per program\nq, do in registers", 1.0),
             "stats": Box(2.5, 0, "global", "lse and delta\nside by side"),
-            "dkv": Box(3.6, 0, "warps", "dk, dv kernel\na tile of keys a program;\nsums over the group", 1.0),
+            "dkv": Box(3.6, 0, "warps", "dk, dv kernel\none tile of keys per program\nsums over the group", 1.0),
             "columns": Box(5.0, 0, "global", "transposed layout\ncolumns"),
             "dq_out": Box(1.1, 1.1, "global", "dq"),
             "dkv_out": Box(3.6, 1.1, "global", "dk, dv"),
@@ -228,9 +228,7 @@ DIAGRAMS = {
             "summaries": Box(0, 0, "global", "summaries\nint8, by page"),
             "score": Box(1.1, 0, "warps", "1. score pages\nq x bounds, integers\non the matrix unit"),
             "scores": Box(2.2, 0, "global", "scores\n(batch, kv_heads, pages)"),
-            "attend": Box(
-                3.4, 0, "warps", "2. choose and attend\nan even piece of all lists\nof pages per program", 1.0
-            ),
+            "attend": Box(3.4, 0, "warps", "2. choose and attend\nall lists of pages, cut\nevenly among programs", 1.0),
             "parts": Box(4.8, 0, "global", "parts: out, lse"),
             "merge": Box(4.8, 1.05, "warps", "3. merge\nby lse"),
             "cache": Box(3.4, 1.15, "global", "paged k, v\nonly chosen pages", 1.0),
@@ -268,11 +266,11 @@ DIAGRAMS = {
     "nsa_forward": Diagram(
         {
             "k": Box(0, 0, "global", "q, k, v"),
-            "cmp": Box(0, 1.1, "warps", "compress\na kernel each for k, v"),
+            "cmp": Box(0, 1.1, "warps", "compress\none kernel for k, one for v"),
             "cattn": Box(1.1, 1.1, "warps", "compressed branch\nattention, lse"),
             "scores": Box(1.1, 2.1, "warps", "scores of blocks\n1 producer, 3 consumers"),
-            "top": Box(2.3, 2.1, "warps", "top-k\na warp per row"),
-            "union": Box(3.4, 2.1, "warps", "unions\nof neighbouring positions"),
+            "top": Box(2.3, 2.1, "warps", "top-k\none warp per row"),
+            "union": Box(3.4, 2.1, "warps", "unions of blocks\nof neighbouring positions"),
             "sel": Box(
                 3.4,
                 0.7,
@@ -293,11 +291,53 @@ DIAGRAMS = {
             Arrow("sel", "out"),
         ],
     ),
+    "tokens_forward": Diagram(
+        {
+            "chosen": Box(0, 0, "global", "chosen tokens\nof each query"),
+            "union": Box(1.1, 0, "warps", "unions\nof neighbouring queries,\none bit per query"),
+            "list": Box(2.3, 0, "global", "list of a tile\nascending, with marks"),
+            "kv": Box(2.3, 1.15, "global", "k, v\nrows anywhere"),
+            "attend": Box(3.5, 0, "warps", "attention\nqueries x heads of a tile\nonline softmax", 0.95),
+            "rows": Box(3.5, 1.15, "shared", "rows of k and v\nloaded turns ahead", 0.95),
+            "out": Box(4.9, 0, "global", "out, lse"),
+        },
+        [
+            Arrow("chosen", "union"),
+            Arrow("union", "list"),
+            Arrow("list", "attend"),
+            Arrow("kv", "rows", "gather"),
+            Arrow("rows", "attend"),
+            Arrow("attend", "out"),
+        ],
+    ),
+    "tokens_backward": Diagram(
+        {
+            "list": Box(0, 0, "global", "list of a tile\nlse, delta"),
+            "tile": Box(1.1, 0, "warps", "tile of queries\np and ds of its list\ndq in registers"),
+            "dq": Box(1.1, 1.15, "global", "dq"),
+            "rows": Box(2.3, 0, "global", "rows of dk and dv\none per key of the list,\nat most 4 GiB"),
+            "table": Box(2.3, 1.15, "warps", "table of entries\nlists that name each key"),
+            "sum": Box(3.5, 0, "warps", "sums\none program per key,\nin the order of queries"),
+            "dkv": Box(4.7, 0, "global", "dk, dv"),
+        },
+        [
+            Arrow("list", "tile"),
+            Arrow("tile", "dq"),
+            Arrow("tile", "rows"),
+            Arrow("rows", "sum"),
+            Arrow("table", "sum"),
+            Arrow("sum", "dkv"),
+        ],
+    ),
     "cpu": Diagram(
         {
-            "layout": Box(0, 0, "host", "plan of a layout\nruns of keys that each\npanel of 16 queries sees", 0.95),
+            "layout": Box(0, 0, "host", "plan of a layout\nruns of keys for each\npanel of 16 queries", 0.95),
             "task": Box(
-                1.3, 0, "threads", "task: a row of blocks\nof some heads, longest first;\na thread takes the next", 1.0
+                1.3,
+                0,
+                "threads",
+                "task: a row of blocks\nof some heads, longest first\neach thread takes the next",
+                1.0,
             ),
             "gather": Box(2.7, 0, "cache", "128 rows of k and v\ngathered, widened"),
             "scores": Box(3.8, 0, "threads", "tile product 1\nrows of k x panel"),
