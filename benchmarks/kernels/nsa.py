@@ -29,7 +29,7 @@ from dynaxx.ops.nsa import compress, native_sparse_attention, select_native
 from dynaxx.ops.nsa_branches import compressed_attention, gated_sum, window_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected, selected_attention
-from dynaxx.testing.native import random_selected_case
+from dynaxx.testing.nsa import random_selected_case
 
 DIM, SIZES = 128, NativeSizes()
 MAIN = ("64/4", "32/8")

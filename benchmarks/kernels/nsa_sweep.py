@@ -26,7 +26,7 @@ from dynaxx.layout.nsa import NativeSizes, native_spans
 from dynaxx.ops.nsa import compress, native_sparse_attention
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing import make_qkv
-from dynaxx.testing.native import random_selected_case
+from dynaxx.testing.nsa import random_selected_case
 from dynaxx.testing.oracle import check_forward, check_gradients, error_reports, oracle_attention
 
 LENGTHS = (0, 1, 63, 65, 130, 190)

@@ -204,7 +204,7 @@ def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled, capfd):
 def test_selected(group, spilled, capfd):
     """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
     from dynaxx.kernels.hopper.nsa import operators as native
-    from dynaxx.testing.native import random_selected_case
+    from dynaxx.testing.nsa import random_selected_case
 
     fixed = {"head_dims": (128,), "blocks": (64,), "lengths": (300, 517), "groups": (group,), "slots": (6,)}
     case = random_selected_case(3, device="cpu", dtype=torch.bfloat16, **fixed)

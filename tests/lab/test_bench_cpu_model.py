@@ -12,13 +12,13 @@ from torch import Tensor
 import dynaxx as dx
 from dynaxx.integrations.transformers import model_facts
 from dynaxx.lab.bench.cpu_model import run as suite
-from dynaxx.lab.bench.cpu_model.engines import Given, NotHereError, Prefill, Row, prefill_of
+from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Prefill, prefill_of
 from dynaxx.lab.bench.cpu_model.libraries import facts_of_torch, libraries_of_torch
 from dynaxx.lab.bench.cpu_model.llama_rows import llama_rows
 from dynaxx.lab.bench.cpu_model.openvino_rows import openvino_rows
 from dynaxx.lab.bench.cpu_model.torch_rows import torch_rows
 
-Rows = Callable[[str], list[Row]]
+Rows = Callable[[str], list[EngineRow]]
 transformers = pytest.importorskip("transformers")
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_row_gets_no_time(given: Given) -> None:
         right = prefill_of(given.model("fp32"))
         return lambda ids: right(ids) * 1.01
 
-    row = Row("broken", "dense", "fp32", wrong)
+    row = EngineRow("broken", "dense", "fp32", wrong)
     with pytest.raises(RuntimeError, match="no times: fp32 broken, dense differs by"):
         suite._ready({"fp32 broken": row}, given, PROMPT, lambda line: None)
 
@@ -91,14 +91,14 @@ def test_what_is_not_installed_is_said(given: Given) -> None:
         raise NotHereError("not installed: pip install it")
 
     said: list[str] = []
-    _, missing = suite._ready({"fp32 absent": Row("absent", "dense", "fp32", absent)}, given, PROMPT, said.append)
+    _, missing = suite._ready({"fp32 absent": EngineRow("absent", "dense", "fp32", absent)}, given, PROMPT, said.append)
     assert missing == [{"row": "fp32 absent", "why": "not installed: pip install it"}]
     assert said == ["fp32 absent: not installed: pip install it"]
 
 
 @pytest.mark.parametrize("rows", [openvino_rows, llama_rows])
 def test_engines_that_are_not_here(
-    given: Given, rows: Callable[[str], list[Row]], monkeypatch: pytest.MonkeyPatch
+    given: Given, rows: Callable[[str], list[EngineRow]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("openvino", "llama_cpp"):
         monkeypatch.setitem(__import__("sys").modules, name, None)

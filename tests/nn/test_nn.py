@@ -146,7 +146,7 @@ def test_near_dense_gates_start_near_dense():
 
 
 def test_a_larger_count_is_closer_to_dense():
-    x, module = torch.randn(1, 300, 24), nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, gate_init=nn.native.NEAR_DENSE)
+    x, module = torch.randn(1, 300, 24), nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, gate_init=nn.nsa.NEAR_DENSE)
     with torch.no_grad():
         module.dense = True
         dense, wrong = module(x), []

@@ -89,7 +89,7 @@ def bench(
         check_targets(out, plot)
         try:
             split = lambda names: [name.strip() for name in names.split(",")]
-            rows, beside = split(only) if only else [], split(peers) if peers else None
+            rows, against = split(only) if only else [], split(peers) if peers else None
             if suite is Suite.cpu:
                 from dynaxx.lab.bench.cpu import run_cpu_suite
 
@@ -109,7 +109,7 @@ def bench(
             else:
                 from dynaxx.lab.bench.gpu import run_gpu_suite
 
-                found = run_gpu_suite(quick=quick, seed=seed, only=rows, peers=beside, progress=say, plot=plot)
+                found = run_gpu_suite(quick=quick, seed=seed, only=rows, peers=against, progress=say, plot=plot)
         except (RuntimeError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None

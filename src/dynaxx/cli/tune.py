@@ -135,6 +135,6 @@ def tune(
                 if not wanted
             ),
         )
-        announce = (lambda line: None) if quiet else (lambda line: echo(line, err=True))
-        found = run(*load(model, device, dtype, progress), source, plan, progress=progress, announce=announce)
+        say_verdict = (lambda line: None) if quiet else (lambda line: echo(line, err=True))
+        found = run(*load(model, device, dtype, progress), source, plan, progress=progress, say_verdict=say_verdict)
         finish(found, found.summary(), ok=found.ok, files=found.files)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynaxx.distributed.exchange import Gathering, Returning, beside_computation, inputs_ready
+from dynaxx.distributed.exchange import Gathering, Returning, during_computation, inputs_ready
 from dynaxx.distributed.plan import ExchangePlan, Stage
 from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
 from dynaxx.layout import BlockLayout
@@ -89,7 +89,7 @@ def _inner_first(q: Tensor, k: Tensor, v: Tensor, out: Tensor, stage: Stage, set
     ready = inputs_ready(k)
     with share_multiprocessors():
         _, lse = settings.forward(q, k, v, stage.inner, out)
-    with beside_computation(ready):
+    with during_computation(ready):
         gathering = Gathering(k, v, stage, settings.group)
     return _edge_rows(q, out, lse, stage, gathering, settings)
 

@@ -66,7 +66,7 @@ def inputs_ready(x: Tensor) -> torch.cuda.Event | None:
 
 
 @contextmanager
-def beside_computation(ready: torch.cuda.Event | None) -> Iterator[None]:
+def during_computation(ready: torch.cuda.Event | None) -> Iterator[None]:
     """Launch the kernels of this context beside those launched since `inputs_ready` returned `ready`.
 
     Kernels that are launched after the context wait for both.

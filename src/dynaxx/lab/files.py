@@ -126,7 +126,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"{path} exists already; remove it, or choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with beside(path) as temporary, explain_full_disk(path):
+    with temporary_file(path) as temporary, explain_full_disk(path):
         temporary.mkdir()
         yield temporary
         sync_tree(temporary)
@@ -134,7 +134,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def beside(target: Path) -> Iterator[Path]:
+def temporary_file(target: Path) -> Iterator[Path]:
     """Yield a temporary path next to `target`, removed at the end unless it was renamed."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     remove(temporary)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynaxx.core.library import cache_directory
-from dynaxx.lab.files import beside, explain_full_disk, remove, sync_tree
+from dynaxx.lab.files import explain_full_disk, remove, sync_tree, temporary_file
 from dynaxx.lab.finite import check_weights
 from dynaxx.lab.progress import Progress, SilentProgress
 
@@ -186,7 +186,7 @@ def _package_folder(name: str, progress: Progress) -> Path:
     if entry.file:
         return _converted(Path(spec.submodule_search_locations[0]) / entry.file, name, progress)
     joined.parent.mkdir(parents=True, exist_ok=True)
-    with beside(joined) as temporary, explain_full_disk(joined), progress.task(f"Joining the parts of {name}"):
+    with temporary_file(joined) as temporary, explain_full_disk(joined), progress.task(f"Joining the parts of {name}"):
         try:
             importlib.import_module(entry.module).assemble(temporary)
         except ModuleNotFoundError as error:
@@ -204,7 +204,7 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     _sweep(target.parent.parent)
-    with beside(target) as temporary, explain_full_disk(target):
+    with temporary_file(target) as temporary, explain_full_disk(target):
         _convert(gguf, temporary, progress)
         sync_tree(temporary)
         try:

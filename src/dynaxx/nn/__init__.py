@@ -6,7 +6,7 @@ from dynaxx.nn.cache import NativeCache
 from dynaxx.nn.compression import MeanCompression, MlpCompression, WeightedCompression
 from dynaxx.nn.indexed import IndexedSparseAttention, Indexer, IndexerOutput
 from dynaxx.nn.moba import MixtureOfBlockAttention
-from dynaxx.nn.native import NativeSparseAttention
+from dynaxx.nn.nsa import NativeSparseAttention
 from dynaxx.nn.projection import ProjectedAttention, rotate
 from dynaxx.nn.sparse import SparseAttention
 from dynaxx.nn.switchable import SwitchableAttention

@@ -17,7 +17,7 @@ from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import bands_of
 from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
-from dynaxx.patterns.runs import Ints, Runs, beside, without
+from dynaxx.patterns.runs import Ints, Runs, concatenated, without
 
 if TYPE_CHECKING:
     from dynaxx.patterns.base import Pattern
@@ -93,7 +93,7 @@ def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[VisitedEntries
 def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, codes: Ints) -> VisitedEntries:
     """Return entries from runs that are in order. `codes` are those of the partial blocks, which lie in `rows`."""
     num_partial, num_full = partial.lengths(grid.q_blocks), filled.lengths(grid.q_blocks)
-    indices = beside(partial, filled).columns(grid.q_blocks)
+    indices = concatenated(partial, filled).columns(grid.q_blocks)
     entry_codes = np.empty(len(indices), np.int32)
     entry_codes.fill(FULL)
     before = num_full.cumsum() - num_full

@@ -92,7 +92,7 @@ def without(a: Runs, b: Runs) -> Runs:
     return Runs(_in_order([a.start, b.end]), _in_order([b.start, a.end]))
 
 
-def beside(*parts: Runs) -> Runs:
+def concatenated(*parts: Runs) -> Runs:
     """Return the runs of the parts one after another. The result need not ascend."""
     return Runs(_joined([part.start for part in parts]), _joined([part.end for part in parts]))
 

@@ -14,7 +14,7 @@ from dynaxx.kernels.reference.tokens import token_mask
 from dynaxx.layout.tokens import TokenSpans
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing.cases import make_qkv
-from dynaxx.testing.native import random_choices
+from dynaxx.testing.nsa import random_choices
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
 
 

@@ -13,7 +13,7 @@ from dynaxx.ops import nsa as native
 from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention, select_native
 from dynaxx.ops.selected import nsa_problem, selected_attention
 from dynaxx.patterns.compressed import Compressed
-from dynaxx.testing.native import random_selected_case
+from dynaxx.testing.nsa import random_selected_case
 from nsa_oracle import nsa_oracle, windows_of
 
 SMALL = NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=13)

@@ -11,7 +11,7 @@ import dynaxx as dx
 from dynaxx.patterns.local import SlidingWindow
 from dynaxx.patterns.packed import packed_layout
 from dynaxx.testing import make_qkv
-from dynaxx.testing.native import random_selected_case
+from dynaxx.testing.nsa import random_selected_case
 from dynaxx.testing.oracle import error_reports, oracle_attention
 from dynaxx.testing.rounding import rounding_errors
 

@@ -16,7 +16,7 @@ from dynaxx.kernels.triton.nsa import operators as native
 from dynaxx.layout.nsa import NativeSizes, native_spans
 from dynaxx.ops.nsa import compress, native_sparse_attention
 from dynaxx.testing import make_qkv
-from dynaxx.testing.native import random_selected_case
+from dynaxx.testing.nsa import random_selected_case
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.policy_events import Announcer
+from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
 from dynaxx.kernels import cpu
 from dynaxx.layout import BlockLayout
@@ -81,7 +81,7 @@ class OpenVinoHandle:
         self._deployed = Deployed(policy, numbers, Background(partial(numbers.failed, "guard")), native=True)
         self._causal: dict[int, bool] = {}  # whether a mask is causal, by its address, from the pass's first layer
         self._said: set[str] = set()
-        Announcer(numbers).in_force(self._deployed)
+        PolicyEvents(numbers).in_force(self._deployed)
 
     @property
     def policy(self) -> Policy:

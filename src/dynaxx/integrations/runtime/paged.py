@@ -127,7 +127,7 @@ class Softmax(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SequenceRow:
     """One sequence of a step, in tokens. Its queries are the last of its keys."""
 
     index: int  # row of the page table
@@ -154,14 +154,14 @@ class Sequences:
     def __init__(self, page_table: Tensor, seqused_k: Tensor, starts: Sequence[int], seqlens_k: Sequence[int]) -> None:
         self.page_table = page_table
         self.seqused_k = seqused_k
-        self._parts: dict[tuple[tuple[Row, ...], int], Part] = {}
+        self._parts: dict[tuple[tuple[SequenceRow, ...], int], Part] = {}
         self.rows = tuple(
-            Row(index, starts[index], starts[index + 1] - starts[index], seqlen_k)
+            SequenceRow(index, starts[index], starts[index + 1] - starts[index], seqlen_k)
             for index, seqlen_k in enumerate(seqlens_k)
             if starts[index + 1] > starts[index]  # skip padding
         )
 
-    def part(self, rows: Sequence[Row], batch: int = 0) -> Part:
+    def part(self, rows: Sequence[SequenceRow], batch: int = 0) -> Part:
         """Return some sequences with equal numbers of queries. The result is cached, so that layers share it.
 
         Args:
@@ -211,7 +211,7 @@ def on_device(numbers: Any, device: torch.device) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, pages: AnyPages, sequences: Sequences, rows: Sequence[Row], softmax: Softmax, out: Tensor
+    q: Tensor, pages: AnyPages, sequences: Sequences, rows: Sequence[SequenceRow], softmax: Softmax, out: Tensor
 ) -> None:
     """Attend to every visible key. Sequences with one query run in one call.
 

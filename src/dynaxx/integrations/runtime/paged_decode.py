@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.runtime.paged import AnyPages, Row, Sequences, Softmax
+from dynaxx.integrations.runtime.paged import AnyPages, SequenceRow, Sequences, Softmax
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
@@ -61,7 +61,7 @@ def decode(
     q: Tensor,
     pages: AnyPages,
     sequences: Sequences,
-    rows: Sequence[Row],
+    rows: Sequence[SequenceRow],
     plan: DecodePlan,
     summaries: PageSummaries | None,
     softmax: Softmax,

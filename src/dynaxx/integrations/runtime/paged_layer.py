@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import AnyPages, Row, Sequences, Softmax
+from dynaxx.integrations.runtime.paged import AnyPages, SequenceRow, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, is_step, route
@@ -26,9 +26,9 @@ Watcher = Callable[[int, BlockLayout], None]
 class Split(NamedTuple):
     """The sequences of a step that a layer runs sparse, and the dense ones by reason."""
 
-    sparse: tuple[Row, ...]  # prompts and their chunks, by the prefill rule
-    decode: tuple[Row, ...]  # a few queries over pages that the decode rule chooses
-    dense: tuple[Row, ...]
+    sparse: tuple[SequenceRow, ...]  # prompts and their chunks, by the prefill rule
+    decode: tuple[SequenceRow, ...]  # a few queries over pages that the decode rule chooses
+    dense: tuple[SequenceRow, ...]
     reasons: dict[DenseReason, int]
 
     @property
@@ -99,7 +99,7 @@ class Step:
         # The length of a sequence only grows, so one border suffices for hysteresis.
         rules = self.deployed.rules_of(layer)
         state = self.deployed.state(layer, blocked)._replace(was_long=False, decode_was_long=False)
-        by_route: dict[Route, list[Row]] = {each: [] for each in Route}
+        by_route: dict[Route, list[SequenceRow]] = {each: [] for each in Route}
         reasons = Counter[DenseReason]()
         for row in self.sequences.rows:
             lengths = Lengths(row.seqlen_q, row.seqlen_k, is_step(row.seqlen_q, row.seqlen_k))
@@ -195,7 +195,7 @@ class PagedLayer:
             return False
         return True
 
-    def _sparse_row(self, q: Tensor, pages: AnyPages, step: Step, row: Row, out: Tensor) -> None:
+    def _sparse_row(self, q: Tensor, pages: AnyPages, step: Step, row: SequenceRow, out: Tensor) -> None:
         queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
         k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
         runs = plan if guard is None else guard.plan(self.index, plan)
@@ -217,7 +217,7 @@ class PagedLayer:
             return None
         return self._summaries.update(pages, step.sequences, plan.budget.bound)
 
-    def _sample_unseen(self, q: Tensor, pages: AnyPages, step: Step, row: Row) -> None:
+    def _sample_unseen(self, q: Tensor, pages: AnyPages, step: Step, row: SequenceRow) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
         guard = step.deployed.guard
         if guard is not None and guard.wants_call():

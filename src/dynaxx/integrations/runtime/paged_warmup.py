@@ -100,7 +100,7 @@ def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
             _run_decoding_step(plan, shape, decoding, each)
 
     if shape.device.type == "cuda":
-        from dynaxx.kernels.gpu.runtime.ahead import compile_ahead  # needs Triton
+        from dynaxx.kernels.gpu.runtime.compile_ahead import compile_ahead  # needs Triton
 
         try:
             compile_ahead(run, min(MOST_PROCESSES, os.cpu_count() or 1))

@@ -10,7 +10,7 @@ from dynaxx.policy import policy_digest
 from dynaxx.telemetry import Recorder
 
 
-class Announcer:
+class PolicyEvents:
     """Report changes of one model or engine to telemetry."""
 
     def __init__(self, numbers: Recorder) -> None:

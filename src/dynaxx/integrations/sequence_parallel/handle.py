@@ -24,7 +24,7 @@ from dynaxx.integrations.sequence_parallel.layer import SplitLayer, is_row_by_ro
 from dynaxx.integrations.transformers.decoder import Decoder, implementation, window_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.mask_rules import read_rule
-from dynaxx.integrations.transformers.native import BLOCK
+from dynaxx.integrations.transformers.own_pattern import BLOCK
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, resolve
 from dynaxx.policy.length import is_long
 from dynaxx.policy.rollout import Rollout

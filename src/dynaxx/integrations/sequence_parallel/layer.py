@@ -21,7 +21,7 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.arguments import Scores, sinks_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.mask_rules import MaskRule
-from dynaxx.integrations.transformers.native import pattern_of
+from dynaxx.integrations.transformers.own_pattern import pattern_of
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.ops import sparse_attention as attend_on_one_device

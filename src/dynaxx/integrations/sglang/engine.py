@@ -17,7 +17,7 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import Sequences, Softmax
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
-from dynaxx.integrations.runtime.policy_events import Announcer
+from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.policy import KILL_SWITCH, KillSwitch, ModelFacts, Policy, load_policy, policy_digest
 from dynaxx.telemetry import recorder
 from dynaxx.telemetry.snapshot import Snapshot
@@ -56,7 +56,7 @@ class Engine:
         self.path, self.layers = path, dict[int, PagedLayer]()
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.counts = Counts(numbers)
-        self._numbers, self._announcer = numbers, Announcer(numbers)
+        self._numbers, self._policy_events = numbers, PolicyEvents(numbers)
         reasons = refusals(policy, runner, share[1])
         if not reasons:
             background = Background(partial(numbers.failed, "guard"))
@@ -64,7 +64,7 @@ class Engine:
             reasons = deployed_refusals(self.deployed, runner, decode_graphs=decode_graphs)
         if reasons:
             raise UnsupportedInputError(f"{path} with {policy.model.model_type}", {"sglang": reasons})
-        self._announcer.in_force(self.deployed)
+        self._policy_events.in_force(self.deployed)
 
     @property
     def policy(self) -> Policy:
@@ -79,7 +79,7 @@ class Engine:
 
     def step(self, sequences: Sequences) -> Step:
         """Return a step with the policy and state that apply to it."""
-        return Step(sequences, self.deployed, killed=self._announcer.killed(self.kill_switch.engaged()))
+        return Step(sequences, self.deployed, killed=self._policy_events.killed(self.kill_switch.engaged()))
 
     def status(self) -> dict[str, Any]:
         """Return the state and the counts as plain data."""

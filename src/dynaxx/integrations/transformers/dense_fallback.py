@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynaxx.integrations.transformers.arguments import SINKS
 from dynaxx.integrations.transformers.lazy_mask import plain_mask
 from dynaxx.integrations.transformers.masks import Run
-from dynaxx.integrations.transformers.native import causal_layout
+from dynaxx.integrations.transformers.own_pattern import causal_layout
 from dynaxx.ops import sparse_attention
 
 Attention = Callable[..., Any]

@@ -27,7 +27,7 @@ from dynaxx.integrations.transformers.decode import CacheMemory
 from dynaxx.integrations.transformers.decoder import cache_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
-from dynaxx.integrations.transformers.native import NativePart
+from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
@@ -39,7 +39,7 @@ logger = logging.getLogger("dynaxx")
 
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
-NativeParts = Sequence[NativePart] | DenseReason  # the layouts of the model's own pattern, or why there are none
+NativeParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
 Place = tuple[int, Run | None]  # a sequence of a pass, by batch entry and run
 
 
@@ -167,7 +167,7 @@ class ForwardContext:
                 self._runs = causal_runs(seqlen_q, seqlen_k, mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 
-    def native_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], NativeParts]) -> NativeParts:
+    def own_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], NativeParts]) -> NativeParts:
         """Return the layouts of the model's own pattern, built once per mask."""
         known, of_mask = self._parts.get(key, (None, None))
         if known is None or (of_mask is not None and of_mask() is not mask):
@@ -196,7 +196,7 @@ class PassHooks:
         self._names = tuple(name for name in parameters if name not in rest)
         self._rest = rest[0] if rest else ""
         self._hooks: list[Any] = []
-        if rest:  # otherwise layers call `unannounced_pass`
+        if rest:  # otherwise layers call `unseen_pass`
             _HOOKS[body] = self
             self._hooks = [
                 body.register_forward_pre_hook(_start, with_kwargs=True),
@@ -233,7 +233,7 @@ _HOOKS: weakref.WeakKeyDictionary[nn.Module, PassHooks] = weakref.WeakKeyDiction
 def _start(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():  # layers of compiled models call `unannounced_pass`
+    if torch.compiler.is_compiling():  # layers of compiled models call `unseen_pass`
         return None
     hooks = _HOOKS.get(body)
     if hooks is None:  # a copy of a model with a policy
@@ -241,7 +241,7 @@ def _start(
     arguments = hooks.arguments(args, kwargs)
     try:
         current = hooks.starter.start_pass(arguments)
-    except Exception:  # the layers call `unannounced_pass` instead
+    except Exception:  # the layers call `unseen_pass` instead
         logger.warning("a forward pass could not be prepared", exc_info=True)
         return None
     current.arguments, current.dense_calls = arguments, Counter()

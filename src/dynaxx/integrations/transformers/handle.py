@@ -18,7 +18,7 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, comparing
-from dynaxx.integrations.runtime.policy_events import Announcer
+from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
 from dynaxx.integrations.transformers.batches.decode import BatchMemories
 from dynaxx.integrations.transformers.batching import continuous_batching, is_open
@@ -70,7 +70,7 @@ class Handle:
         self.faults: list[Callable[[int], None]] = []
         self._decoder = decoder.weak()  # weak, since the registry of layers must not keep a model alive
         self._numbers = recorder().bind(model_name=name or decoder.name)
-        self._announcer = Announcer(self._numbers)
+        self._policy_events = PolicyEvents(self._numbers)
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
@@ -96,7 +96,7 @@ class Handle:
         LAYERS.update(self._layers)
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread, if the decoder drops the keyword argument
-        self._announcer.in_force(self._deployed)
+        self._policy_events.in_force(self._deployed)
 
     @property
     def policy(self) -> Policy:
@@ -130,14 +130,14 @@ class Handle:
         """
         with self._deploying:
             if policy == self.policy:
-                self._announcer.unchanged()
+                self._policy_events.unchanged()
                 return False
             decoder = self._decoder()
             if decoder is None:
                 return False
             decoder.check(policy)
             self._deployed = self._ready(policy, self._deployed)
-        self._announcer.reloaded(self._deployed)
+        self._policy_events.reloaded(self._deployed)
         return True
 
     def shard(self, rank: int, ranks: int) -> None:
@@ -157,7 +157,7 @@ class Handle:
         """
         if self._follower is not None:
             self._follower.stop()
-        self._follower = PolicyFollower(path, self.replace, self._announcer.refused, interval=interval)
+        self._follower = PolicyFollower(path, self.replace, self._policy_events.refused, interval=interval)
         self._follower.check()
         self._follower.start()
         return self._follower
@@ -257,7 +257,7 @@ class Handle:
                 NAME,
             )
 
-    def unannounced_pass(self, layer: int) -> ForwardContext:
+    def unseen_pass(self, layer: int) -> ForwardContext:
         """Return the current pass of this thread, if the decoder passes none on. Layers run in ascending order."""
         before = getattr(self._own, "current", None)
         if before is None or layer <= before[0]:
@@ -275,7 +275,7 @@ class Handle:
         return choose(deployed.policy.rollout, said, lambda: next(self._unnamed), deployed.flags)
 
     def _is_killed(self) -> bool:
-        return self._announcer.killed(self.kill_switch.engaged())
+        return self._policy_events.killed(self.kill_switch.engaged())
 
     def drift(self) -> list[HeadDrift]:
         """Return the heads whose attention has drifted from the policy's reference, worst first."""
@@ -318,7 +318,7 @@ class Handle:
             self._statistics.stop()
         self.background.stop()
         if self.attached:
-            self._announcer.removed()
+            self._policy_events.removed()
         configs = {id(module.config) for module in self._layers}
         for module in self._layers:
             LAYERS.pop(module, None)

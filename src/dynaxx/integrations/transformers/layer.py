@@ -21,9 +21,9 @@ from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, DirectCall, ForwardContext
 from dynaxx.integrations.transformers.masks import Run
-from dynaxx.integrations.transformers.native import NativePart
+from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work, plan_call
-from dynaxx.integrations.transformers.repeats import prepare, recall
+from dynaxx.integrations.transformers.prepared_calls import prepare, restore_prepared
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.autocast import follow_autocast
 from dynaxx.policy import LayerPlan
@@ -94,7 +94,7 @@ class Layer:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) -> (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:
-            current = current or self.handle.unannounced_pass(self.index)
+            current = current or self.handle.unseen_pass(self.index)
             scores = Scores.of(kwargs)
             work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
         except Exception as error:  # an error in routing must not fail the request
@@ -207,7 +207,7 @@ class Layer:
         """Run a prepared call and return (B, Lq, Hq, D). None if there is none, or if something needs the layout."""
         handle, q, k, v = self.handle, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if work.prepared is None:
-            recall(current, self.index, work, scores, q, k, v)
+            restore_prepared(current, self.index, work, scores, q, k, v)
         prepared = work.prepared
         if prepared is None or handle.faults or handle.watchers or not prepared.serves(q, k, v, sinks):
             return None, None
@@ -325,7 +325,7 @@ class Layer:
         call.guard.take(self.index, q, k, v, part.scale, work.plans[b][i], None, None)
 
 
-def _run_parts(call: AttentionCall, parts: Sequence[NativePart]) -> Tensor:
+def _run_parts(call: AttentionCall, parts: Sequence[OwnPart]) -> Tensor:
     """Run the model's own pattern part by part, (B, Lq, Hq, D)."""
     q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
     outs: list[list[Tensor]] = []

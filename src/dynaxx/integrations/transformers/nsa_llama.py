@@ -19,7 +19,7 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.nsa_cache import NativeMemory
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.nn.compression import COMPRESSIONS
-from dynaxx.nn.native import NEAR_DENSE, NativeSparseAttention
+from dynaxx.nn.nsa import NEAR_DENSE, NativeSparseAttention
 from dynaxx.nn.projection import outside_of_graphs, rotate
 from dynaxx.ops.nsa_decode import native_decode
 

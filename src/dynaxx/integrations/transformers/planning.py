@@ -17,7 +17,7 @@ from dynaxx.integrations.transformers.decode import StepRows
 from dynaxx.integrations.transformers.dense_fallback import PlainMask
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
 from dynaxx.integrations.transformers.masks import Run, read_window
-from dynaxx.integrations.transformers.native import NativePart, parts_of_mask, parts_of_runs, parts_of_window
+from dynaxx.integrations.transformers.own_pattern import OwnPart, parts_of_mask, parts_of_runs, parts_of_window
 from dynaxx.ops.prepared.layer import Prepared
 from dynaxx.policy import LayerPlan
 
@@ -40,7 +40,7 @@ class Work:
     dense: PerRun[DenseReason | None] = ()  # why each run is dense; None if it runs by a rule
     plans: PerRun[LayerPlan] = ()  # the rule of each run
     rows: Ordered[StepRows] = ()  # the rows of a decoding step
-    parts: Ordered[NativePart] = ()  # layouts of the model's own pattern
+    parts: Ordered[OwnPart] = ()  # layouts of the model's own pattern
     argument: str = ""  # the name of an unsupported argument
     prepared: Prepared | None = None  # the call of later layers, prepared by the first one
     may_prepare: bool = True  # False after a call that cannot be prepared
@@ -199,7 +199,7 @@ def _native(
     scores: Scores,
     module: nn.Module,
     is_causal: bool | None,
-) -> Ordered[NativePart] | DenseReason:
+) -> Ordered[OwnPart] | DenseReason:
     """Return the layouts of the model's own pattern, or why the model's original attention must compute it."""
     seqlen_q, device = q.shape[2], q.device
     least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
@@ -212,12 +212,12 @@ def _native(
     if unserved not in (None, DenseReason.NOT_CAUSAL):
         return unserved
     key = ("native", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager, scores.window)
-    return current.native_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, unserved is None))
+    return current.own_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, unserved is None))
 
 
 def _make_parts(
     current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, causal: bool
-) -> Ordered[NativePart] | DenseReason:
+) -> Ordered[OwnPart] | DenseReason:
     (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
     asked = _asked_window(current, q, k, mask)
     if asked is not None:

@@ -20,7 +20,7 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import Sequences, Softmax
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step, Watcher
-from dynaxx.integrations.runtime.policy_events import Announcer
+from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.vllm.refusals import (
     config_refusals,
     deployed_refusals,
@@ -79,15 +79,15 @@ class Engine:
         self._numbers = recorder().bind(model_name=name, engine=str(_engine_number(vllm_config)))
         self._background = Background(partial(self._numbers.failed, "guard"))
         self.counts = Counts(self._numbers)
-        self._announcer = Announcer(self._numbers)
+        self._policy_events = PolicyEvents(self._numbers)
         self._deploying = threading.Lock()
         self._in_force: Deployed | None = None
         self._in_force = self._ready(policy)
         self._follower: PolicyFollower | None = None
         if os.environ.get(FOLLOW_VARIABLE) == "1":
-            self._follower = PolicyFollower(path, self.replace, self._announcer.refused)
+            self._follower = PolicyFollower(path, self.replace, self._policy_events.refused)
             self._follower.start()
-        self._announcer.in_force(self._deployed)
+        self._policy_events.in_force(self._deployed)
 
     @property
     def _deployed(self) -> Deployed:
@@ -150,7 +150,7 @@ class Engine:
 
     def step(self, sequences: Sequences) -> Step:
         """Return a step with the policy and state that apply to it."""
-        return Step(sequences, self._deployed, killed=self._announcer.killed(self.kill_switch.engaged()))
+        return Step(sequences, self._deployed, killed=self._policy_events.killed(self.kill_switch.engaged()))
 
     def replace(self, policy: Policy) -> bool:
         """Put another policy in force from the next step on.
@@ -165,7 +165,7 @@ class Engine:
         """
         with self._deploying:
             if policy == self.policy:
-                self._announcer.unchanged()
+                self._policy_events.unchanged()
                 return False
             deployed = self._ready(policy)
             new = sorted({*deployed.plans, *deployed.decode} - set(self.layers))
@@ -174,7 +174,7 @@ class Engine:
             if self.captured and deployed.decode != self._deployed.decode:
                 raise PolicyError("the decode rules differ from those in the captured CUDA graphs; restart the engine")
             self._in_force = deployed
-        self._announcer.reloaded(deployed)
+        self._policy_events.reloaded(deployed)
         return True
 
     def status(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.lab.bench import gpu_end_to_end as beside
+from dynaxx.lab.bench import gpu_end_to_end as end_to_end
 from dynaxx.lab.bench.bars import Report
 from dynaxx.lab.bench.gpu_bars import bars_of
 from dynaxx.lab.bench.gpu_peers import PEERS
@@ -81,12 +81,16 @@ def run_gpu_suite(
     found: dict[str, Any] = {"device": name, "versions": versions, "checks": checks, "rows": []}
     for workload in workloads:
         found["rows"] += time_workload(workload, device, seed, beside_ours, say)
-    for part, run in (("layouts", beside.time_layouts), ("host", beside.time_host), ("encoder", beside.time_encoder)):
+    for part, run in (
+        ("layouts", end_to_end.time_layouts),
+        ("host", end_to_end.time_host),
+        ("encoder", end_to_end.time_encoder),
+    ):
         if part in wanted:
             found[part] = run(device, say)
     if plot is not None:
-        found["growth"] = beside.time_growth(device, say)
-        write_text(plot, beside.draw_growth(found["growth"]))
+        found["growth"] = end_to_end.time_growth(device, say)
+        write_text(plot, end_to_end.draw_growth(found["growth"]))
     bars = bars_of(found)
     for bar in bars:
         say(str(bar))

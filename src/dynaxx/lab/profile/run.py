@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from dynaxx.integrations.transformers.apply_policy import refusals
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.attention_route import evaluating
-from dynaxx.lab.files import beside, explain_full_disk
+from dynaxx.lab.files import explain_full_disk, temporary_file
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.profile.clock import Clock, find_parts, instrumented
@@ -209,7 +209,7 @@ def _write_trace(path: Path, run: Callable[[], Any]) -> None:
     with profiler as recorded:
         run()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with beside(path) as folder, explain_full_disk(path):
+    with temporary_file(path) as folder, explain_full_disk(path):
         folder.mkdir()
         trace = folder / "trace.json"
         recorded.export_chrome_trace(str(trace))

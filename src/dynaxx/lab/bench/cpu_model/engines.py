@@ -49,7 +49,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Row:
+class EngineRow:
     """One engine in the table."""
 
     engine: str

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynaxx.lab.bench.cpu_model.engines import Given, NotHereError, Precision, Prefill, Row
+from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Precision, Prefill
 
 FILE_TYPES: dict[Precision, tuple[int, str]] = {"fp32": (0, "F32"), "bf16": (32, "BF16"), "int8": (7, "Q8_0")}
 BATCH = 512  # tokens per step, llama.cpp's default
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
 
 
-def llama_rows(precision: Precision) -> list[Row]:
+def llama_rows(precision: Precision) -> list[EngineRow]:
     """Return the row of llama.cpp for one precision; int8 stands for its Q8_0."""
-    return [Row("llama.cpp", "dense", precision, _made(precision), FILE_TYPES[precision][1])]
+    return [EngineRow("llama.cpp", "dense", precision, _made(precision), FILE_TYPES[precision][1])]
 
 
 def _made(precision: Precision) -> Callable[[Given], Prefill]:

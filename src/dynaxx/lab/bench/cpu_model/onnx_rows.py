@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dynaxx.integrations.onnx import OnnxModel, export_onnx
 from dynaxx.integrations.onnx.packages import require
-from dynaxx.lab.bench.cpu_model.engines import Attention, Given, NotHereError, Precision, Prefill, Row
+from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.policy import policy_digest
 
 
-def onnx_rows(precision: Precision) -> list[Row]:
+def onnx_rows(precision: Precision) -> list[EngineRow]:
     """Return the rows of ONNX Runtime for one precision; exports are in fp32."""
     kinds: tuple[Attention, ...] = ("dense", "exact", "policy") if precision == "fp32" else ()
-    return [Row("ONNX Runtime", kind, precision, _made(kind)) for kind in kinds]
+    return [EngineRow("ONNX Runtime", kind, precision, _made(kind)) for kind in kinds]
 
 
 def _made(attention: Attention) -> Callable[[Given], Prefill]:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from dynaxx.integrations.openvino import OpenVinoPrompts, cpu_config, insert_policy, to_openvino
 from dynaxx.integrations.openvino.packages import openvino
-from dynaxx.lab.bench.cpu_model.engines import Attention, Given, NotHereError, Precision, Prefill, Row
+from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.policy import Policy
 
 HINTS: dict[Precision, str] = {"fp32": "f32", "bf16": "bf16"}
 
 
-def openvino_rows(precision: Precision) -> list[Row]:
+def openvino_rows(precision: Precision) -> list[EngineRow]:
     """Return the rows of OpenVINO for one precision."""
     kinds: tuple[Attention, ...] = ("dense", "exact", "policy")
-    return [Row("OpenVINO", kind, precision, _made(precision, kind)) for kind in kinds]
+    return [EngineRow("OpenVINO", kind, precision, _made(precision, kind)) for kind in kinds]
 
 
 def _made(precision: Precision, attention: Attention) -> Callable[[Given], Prefill]:

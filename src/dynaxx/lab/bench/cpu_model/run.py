@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dynaxx.integrations.transformers import apply, model_facts
 from dynaxx.lab.bench.bars import Bar, Report
-from dynaxx.lab.bench.cpu_model.engines import Given, NotHereError, Precision, Prefill, Row
+from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.lab.bench.cpu_model.libraries import facts_of_torch, libraries_of_torch
 from dynaxx.lab.bench.cpu_model.llama_rows import llama_rows
 from dynaxx.lab.bench.cpu_model.onnx_rows import onnx_rows
@@ -128,8 +128,8 @@ def precisions() -> list[Precision]:
     return ["fp32", "bf16"] if facts["avx512_bf16"] or facts["amx"] else ["fp32"]
 
 
-def _wanted(only: Sequence[str]) -> dict[str, Row]:
-    rows: list[Row] = []
+def _wanted(only: Sequence[str]) -> dict[str, EngineRow]:
+    rows: list[EngineRow] = []
     for precision in precisions():
         rows += [*torch_rows(precision), *openvino_rows(precision), *onnx_rows(precision), *llama_rows(precision)]
     rows += llama_rows("int8")
@@ -137,7 +137,7 @@ def _wanted(only: Sequence[str]) -> dict[str, Row]:
     return {name: named[name] for name in (rows_named("only", only, list(named)) if only else named)}
 
 
-def _given(model: str, policy: str | Path | None, folder: Path, wanted: dict[str, Row]) -> tuple[Given, Tensor]:
+def _given(model: str, policy: str | Path | None, folder: Path, wanted: dict[str, EngineRow]) -> tuple[Given, Tensor]:
     needed = {"fp32", *(row.precision for row in wanted.values())}
     loaded = {name: load_model(model, dtype=dtype) for name, dtype in DTYPES.items() if name in needed}
     facts = model_facts(loaded["fp32"].model)
@@ -165,10 +165,10 @@ def _source(model: str) -> Path | None:
 
 
 def _ready(
-    wanted: dict[str, Row], given: Given, prompt: Tensor, say: Report
-) -> tuple[list[tuple[Row, Prefill]], list[dict[str, Any]]]:
+    wanted: dict[str, EngineRow], given: Given, prompt: Tensor, say: Report
+) -> tuple[list[tuple[EngineRow, Prefill]], list[dict[str, Any]]]:
     """Make each engine and check it; also say which are not here."""
-    ready: list[tuple[Row, Prefill]] = []
+    ready: list[tuple[EngineRow, Prefill]] = []
     missing = []
     known: Known = {}
     for name, row in wanted.items():
@@ -184,7 +184,7 @@ def _ready(
     return ready, missing
 
 
-def check(row: Row, run: Prefill, given: Given, prompt: Tensor, known: Known) -> float:
+def check(row: EngineRow, run: Prefill, given: Given, prompt: Tensor, known: Known) -> float:
     """Compare a row's last logits with transformers', dense or under the policy; return the relative difference.
 
     Args:
@@ -218,7 +218,7 @@ def _expected(by_policy: bool, given: Given, prompt: Tensor, known: Known) -> tu
 
 
 def _time(
-    ready: list[tuple[Row, Prefill]], prompt: Tensor, seqlen: int, rounds: int, turn: Turn, say: Report
+    ready: list[tuple[EngineRow, Prefill]], prompt: Tensor, seqlen: int, rounds: int, turn: Turn, say: Report
 ) -> list[dict[str, Any]]:
     """Time the rows of each precision in turns."""
     if seqlen > prompt.shape[1]:

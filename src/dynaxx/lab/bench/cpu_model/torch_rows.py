@@ -12,18 +12,19 @@ from typing import Any
 
 from dynaxx.integrations.onednn import use_onednn
 from dynaxx.integrations.transformers import apply
-from dynaxx.lab.bench.cpu_model.engines import Attention, Given, Precision, Prefill, Row, prefill_of
+from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, Precision, Prefill, prefill_of
 
 
-def torch_rows(precision: Precision) -> list[Row]:
+def torch_rows(precision: Precision) -> list[EngineRow]:
     """Return the rows of torch for one precision."""
     rows = [
-        Row("transformers", "dense", precision, _made(precision, "dense", best=False)),
-        Row("transformers", "policy", precision, _made(precision, "policy", best=False)),
+        EngineRow("transformers", "dense", precision, _made(precision, "dense", best=False)),
+        EngineRow("transformers", "policy", precision, _made(precision, "policy", best=False)),
     ]
     best: tuple[Attention, ...] = ("dense", "exact", "policy")
     return rows + [
-        Row("torch at its best", attention, precision, _made(precision, attention, best=True)) for attention in best
+        EngineRow("torch at its best", attention, precision, _made(precision, attention, best=True))
+        for attention in best
     ]
 
 

@@ -62,11 +62,11 @@ def run(
     plan: TuneSettings,
     *,
     progress: Progress | None = None,
-    announce: Callable[[str], object] = lambda line: None,
+    say_verdict: Callable[[str], object] = lambda line: None,
 ) -> PipelineResult:
     """Run every step of `plan` that is neither skipped nor done, and write each result at once.
 
-    `announce` is called after the profile with the first verdict, whether sparse attention can be worth it.
+    `say_verdict` is called after the profile with the first verdict, whether sparse attention can be worth it.
 
     Raises:
         ValueError: a step refuses the settings or the text.
@@ -76,7 +76,7 @@ def run(
         task.advance(0, "profile: where the time goes")
         profiled = clock.timed("profile", steps.profile)
         if profiled is not None:
-            announce(f"first verdict: {profiled['verdict']}")
+            say_verdict(f"first verdict: {profiled['verdict']}")
         task.advance(SHARES["profile"], "analyze: where the heads attend")
         analyzed = clock.timed("analyze", steps.analyze)
         task.advance(SHARES["analyze"], "tune: the sparsest policy that keeps quality")

@@ -14,7 +14,7 @@ import dynaxx as dx
 import families
 from dynaxx.integrations.transformers import border, lazy_mask, mask_rules
 from dynaxx.integrations.transformers.masks import causal_runs, read_mask
-from dynaxx.integrations.transformers.native import parts_of_mask
+from dynaxx.integrations.transformers.own_pattern import parts_of_mask
 from families import FAMILIES, PAGE, REFUSED
 
 transformers = pytest.importorskip("transformers")

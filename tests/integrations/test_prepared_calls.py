@@ -7,7 +7,7 @@ from test_transformers import SPARSE, llama, logits, policy_for, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import layer as layers
-from dynaxx.integrations.transformers import repeats
+from dynaxx.integrations.transformers import prepared_calls
 from dynaxx.ops.prepared import layer as prepared
 from dynaxx.policy import Guard
 from dynaxx.telemetry import Recorder, use
@@ -29,7 +29,7 @@ def repeated(monkeypatch):
         return prepared.Prepared(q, k, v, "cpu", call, None, ())
 
     monkeypatch.setattr(prepared, "_repeats", prepared._is_plain)
-    monkeypatch.setattr(repeats, "prepare_rule", prepare_rule)
+    monkeypatch.setattr(prepared_calls, "prepare_rule", prepare_rule)
     call = lambda self, q, k, v, sinks: self._call(self._given, q, k, v, sinks, *self._settings)[0]
     monkeypatch.setattr(prepared.Prepared, "__call__", call)
     found, repeat = [], layers.Layer._repeat

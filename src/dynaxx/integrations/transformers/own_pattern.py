@@ -22,7 +22,7 @@ BLOCK = {"cpu": 64, "cuda": 128}  # tokens per block of native layouts
 Window = tuple[int, int]  # keys visible before and after the query's own
 
 
-class NativePart(NamedTuple):
+class OwnPart(NamedTuple):
     """Some queries of a call and their layout over some keys."""
 
     entry: int | None  # batch entry; None for all
@@ -38,7 +38,7 @@ class NativePart(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = None) -> list[NativePart] | None:
+def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = None) -> list[OwnPart] | None:
     """Return layouts that show exactly the pairs of a mask, by entry and query, or None if no layout can.
 
     Args:
@@ -63,22 +63,22 @@ def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = 
     start = int(mask.request.get("kv_offset", 0))
     if not alone:
         layout = _layout(pattern_of(rule, used, start), rule, seqlen_q, used, shown, device)
-        return [NativePart(None, queries, keys, layout)]
+        return [OwnPart(None, queries, keys, layout)]
     parts = []
     for entry in range(batch):
         pattern = pattern_of(rule, used, start, entry)
         own = None if shown is None else shown[entry : entry + 1]
-        parts.append(NativePart(entry, queries, keys, _layout(pattern, rule, seqlen_q, used, own, device)))
+        parts.append(OwnPart(entry, queries, keys, _layout(pattern, rule, seqlen_q, used, own, device)))
     return parts
 
 
-def parts_of_window(window: Window, seqlen: int, device: torch.device) -> list[NativePart]:
+def parts_of_window(window: Window, seqlen: int, device: torch.device) -> list[OwnPart]:
     """Return the layout of a window over sequences without a mask."""
     layout = SlidingWindow(window).layout(seqlen, causal=False, block_size=BLOCK[device.type], device=device)
-    return [NativePart(None, slice(0, seqlen), slice(0, seqlen), layout)]
+    return [OwnPart(None, slice(0, seqlen), slice(0, seqlen), layout)]
 
 
-def parts_of_runs(runs: list[list[Run]], device: torch.device, window: int | None = None) -> list[NativePart]:
+def parts_of_runs(runs: list[list[Run]], device: torch.device, window: int | None = None) -> list[OwnPart]:
     """Return the layouts of causal sequences that were read from a mask.
 
     Args:
@@ -88,7 +88,7 @@ def parts_of_runs(runs: list[list[Run]], device: torch.device, window: int | Non
     """
     alike = all(entry == runs[0] for entry in runs)
     return [
-        NativePart(
+        OwnPart(
             None if alike else number,
             slice(run.q_start, run.q_stop),
             slice(run.k_start, run.k_stop),

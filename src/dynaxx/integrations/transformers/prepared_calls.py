@@ -23,7 +23,9 @@ from dynaxx.policy import LayerPlan
 MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
 
 
-def recall(current: ForwardContext, layer: int, work: Work, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> None:
+def restore_prepared(
+    current: ForwardContext, layer: int, work: Work, scores: Scores, q: Tensor, k: Tensor, v: Tensor
+) -> None:
     """Set `work.prepared` to the call that an earlier pass prepared, if there is one.
 
     Args:

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
 from dynaxx.kernels.gpu.device import interpreted  # noqa: E402
-from dynaxx.kernels.gpu.runtime import ahead  # noqa: E402
+from dynaxx.kernels.gpu.runtime import compile_ahead as ahead  # noqa: E402
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher  # noqa: E402
 
 pytestmark = [
