@@ -33,6 +33,8 @@ from dynaxx.lab.tune.sensitivity import fisher_gradient
 NAME = "dynaxx_choices"
 PADDED = 64  # columns beside the values, aligned for matrix products
 SHOWN = 0.24  # density at which the table shows each kind of text
+ONE_BUDGET = ", one "  # in the name of a choice: one budget for all heads
+ALL_KINDS = ", all kinds"  # budgets from the costs on all kinds of text, the evaluated one included
 LAST = 64  # queries at the end that see everything
 GRIDS = {
     "share": (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0),
@@ -49,7 +51,8 @@ class Choice:
 
     Attributes:
         q_block, kv_block: tokens per block.
-        scorer: "mass" for true attention, "mean N" for mean queries of N tokens, "bound" for bounds of keys.
+        scorer: "mass" for true attention, "mean N" for mean queries of N tokens, "spread N" with the variance of their
+            logits, "bound" for bounds of keys.
         rule: "share" keeps a share of the visible blocks of every row, "top_p" blocks up to a share of the mass, "even"
             blocks with a multiple of the mass of an even spread.
         local: tokens before each q block that are always visible.
@@ -58,6 +61,10 @@ class Choice:
         values: whether a block's mass counts by the length of its mean value.
         last: queries at the end that see everything.
         decode: whether only queries of the second half choose, and all others see everything.
+        omitted: what stands in for omitted blocks in the same softmax: "" for nothing, "means" for the mean key and
+            value of each, "query" for what the row's mean query reads in them, with its logits, "query share" with its
+            share of the mass, "row" for what the row's middle query reads in them, with its share.
+        dense_layers: layers that see everything; negative ones count from the last.
     """
 
     q_block: int = 32
@@ -70,6 +77,27 @@ class Choice:
     values: bool = False
     last: int = LAST
     decode: bool = False
+    omitted: str = ""
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass
+class Dense:
+    """Queries, keys, values and the dense attention of a layer."""
+
+    q: torch.Tensor  # (H, N, D)
+    k: torch.Tensor  # (Hk, N, D)
+    v: torch.Tensor  # (Hk, N, D + PADDED), `with_ones` of the values
+    p: torch.Tensor  # (H, N, N)
+    scale: float
+
+    @property
+    def lse(self):
+        """(H, N): the logarithm of the sum of each row, from its largest probability."""
+        largest, where = self.p.max(-1)
+        keys = self.k.float().repeat_interleave(self.q.shape[0] // self.k.shape[0], 0)
+        found = keys.gather(1, where[..., None].expand(-1, -1, keys.shape[2]))
+        return (self.q.float() * found).sum(-1) * self.scale - largest.float().log()
 
 
 @dataclass
@@ -121,10 +149,14 @@ def estimated(choice, q, k, scale):
     heads, tokens, dim = q.shape
     visible = grid_of(choice, tokens, q.device)[0]
     kind, _, size = choice.scorer.partition(" ")
-    if kind == "mean":
+    if kind in ("mean", "spread"):
         tile = int(size)
-        queries = q.view(heads, tokens // tile, tile, dim).mean(2) * (scale * choice.sharpness)
+        tiles = q.view(heads, tokens // tile, tile, dim)
+        queries = tiles.mean(2) * (scale * choice.sharpness)
         logits = torch.matmul(queries.view(k.shape[0], -1, dim), k.transpose(1, 2)).view(heads, -1, tokens)
+        if kind == "spread":  # the mean of an exponential of normal logits; dimensions count as independent
+            spread = tiles.var(2) * (scale * choice.sharpness) ** 2 / 2
+            logits += torch.matmul(spread.view(k.shape[0], -1, dim), k.square().transpose(1, 2)).view_as(logits)
         ends = (torch.arange(tokens // tile, device=q.device) + 1) * tile
         logits.masked_fill_(torch.arange(tokens, device=q.device) >= ends[:, None], -torch.inf)
         mass = torch.softmax(logits, -1).view(heads, tokens // tile, -1, choice.kv_block).sum(-1)
@@ -174,14 +206,59 @@ def kept_blocks(choice, values, amounts, tokens):
     return chosen & visible & (amounts >= 0)
 
 
-def attend(p, v, blocks, choice):
-    """Return the output (H, N, D) fp32 of dense attention p masked to blocks. `v` is `with_ones` of the values."""
+def attend(dense, blocks, choice):
+    """Return the output (H, N, D) fp32 of dense attention masked to blocks, with what stands in for the others."""
+    p, v = dense.p, dense.v
     heads, tokens, _ = p.shape
     tiles = p.view(heads, tokens // choice.q_block, choice.q_block, -1, choice.kv_block)
     masked = tiles if blocks is None else tiles * blocks[:, :, None, :, None].to(p.dtype)
     out = torch.matmul(masked.view(v.shape[0], -1, tokens), v).view(heads, tokens, -1).float()
     dim = v.shape[2] - PADDED
+    if blocks is not None and choice.omitted:
+        out = out + stand_ins(dense, blocks, choice, out[..., dim : dim + 1])
     return out[..., :dim] / out[..., dim : dim + 1].clamp(min=1e-30)
+
+
+def grouped(weights, values):
+    """Return (H, M, K) weights times (Hk, K, D) values, (H, M, D) fp32."""
+    found = torch.matmul(weights.to(values.dtype).reshape(values.shape[0], -1, weights.shape[2]), values)
+    return found.view(*weights.shape[:2], -1).float()
+
+
+def stand_ins(dense, blocks, choice, mass):
+    """Return what omitted blocks contribute beside the visible mass (H, N, 1) of each query: (H, N, D + PADDED)."""
+    heads, tokens, dim = dense.q.shape
+    rows = tokens // choice.q_block
+    omitted = grid_of(choice, tokens, mass.device)[0] & ~blocks
+    spread = lambda found: found.repeat_interleave(choice.q_block, 1)
+    if choice.omitted == "means":
+        mean = lambda x: x.float().view(x.shape[0], -1, choice.kv_block, x.shape[2]).mean(2)
+        logits = grouped(dense.q.float(), mean(dense.k).transpose(1, 2).contiguous()) * dense.scale
+        weights = (logits + math.log(choice.kv_block) - dense.lse[..., None]).exp() * spread(omitted)
+        return grouped(weights, mean(dense.v))
+    tokens_of = omitted.repeat_interleave(choice.kv_block, 2)
+    if choice.omitted == "row":
+        at = torch.arange(rows, device=mass.device) * choice.q_block + choice.q_block // 2
+        found = grouped(dense.p[:, at] * tokens_of, dense.v)
+        share = found[..., dim : dim + 1]
+        return spread(found / (1 - share).clamp(min=1e-6)) * mass
+    queries = dense.q.float().view(heads, rows, choice.q_block, dim).mean(2) * dense.scale
+    logits = grouped(queries, dense.k.float().transpose(1, 2).contiguous())
+    ends = (torch.arange(rows, device=mass.device) + 1) * choice.q_block
+    logits.masked_fill_(torch.arange(tokens, device=mass.device) >= ends[:, None], -torch.inf)
+    total = logits.logsumexp(-1, keepdim=True)
+    found = grouped((logits - total).exp() * tokens_of, dense.v)
+    if choice.omitted == "query":
+        return spread(found) * (spread(total) - dense.lse[..., None]).exp()
+    share = found[..., dim : dim + 1]
+    return spread(found / (1 - share).clamp(min=1e-6)) * mass
+
+
+def extra_pairs(choice, density):
+    """Return the pairs that stand-ins cost, as a density."""
+    if not choice.omitted:
+        return 0.0
+    return (1 - density) / choice.kv_block if choice.omitted == "means" else 1 / choice.q_block
 
 
 def with_ones(v):
@@ -211,8 +288,10 @@ def losses_of(model, ids, plan):
             blocks = kept if blocks is None else blocks | kept
         visible, _, count = grid_of(plan.choices[0], tokens, q.device)
         rows = slice(len(count) // 2, None) if plan.choices[0].decode else slice(None)
-        visited.append(blocks[:, rows].sum((1, 2)) / visible[rows].sum())
-        return attend(p, with_ones(v), blocks, plan.choices[0]).transpose(0, 1)[None].to(query.dtype), None
+        share = blocks[:, rows].sum((1, 2)) / visible[rows].sum()
+        visited.append(share + extra_pairs(plan.choices[0], share))
+        dense = Dense(q, k, with_ones(v), p, scale)
+        return attend(dense, blocks, plan.choices[0]).transpose(0, 1)[None].to(query.dtype), None
 
     with routed(model, NAME, run):
         losses = token_losses(model, ids)[0]
@@ -225,7 +304,8 @@ def costs_of(model, ids, choices, seed=0):
     found = {choice: [None] * layers for choice in choices}
 
     def run(module, query, key, value, attention_mask, **kwargs):
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
         out = out.transpose(1, 2)
         if not out.requires_grad:
             out.requires_grad_()
@@ -240,8 +320,9 @@ def costs_of(model, ids, choices, seed=0):
         scale, tokens = q.shape[2] ** -0.5, q.shape[1]
         p = probabilities(q, k, scale)
         half = torch.float16 if p.is_cuda else p.dtype
-        small, ones = p.to(half), with_ones(v).to(half)  # half precision: errors of 5e-4 are small beside the costs
-        out = attend(small, ones, None, choices[0])
+        # half precision: errors of 5e-4 are small beside the costs
+        dense = Dense(q, k, with_ones(v).to(half), p.to(half), scale)
+        out = attend(dense, None, choices[0])
         for choice in choices:
             visible, _, count = grid_of(choice, tokens, q.device)
             values = ranked(choice, q, k, v, p, scale)
@@ -249,9 +330,10 @@ def costs_of(model, ids, choices, seed=0):
             loss, density = [], []
             for amount in GRIDS[choice.rule]:
                 blocks = kept_blocks(choice, values, torch.full((q.shape[0],), amount), tokens)
-                delta = attend(small, ones, blocks, choice) - out
+                delta = attend(dense, blocks, choice) - out
                 loss.append(((delta * grad).sum(-1).double() ** 2).sum(1) / (2 * tokens))
-                density.append(blocks[:, rows].sum((1, 2)).double() / visible[rows].sum())
+                share = blocks[:, rows].sum((1, 2)).double() / visible[rows].sum()
+                density.append(share + extra_pairs(choice, share))
             found[choice][layer] = torch.stack(loss).cpu(), torch.stack(density).cpu()
 
     learning = [each for each in model.parameters() if each.requires_grad]
@@ -268,9 +350,17 @@ def costs_of(model, ids, choices, seed=0):
     }
 
 
+def measured(choice):
+    """Return the choice whose costs serve a choice."""
+    return replace(choice, dense_layers=())
+
+
 def allocation(choices, costs, density, kv_heads):
     """Return the amounts (choices, layers, heads) of the best allocation at a mean density."""
-    loss, visited = (torch.cat([costs[choice][i] for choice in choices]) for i in (0, 1))  # (candidates, layers, heads)
+    loss, visited = (torch.cat([costs[measured(each)][i] for each in choices]) for i in (0, 1))
+    for layer in choices[0].dense_layers:  # loss and visited are (candidates, layers, heads)
+        loss = loss.clone()
+        loss[:, layer] += torch.where(visited[:, layer] < visited[:, layer].amax(0), 1e3, 0.0)
     heads = loss.shape[2]
     tied = choices[0].group
     if tied:
@@ -309,11 +399,11 @@ def mean_costs(costs, kinds):
     }
 
 
-def curve(model, choices, costs, texts, dense, args, uniform=False):
+def curve(model, choices, costs, texts, dense, args, name):
     """Return the trials around the density at which the worst kind rises by the tolerance, from dense to sparse."""
     trials, at = {}, START[choices[0].decode]
     while 0 <= at < len(DENSITIES) and at not in trials:
-        trials[at] = trial(model, choices, costs, texts, dense, DENSITIES[at], uniform)
+        trials[at] = trial(model, choices, costs, texts, dense, DENSITIES[at], name)
         above = trials[at]["rise"] > args.tolerance
         if not above and trials[at]["density"] > 1.3 * trials[at]["target"]:
             break  # no fewer blocks can be had
@@ -321,12 +411,12 @@ def curve(model, choices, costs, texts, dense, args, uniform=False):
     return [trials[at] for at in sorted(trials)]
 
 
-def trial(model, choices, costs, texts, dense, density, uniform):
-    """Return the rise on each kind of text with budgets from the others at a density."""
+def trial(model, choices, costs, texts, dense, density, name):
+    """Return the rise on each kind of text at a density, with budgets from the others, or from all for `ALL_KINDS`."""
     kinds, visited = {}, {}
     for kind in texts:
-        others = mean_costs(costs, [each for each in texts if each != kind] or [kind])
-        if uniform:
+        others = mean_costs(costs, [each for each in texts if each != kind or ALL_KINDS in name] or [kind])
+        if ONE_BUDGET in name:
             amounts = uniform_amounts(choices[0], others, density)
         else:
             amounts = allocation(choices, others, density, model.config.num_key_value_heads)
@@ -410,7 +500,50 @@ DECODE = {
     "bounds, top-p, pages of 16": (replace(PAGE, rule="top_p", scorer="bound 0.5", kv_block=16),),
     "bounds, top-p, pages of 64": (replace(PAGE, rule="top_p", scorer="bound 0.5", kv_block=64),),
 }
-STUDIES = {"bounds": BOUNDS, "scored": SCORED, "decode": DECODE}
+TILES = {
+    "true mass, columns 32 x 1": (replace(MASS, kv_block=1),),
+    "true mass, columns 32 x 4": (replace(MASS, kv_block=4),),
+    "true mass, columns 32 x 8": (replace(MASS, kv_block=8),),
+    "true mass, columns 32 x 16": (replace(MASS, kv_block=16),),
+    "true mass, columns 16 x 4": (replace(MASS, **{**TILE, "kv_block": 4}),),
+    "true mass, columns 64 x 1": (replace(MASS, q_block=64, kv_block=1),),
+    "true mass, 16 x 16": (replace(MASS, **TILE),),
+    "mean query, 32 x 32": (MEAN,),
+    "mean query, 32 x 32, all kinds": (MEAN,),
+    "mean query, columns 32 x 1": (replace(MEAN, kv_block=1),),
+    "mean query, columns 32 x 4": (replace(MEAN, kv_block=4),),
+    "mean query, columns 32 x 8": (replace(MEAN, kv_block=8),),
+    "mean query, columns 32 x 16": (replace(MEAN, kv_block=16),),
+    "mean query, columns 16 x 4": (replace(MEAN, scorer="mean 16", **{**TILE, "kv_block": 4}),),
+    "mean query, columns 64 x 1": (replace(MEAN, scorer="mean 64", q_block=64, kv_block=1),),
+    "mean query, 16 x 16": (replace(MEAN, scorer="mean 16", **TILE),),
+    "mean query, 16 x 16, all kinds": (replace(MEAN, scorer="mean 16", **TILE),),
+    "mean query, 64 x 64": (replace(MEAN, q_block=64, kv_block=64, scorer="mean 64"),),
+}
+FORMS = {
+    "mean query": (MEAN,),
+    "mean query, one budget": (MEAN,),
+    "mean query, last 32 queries": (replace(MEAN, last=32),),
+    "mean query, last 0 queries": (replace(MEAN, last=0),),
+    "mean query, 128 or 32 local tokens by head": (MEAN, replace(MEAN, local=0)),
+    "mean queries of 8 tokens": (replace(MEAN, scorer="mean 8", sharpness=0.9),),
+    "mean query and spread": (replace(MEAN, scorer="spread 32", sharpness=0.75),),
+    "mean query, spread or bounds by head": (
+        MEAN,
+        replace(MEAN, scorer="spread 32"),
+        replace(MEAN, scorer="bound 0.5"),
+    ),
+    "mean query by value": (replace(MEAN, values=True),),
+    "mean query, mean keys and values stand in": (replace(MEAN, omitted="means"),),
+    "mean query, what it reads stands in": (replace(MEAN, omitted="query"),),
+    "mean query, what the middle query reads stands in": (replace(MEAN, omitted="row"),),
+    "true mass, mean keys and values stand in": (replace(MASS, omitted="means"),),
+    "mean query, first layer dense": (replace(MEAN, dense_layers=(0,)),),
+    "mean query, first two layers dense": (replace(MEAN, dense_layers=(0, 1)),),
+    "mean query, last layer dense": (replace(MEAN, dense_layers=(-1,)),),
+    "mean query, first and last layer dense": (replace(MEAN, dense_layers=(0, -1)),),
+}
+STUDIES = {"tiles": TILES, "forms": FORMS, "bounds": BOUNDS, "scored": SCORED, "decode": DECODE}
 
 
 def flat(rows):
@@ -439,6 +572,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--cost-tokens", type=int, default=None, help="length of the texts for costs, default --tokens")
     parser.add_argument("--stretches", type=int, default=2, help="held-out stretches of each kind")
+    parser.add_argument("--cost-stretches", type=int, default=1, help="stretches of each kind for costs")
     parser.add_argument("--study", action="append", choices=[*STUDIES], default=None)
     parser.add_argument("--only", default="", help="names of choices that contain one of these words, by ;")
     parser.add_argument("--texts", type=Path, default=None, help="folder of KIND.txt instead of the built-in texts")
@@ -464,7 +598,8 @@ def main():
     parts = {kind: split_text(text(kind)) for kind in kinds}
     texts = {kind: stretches(tokenizer, parts[kind].held_out, args.tokens, args.stretches) for kind in kinds}
     tune_on = {
-        kind: stretches(tokenizer, parts[kind].calibration, args.cost_tokens or args.tokens, 1) for kind in kinds
+        kind: stretches(tokenizer, parts[kind].calibration, args.cost_tokens or args.tokens, args.cost_stretches)
+        for kind in kinds
     }
     found = {name: each for study in args.study or STUDIES for name, each in
              ((f"{study}: {name}", choices) for name, choices in STUDIES[study].items())}  # fmt: skip
@@ -487,9 +622,11 @@ def main():
                 break
             some = {name: found[name] for name in names[at : at + args.together]}
             try:
-                missing = {c: None for each in some.values() for c in each if c not in costs[kinds[0]]}
+                missing = {measured(c): None for each in some.values() for c in each}
+                missing = {c: None for c in missing if c not in costs[kinds[0]]}
                 for kind in kinds if missing else ():
-                    costs[kind] |= costs_of(model, tune_on[kind][0], list(missing))
+                    each = [costs_of(model, ids, list(missing), seed) for seed, ids in enumerate(tune_on[kind])]
+                    costs[kind] |= mean_costs(dict(enumerate(each)), list(range(len(each))))
             except (RuntimeError, ValueError) as error:
                 print(list(some), "FAILED", str(error)[:300], flush=True)
                 continue
@@ -498,7 +635,7 @@ def main():
                 if time.monotonic() - started > args.seconds:
                     break
                 try:
-                    trials = curve(model, choices, costs, texts, dense, args, ", one " in name)
+                    trials = curve(model, choices, costs, texts, dense, args, name)
                 except (RuntimeError, ValueError) as error:
                     print(name, "FAILED", str(error)[:300], flush=True)
                     continue

@@ -4,7 +4,9 @@
     python benchmarks/quality/tasks.py smollm2 --tokens 1024 --density 0.35 --samples 2 --json
 
 Each method runs in every layer that sees its whole context, at one budget for all heads, except "tuned", whose budgets
-come from the costs of the heads. Finished rows are stored in `--state`, so an interrupted run continues.
+come from the costs of the heads, on texts or on texts and on other samples of the tasks. Finished rows are stored in
+`--state`, so an interrupted run continues; several processes share the tasks with a state each, and `--show` prints
+the rows of all.
 """
 
 import argparse
@@ -19,9 +21,11 @@ import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import apply, model_facts
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
+from dynaxx.lab.perplexity import token_losses
 from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
-from dynaxx.lab.tasks.suite import named_tasks
+from dynaxx.lab.tasks.suite import DEFINITIONS, make_task, named_tasks
 from dynaxx.lab.texts import encode, load_text, split_text
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
@@ -35,6 +39,7 @@ UNIFORM = {
     "bounds of keys (Quest)": dx.MinMax(),
     "mean query": dx.MeanQuery(),
 }
+COST_TASKS = "niah_multikey_1,niah_multivalue,vt,cwe,qa_1"
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt,cwe"
 
 
@@ -72,18 +77,61 @@ def uniform_policies(model, tokens, density):
         yield name, policy_of(model, [dx.Rule.of(rule)]), found
 
 
-def tuned_policy(model, ids, density):
-    """Return a policy whose budgets come from the costs of the heads on a text, and its density there."""
-    scorer = dx.MeanQuery()
-    rule = lambda budget: rule_of(scorer, budget, BLOCK, 64, (ids.shape[1] - 1) // BLOCK // 2)
-    measured = measure_head_costs(model, ids, [rule(budget) for budget in BUDGETS], block_size=BLOCK)
+def head_costs(model, ids, rules, last=None):
+    """Return the costs of budgets on a text, or on a prompt whose `last` tokens count."""
+    measured = measure_head_costs(model, ids, rules, block_size=BLOCK, last=last)
     plain = Costs.plain(measured)
-    costs = Costs(
+    scorer = dx.MeanQuery()
+    return Costs(
         tuple(plain["layers"]), {scorer: torch.tensor(plain["density"])}, {scorer: torch.tensor(plain["loss"])}
     )
+
+
+def budget_rules(tokens, budgets):
+    return [rule_of(dx.MeanQuery(), budget, BLOCK, 64, tokens // BLOCK // 2) for budget in budgets]
+
+
+def tuned_policy(model, costs, tokens, density):
+    """Return the policy of the smallest predicted loss at a density, and its density."""
+    scorer = dx.MeanQuery()
     found = Allocator(costs.density[scorer], costs.loss[scorer]).at(density)
-    rows = zip(costs.layers, costs.budgets(found.choice), strict=True)
-    return policy_of(model, [dx.Rule.of(rule(tuple(row)), layers=[layer]) for layer, row in rows]), found.density
+    rows = [tuple(row) for row in costs.budgets(found.choice)]
+    rules = zip(costs.layers, budget_rules(tokens, rows), strict=True)
+    return policy_of(model, [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules]), found.density
+
+
+def task_costs(model, tokenizer, text, names, tokens, samples, seed):
+    """Return the mean costs on samples of tasks, where only the answers' tokens count."""
+    haystack, found = Haystack(text), []
+    for name in names:
+        for index in range(samples):
+            sample = make_task(name, tokenizer, haystack, tokens, seed=seed, index=index)
+            ids = torch.cat([sample.prompt, sample.answer[None]], 1)
+            found.append(head_costs(model, ids, budget_rules(tokens, BUDGETS), last=len(sample.answer)))
+    return Costs.mean(found)
+
+
+def tuned_policies(model, tokenizer, texts, names, args):
+    """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
+    ids = [encode(tokenizer, each, args.tokens + 1) for each in texts]
+    by_text = Costs.mean([head_costs(model, each, budget_rules(args.tokens, BUDGETS)) for each in ids])
+    yield "tuned", *tuned_policy(model, by_text, args.tokens, args.density)
+    by_task = task_costs(model, tokenizer, texts[0], names, args.tokens, args.cost_samples, args.seed + 1000)
+    scorer = dx.MeanQuery()
+    share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
+    both = by_text._replace(loss={scorer: share(by_text) + share(by_task)})
+    yield "tuned on texts and tasks", *tuned_policy(model, both, args.tokens, args.density)
+
+
+def perplexity_rise(model, tokenizer, policy, texts, tokens):
+    """Return the relative rise of perplexity on each text."""
+    found = []
+    for text in texts:
+        ids = encode(tokenizer, text, tokens + 1)
+        before = token_losses(model, ids)
+        with apply(model, policy):
+            found.append(float((token_losses(model, ids) - before).double().mean().expm1()))
+    return found
 
 
 def run_method(model, tokenizer, policy, text, plan, dense, seed):
@@ -117,43 +165,76 @@ def flat(method, density, row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--text", default="pydoc")
+    parser.add_argument("--text", action="append", default=None, help="haystack and costs; further ones for costs")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--density", type=float, default=0.35)
     parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
+    parser.add_argument("--cost-samples", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--state", type=Path, default=Path("benchmarks-tasks-state.json"))
+    parser.add_argument("--only-policies", action="store_true", help="run no task, for a state to start others from")
+    parser.add_argument("--show", type=Path, nargs="+", help="print the rows of these states and measure nothing")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    model, tokenizer = load_model(options.model, device=options.device)
-    calibration, held_out = split_text(load_text(options.text))
-    ids = encode(tokenizer, calibration, options.tokens + 1)
-    names = named_tasks(tuple(options.tasks.split(",")))
-    settings = {name: getattr(options, name) for name in ("tokens", "density", "samples", "seed", "text")}
-    steps = Steps(options.state, fingerprint(model, ids, **settings))
+    args = parser.parse_args()
+    rows = stored_rows(args.show) if args.show else measured_rows(args)
+    print(json.dumps({"rows": rows}) if args.json else "\n".join(map(str, rows)))
+
+
+def stored_rows(paths):
+    """Return the rows of finished states."""
+    found = []
+    for path in paths:
+        results = json.loads(path.read_text("utf-8"))["results"]
+        for key in results:
+            task, _, name = key.partition(" ")
+            if task in DEFINITIONS:
+                found.append(flat(name, results[key][1], results[key][0]))
+    return found
+
+
+def measured_rows(args):
+    """Measure all methods on all tasks."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    model, tokenizer = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
+    parts = [split_text(load_text(each)) for each in args.text or ["pydoc"]]
+    texts, held_out = [each.calibration for each in parts], [each.held_out for each in parts]
+    ids = encode(tokenizer, texts[0], args.tokens + 1)
+    kept = ("tokens", "density", "samples", "seed", "dtype", "cost_tasks", "cost_samples")
+    steps = Steps(args.state, fingerprint(model, ids, **{name: getattr(args, name) for name in kept}))
     dense = DenseAnswers()
     rows = []
     with evaluating(model):
-        make = lambda: tuned_policy(model, ids, options.density)
-        tuned = steps.remember("tuned", lambda: [(found := make())[0].model_dump(mode="json"), found[1]])
-        methods = [("tuned, last 64 queries see everything", dx.Policy.model_validate(tuned[0]), tuned[1])]
-        methods += reversed([*uniform_policies(model, options.tokens, options.density)])
-        for task in names:  # task by task, so that a run that is stopped has whole tasks
-            plan = SuitePlan((task,), (options.tokens,), options.samples)
+        make = lambda: [
+            [name, policy.model_dump(mode="json"), density]
+            for name, policy, density in tuned_policies(
+                model, tokenizer, texts, named_tasks(tuple(args.cost_tasks.split(","))), args
+            )
+        ]
+        methods = [(name, dx.Policy.model_validate(p), density) for name, p, density in steps.remember("tuned", make)]
+        methods += reversed([*uniform_policies(model, args.tokens, args.density)])
+        for name, policy, _ in methods:
+            steps.remember(
+                f"perplexity {name}",
+                lambda policy=policy: perplexity_rise(model, tokenizer, policy, held_out, args.tokens),
+            )
+        tasks = () if args.only_policies else named_tasks(tuple(args.tasks.split(",")))
+        for task in tasks:  # a run that is stopped has whole tasks
+            plan = SuitePlan((task,), (args.tokens,), args.samples)
             for name, policy, _ in methods:
                 key = f"{task} {name}"
                 if key not in steps:
-                    found, density = run_method(model, tokenizer, policy, held_out, plan, dense, options.seed)
+                    found, density = run_method(model, tokenizer, policy, held_out[0], plan, dense, args.seed)
                     steps.remember(key, lambda found=found, density=density: [asdict(found[0]), density])
                 row, density = steps.remember(key, list)
                 rows.append(flat(name, density, row))
-    print(json.dumps({"rows": rows}) if options.json else "\n".join(map(str, rows)))
+    return rows
 
 
 if __name__ == "__main__":

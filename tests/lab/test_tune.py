@@ -23,6 +23,7 @@ from dynaxx.lab.tune import time_budget as budget_module
 from dynaxx.lab.tune import trials as trials_module
 from dynaxx.lab.tune.allocation import Allocator, lower_hull
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths, within
+from dynaxx.policy.decode import resolve_decode
 from tiny import TEXT, save_tiny_model
 
 
@@ -217,7 +218,11 @@ def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_pa
     found = run(out=tmp_path / "a", tolerance=0.9)
     policy = dx.load_policy(tmp_path / "a" / "policy.json")
     assert policy == found.policy
-    assert [rule.phase for rule in policy.rules] == ["decode"]  # prompts are not faster here
+    assert {rule.phase for rule in policy.rules} == {"decode"}  # prompts are not faster here
+    plans = resolve_decode(policy)
+    assert [plans[layer].budget.budgets for layer in (0, 1)] == [
+        row if len(set(row)) > 1 else row[:1] for row in found.decode.shares
+    ]
     assert policy.decode_borders == (256, None)
     assert found.decode.share == min(decode_module.SHARES)
     assert found.reference == "none: prompts run dense"
@@ -250,7 +255,7 @@ def test_captured_steps_decide_where_they_are_asked_to(loaded, monkeypatch):
     monkeypatch.setattr(decode_module, "_timed_in_a_graph", lambda model: True)
     monkeypatch.setattr(decode_module, "_decoded", lambda *given: torch.zeros(8))
     ids = torch.randint(3, 300, (1, 128))
-    tuned = partial(decode_module.tune_decode, loaded.model, [ids, ids], [0, 1], tolerance=0.1, page_size=16)
+    tuned = partial(decode_module.tune_decode, loaded.model, [ids, ids], [ids], [0, 1], tolerance=0.1, page_size=16)
     found = tuned(cuda_graph=True)
     assert (found.dense_below, found.cuda_graph, found.captured) == (256, True, tuple(captured))
     assert found.said.splitlines()[0].endswith("launched one by one at no length")

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find decode rules: the smallest share of a cache's pages that preserves the loss of tokens decoded one by one."""
+"""Find decode rules: the smallest share of a cache's pages that preserves the loss of tokens decoded one by one.
+
+A mean share is distributed among layers and kv heads by their costs (`page_costs`). Heads that attend to few pages
+leave theirs to the others.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,17 @@ from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.decode_speed import NO_PLANS, table, time_steps
-from dynaxx.patterns import Sink, SlidingWindow
+from dynaxx.lab.tune.page_costs import SHARES as PAGE_SHARES
+from dynaxx.lab.tune.page_costs import measure_page_costs, shares_of
+from dynaxx.lab.tune.sensitivity import HeadCosts
+from dynaxx.patterns import Pattern, Sink, SlidingWindow
 from dynaxx.selection import Hybrid, MinMax, TopK
 from dynaxx.selection.pages import PageBudget
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy, Rule
 
-SHARES = (0.5, 0.25, 0.125, 0.0625)  # shares of the pages, tried in this order
+SHARES = (0.5, 0.25, 0.125, 0.0625, 0.03125)  # mean shares of the pages, tried in this order
 STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
@@ -33,7 +40,7 @@ ERRORS = 2  # standard errors added to the rise of perplexity before the compari
 
 @dataclass(frozen=True)
 class DecodeTrial:
-    """One share of pages: the ratio of perplexities to dense decoding, its standard error, and whether it passed."""
+    """One mean share of pages: the ratio of perplexities to dense decoding, its error, and whether it passed."""
 
     share: float
     ratio: float
@@ -43,7 +50,7 @@ class DecodeTrial:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The tried shares, and timings at the chosen share. `dense_below` is None if no rule is written."""
+    """The tried shares, and timings at the chosen mean share. `dense_below` is None if no rule is written."""
 
     trials: tuple[DecodeTrial, ...]
     share: float | None
@@ -52,6 +59,7 @@ class DecodeResult:
     cuda_graph: bool  # whether the decision uses the captured steps
     dense_below: int | None
     said: str  # summary, with a table of launched and captured steps
+    shares: tuple[tuple[float, ...], ...] = ()  # the chosen shares, per layer and kv head
 
 
 def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
@@ -62,17 +70,37 @@ def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
         raise ValueError(f"`cuda_graph` needs a model on a GPU, got one on {model.device}")
 
 
-def decode_rule(share: float, layers: Sequence[int], page_size: int) -> Rule:
-    """Build the decode rule: the first page, the last `WINDOW` tokens, and a share of the pages between."""
+def decode_pattern(page_size: int) -> Pattern:
+    """Return what every head reads: the first page and the last `WINDOW` tokens."""
+    return Sink(page_size) | SlidingWindow(WINDOW)
+
+
+def decode_rules(shares: Sequence[Sequence[float]], layers: Sequence[int], group: int, page_size: int) -> list[Rule]:
+    """Build the decode rules of layers from the share of each kv head: `decode_pattern`, and a share of the pages.
+
+    Args:
+        shares: per layer and kv head.
+        layers: the layers.
+        group: q heads per kv head.
+        page_size: tokens per page.
+    """
     from dynaxx.policy import Rule
 
-    rule = Hybrid(Sink(page_size) | SlidingWindow(WINDOW), TopK(share, MinMax(bound=1.0)))
-    return Rule.of(rule, layers=layers, phase="decode", block_size=page_size)
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for layer, row in zip(layers, shares, strict=True):
+        alike.setdefault(tuple(row), []).append(layer)
+    rules = []
+    for row, same in alike.items():
+        budget = row[0] if len(set(row)) == 1 else tuple(share for share in row for _ in range(group))
+        rule = Hybrid(decode_pattern(page_size), TopK(budget, MinMax(bound=1.0)))
+        rules.append(Rule.of(rule, layers=same, phase="decode", block_size=page_size))
+    return rules
 
 
 def tune_decode(
     model: Any,
     texts: Sequence[Tensor],
+    cost_texts: Sequence[Tensor],
     layers: Sequence[int],
     *,
     tolerance: float,
@@ -87,6 +115,7 @@ def tune_decode(
     Args:
         model: a causal language model of transformers.
         texts: token ids, (1, tokens) each. The last tokens are decoded, all others prefilled densely.
+        cost_texts: other texts, (1, tokens) each, whose last tokens give the costs of heads.
         layers: layers that may decode by a budget.
         tolerance: allowed relative rise of perplexity.
         page_size: tokens per page.
@@ -100,6 +129,7 @@ def tune_decode(
     from dynaxx.policy import Policy
 
     facts = model_facts(model)
+    group = facts.q_heads // facts.kv_heads
     steps = min(STEPS, min(ids.shape[1] for ids in texts) // 4)
     caches: list[Any] = []
 
@@ -113,6 +143,8 @@ def tune_decode(
         pairs = zip(caches, batches, strict=True)
         return torch.cat([_decoded(model, cache, ids[:, -steps - 1 :], policy) for cache, ids in pairs]).tolist()
 
+    say("loss of each kv head")
+    costs = _costs(model, cost_texts, layers, page_size, steps, remember)
     say(f"decoding {len(texts) * steps} tokens densely")
     dense = torch.tensor(remember("decode dense", lambda: losses(None)))
     trials: list[DecodeTrial] = []
@@ -120,8 +152,9 @@ def tune_decode(
         if trials and not has_time():
             break
         say(f"decoding from {share:.1%} of the pages")
-        policy = Policy(model=facts, block_size=page_size, rules=(decode_rule(share, layers, page_size),))
-        got = torch.tensor(remember(f"decode {share}", lambda policy=policy: losses(policy)))  # type: ignore[misc]
+        rules = tuple(decode_rules(shares_of(costs, share), layers, group, page_size))
+        policy = Policy(model=facts, block_size=page_size, rules=rules)
+        got = torch.tensor(remember(f"decode by costs {share}", lambda policy=policy: losses(policy)))  # type: ignore[misc]
         change = (got - dense).double()
         mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
         passed = math.exp(mean + ERRORS * error) <= 1 + tolerance
@@ -133,7 +166,7 @@ def tune_decode(
         said = "no rule: no share of the pages stays within the tolerance"
         return DecodeResult(tuple(trials), None, (), (), cuda_graph, None, said)
     say("timing a step's attention")
-    budget = PageBudget.of(decode_rule(best.share, layers, page_size).attention.build())  # type: ignore[arg-type]
+    budget = PageBudget.of(Hybrid(decode_pattern(page_size), TopK(best.share, MinMax(bound=1.0))))
     eager = time_steps(model, facts, len(layers), budget, page_size)
     on_gpu = _timed_in_a_graph(model)
     captured = time_steps(model, facts, len(layers), budget, page_size, True) if on_gpu else []
@@ -144,7 +177,31 @@ def tune_decode(
         lines[0] += f"; {'launched one by one' if cuda_graph else 'in a CUDA graph'} "
         lines[0] += "at no length" if other is None else f"from {other:,} tokens"
     said = "\n".join(lines + table(eager, captured))
-    return DecodeResult(tuple(trials), best.share, tuple(eager), tuple(captured), cuda_graph, border, said)
+    shares = tuple(map(tuple, shares_of(costs, best.share)))
+    return DecodeResult(tuple(trials), best.share, tuple(eager), tuple(captured), cuda_graph, border, said, shares)
+
+
+def _costs(
+    model: Any,
+    texts: Sequence[Tensor],
+    layers: Sequence[int],
+    page_size: int,
+    steps: int,
+    remember: Callable[[str, Callable[[], Any]], Any],
+) -> list[list[HeadCosts]]:
+    """Return the costs of every share for the kv heads of all layers, for each text."""
+    budget = PageBudget.of(decode_pattern(page_size))
+    found = []
+    for index, ids in enumerate(texts):
+
+        def measured(ids: Tensor = ids) -> list[list[list[float]]]:
+            costs = measure_page_costs(model, ids, budget, page_size=page_size, steps=steps, layers=layers)
+            return [each.loss.tolist() for each in costs]
+
+        shares = torch.tensor(PAGE_SHARES, dtype=torch.float64)[:, None]
+        rows = [torch.tensor(loss, dtype=torch.float64) for loss in remember(f"page costs {index}", measured)]
+        found.append([HeadCosts(i, loss, shares.expand_as(loss)) for i, loss in zip(sorted(layers), rows, strict=True)])
+    return found
 
 
 def _timed_in_a_graph(model: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.tune.crossover import HYSTERESIS
-from dynaxx.lab.tune.decode import DecodeResult, decode_rule
+from dynaxx.lab.tune.decode import DecodeResult, decode_rules
 
 if TYPE_CHECKING:
     from dynaxx.lab.tune.result import TuneResult
@@ -68,9 +68,10 @@ def with_decode_rules(result: TuneResult, found: DecodeResult, page_size: int, c
             "perplexity_ratio": best.ratio,
             "perplexity_ratio_error": best.error,
         }
+        group = policy.model.q_heads // policy.model.kv_heads
         evidence = Evidence(what="decoding the end of the same texts", command=command, values=figures)
         policy = policy.replace(
-            rules=(*policy.rules, decode_rule(found.share, result.layers, page_size)),
+            rules=(*policy.rules, *decode_rules(found.shares, result.layers, group, page_size)),
             decode_dense_below=found.dense_below,
             evidence=(*policy.evidence, evidence),
         )

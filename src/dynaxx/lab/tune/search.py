@@ -307,6 +307,7 @@ class Search:
         found = tune_decode(
             self.model,
             [stretch.ids for stretch in self.texts.search],
+            [stretch.ids for stretch in self.texts.costs],
             result.layers,
             tolerance=self.tolerance,
             page_size=self.block_size,

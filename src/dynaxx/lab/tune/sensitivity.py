@@ -12,10 +12,11 @@ Shapes: N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from dynaxx.lab.attention_route import routed
@@ -47,6 +48,7 @@ def measure_head_costs(
     *,
     block_size: int,
     seed: int = 0,
+    last: int | None = None,
     done: Callable[[int], None] = lambda layer: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[HeadCosts]:
@@ -58,6 +60,7 @@ def measure_head_costs(
         candidates: hybrids with one budget for all heads.
         block_size: tokens per block.
         seed: seed for the sampled tokens of the gradient.
+        last: number of tokens at the end whose predictions count, for example a task's answer; all by default.
         done: a function that is called with the index of each finished layer.
         go_on: a function that is called before each layer except the first; if it returns False, the other layers get
             the mean of the measured ones.
@@ -87,9 +90,9 @@ def measure_head_costs(
         found.append(HeadCosts(layer, torch.stack(loss).cpu(), torch.stack(density).cpu()))
         done(layer)
 
-    with _probing(model, visit):
-        hidden = model.base_model(ids[:, :-1].to(model.device), use_cache=False)[0]
-        hidden.backward(fisher_gradient(model, hidden.detach(), seed))
+    with probing(model, visit):
+        hidden = hidden_states(model, ids[:, :-1])
+        hidden.backward(fisher_gradient(model, hidden.detach(), seed, last))
     if late:
         loss, density = (torch.stack([getattr(each, name) for each in found]).mean(0) for name in ("loss", "density"))
         found += [HeadCosts(layer, loss, density, measured=False) for layer in late]
@@ -113,11 +116,56 @@ def _head_density(layout: Any, heads: int) -> Tensor:
     return (layout.kv_num_blocks.sum((0, 2)).double() / max(1, visible)).expand(heads)
 
 
-def fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
-    """Return the gradient of the log-likelihoods of sampled tokens with respect to `hidden`, by chunks of logits."""
+def hidden_states(model: Any, ids: Tensor) -> Tensor:
+    """Return the final hidden states (1, N, hidden_size) with a graph for the backward pass.
+
+    On a GPU each decoder layer stores its input alone and runs again in the backward pass, if the model supports it.
+    The graph of all layers would take several times the memory of the weights.
+    """
+    ids = ids.to(model.device)
+    with _checkpointed(model) if ids.is_cuda else nullcontext():
+        hidden: Tensor = model.base_model(ids, use_cache=False)[0]
+    return hidden
+
+
+@contextmanager
+def _checkpointed(model: Any) -> Iterator[None]:
+    """Run decoder layers as checkpoints within the block.
+
+    transformers checkpoints layers in training mode. Only the layers themselves are in that mode here, so modules
+    inside them, such as dropout, are not.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer) and not each.training]
+    started = lambda embedding, given, out: out.requires_grad_()
+    hook = model.get_input_embeddings().register_forward_hook(started)  # a checkpoint needs an input with a gradient
+    stored = lambda run, *given: torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=True)
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing, layer.training = True, True
+            layer._gradient_checkpointing_func = stored
+        yield
+    finally:
+        hook.remove()
+        for layer in layers:
+            layer.training = False
+            del layer.gradient_checkpointing, layer._gradient_checkpointing_func
+
+
+def fisher_gradient(model: Any, hidden: Tensor, seed: int, last: int | None = None) -> Tensor:
+    """Return the gradient of the log-likelihoods of sampled tokens with respect to `hidden`, by chunks of logits.
+
+    Args:
+        model: a causal language model of transformers.
+        hidden: (1, N, hidden_size) final hidden states.
+        seed: seed for the sampled tokens.
+        last: number of positions at the end that count; all by default.
+    """
     generator = torch.Generator(hidden.device).manual_seed(seed)
-    gradient = torch.empty_like(hidden)
-    for start in range(0, hidden.shape[1], ROWS):
+    gradient = torch.zeros_like(hidden)
+    first = 0 if last is None else max(0, hidden.shape[1] - last)
+    for start in range(first, hidden.shape[1], ROWS):
         with torch.enable_grad():
             some = hidden[:, start : start + ROWS].requires_grad_()
             logits = logits_of(model, some)[0]
@@ -128,8 +176,8 @@ def fisher_gradient(model: Any, hidden: Tensor, seed: int) -> Tensor:
 
 
 @contextmanager
-def _probing(model: Any, visit: Visitor) -> Iterator[None]:
-    """Route attention through `_probe`, and exclude parameters from the backward pass."""
+def probing(model: Any, visit: Visitor) -> Iterator[None]:
+    """Route attention through `_probe` with a visitor, and exclude parameters from the backward pass."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _visitors.append(visit)
     try:
@@ -148,12 +196,15 @@ def _probe(
 ) -> tuple[Tensor, None]:
     """Attend densely, (1, H, N, D) -> (1, N, H, E), and call the visitor once the layer's gradient is known."""
     scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
+    # SDPA's only fp32 kernel for grouped heads on a GPU stores N x N probabilities for the backward pass.
+    group = query.shape[1] // key.shape[1] if query.is_cuda and query.dtype == torch.float32 else 1
+    keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale, enable_gqa=True
+        query, keys, values, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale, enable_gqa=True
     ).transpose(1, 2)
-    if not out.requires_grad:
+    if not out.requires_grad and torch.is_grad_enabled():
         out.requires_grad_()  # the first layer, before which nothing is differentiated
-    if kwargs.get("sliding_window") is None:
+    if kwargs.get("sliding_window") is None and torch.is_grad_enabled():  # it is not in a checkpoint's first pass
         q, k, v = (x.detach().transpose(1, 2) for x in (query, key, value))
         kept, visit, layer = out.detach(), _visitors[-1], module.layer_idx
         out.register_hook(lambda grad: _show(visit, layer, q, k, v, kept, grad, scale))
