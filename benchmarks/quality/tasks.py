@@ -19,12 +19,14 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import apply, model_facts
+from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
-from dynaxx.lab.perplexity import token_losses
+from dynaxx.lab.perplexity import logits_of, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
-from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
+from dynaxx.lab.tasks.result import judged
+from dynaxx.lab.tasks.score import closed_book
 from dynaxx.lab.tasks.suite import DEFINITIONS, make_task, named_tasks
 from dynaxx.lab.texts import encode, load_text, split_text
 from dynaxx.lab.tune.allocation import Allocator
@@ -115,12 +117,13 @@ def tuned_policies(model, tokenizer, texts, names, args):
     """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
     ids = [encode(tokenizer, each, args.tokens + 1) for each in texts]
     by_text = Costs.mean([head_costs(model, each, budget_rules(args.tokens, BUDGETS)) for each in ids])
-    yield "tuned", *tuned_policy(model, by_text, args.tokens, args.density)
     by_task = task_costs(model, tokenizer, texts[0], names, args.tokens, args.cost_samples, args.seed + 1000)
     scorer = dx.MeanQuery()
     share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
     both = by_text._replace(loss={scorer: share(by_text) + share(by_task)})
-    yield "tuned on texts and tasks", *tuned_policy(model, both, args.tokens, args.density)
+    for density in args.density:
+        yield "tuned", *tuned_policy(model, by_text, args.tokens, density)
+        yield "tuned on texts and tasks", *tuned_policy(model, both, args.tokens, density)
 
 
 def perplexity_rise(model, tokenizer, policy, texts, tokens):
@@ -134,17 +137,24 @@ def perplexity_rise(model, tokenizer, policy, texts, tokens):
     return found
 
 
-def run_method(model, tokenizer, policy, text, plan, dense, seed):
-    """Return the rows of one method, and the mean density of its layers on the prompts."""
-    seen = []
+@torch.no_grad()
+def scored(model, sample, policy=None):
+    """Return (log-probability per token, share of the answers whose tokens are all the most likely ones).
 
-    @contextlib.contextmanager
-    def applied():
-        with apply(model, policy) as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
-            yield handle
-
-    found = run_suite(model, tokenizer, applied, text, plan, dense=dense, seed=seed)
-    return found.rows, sum(seen) / max(1, len(seen))
+    The prompt is one prefill, dense or under a policy. The answer then follows densely in one pass.
+    """
+    with apply(model, policy) if policy is not None else contextlib.nullcontext() as handle:
+        out = model.base_model(sample.prompt.to(model.device), use_cache=True)
+        assert handle is None or handle.stats()["sparse_calls"] > 0, "the prompt ran dense"
+    answer, cache = sample.answer.to(model.device), cache_of(out)
+    hidden = [out[0][:, -1:]]
+    if len(answer) > 1:
+        hidden.append(model.base_model(answer[None, :-1], use_cache=True, **with_cache(model.base_model, cache))[0])
+    logprobs = logits_of(model, torch.cat(hidden, 1))[0].log_softmax(-1)
+    right = logprobs.argmax(-1) == answer
+    starts = (0, *sample.ends)
+    found = [bool(right[a:b].all()) for a, b in zip(starts, sample.ends, strict=False)]
+    return float(logprobs.gather(1, answer[:, None]).mean()), sum(found) / len(found)
 
 
 def flat(method, density, row):
@@ -152,6 +162,8 @@ def flat(method, density, row):
     drop = row["drop"]
     return {
         "task": row["task"],
+        "tokens": row["tokens"],
+        "samples": row["samples"],
         "method": method,
         "density": f"{density:.1%}",
         "dense finds": f"{row['dense_match']['mean']:.0%}",
@@ -167,7 +179,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("--text", action="append", default=None, help="haystack and costs; further ones for costs")
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--density", type=float, default=0.35)
+    parser.add_argument("--density", type=float, nargs="+", default=[0.35])
     parser.add_argument("--tasks", default=TASKS)
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
@@ -186,15 +198,29 @@ def main():
 
 
 def stored_rows(paths):
-    """Return the rows of finished states."""
+    """Return the rows of stored results."""
     found = []
     for path in paths:
         results = json.loads(path.read_text("utf-8"))["results"]
         for key in results:
-            task, _, name = key.partition(" ")
-            if task in DEFINITIONS:
-                found.append(flat(name, results[key][1], results[key][0]))
+            task, _, method = key.partition(" ")
+            if task in DEFINITIONS and "|" in method:
+                name, _, density = method.rpartition("|")
+                found.append(flat(name, float(density), results[key]))
     return found
+
+
+def methods_of(model, tokenizer, texts, args, remember):
+    """Return (name, policy, density) of every method at every density."""
+    names = named_tasks(tuple(args.cost_tasks.split(",")))
+
+    def make():
+        found = [*tuned_policies(model, tokenizer, texts, names, args)]
+        for density in args.density:
+            found += reversed([*uniform_policies(model, args.tokens, density)])
+        return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]
+
+    return [(name, dx.Policy.model_validate(policy), density) for name, policy, density in remember("methods", make)]
 
 
 def measured_rows(args):
@@ -208,33 +234,26 @@ def measured_rows(args):
     ids = encode(tokenizer, texts[0], args.tokens + 1)
     kept = ("tokens", "density", "samples", "seed", "dtype", "cost_tasks", "cost_samples")
     steps = Steps(args.state, fingerprint(model, ids, **{name: getattr(args, name) for name in kept}))
-    dense = DenseAnswers()
-    rows = []
+    haystack = Haystack(held_out[0])
     with evaluating(model):
-        make = lambda: [
-            [name, policy.model_dump(mode="json"), density]
-            for name, policy, density in tuned_policies(
-                model, tokenizer, texts, named_tasks(tuple(args.cost_tasks.split(","))), args
-            )
-        ]
-        methods = [(name, dx.Policy.model_validate(p), density) for name, p, density in steps.remember("tuned", make)]
-        methods += reversed([*uniform_policies(model, args.tokens, args.density)])
-        for name, policy, _ in methods:
-            steps.remember(
-                f"perplexity {name}",
-                lambda policy=policy: perplexity_rise(model, tokenizer, policy, held_out, args.tokens),
-            )
+        methods = methods_of(model, tokenizer, texts, args, steps.remember)
+        for name, policy, density in methods:
+            rise = lambda policy=policy: perplexity_rise(model, tokenizer, policy, held_out, args.tokens)
+            steps.remember(f"perplexity {name}|{density}", rise)
         tasks = () if args.only_policies else named_tasks(tuple(args.tasks.split(",")))
         for task in tasks:  # a run that is stopped has whole tasks
-            plan = SuitePlan((task,), (args.tokens,), args.samples)
-            for name, policy, _ in methods:
-                key = f"{task} {name}"
-                if key not in steps:
-                    found, density = run_method(model, tokenizer, policy, held_out[0], plan, dense, args.seed)
-                    steps.remember(key, lambda found=found, density=density: [asdict(found[0]), density])
-                row, density = steps.remember(key, list)
-                rows.append(flat(name, density, row))
-    return rows
+            make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023
+            samples = [make(index) for index in range(args.samples)]
+            dense = steps.remember(f"dense {task}", lambda: [scored(model, each) for each in samples])  # noqa: B023
+            known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
+            for name, policy, density in methods:
+
+                def compared(policy=policy):
+                    sparse = [scored(model, each, policy) for each in samples]  # noqa: B023
+                    return asdict(judged(task, args.tokens, dense, sparse, known, 0.1))  # noqa: B023
+
+                steps.remember(f"{task} {name}|{density}", compared)
+    return stored_rows([args.state])
 
 
 if __name__ == "__main__":

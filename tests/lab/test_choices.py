@@ -83,11 +83,11 @@ def test_a_negative_amount_leaves_a_head_to_the_other_choice(choices):
     counts = kept.sum((1, 2)).tolist()
     assert counts[0] == 0
     assert counts[1] <= counts[2] <= counts[3] == 10
-    dense = choices.attend(p, choices.with_ones(v), None, choice)
+    dense = choices.attend(choices.Dense(q, k, choices.with_ones(v), p, 0.25), None, choice)
     torch.testing.assert_close(dense, p @ v.repeat_interleave(2, 0))
 
 
-@pytest.mark.parametrize("study", ["bounds", "scored", "decode"])
+@pytest.mark.parametrize("study", ["tiles", "forms", "bounds", "scored", "decode"])
 def test_every_choice_keeps_everything_at_its_largest_amount(choices, study):
     q, k, v = torch.randn(4, 128, 16), torch.randn(2, 128, 16), torch.randn(2, 128, 16)
     p = choices.probabilities(q, k, 0.25)
@@ -97,3 +97,33 @@ def test_every_choice_keeps_everything_at_its_largest_amount(choices, study):
             everything = torch.full((4,), max(choices.GRIDS[choice.rule]))
             visible = choices.grid_of(choice, 128, q.device)[0]
             assert torch.equal(choices.kept_blocks(choice, values, everything, 128), visible.expand(4, -1, -1)), name
+
+
+@pytest.mark.parametrize("omitted", ["means", "query", "query share", "row"])
+def test_what_stands_in_is_exact_where_a_block_is_alike(choices, omitted):
+    """Blocks of equal keys and values are their means, and rows of equal queries are their mean query."""
+    alike = lambda heads: torch.randn(heads, 4, 1, 16).expand(-1, -1, 32, -1).reshape(heads, 128, 16).contiguous()
+    q, k, v = alike(4), alike(2), alike(2)
+    choice = replace(choices.MEAN, omitted=omitted, local=0, last=0)
+    p = choices.probabilities(q, k, 0.25)
+    dense = choices.Dense(q, k, choices.with_ones(v), p, 0.25)
+    values = choices.ranked(choice, q, k, v, p, 0.25)
+    blocks = choices.kept_blocks(choice, values, torch.zeros(4), 128)
+    exact = choices.attend(dense, None, choice)
+    rows = slice(96, 112) if omitted == "row" else slice(96, 128) if omitted == "means" else slice(127, 128)
+    assert float((choices.attend(dense, blocks, replace(choice, omitted="")) - exact)[:, rows].abs().max()) > 0.01
+    if omitted == "means" or omitted == "query":
+        torch.testing.assert_close(choices.attend(dense, blocks, choice)[:, rows], exact[:, rows])
+    else:  # the shares of another query, which sees more or fewer keys of its own block
+        torch.testing.assert_close(
+            choices.attend(dense, blocks, choice)[:, 112 if omitted == "row" else 127],
+            exact[:, 112 if omitted == "row" else 127],
+        )
+
+
+def test_dense_layers_see_everything(choices, model, ids):
+    choice = replace(choices.MEAN, dense_layers=(-1,))
+    costs = choices.costs_of(model, ids, [choices.MEAN])
+    amounts = choices.allocation((choice,), costs, 0.9, model.config.num_key_value_heads)
+    assert float(amounts[0, -1].min()) >= 0.7  # sees everything at this length
+    assert float(amounts[0, 0].min()) < 1.0

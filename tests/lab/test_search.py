@@ -243,6 +243,37 @@ def test_candidates_that_no_scorer_changes_are_measured_once(loaded, monkeypatch
         assert torch.equal(each.density[2], torch.ones_like(each.density[2]))
 
 
+def test_checkpointed_layers_have_the_same_costs(loaded, monkeypatch):
+    from dynaxx.lab.tune import sensitivity
+
+    candidates = [(dx.Sink(16) | dx.LocalBlocks(1)) | dx.TopK(b, dx.MeanQuery(), per="head") for b in (0.0, 0.3)]
+    ids = torch.randint(3, 300, (1, 129))
+    expected = measure_head_costs(loaded.model, ids, candidates, block_size=16)
+    entered = []
+
+    def checkpointed(model, ids):
+        with sensitivity._checkpointed(model):
+            entered.extend(layer for layer in model.model.layers if layer.gradient_checkpointing)
+            return model.base_model(ids, use_cache=False)[0]
+
+    monkeypatch.setattr(sensitivity, "hidden_states", checkpointed)
+    found = measure_head_costs(loaded.model, ids, candidates, block_size=16)
+    assert len(entered) == 2
+    assert not any(layer.training or layer.gradient_checkpointing for layer in loaded.model.model.layers)
+    for before, after in zip(expected, found, strict=True):
+        torch.testing.assert_close(after.loss, before.loss)
+
+
+def test_costs_of_an_answer_count_its_tokens_alone(loaded):
+    ids = torch.randint(3, 300, (1, 129))
+    candidates = [(dx.Sink(16) | dx.LocalBlocks(1)) | dx.TopK(0.0, dx.MeanQuery(), per="head")]
+    every, most, none = (
+        measure_head_costs(loaded.model, ids, candidates, block_size=16, last=last) for last in (None, 1000, 0)
+    )
+    assert all(torch.equal(a.loss, b.loss) for a, b in zip(every, most, strict=True))
+    assert all(float(each.loss.max()) == 0.0 for each in none)
+
+
 def test_kinds_that_were_not_measured_are_not_called_good():
     none = HeldOutKind("legal", None)
     assert (none.ratio, none.passed) == (None, False)

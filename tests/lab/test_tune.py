@@ -243,7 +243,9 @@ def test_steps_are_timed(loaded):
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.selection.pages import PageBudget
 
-    found = decode_module.time_steps(loaded.model, model_facts(loaded.model), 2, PageBudget(0.1), 16, lengths=(64, 128))
+    found = decode_module.time_steps(
+        loaded.model, model_facts(loaded.model), [PageBudget((0.1, 0.5))] * 2, 16, lengths=(64, 128)
+    )
     assert [each.seqlen for each in found] == [64, 128]
     assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)
 
@@ -251,7 +253,7 @@ def test_steps_are_timed(loaded):
 def test_captured_steps_decide_where_they_are_asked_to(loaded, monkeypatch):
     eager = [LengthTiming(n, 2.0, 2.0) for n in (128, 256, 512)]
     captured = [LengthTiming(n, 0.2, 0.1 if n > 128 else 0.2) for n in (128, 256, 512)]
-    monkeypatch.setattr(decode_module, "time_steps", lambda *given: captured if given[5:] == (True,) else eager)
+    monkeypatch.setattr(decode_module, "time_steps", lambda *given: captured if given[4:] == (True,) else eager)
     monkeypatch.setattr(decode_module, "_timed_in_a_graph", lambda model: True)
     monkeypatch.setattr(decode_module, "_decoded", lambda *given: torch.zeros(8))
     ids = torch.randint(3, 300, (1, 128))
@@ -281,6 +283,33 @@ def test_texts_are_decoded_together_or_one_by_one(loaded):
     torch.testing.assert_close(decode_module._decoded(loaded.model, read(both), both[:, 40:], None), torch.cat(each))
 
 
+def test_a_model_writes_the_end_of_a_text(loaded):
+    ids = torch.randint(3, 300, (1, 40))
+    end = decode_module.written_end(loaded.model, ids, 10)
+    assert end == decode_module.written_end(loaded.model, ids, 10)
+    assert end != decode_module.written_end(loaded.model, ids, 10, seed=1)
+    assert len(end) == 10
+    changed = torch.cat([ids[:, :30], torch.zeros(1, 10, dtype=torch.long)], 1)
+    assert end == decode_module.written_end(loaded.model, changed, 10), "the end of the text is not read"
+
+
+def test_written_text_decides_too(loaded, monkeypatch):
+    """A share that only loses on text that the model wrote is not taken."""
+    calls = []
+
+    def decoded(model, cache, ids, policy):
+        calls.append(policy)
+        return torch.full((8,), 0.5 if policy is not None and len(calls) % 2 == 0 else 0.0)
+
+    monkeypatch.setattr(decode_module, "_decoded", decoded)
+    ids = torch.randint(3, 300, (1, 128))
+    found = decode_module.tune_decode(loaded.model, [ids], [ids], [0, 1], tolerance=0.1, page_size=16)
+    (trial,) = found.trials
+    assert (trial.ratio, trial.passed) == (1.0, False)
+    assert trial.written_ratio == pytest.approx(1.6487, abs=1e-4)
+    assert found.share is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_steps_are_timed_in_a_graph(loaded):
@@ -288,6 +317,6 @@ def test_steps_are_timed_in_a_graph(loaded):
     from dynaxx.selection.pages import PageBudget
 
     model = copy.deepcopy(loaded.model).to("cuda", torch.bfloat16)
-    found = decode_module.time_steps(model, model_facts(model), 3, PageBudget(0.1), 16, True, (64, 256))
+    found = decode_module.time_steps(model, model_facts(model), [PageBudget((0.1, 0.5))] * 3, 16, True, (64, 256))
     assert [each.seqlen for each in found] == [64, 256]
     assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)

@@ -2,12 +2,14 @@
 """Find decode rules: the smallest share of a cache's pages that preserves the loss of tokens decoded one by one.
 
 A mean share is distributed among layers and kv heads by their costs (`page_costs`). Heads that attend to few pages
-leave theirs to the others.
+leave theirs to the others. Both the costs and the decision use the ends of real texts, and ends that the dense model
+wrote itself, because decoding reads generated tokens.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
+from dynaxx.lab.resume import fingerprint
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.decode_speed import NO_PLANS, table, time_steps
 from dynaxx.lab.tune.page_costs import SHARES as PAGE_SHARES
@@ -40,12 +43,21 @@ ERRORS = 2  # standard errors added to the rise of perplexity before the compari
 
 @dataclass(frozen=True)
 class DecodeTrial:
-    """One mean share of pages: the ratio of perplexities to dense decoding, its error, and whether it passed."""
+    """One mean share of pages: ratios of perplexities to dense decoding, and whether both passed.
+
+    Attributes:
+        share: mean share of the pages.
+        ratio, error: ratio on real text, and its standard error.
+        passed: whether both ratios plus `ERRORS` errors are within the tolerance.
+        written_ratio, written_error: the same on text that the dense model generated.
+    """
 
     share: float
     ratio: float
     error: float
     passed: bool
+    written_ratio: float = 1.0
+    written_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,8 @@ def tune_decode(
 
     Args:
         model: a causal language model of transformers.
-        texts: token ids, (1, tokens) each. The last tokens are decoded, all others prefilled densely.
+        texts: token ids, (1, tokens) each. The last tokens are decoded, all others prefilled densely; then tokens that
+            the dense model wrote in their place.
         cost_texts: other texts, (1, tokens) each, whose last tokens give the costs of heads.
         layers: layers that may decode by a budget.
         tolerance: allowed relative rise of perplexity.
@@ -131,22 +144,13 @@ def tune_decode(
     facts = model_facts(model)
     group = facts.q_heads // facts.kv_heads
     steps = min(STEPS, min(ids.shape[1] for ids in texts) // 4)
-    caches: list[Any] = []
-
-    batches = (
-        [torch.cat(list(texts))] if len({ids.shape for ids in texts}) == 1 else texts
-    )  # the launches on the host dominate the time of a step
-
-    def losses(policy: Policy | None) -> list[float]:
-        if not caches:
-            caches.extend(_read(model, ids[:, : -steps - 1]) for ids in batches)
-        pairs = zip(caches, batches, strict=True)
-        return torch.cat([_decoded(model, cache, ids[:, -steps - 1 :], policy) for cache, ids in pairs]).tolist()
-
+    say("writing ends of texts")
+    written = [_remembered_ends(model, each, steps, remember) for each in (texts, cost_texts)]
     say("loss of each kv head")
-    costs = _costs(model, cost_texts, layers, page_size, steps, remember)
-    say(f"decoding {len(texts) * steps} tokens densely")
-    dense = torch.tensor(remember("decode dense", lambda: losses(None)))
+    costs = _costs(model, [*cost_texts, *written[1]], layers, page_size, steps, remember)
+    groups = [_Decoding(model, each, steps) for each in (texts, written[0])]
+    say(f"decoding {2 * len(texts) * steps} tokens densely")
+    dense = remember("decode text and written text densely", lambda: [each.losses(None) for each in groups])
     trials: list[DecodeTrial] = []
     for share in SHARES:
         if trials and not has_time():
@@ -154,11 +158,13 @@ def tune_decode(
         say(f"decoding from {share:.1%} of the pages")
         rules = tuple(decode_rules(shares_of(costs, share), layers, group, page_size))
         policy = Policy(model=facts, block_size=page_size, rules=rules)
-        got = torch.tensor(remember(f"decode by costs {share}", lambda policy=policy: losses(policy)))  # type: ignore[misc]
-        change = (got - dense).double()
-        mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
-        passed = math.exp(mean + ERRORS * error) <= 1 + tolerance
-        trials.append(DecodeTrial(share, math.exp(mean), error, passed))
+        compute = lambda policy=policy: [each.losses(policy) for each in groups]
+        rises = [
+            _rise(*pair) for pair in zip(dense, remember(f"decode text and written text {share}", compute), strict=True)
+        ]
+        passed = all(math.exp(mean + ERRORS * error) <= 1 + tolerance for mean, error in rises)
+        (mean, error), (written_mean, written_error) = rises
+        trials.append(DecodeTrial(share, math.exp(mean), error, passed, math.exp(written_mean), written_error))
         if not passed:
             break
     best = min((trial for trial in trials if trial.passed), key=lambda trial: trial.share, default=None)
@@ -166,10 +172,11 @@ def tune_decode(
         said = "no rule: no share of the pages stays within the tolerance"
         return DecodeResult(tuple(trials), None, (), (), cuda_graph, None, said)
     say("timing a step's attention")
-    budget = PageBudget.of(Hybrid(decode_pattern(page_size), TopK(best.share, MinMax(bound=1.0))))
-    eager = time_steps(model, facts, len(layers), budget, page_size)
+    shares = tuple(map(tuple, shares_of(costs, best.share)))
+    budgets = [dataclasses.replace(PageBudget.of(decode_pattern(page_size)), budget=row) for row in shares]
+    eager = time_steps(model, facts, budgets, page_size)
     on_gpu = _timed_in_a_graph(model)
-    captured = time_steps(model, facts, len(layers), budget, page_size, True) if on_gpu else []
+    captured = time_steps(model, facts, budgets, page_size, True) if on_gpu else []
     border = dense_below(captured if cuda_graph else eager)
     lines = [_said(best, border, eager[-1].seqlen)]
     if on_gpu:
@@ -177,8 +184,64 @@ def tune_decode(
         lines[0] += f"; {'launched one by one' if cuda_graph else 'in a CUDA graph'} "
         lines[0] += "at no length" if other is None else f"from {other:,} tokens"
     said = "\n".join(lines + table(eager, captured))
-    shares = tuple(map(tuple, shares_of(costs, best.share)))
     return DecodeResult(tuple(trials), best.share, tuple(eager), tuple(captured), cuda_graph, border, said, shares)
+
+
+class _Decoding:
+    """Texts whose last tokens are decoded, with the caches of the tokens before them."""
+
+    def __init__(self, model: Any, texts: Sequence[Tensor], steps: int) -> None:
+        self.model, self.steps = model, steps
+        # The launches on the host dominate the time of a step, so texts of one length are a batch.
+        self.batches = [torch.cat(list(texts))] if len({ids.shape for ids in texts}) == 1 else list(texts)
+        self.caches: list[Any] = []
+
+    def losses(self, policy: Policy | None) -> list[float]:
+        """Return the loss of every decoded token, dense or under a policy."""
+        if not self.caches:
+            self.caches = [_read(self.model, ids[:, : -self.steps - 1]) for ids in self.batches]
+        pairs = zip(self.caches, self.batches, strict=True)
+        found = [_decoded(self.model, cache, ids[:, -self.steps - 1 :], policy) for cache, ids in pairs]
+        return [round(value, 6) for value in torch.cat(found).tolist()]
+
+
+def _rise(dense: Sequence[float], sparse: Sequence[float]) -> tuple[float, float]:
+    """Return the mean rise of the loss, and its standard error."""
+    change = torch.tensor(sparse).double() - torch.tensor(dense).double()
+    return float(change.mean()), float(change.std() / change.numel() ** 0.5)
+
+
+def _remembered_ends(
+    model: Any, texts: Sequence[Tensor], steps: int, remember: Callable[[str, Callable[[], Any]], Any]
+) -> list[Tensor]:
+    """Return the texts with their last `steps` tokens written by the model."""
+    found = []
+    for ids in texts:
+        digest = fingerprint(None, ids)
+        end = remember(f"written {digest} {steps}", lambda ids=ids: written_end(model, ids, steps))  # type: ignore[misc]
+        found.append(torch.cat([ids[:, :-steps].cpu(), torch.tensor([end])], 1))
+    return found
+
+
+@torch.no_grad()
+def written_end(model: Any, ids: Tensor, steps: int, seed: int = 0) -> list[int]:
+    """Let the dense model write a text's last tokens, drawn from its distribution.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: (1, tokens) a text, whose last `steps` tokens are ignored.
+        steps: number of tokens to write.
+        seed: seed of the draws.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+    cache, token = _read(model, ids[:, : -steps - 1]), ids[:, -steps - 1 : -steps].to(model.device)
+    found = []
+    for _ in range(steps):
+        out = model.base_model(token, use_cache=True, **with_cache(model.base_model, cache))
+        cache = cache_of(out)
+        token = torch.multinomial(logits_of(model, out[0][:, -1]).softmax(-1), 1, generator=generator)
+        found.append(int(token))
+    return found
 
 
 def _costs(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from dynaxx.selection.pages import PageBudget
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 GPU_LENGTHS = (*LENGTHS, 65536, 131072)
 ROW = 16  # layers timed in a row on a GPU, as in a step
+CPU_ROW = 3  # the same on a CPU, where a layer's time does not depend on the one before
 NO_PLANS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -40,22 +41,20 @@ class _Layer(NamedTuple):
 def time_steps(
     model: Any,
     facts: Any,
-    layers: int,
-    budget: PageBudget,
+    budgets: Sequence[PageBudget],
     page_size: int,
     captured: bool = False,
     lengths: Sequence[int] | None = None,
 ) -> list[LengthTiming]:
-    """Time one decoding step's attention in all layers, dense (the faster of two forms of SDPA) and by the budget.
+    """Time one decoding step's attention in all layers, dense (the faster of two forms of SDPA) and by their budgets.
 
-    On a GPU the function times a row of up to `ROW` layers without synchronisation between them. Together they read
-    more than the L2 cache holds.
+    The function times a row of layers whose budgets are evenly spaced among all. On a GPU nothing synchronises between
+    them, and together they read more than the L2 cache holds.
 
     Args:
         model: a causal language model of transformers.
         facts: the model's shape (`ModelFacts`).
-        layers: number of layers.
-        budget: pages to read in a sparse step.
+        budgets: pages that each layer reads in a sparse step, with the same bound.
         page_size: tokens per page.
         captured: run the layers as one CUDA graph, without launches from Python. On a GPU only.
         lengths: cache lengths in tokens.
@@ -63,12 +62,15 @@ def time_steps(
     parameter = next(model.parameters())
     on_gpu = parameter.device.type == "cuda"
     lengths = lengths or within(GPU_LENGTHS if on_gpu else LENGTHS, longest_prompt(model))
-    row = min(layers, ROW) if on_gpu else 1
+    layers, bound = len(budgets), budgets[0].bound
+    row = min(layers, ROW if on_gpu else CPU_ROW)
+    some = [budgets[i * layers // row] for i in range(row)]
     found = []
     for seqlen in lengths:
-        copies = [_layer(parameter, facts, budget, page_size, seqlen)]
-        copies += [_layer(parameter, facts, budget, page_size, seqlen) for _ in range(_copies(copies[0], row) - 1)]
-        runs = [_in_a_row(run, copies, row) for run in (_dense, _dense_as_rows, _by(budget))]
+        copies = [_layer(parameter, facts, bound, page_size, seqlen)]
+        copies += [_layer(parameter, facts, bound, page_size, seqlen) for _ in range(_copies(copies[0], row) - 1)]
+        steps = [_dense] * row, [_dense_as_rows] * row, [_by(budget) for budget in some]
+        runs = [_in_a_row(each, copies) for each in steps]
         if captured:
             runs = [_captured(run) for run in runs]
         *dense, sparse = interleaved(runs, REPEATS, parameter.device)
@@ -89,11 +91,11 @@ def table(eager: Sequence[LengthTiming], captured: Sequence[LengthTiming]) -> li
     return lines
 
 
-def _layer(like: Tensor, facts: Any, budget: PageBudget, page_size: int, seqlen: int) -> _Layer:
+def _layer(like: Tensor, facts: Any, bound: float, page_size: int, seqlen: int) -> _Layer:
     make = lambda heads, n: torch.randn(1, heads, n, facts.head_dim, dtype=like.dtype, device=like.device)
     q, k, v = make(facts.q_heads, 1), make(facts.kv_heads, seqlen), make(facts.kv_heads, seqlen)
     cache = PagedCache.contiguous(k.transpose(1, 2), v.transpose(1, 2), page_size=page_size)
-    return _Layer(q, k, v, summarize_pages(cache, bound=budget.bound))
+    return _Layer(q, k, v, summarize_pages(cache, bound=bound))
 
 
 def _copies(layer: _Layer, row: int) -> int:
@@ -118,9 +120,9 @@ def _by(budget: PageBudget) -> Callable[[_Layer], Tensor]:
     return lambda layer: sparse_decode(layer.q.transpose(1, 2), summarize_pages(layer.cache, new_tokens=1), budget)
 
 
-def _in_a_row(run: Callable[[_Layer], Tensor], layers: Sequence[_Layer], count: int) -> Callable[[], object]:
-    ordered = list(islice(cycle(layers), count))
-    return lambda: [run(layer) for layer in ordered]
+def _in_a_row(steps: Sequence[Callable[[_Layer], Tensor]], layers: Sequence[_Layer]) -> Callable[[], object]:
+    ordered = list(zip(steps, cycle(layers), strict=False))
+    return lambda: [step(layer) for step, layer in ordered]
 
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:

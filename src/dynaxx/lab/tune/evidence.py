@@ -67,9 +67,13 @@ def with_decode_rules(result: TuneResult, found: DecodeResult, page_size: int, c
             "share": found.share,
             "perplexity_ratio": best.ratio,
             "perplexity_ratio_error": best.error,
+            "generated_perplexity_ratio": best.written_ratio,
+            "generated_perplexity_ratio_error": best.written_error,
         }
         group = policy.model.q_heads // policy.model.kv_heads
-        evidence = Evidence(what="decoding the end of the same texts", command=command, values=figures)
+        evidence = Evidence(
+            what="decoding the end of the same texts, and ends that the model wrote", command=command, values=figures
+        )
         policy = policy.replace(
             rules=(*policy.rules, *decode_rules(found.shares, result.layers, group, page_size)),
             decode_dense_below=found.dense_below,
