@@ -519,6 +519,8 @@ TILES = {
     "mean query, 16 x 16": (replace(MEAN, scorer="mean 16", **TILE),),
     "mean query, 16 x 16, all kinds": (replace(MEAN, scorer="mean 16", **TILE),),
     "mean query, 64 x 64": (replace(MEAN, q_block=64, kv_block=64, scorer="mean 64"),),
+    "mean query, 64 x 32": (replace(MEAN, q_block=64, scorer="mean 64"),),
+    "mean queries of 32 tokens, 64 x 32": (replace(MEAN, q_block=64),),
 }
 FORMS = {
     "mean query": (MEAN,),

@@ -121,9 +121,10 @@ def test_what_stands_in_is_exact_where_a_block_is_alike(choices, omitted):
         )
 
 
-def test_dense_layers_see_everything(choices, model, ids):
-    choice = replace(choices.MEAN, dense_layers=(-1,))
-    costs = choices.costs_of(model, ids, [choices.MEAN])
-    amounts = choices.allocation((choice,), costs, 0.9, model.config.num_key_value_heads)
-    assert float(amounts[0, -1].min()) >= 0.7  # sees everything at this length
-    assert float(amounts[0, 0].min()) < 1.0
+def test_dense_layers_see_everything(choices):
+    grid = len(choices.GRIDS["share"])
+    density = torch.linspace(0.1, 1, grid).double()[:, None, None].expand(-1, 3, 4)
+    costs = {choices.MEAN: ((1 - density) ** 2, density)}
+    amounts = choices.allocation((replace(choices.MEAN, dense_layers=(0, -1)),), costs, 0.8, 2)
+    assert amounts[0, 0].tolist() == amounts[0, 2].tolist() == [1.0] * 4
+    assert float(amounts[0, 1].max()) < 1.0

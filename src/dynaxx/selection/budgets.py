@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.cpu import block_scores
 from dynaxx.selection.base import ChoiceSettings, Selector
 from dynaxx.selection.groups import Per, checked_per
 from dynaxx.selection.scorers import MeanQuery, Scorer
@@ -70,7 +71,11 @@ class TopK(Selector):
         most = min(columns, max(int(_count(budget, torch.tensor(max(columns, self._floor())))) for budget in budgets))
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
-        best, where = scores.masked_fill(~optional, -torch.inf).topk(most, dim=-1)
+        hidden = scores.masked_fill(~optional, -torch.inf)
+        if block_scores.serves(scores, scores):
+            chosen = block_scores.mark_best(hidden, counts[..., 0].expand(scores.shape[:-1]))
+            return chosen | ((counts >= visible[:, None]) & optional)
+        best, where = hidden.topk(most, dim=-1)
         kept = (torch.arange(most, device=scores.device) < counts) & (best > -torch.inf)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
         return chosen | ((counts >= visible[:, None]) & optional)  # a full budget also keeps blocks that score -inf

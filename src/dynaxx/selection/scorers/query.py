@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.contract import Candidates
+from dynaxx.kernels.cpu import block_scores
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, scoring_kernels
 from dynaxx.selection.scorers.int8 import center_of, int8_sums
@@ -99,8 +100,10 @@ def all_scores(
         (B, Hq, R, C) fp32. A row sees the keys up to its last query; blocks of which it sees no key get -inf.
     """
     (batch, heads, rows, _), kv_block = queries.shape, grid.block_size[1]
-    scores = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf)
     ends = _ends(start, rows, grid, k.device)
+    if center is None and block_scores.serves(queries, k):
+        return block_scores.block_scores(queries, k, ends, kv_block)
+    scores = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf)
     position = torch.arange(grid.kv_blocks * kv_block, device=k.device).unflatten(0, (-1, kv_block))
     for first, last in pieces(grid.kv_blocks, _block_bytes(queries, k, kv_block), min(memory_budget, PIECE_BYTES)):
         begin, stop = first * kv_block, last * kv_block

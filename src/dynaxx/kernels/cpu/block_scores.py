@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of kv blocks for mean queries, and the choice of the best blocks, by the core."""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_int64, c_void_p
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dynaxx.core.library import active_library
+from dynaxx.core.status import raise_for_status
+from dynaxx.layout.host import on_host
+
+
+class BlockScoreArgs(Structure):
+    """One launch, as `core/source/block_scores.cpp` has it."""
+
+    _fields_: ClassVar = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("ends", c_void_p),
+        ("best", c_void_p),
+        ("sums", c_void_p),
+        ("k_strides", c_int64 * 3),
+        ("batch", c_int64),
+        ("q_heads", c_int64),
+        ("kv_heads", c_int64),
+        ("rows", c_int64),
+        ("head_dim", c_int64),
+        ("seqlen_k", c_int64),
+        ("kv_block", c_int64),
+        ("threads", c_int64),
+    ]
+
+
+def serves(queries: Tensor, k: Tensor) -> bool:
+    """Return whether the core scores these: plain fp32 tensors on the CPU, outside compiled and exported programs."""
+    plain = type(queries) is Tensor and type(k) is Tensor and not torch.compiler.is_compiling()
+    fp32 = queries.dtype == k.dtype == torch.float32 and k.device.type == "cpu"
+    return plain and fp32 and k.stride(-1) == 1 and active_library() is not None
+
+
+@on_host
+def block_scores(queries: Tensor, k: Tensor, ends: Tensor, kv_block: int) -> Tensor:
+    """Return the log of the sum over each kv block's visible keys of exp(query . key).
+
+    Args:
+        queries: (B, Hq, R, D) fp32, one query per row of q blocks, times the softmax scale.
+        k: (B, N, Hk, D) fp32 with a contiguous last dimension.
+        ends: (R,) int64 number of keys that each row sees, ascending.
+        kv_block: tokens per block.
+
+    Returns:
+        (B, Hq, R, C) fp32. Blocks of which a row sees no key get -inf.
+    """
+    library, queries, ends = active_library(), queries.detach().contiguous(), ends.contiguous()
+    assert library is not None, "`serves` says whether there is a core"
+    (batch, q_heads, rows, head_dim), (_, tokens, kv_heads, _) = queries.shape, k.shape
+    best, sums = torch.empty(2, batch, q_heads, rows, -(-tokens // kv_block))
+    args = BlockScoreArgs(
+        queries.data_ptr(),
+        k.data_ptr(),
+        ends.data_ptr(),
+        best.data_ptr(),
+        sums.data_ptr(),
+        (c_int64 * 3)(*k.stride()[:3]),
+        batch,
+        q_heads,
+        kv_heads,
+        rows,
+        head_dim,
+        tokens,
+        kv_block,
+        torch.get_num_threads(),
+    )
+    raise_for_status(library.dynaxx_cpu_block_scores(byref(args)))
+    return sums.log_().add_(best)
+
+
+@on_host
+def mark_best(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return which scores (..., C) fp32 are among the best counts (...) int64 of their row, without -inf.
+
+    Of equal scores the first ones win. NaN is never chosen.
+    """
+    library, scores, counts = active_library(), scores.detach().contiguous(), counts.contiguous()
+    assert library is not None, "`serves` says whether there is a core"
+    marked = torch.zeros(scores.shape, dtype=torch.bool)
+    width = scores.shape[-1]
+    pointers = scores.data_ptr(), counts.numel(), width, counts.data_ptr(), torch.get_num_threads(), marked.data_ptr()
+    raise_for_status(library.dynaxx_cpu_mark_best(*pointers))
+    return marked
