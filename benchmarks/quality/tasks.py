@@ -34,6 +34,7 @@ from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 
 BLOCK = 32
+TOGETHER = 6  # prompts whose caches are held at once, since applying a policy takes time
 FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(2)
 UNIFORM = {
     "vertical and slash lines of the last queries (MInference)": dx.LastQueryProbe(),
@@ -138,16 +139,25 @@ def perplexity_rise(model, tokenizer, policy, texts, tokens):
 
 
 @torch.no_grad()
-def scored(model, sample, policy=None):
-    """Return (log-probability per token, share of the answers whose tokens are all the most likely ones).
+def scored(model, samples, policy=None):
+    """Return (log-probability per token, share of the answers whose tokens are all the most likely ones) of samples.
 
-    The prompt is one prefill, dense or under a policy. The answer then follows densely in one pass.
+    A prompt is one prefill, dense or under a policy. Its answer then follows densely in one pass.
     """
-    with apply(model, policy) if policy is not None else contextlib.nullcontext() as handle:
-        out = model.base_model(sample.prompt.to(model.device), use_cache=True)
-        assert handle is None or handle.stats()["sparse_calls"] > 0, "the prompt ran dense"
-    answer, cache = sample.answer.to(model.device), cache_of(out)
-    hidden = [out[0][:, -1:]]
+    found = []
+    for at in range(0, len(samples), TOGETHER):
+        some = samples[at : at + TOGETHER]
+        with apply(model, policy) if policy is not None else contextlib.nullcontext() as handle:
+            read = [model.base_model(each.prompt.to(model.device), use_cache=True) for each in some]
+            assert handle is None or handle.stats()["sparse_calls"] > 0, "the prompts ran dense"
+        found += [answered(model, *each) for each in zip(some, read, strict=True)]
+    return found
+
+
+def answered(model, sample, read):
+    """Score one sample after its prompt."""
+    answer, cache = sample.answer.to(model.device), cache_of(read)
+    hidden = [read[0][:, -1:]]
     if len(answer) > 1:
         hidden.append(model.base_model(answer[None, :-1], use_cache=True, **with_cache(model.base_model, cache))[0])
     logprobs = logits_of(model, torch.cat(hidden, 1))[0].log_softmax(-1)
@@ -244,12 +254,12 @@ def measured_rows(args):
         for task in tasks:  # a run that is stopped has whole tasks
             make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023
             samples = [make(index) for index in range(args.samples)]
-            dense = steps.remember(f"dense {task}", lambda: [scored(model, each) for each in samples])  # noqa: B023
+            dense = steps.remember(f"dense {task}", lambda: scored(model, samples))  # noqa: B023
             known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
             for name, policy, density in methods:
 
                 def compared(policy=policy):
-                    sparse = [scored(model, each, policy) for each in samples]  # noqa: B023
+                    sparse = scored(model, samples, policy)  # noqa: B023
                     return asdict(judged(task, args.tokens, dense, sparse, known, 0.1))  # noqa: B023
 
                 steps.remember(f"{task} {name}|{density}", compared)
