@@ -201,22 +201,62 @@ def main():
     parser.add_argument("--state", type=Path, default=Path("benchmarks-tasks-state.json"))
     parser.add_argument("--only-policies", action="store_true", help="run no task, for a state to start others from")
     parser.add_argument("--show", type=Path, nargs="+", help="print the rows of these states and measure nothing")
+    parser.add_argument("--side-by-side", action="store_true", help="one row per task and density, methods as columns")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = stored_rows(args.show) if args.show else measured_rows(args)
+    if args.side_by_side:
+        rows = side_by_side(rows, args.density)
     print(json.dumps({"rows": rows}) if args.json else "\n".join(map(str, rows)))
 
 
+SHORT = {
+    "window and sink": "window, sink",
+    "vertical and slash lines of the last queries (MInference)": "MInference-like",
+    "anti-diagonals (XAttention)": "XAttention-like",
+    "bounds of keys (Quest)": "Quest-like",
+}
+
+
+def side_by_side(rows, densities):
+    """Return one row per density and task. A cell is what a method finds, and the nats that it loses per token.
+
+    Rows with the task "perplexity" have the rise of perplexity on each text instead.
+    """
+    found = {}
+    for row in rows:
+        density = min(densities, key=lambda each: abs(each - float(row["density"].rstrip("%")) / 100))
+        task = found.setdefault((density, row["task"]), {"density": f"{density:.0%}", "task": row["task"]})
+        if row["task"] == "perplexity":
+            cell = row["rise"]
+        else:
+            task["dense"] = row["dense finds"] + (", not informative" if row["verdict"] == "not informative" else "")
+            low, high = map(float, row["95 % interval"].split(" to "))
+            cell = f"{row['finds']}, {row['nats lost per answer token']} ± {(high - low) / 2:.2f}"
+            cell += f", {row['verdict']}" if row["verdict"] in ("holds", "fails") else ""
+        task[SHORT.get(row["method"], row["method"])] = cell
+    columns = list(dict.fromkeys(name for row in found.values() for name in row))
+    order = {name: index for index, name in enumerate(DEFINITIONS)}
+    ordered = sorted(found.items(), key=lambda each: (each[0][0], order.get(each[0][1], -1)))
+    return [{name: row.get(name, "") for name in columns} for _, row in ordered]
+
+
 def stored_rows(paths):
-    """Return the rows of stored results."""
-    found = []
+    """Return the rows of stored results, each once."""
+    found, known = [], set()
     for path in paths:
         results = json.loads(path.read_text("utf-8"))["results"]
         for key in results:
             task, _, method = key.partition(" ")
-            if task in DEFINITIONS and "|" in method:
-                name, _, density = method.rpartition("|")
+            name, _, density = method.rpartition("|")
+            if key in known or not name:
+                continue
+            known.add(key)
+            if task in DEFINITIONS:
                 found.append(flat(name, float(density), results[key]))
+            elif task == "perplexity":
+                rise = " ".join(f"{each:+.1%}" for each in results[key])
+                found.append({"task": task, "method": name, "density": f"{float(density):.1%}", "rise": rise})
     return found
 
 

@@ -37,7 +37,8 @@ class BlockScoreArgs(Structure):
 
 def serves(queries: Tensor, k: Tensor) -> bool:
     """Return whether the core scores these: plain fp32 tensors on the CPU, outside compiled and exported programs."""
-    plain = type(queries) is Tensor and type(k) is Tensor and not torch.compiler.is_compiling()
+    eager = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
+    plain = eager and type(queries) is Tensor and type(k) is Tensor
     fp32 = queries.dtype == k.dtype == torch.float32 and k.device.type == "cpu"
     return plain and fp32 and k.stride(-1) == 1 and active_library() is not None
 
