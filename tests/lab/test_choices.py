@@ -32,7 +32,11 @@ def model(tmp_path_factory):
     pytest.importorskip("transformers")
     from dynaxx.lab.models import load_model
 
-    return load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu").model
+    model = load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu").model
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(20)  # flat attention would leave blocks whose order rounding decides
+    return model
 
 
 @pytest.fixture
