@@ -245,6 +245,11 @@ def test_version_and_no_arguments():
         (["doctor", "--fuzz", "soon"], "--fuzz must be a time"),
         (["doctor", "--isa", "baseline"], "--isa needs --fuzz"),
         (["doctor", "--block-size", "5"], "5"),
+        (
+            ["tune", "MODEL", "--block-size", "32x"],
+            "--block-size must be a number of tokens like 32, or queries x keys",
+        ),
+        (["tune", "MODEL", "--block-size", "48x16"], "`block_size` must be one of"),
         (["doctor", "--head-dim", "100000"], "must be at most 131,072 to be checked, got 800,000"),
     ],
 )

@@ -239,6 +239,18 @@ def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_pa
     assert slow.policy.rules == ()
 
 
+def test_blocks_may_have_more_queries_than_keys(loaded, tmp_path):
+    run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, tolerance=0.5, with_reference=False)
+    found = run(block_size=(32, 16), with_decode=True)
+    assert found.chosen is not None
+    for layer in (0, 1):
+        rule = next(rule for rule in found.policy.rules if rule.phase == "prefill" and layer in rule.layer_list(2))
+        pattern = rule.attention.build().pattern
+        assert pattern.layout(256, block_size=(32, 16)).density() < 1
+    assert found.policy.block_size == (32, 16)
+    assert {rule.block_size for rule in found.policy.rules if rule.phase == "decode"} <= {16}
+
+
 def test_steps_are_timed(loaded):
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.selection.pages import PageBudget

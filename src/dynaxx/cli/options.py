@@ -96,6 +96,15 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def block_size_of(option: str, text: str) -> int | tuple[int, int] | None:
+    """Parse a block size: "32" gives 32, "64x32" gives (64, 32), "" gives None."""
+    parts = text.lower().split("x") if text else []
+    if len(parts) > 2 or not all(_is_number(part) for part in parts):
+        raise ValueError(f"{option} must be a number of tokens like 32, or queries x keys like 64x32, got {text!r}")
+    found = tuple(int(part) for part in parts)
+    return None if not found else found[0] if len(found) == 1 else (found[0], found[1])
+
+
 def names(text: str) -> tuple[str, ...]:
     """Return the names of a list: "a, b" is ("a", "b"), "" is ()."""
     return tuple(part for part in (part.strip() for part in text.split(",")) if part)

@@ -21,6 +21,7 @@ from dynaxx.cli.options import (
     SeedOption,
     TextOption,
     ThreadsOption,
+    block_size_of,
     names,
     numbers,
     seconds,
@@ -51,8 +52,13 @@ def tune(
     ] = False,
     lengths: LengthsOption = "",
     block_size: Annotated[
-        int | None, typer.Option("--block-size", help="Tokens per block; by default 32 on a CPU, 64 on a GPU.")
-    ] = None,
+        str,
+        typer.Option(
+            "--block-size",
+            metavar="N|NxN",
+            help="Tokens per block, or queries x keys, such as 64x32; by default 32 on a CPU, 64 on a GPU.",
+        ),
+    ] = "",
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="Price of the machine per hour, to report savings in money.")
     ] = None,
@@ -115,7 +121,7 @@ def tune(
             tokens=tokens,
             time_budget=seconds("--time-budget", time_budget),
             lengths=numbers("--lengths", lengths),
-            block_size=block_size,
+            block_size=block_size_of("--block-size", block_size),
             price_per_hour=price_per_hour,
             seed=seed,
             command=command_line(),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.tune.sensitivity import HeadCosts
+from dynaxx.layout import as_block_size
 from dynaxx.patterns import LastQueries, LocalBlocks, Sink
 from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TopK
 
@@ -23,19 +24,23 @@ LOCAL_TOKENS = 128  # tokens up to each q block's end that are always visible, i
 
 
 def rule_of(
-    scorer: Scorer, budget: float | tuple[float, ...], block_size: int, last_queries: int, floor: int
+    scorer: Scorer,
+    budget: float | tuple[float, ...],
+    block_size: int | tuple[int, int],
+    last_queries: int,
+    floor: int,
 ) -> Hybrid:
     """Return the rule of a policy with one budget for all heads, or one per head.
 
     Args:
         scorer: the scorer of blocks.
         budget: share of a row's blocks.
-        block_size: tokens per block.
+        block_size: tokens per block, or (q_block, kv_block).
         last_queries: last queries that see everything.
         floor: `TopK.floor`.
     """
-    local = LocalBlocks(max(2, LOCAL_TOKENS // block_size))
-    pattern = Sink(block_size) | local | LastQueries(last_queries)
+    kv_block = as_block_size(block_size)[1]
+    pattern = Sink(kv_block) | LocalBlocks(max(2, LOCAL_TOKENS // kv_block)) | LastQueries(last_queries)
     return Hybrid(pattern, TopK(budget, scorer, floor, per="head"))
 
 

@@ -31,7 +31,7 @@ def tune(
     tolerance: float = 0.01,
     tokens: int = 4096,
     time_budget: float | None = None,
-    block_size: int | None = None,
+    block_size: int | tuple[int, int] | None = None,
     seed: int = 0,
     resume: bool = True,
     with_decode: bool = False,
@@ -53,7 +53,7 @@ def tune(
         out: folder for the results.
         tolerance: allowed relative rise of perplexity; 0.01 is 1 %.
         tokens: length of the texts.
-        block_size: block size of the policy; `default_block_size` if None.
+        block_size: block size of the policy, or (q_block, kv_block); `default_block_size` if None.
         seed: seed for the sampled tokens of the gradient, and for the places of texts.
         time_budget: seconds after which no further evaluation starts; the best result so far is written.
         with_decode: also search decode rules. They are written if they preserve perplexity and are faster here.

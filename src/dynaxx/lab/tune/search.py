@@ -32,6 +32,7 @@ from dynaxx.lab.tune.search_texts import SearchTexts, calibration_ids, search_te
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
 from dynaxx.lab.tune.trials import ERRORS, Trials
+from dynaxx.layout import as_block_size
 from dynaxx.policy import rules_digest
 from dynaxx.selection import Scorer
 
@@ -55,7 +56,7 @@ class Search:
         text: str,
         out: Path,
         tokens: int,
-        block_size: int,
+        block_size: int | tuple[int, int],
         seed: int,
         resume: bool,
         progress: Progress | None,
@@ -310,10 +311,10 @@ class Search:
             [stretch.ids for stretch in self.texts.costs],
             result.layers,
             tolerance=self.tolerance,
-            page_size=self.block_size,
+            page_size=as_block_size(self.block_size)[1],
             cuda_graph=cuda_graph,
             remember=self.steps.remember,
             say=lambda line: task.advance(0, line),
             has_time=lambda: self.time.allows(1.0),
         )
-        return with_decode_rules(result, found, self.block_size, command)
+        return with_decode_rules(result, found, as_block_size(self.block_size)[1], command)

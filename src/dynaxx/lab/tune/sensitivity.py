@@ -46,7 +46,7 @@ def measure_head_costs(
     ids: Tensor,
     candidates: Sequence[Hybrid],
     *,
-    block_size: int,
+    block_size: int | tuple[int, int],
     seed: int = 0,
     last: int | None = None,
     done: Callable[[int], None] = lambda layer: None,
@@ -58,7 +58,7 @@ def measure_head_costs(
         model: a causal language model of transformers, in eval mode.
         ids: (1, N) one text.
         candidates: hybrids with one budget for all heads.
-        block_size: tokens per block.
+        block_size: tokens per block, or (q_block, kv_block).
         seed: seed for the sampled tokens of the gradient.
         last: number of tokens at the end whose predictions count, for example a task's answer; all by default.
         done: a function that is called with the index of each finished layer.

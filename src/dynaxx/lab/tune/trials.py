@@ -17,6 +17,7 @@ from dynaxx.lab.tune.costs import Budgets, rule_of
 from dynaxx.lab.tune.held_tasks import HeldTasks
 from dynaxx.lab.tune.result import KindTrial, Trial
 from dynaxx.lab.tune.search_texts import SearchTexts
+from dynaxx.layout import as_block_size
 from dynaxx.selection import Hybrid, Scorer
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Trials:
         texts: the texts of the search.
         steps: stored results of this run and of runs before it.
         tokens: tokens per text.
-        block_size: block size of the policies.
+        block_size: block size of the policies, or (q_block, kv_block).
         tolerance: largest relative rise of perplexity.
         hold: tasks that a passing policy must still solve.
     """
@@ -45,13 +46,13 @@ class Trials:
         texts: SearchTexts,
         steps: Steps,
         tokens: int,
-        block_size: int,
+        block_size: int | tuple[int, int],
         tolerance: float,
         hold: HeldTasks | None,
     ) -> None:
         self.model, self.texts, self.steps, self.hold = model, texts, steps, hold
         self.block_size, self.tolerance = block_size, tolerance
-        self.floor = tokens // block_size // 2
+        self.floor = tokens // as_block_size(block_size)[1] // 2
         self.evaluation_seconds = 0.0  # seconds of the slowest evaluation
         self.dense: list[Tensor] = []  # loss of every token of each text
 

@@ -22,6 +22,7 @@ from dynaxx.lab.profile.run import default_lengths
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import check_tokens, split_text
 from dynaxx.lab.tune.pipeline.result import PipelineResult
+from dynaxx.layout import as_block_size
 
 if TYPE_CHECKING:
     from dynaxx.lab.tune.result import TuneResult
@@ -42,7 +43,7 @@ class TuneSettings:
     tokens: int = 4096
     time_budget: float | None = None  # seconds for tuning
     lengths: tuple[int, ...] = ()  # lengths to profile and validate at; empty takes defaults
-    block_size: int | None = None  # None takes the device's default
+    block_size: int | tuple[int, int] | None = None  # or (q_block, kv_block); None takes the device's default
     price_per_hour: float | None = None
     seed: int = 0
     command: str = "dynaxx tune"  # the command that produces these results, stored as evidence
@@ -118,7 +119,7 @@ class _Steps:
         self.lengths = plan.lengths or default_lengths(model)
         self.block_size = plan.block_size or default_block_size(model)
         self.files: list[Path] = []
-        check_tokens(model, plan.tokens, self.block_size)
+        check_tokens(model, plan.tokens, max(as_block_size(self.block_size)))
         kinds = {kind: text_of(kind) for kind in kinds_of(plan.kinds)}
         search_texts(tokenizer, text, kinds, plan.tokens)
         if plan.held_out and not kinds:
@@ -139,7 +140,8 @@ class _Steps:
     def analyze(self) -> dict[str, Any] | None:
         from dynaxx.lab.analyze.run import analyze
 
-        options: dict[str, Any] = dict(tokens=self.plan.tokens, block_size=self.block_size, seed=self.plan.seed)
+        block_size = as_block_size(self.block_size)[1]
+        options: dict[str, Any] = dict(tokens=self.plan.tokens, block_size=block_size, seed=self.plan.seed)
         text = split_text(self.text).calibration
         make = lambda: analyze(self.model, self.tokenizer, text, **options, progress=self.progress)
         return self._document("analyze", "analysis.json", make)
@@ -241,7 +243,7 @@ def _begin(model: Any, text: str, plan: TuneSettings, lengths: tuple[int, ...]) 
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tokens": plan.tokens,
         "lengths": list(lengths),
-        "block_size": plan.block_size,
+        "block_size": list(plan.block_size) if isinstance(plan.block_size, tuple) else plan.block_size,
         "price_per_hour": plan.price_per_hour,
         "seed": plan.seed,
         "versions": machine_facts().versions,
