@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure which parts of a whole prefill on a CPU take the time, dense and sparse, in CPU seconds of one thread.
+"""Measure which parts of a whole prefill on a CPU take the time, dense and sparse.
+
+With one thread the figures are its CPU seconds, which other processes hardly disturb; with more they are seconds.
 
     python benchmarks/prefill_parts.py smollm2 --tokens 8192 --layers 5 15 25 --json
 
@@ -29,8 +31,12 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 DENSE, CORE, TORCH = "dense", "sparse", "sparse, choice in torch"
 
 
+def now():
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 class Clock:
-    """CPU seconds of one thread within modules, by name."""
+    """Seconds within modules, by name."""
 
     def __init__(self, layers):
         self.seconds, self.started = defaultdict(float), []
@@ -38,11 +44,11 @@ class Clock:
             named = {"layer": layer, "attention": layer.self_attn, "mlp": layer.mlp}
             named |= {name: getattr(layer.self_attn, name, None) or getattr(layer.mlp, name) for name in LINEARS}
             for name, module in named.items():
-                module.register_forward_pre_hook(lambda *_: self.started.append(time.thread_time()))
+                module.register_forward_pre_hook(lambda *_: self.started.append(now()))
                 module.register_forward_hook(lambda *_, name=name: self._ended(name))
 
     def _ended(self, name):
-        self.seconds[name] += time.thread_time() - self.started.pop()
+        self.seconds[name] += now() - self.started.pop()
 
     def parts(self, total):
         """Return the parts of one pass and start anew."""
@@ -77,9 +83,9 @@ def measured(model, policy, ids, turns):
                 if way == TORCH:
                     stack.enter_context(chosen_by_torch())
                 clock.parts(0.0)
-                began = time.thread_time()
+                began = now()
                 model.model(ids, use_cache=False)
-                found[way].append(clock.parts(time.thread_time() - began))
+                found[way].append(clock.parts(now() - began))
     return {
         way: {part: statistics.median(each[part] for each in several) for part in several[0]}
         for way, several in found.items()
@@ -93,9 +99,9 @@ def time_choice(model, rule, tokens, turns):
     for _ in range(turns):
         for way, within in ((CORE, contextlib.nullcontext()), (TORCH, chosen_by_torch())):
             with within:
-                began = time.thread_time()
+                began = now()
                 layout = select_blocks(q, k, rule, block_size=32)
-                found[way].append(time.thread_time() - began)
+                found[way].append(now() - began)
     return {way: statistics.median(each) for way, each in found.items()}, layout.density()
 
 
@@ -103,12 +109,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--layers", type=int, nargs="+", default=[5, 15, 25])
+    parser.add_argument("--layers", type=int, nargs="+", default=[5, 15, 25], help="of the model; others are left out")
     parser.add_argument("--budget", type=float, default=0.27, help="share of the blocks for all heads")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     model, tokenizer = load_model(args.model)
     ids = encode(tokenizer, load_text("pydoc"), args.tokens)

@@ -565,6 +565,38 @@ def flat(rows):
         }
 
 
+def predicted(names, model, texts, amounts, baseline):
+    """Yield the predicted loss of choices with one amount for all heads, and of the first choice at equal pairs.
+
+    It takes one forward and one backward pass per text. The first choice is interpolated between its amounts, in the
+    logarithm of the loss.
+    """
+    GRIDS["share"] = (*amounts, 1.0)
+    for kind, each in texts.items():
+        choices = list(dict.fromkeys(choice for several in names.values() for choice in several))
+        costs = [costs_of(model, ids, choices, seed) for seed, ids in enumerate(each)]
+        mean = mean_costs(dict(enumerate(costs)), list(range(len(costs))))
+        curves = {
+            name: list(zip(mean[choice][1].mean((1, 2)).tolist(), mean[choice][0].sum((1, 2)).tolist(), strict=True))[
+                :-1
+            ]
+            for name, (choice, *_) in names.items()
+        }
+        for name, curve in curves.items():
+            for (pairs, loss), amount in zip(curve, amounts, strict=True):
+                base = at_equal_pairs(curves[baseline], pairs)
+                yield {"kind": kind, "choice": name, "budget": amount, "pairs": f"{pairs:.1%}", "nats": loss,
+                       "against": f"{loss / base - 1:+.0%}"}  # fmt: skip
+
+
+def at_equal_pairs(curve, pairs):
+    """Return the loss of a curve of (pairs, loss) at a number of pairs, log-linear, also beyond its ends."""
+    for (a, x), (b, y) in pairwise(curve):
+        if pairs <= b or (b, y) == curve[-1]:
+            return x * (y / x) ** ((pairs - a) / (b - a))
+    raise ValueError("a curve needs two points")
+
+
 def stretches(tokenizer, text, tokens, count):
     ids = encode(tokenizer, text, count * tokens + 1)
     return [ids[:, i * tokens : (i + 1) * tokens + 1] for i in range(count)]
@@ -584,6 +616,7 @@ def main():
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--together", type=int, default=4, help="choices whose costs one pass measures")
     parser.add_argument("--order", type=Path, default=None, help="file with names of choices, the first ones first")
+    parser.add_argument("--predict", default="", help="shares: only predict the loss at these, without any trial")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
@@ -612,6 +645,12 @@ def main():
     if args.order:
         first = [line for line in args.order.read_text().splitlines() if line in found]
         found = {name: found[name] for name in dict.fromkeys([*first, *found])}
+    if args.predict:
+        amounts = [float(each) for each in args.predict.split(",")]
+        with evaluating(model), torch.no_grad():
+            rows = [*predicted(found, model, tune_on, amounts, next(iter(found)))]
+        print(json.dumps({"rows": rows}) if args.json else "\n".join(map(str, rows)))
+        return
     rows = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
     rows = [row for row in rows if "trials" in row]
     found = {name: each for name, each in found.items() if name not in {row["name"] for row in rows}}
