@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the time and peak GPU memory of tuning a model of Llama-3.1-8B's shape with random weights, bf16.
 
-python benchmarks/tune_memory.py FOLDER_OF_A_TOKENIZER --json
+python benchmarks/quality/tune_memory.py FOLDER_OF_A_TOKENIZER --json
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the choice of blocks and attention over them for several block shapes on a CPU, in CPU ms of one thread.
 
-python benchmarks/block_shapes.py --tokens 4096 --json
+python benchmarks/kernels/block_shapes.py --tokens 4096 --json
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare one share of a cache's pages for all heads with shares by the heads' costs, at equal loss of decoded tokens.
 
-    python benchmarks/page_shares.py smollm2 --device cuda --tokens 4096 --json
+    python benchmarks/quality/page_shares.py smollm2 --device cuda --tokens 4096 --json
 
 The last tokens of texts are decoded one by one, as they are and as the dense model wrote them. Costs come from the
 other half of each kind of text. "read" counts the first page and the window too.
