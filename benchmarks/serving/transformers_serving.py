@@ -181,6 +181,19 @@ def log_of(kind: str, arguments: argparse.Namespace, folder: Path) -> Path:
     return Path(f"{arguments.out or folder / 'serving'}.{kind}.log")
 
 
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a table's rows of both servers side by side."""
+    table = []
+    for tokens, dense in found["dense, alone"].items():
+        mine = found["policy, alone"][tokens]
+        for name, key in (("", "median_s"), (", the first request of this length", "first_request_s")):
+            table.append({
+                "one prompt at a time": f"{int(tokens):,} tokens{name}", "dense": f"{dense[key] * 1e3:,.0f} ms",
+                "policy": f"{mine[key] * 1e3:,.0f} ms", "speed-up": f"{dense[key] / mine[key]:.2f}x",
+            })  # fmt: skip
+    return table
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -206,6 +219,8 @@ def main() -> None:
                     part(kind, folder, arguments, result)
                 except (RuntimeError, OSError) as error:
                     result.add(**{f"{kind}, {part.__name__}, error": str(error)[-3000:]})
+        if {"dense, alone", "policy, alone"} <= result.keys():
+            result.add(rows=rows(result))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,16 @@ server goes through these parts, in this order:
 - decoding: tokens per second of as many contexts of 32,768 tokens as the cache holds, up to 16.
 - soak: `vllm_soak.py`, only with `--soak MINUTES`.
 
-Results are written after every part, as JSON by backend.
+Results are written after every part, as JSON by backend. `--tables FILE FILE` starts nothing: it reads such files and
+writes the rows and bars of the documentation, for `record.py --from`:
+
+    python benchmarks/vllm_serving.py --tables own.json dynaxx.json --out tables.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -149,6 +153,56 @@ def wait_for(path: str) -> None:
         time.sleep(0.2)
 
 
+def tables(own: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows and bars of both servers side by side."""
+    alone, traffic, bars = [], [], []
+    pairs = [("very first request", own["alone"]["very_first_s"], ours["alone"]["very_first_s"])]
+    for tokens, seconds in own["alone"]["median_s"].items():
+        if len(own["alone"]["first_token_s"][tokens]) > 1:
+            pairs.append((tokens, seconds, ours["alone"]["median_s"][tokens]))
+    longest = next(iter(own["alone"]["median_s"]))
+    for name, theirs, mine in pairs:
+        tokens = longest if name.startswith("very") else name
+        label = f"{int(tokens):,} tokens" + (", the very first request" if name.startswith("very") else "")
+        alone.append({"one prompt at a time": label, "FLASH_ATTN": span(theirs), "dynaxx": span(mine),
+                      "speed-up": f"{theirs / mine:.2f}x"})  # fmt: skip
+        asked = {"32768": 1.5, "131072": 2.8, "1000": 0.98}.get(tokens)
+        if asked is not None:
+            bars.append(bar(f"first token of {label}", asked, theirs / mine))
+    theirs, mine = (each["traffic"]["first_token_ms"] for each in (own, ours))
+    for name in theirs:
+        if not theirs[name]["requests"]:
+            continue
+        row = {"tokens of the prompt": name, "requests": theirs[name]["requests"]}
+        for key in ("mean", "p50", "p99"):
+            row |= {f"FLASH_ATTN {key}": span(theirs[name][key] / 1e3), f"dynaxx {key}": span(mine[name][key] / 1e3)}
+        traffic.append(row)
+    for key in ("mean", "p99"):
+        bars.append(bar(f"mixed traffic: {key} first token", 1.0, theirs["all"][key] / mine["all"][key]))
+    below = next(name for name in theirs if name != "all")
+    bars.append(bar(f"mixed traffic, {below} tokens: mean", 0.98, theirs[below]["mean"] / mine[below]["mean"]))
+    starts = [{"start of the server": which, "seconds": each["start_s"]}
+              for which, each in (("FLASH_ATTN", own), ("dynaxx", ours))]  # fmt: skip
+    return {"alone": alone, "traffic": traffic, "starts": starts, "bars": bars}
+
+
+def bar(name: str, asked: float, value: float) -> dict[str, Any]:
+    """Return a bar: how many times vLLM's own speed was asked, and measured."""
+    return {"name": name, "workload": "times vLLM's own", "bar": f"{asked:g}x", "value": f"{value:.2f}x",
+            "ok": value >= asked}  # fmt: skip
+
+
+def span(seconds: float) -> str:
+    """Return seconds in words."""
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 2
+        else f"{seconds * 1e3:,.0f} ms"
+        if seconds >= 0.1
+        else f"{seconds * 1e3:.1f} ms"
+    )
+
+
 def soak(server: Server, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Send many requests at a time for some minutes."""
     minutes = arguments.soak
@@ -179,8 +233,13 @@ def main() -> None:
     parser.add_argument("--wait-for", default="", help="a file; the parts begin when it is there")
     parser.add_argument("--patience", type=float, default=400, help="seconds for a start")
     parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
+    parser.add_argument("--tables", nargs=2, type=Path, metavar="FILE", help="results to read, of own and of dynaxx")
     add_traffic_options(parser)
     arguments = parser.parse_args()
+    if arguments.tables:
+        own, ours = (json.loads(path.read_text()) for path in arguments.tables)
+        Path(arguments.out).write_text(json.dumps(tables(own["own"], ours["dynaxx"]), indent=1))
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this program
     result, failed = Result(arguments.out), False
     for which in (arguments.only,) if arguments.only else ("own", "dynaxx"):

@@ -266,6 +266,20 @@ def compare(mine: list[Any], theirs: list[Any]) -> dict[str, Any]:
             "largest_logprob_difference": max(differences, default=0.0)}  # fmt: skip
 
 
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a table's rows of the results of some pairs."""
+    table = []
+    for pair, case in found["same_tokens"].items():
+        preempted = [str(int(found[name]["preemptions"])) for name in pair.split(" / ") if "preemptions" in found[name]]
+        table.append({
+            "pair": pair.replace(" / ", " beside "), "prompts": case["prompts"], "same tokens": case["same"],
+            "largest margin where they differ": max(case["margins_where_not"], default=None),
+            "largest difference of log-probabilities before": f"{case['largest_logprob_difference']:.2g}",
+            "preemptions": ", ".join(preempted),
+        })  # fmt: skip
+    return table
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -276,7 +290,12 @@ def main() -> None:
     parser.add_argument("--one-gpu", action="store_true", help="leave out the pairs that need two")
     parser.add_argument("--prompts", type=int, default=len(LENGTHS), help="the shortest so many, of one engine")
     parser.add_argument("--out", default="", help="a JSON file")
+    parser.add_argument("--tables", nargs="+", type=Path, metavar="FILE", help="start nothing; rows of such results")
     arguments = parser.parse_args()
+    if arguments.tables:
+        table = [row for path in arguments.tables for row in rows(json.loads(path.read_text()))]
+        Path(arguments.out).write_text(json.dumps({"rows": table}, indent=1))
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine outlives this program
     (run_engine if arguments.engine else run_tokens)(arguments)
 
