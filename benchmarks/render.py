@@ -123,7 +123,7 @@ def rendered_page(text: str) -> str:
 
 def pages() -> list[Path]:
     """Return every page that shows results."""
-    every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
     return [page for page in every if re.search("<!-- (results|value): ", page.read_text(encoding="utf-8"))]
 
 

@@ -174,7 +174,7 @@ def decoding(server: Server, sequences: int, tokens: int, steps: int) -> dict[st
 
 def run_together(calls: list[Callable[[], None]]) -> None:
     """Run calls in threads, and wait for all of them."""
-    threads = [threading.Thread(target=call) for call in calls]
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
