@@ -18,7 +18,7 @@ server goes through these parts, in this order:
 Results are written after every part, as JSON by backend. `--tables FILE FILE` starts nothing: it reads such files and
 writes the rows and bars of the documentation, for `record.py --from`:
 
-    python benchmarks/vllm_serving.py --tables own.json dynaxx.json --out tables.json
+    python benchmarks/serving/vllm_serving.py --tables own.json dynaxx.json --out tables.json
 """
 
 from __future__ import annotations
