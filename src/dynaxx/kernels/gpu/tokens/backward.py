@@ -4,7 +4,7 @@
 With p = exp(s - lse) and delta = do . out - dlse:  dq = sum ds k,  dk = sum ds q,  dv = sum p do,  where
 ds = p (do . v - delta) slope scale.
 
-    tile of queries: q, do -> keys of its list: k, v -> p, ds -> dq in registers; rows of ds q and p do, to memory
+    tile of queries: q, do -> keys of its list: k, v -> p, ds -> dq in registers; rows of ds q, p do to memory
 
 `sums.py` adds the rows of each key in a fixed order: no atomics, the same bits at every call.
 """
@@ -96,8 +96,7 @@ def _token_bwd_kernel(
     p_v,
     p_do,
     p_dq,  # (T, Hq, D)
-    p_dk_rows,  # (kv heads, tiles, units of a kv head, parts, slots * GRAIN, D) of this launch
-    p_dv_rows,  # the same with E
+    p_rows,  # (kv heads, tiles, units of a kv head, parts, slots * GRAIN, D + E) of this launch: dk, then dv
     p_lse,  # (Hq, T) fp32 contiguous
     p_delta,  # the same
     lists,  # `ListTables`
@@ -141,8 +140,7 @@ def _token_bwd_kernel(
     own = tile_list(lists, i_tile, i_unit, units, select_heads, slots, PER_TILE)
     tiles, parts = tl.num_programs(0), tl.num_programs(2)
     slab = gradient_slab(tl.program_id(0), tiles, tl.program_id(1), units // kv_heads, parts, i_part)
-    p_dk_rows += slab * slots * GRAIN * D
-    p_dv_rows += slab * slots * GRAIN * E
+    p_rows += slab * slots * GRAIN * (D + E)
     q_a, q_b, do_a, do_b, lse, delta = queries_and_gradients(
         p_q, p_do, p_lse, p_delta, rows, queries, q_strides, do_strides, D, E, D_A, D_B, E_A, E_B
     )
@@ -170,11 +168,12 @@ def _token_bwd_kernel(
         dv_b = dv_a
         if E_B:
             dv_b = tl.dot(turned, do_b, input_precision="ieee")
-        store_parts(p_dv_rows + at.to(tl.int64) * E, at < count * GRAIN, dv_a, dv_b, E, E_A, E_B)
+        p_row = p_rows + at.to(tl.int64) * (D + E)
+        store_parts(p_row + D, at < count * GRAIN, dv_a, dv_b, E, E_A, E_B)
         turned = tl.trans(ds)
         dk_a = tl.dot(turned, q_a, input_precision="ieee")
         dk_b = dk_a
         if D_B:
             dk_b = tl.dot(turned, q_b, input_precision="ieee")
-        store_parts(p_dk_rows + at.to(tl.int64) * D, at < count * GRAIN, dk_a, dk_b, D, D_A, D_B)
+        store_parts(p_row, at < count * GRAIN, dk_a, dk_b, D, D_A, D_B)
     store_parts(p_dq + rows.t * dq_strides.n + rows.head * dq_strides.h, rows.inside, acc_a, acc_b, D, D_A, D_B)

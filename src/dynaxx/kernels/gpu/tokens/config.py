@@ -14,16 +14,16 @@ WIDE = 256  # head_dim above which a backward goes in steps: `wide.py`
 
 @dataclass(frozen=True)
 class TileRows:
-    """Rows of a tile: neighbouring queries times q heads of a unit."""
+    """Rows of a tile: neighbouring queries times q heads of a unit, filled up to a power of two."""
 
     per_tile: int  # queries
-    part: int  # q heads, a power of two
+    part: int  # q heads
     parts: int  # programs that share the q heads of a unit
 
     @property
     def rows(self) -> int:
         """Return the number of rows."""
-        return self.per_tile * self.part
+        return max(16, power_of_two(self.per_tile * self.part))
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,16 @@ class Launch:
 
 
 @lru_cache(maxsize=256)
-def tile_rows(group_size: int, itemsize: int) -> TileRows:
+def tile_rows(group_size: int, widest: int, itemsize: int) -> TileRows:
     """Return the rows of a tile: 64, which fill a matrix instruction of Hopper; 16 in fp32, which has none."""
-    most = 64 if itemsize == 2 else 16
-    part = min(most, power_of_two(group_size))
+    most = 16 if itemsize == 4 else 64 if group_size > 64 else most_rows(widest)
+    part = min(most, group_size)
     return TileRows(min(most // part, MOST_MARKS), part, -(-group_size // part))
+
+
+def most_rows(widest: int) -> int:
+    """Return the most rows of a tile in 16 bits. 128 visit fewer keys, but leave room for one program at once."""
+    return 64
 
 
 def widths(width: int) -> tuple[int, int]:
@@ -82,4 +87,10 @@ def wide_launches(itemsize: int, latent: bool) -> tuple[Launch, Launch, Launch]:
     """Return the launches of the three steps of a wide backward: scores, dq and rows."""
     if itemsize == 4:
         return Launch(16, 8, 0), Launch(16, 8, 0), Launch(16, 8, 0)
-    return Launch(32 if latent else 16, 4, 1), Launch(64, 8, 1), Launch(128, 8, 0)
+    return Launch(32 if latent else 16, 4, 1), Launch(64, 8, 1), Launch(128, 8, 2)
+
+
+@lru_cache(maxsize=256)
+def sum_launch(columns: int, itemsize: int) -> Launch:
+    """Return the launch of the sums of rows of dk and dv: rows at once, and how far ahead they are loaded."""
+    return Launch(8, 2, 3) if itemsize == 2 else Launch(8, 4, 0)

@@ -16,14 +16,13 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens.backward import _token_bwd_kernel, _token_delta_kernel
-from dynaxx.kernels.gpu.tokens.config import WIDE, backward_launch, wide_launches, widths
+from dynaxx.kernels.gpu.tokens.config import WIDE, backward_launch, sum_launch, wide_launches, widths
 from dynaxx.kernels.gpu.tokens.entries import Entries, entries_of_keys
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.gpu.tokens.sums import _token_sum_kernel
 from dynaxx.kernels.gpu.tokens.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
 
 WORKSPACE = 4 << 30  # bytes
-ROWS_AT_ONCE = 16  # that a sum reads
 MOST_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at once
 
 
@@ -60,7 +59,7 @@ def token_backward(
     targets = [dk] if joined else [dk, dv]
     sums = targets if pieces == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
     grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "do_strides": packed_strides_of(do)}
-    write_rows: Callable[..., tuple[list[Tensor], int]] = _narrow_rows
+    write_rows: Callable[..., tuple[Tensor, int]] = _narrow_rows
     if max(q.shape[2], v.shape[2]) > WIDE:
         write_rows = partial(_wide_rows, write_scores=scores or write_scores)
     for first_tile in range(0, tiles, tiles_at_once):
@@ -70,8 +69,7 @@ def token_backward(
             rows, parts = write_rows(inputs, dq, plan, heads, some, shared | grads, latent, joined)
             if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
                 found = entries_of_keys(plan, heads, some, *k.shape[:2])
-            for total, each in zip(sums, rows, strict=True):
-                _add(total, each, found, heads, parts, first_tile > 0)
+            _add(sums, rows, found, heads, parts, first_tile > 0)
     return dq, [total.to(k.dtype) for total in sums]
 
 
@@ -121,19 +119,18 @@ def _narrow_rows(
     arguments: dict[str, Any],
     latent: bool,
     joined: bool,
-) -> tuple[list[Tensor], int]:
-    """Write dq of some tiles and kv heads; return their rows of dk and dv, and the parts of a tile."""
+) -> tuple[Tensor, int]:
+    """Write dq of some tiles and kv heads; return their rows, dk beside dv, and the parts of a tile."""
     q, k, v = inputs
     own, parts = plan.units // k.shape[1], plan.rows.parts
     width = plan.lists.shape[2] * plan.block_size
-    rows = [q.new_empty(len(heads) * len(tiles) * own * parts * width, x.shape[2]) for x in (q, v)]
+    rows = q.new_empty(len(heads) * len(tiles) * own * parts * width, q.shape[2] + v.shape[2])
     _token_bwd_kernel[(len(tiles), len(heads) * own, parts)](
         q,
         k,
         v,
         p_dq=dq,
-        p_dk_rows=rows[0],
-        p_dv_rows=rows[1],
+        p_rows=rows,
         first_tile=tiles.start,
         first_unit=heads.start * own,
         dq_strides=packed_strides_of(dq),
@@ -180,7 +177,7 @@ def _wide_rows(
     latent: bool,
     joined: bool,
     write_scores: Callable[..., None],
-) -> tuple[list[Tensor], int]:
+) -> tuple[Tensor, int]:
     """Do what `_narrow_rows` does, in the three steps of `wide.py`."""
     q, k, v = inputs
     own, parts, rows = plan.units // k.shape[1], plan.rows.parts, plan.rows.rows
@@ -212,16 +209,15 @@ def _wide_rows(
         **where,
         **products.options,
     )
-    wanted = [q] if joined else [q, v]
-    buffers = [q.new_empty(len(tiles) * units * parts // together * width, x.shape[2]) for x in wanted]
+    columns = q.shape[2] + (0 if joined else v.shape[2])
+    buffer = q.new_empty(len(tiles) * units * parts // together * width, columns)
     chunks = -(-width // by_key.block_n)
     _token_rows_kernel[(len(tiles) * chunks, units, parts // together)](
         q,
         arguments["p_do"],
         weights,
         ds,
-        buffers[0],
-        buffers[-1],
+        buffer,
         **only("q_strides", "do_strides", "E", *place, *tile),
         chunks=chunks,
         BOTH=rows * together,
@@ -230,17 +226,20 @@ def _wide_rows(
         **where,
         BLOCK_N=by_key.block_n,
         num_warps=by_key.num_warps,
+        num_stages=by_key.turns + 1,
     )
-    return buffers, parts // together
+    return buffer, parts // together
 
 
-def _add(total: Tensor, rows: Tensor, found: Entries, heads: range, parts: int, add: bool) -> None:
-    """Add the rows of each key, of some kv heads and all parts of a tile, to (M, Hk, D)."""
-    keys, kv_heads, numbers = total.shape
-    a, b = widths(numbers)
+def _add(sums: list[Tensor], rows: Tensor, found: Entries, heads: range, parts: int, add: bool) -> None:
+    """Add the rows of each key, of some kv heads and all parts of a tile, to dk (M, Hk, D) and dv, or to dk alone."""
+    keys, kv_heads, dim = sums[0].shape
+    first, rest = widths(rows.shape[1])
+    launch = sum_launch(rows.shape[1], rows.element_size())
     _token_sum_kernel[(keys, len(heads))](
         rows,
-        total,
+        sums[0],
+        sums[-1],
         found.entries,
         found.begin,
         keys=keys,
@@ -248,12 +247,14 @@ def _add(total: Tensor, rows: Tensor, found: Entries, heads: range, parts: int, 
         first_head=heads.start,
         slabs=found.slabs,
         width=found.width,
-        parts=parts,
         choices=found.choices,
-        D=numbers,
-        D_A=a,
-        D_B=b,
-        BLOCK_R=ROWS_AT_ONCE,
+        D=dim,
+        E=rows.shape[1] - dim,
+        W_A=first,
+        W_B=rest,
+        PARTS=parts,
+        BLOCK_R=launch.block_n,
+        TURNS=launch.turns,
         ADD=add,
-        num_warps=4,
+        num_warps=launch.num_warps,
     )

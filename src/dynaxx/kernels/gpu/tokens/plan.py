@@ -41,7 +41,7 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
     """Return what forward and backward share. Numbers in any order will do; those out of range are never read."""
     place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
     units = max(block_indices.shape[1], k.shape[1])
-    rows = tile_rows(q.shape[1] // units, q.itemsize)
+    rows = tile_rows(q.shape[1] // units, max(q.shape[2], v.shape[2]), q.itemsize)
     chosen, position, tiles = (
         block_indices.contiguous(),
         place(spans.position),

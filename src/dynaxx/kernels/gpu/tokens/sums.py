@@ -8,37 +8,26 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 
 @triton.jit
-def _sum_rows(
-    p_rows, p_entries, begin, end, first_slab, width, parts,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Return [BLOCK_D] fp32: columns from FIRST on of the sum over entries begin..end and over parts of a tile."""
-    o_d = FIRST + tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_R):
-        o_r = start + tl.arange(0, BLOCK_R)
-        entry = tl.load(p_entries + o_r, mask=o_r < end, other=0)
-        row = (first_slab + entry // width).to(tl.int64) * parts * width + entry % width
-        for i_part in range(parts):
-            p_from = p_rows + (row + i_part * width)[:, None] * D + o_d[None, :]
-            rows = tl.load(p_from, mask=(o_r < end)[:, None] & (o_d < D)[None, :], other=0.0)
-            acc += tl.sum(rows.to(tl.float32), 0)
-    return acc
-
-
-@triton.jit
-def _store_sum(p_row, acc, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST: tl.constexpr, ADD: tl.constexpr):
-    o_d = FIRST + tl.arange(0, BLOCK_D)
+def _store_sum(p_dk, p_dv, acc, D: tl.constexpr, E: tl.constexpr, FIRST: tl.constexpr, ADD: tl.constexpr):
+    """Write columns from FIRST on of a sum: the first D belong to dk, the next E to dv."""
+    o_d = FIRST + tl.arange(0, acc.shape[0])
+    is_key = o_d < D
     if ADD:
-        acc += tl.load(p_row + o_d, mask=o_d < D, other=0.0)
-    tl.store(p_row + o_d, acc.to(p_row.dtype.element_ty), mask=o_d < D)
+        acc += tl.load(p_dk + o_d, mask=is_key, other=0.0)
+    tl.store(p_dk + o_d, acc.to(p_dk.dtype.element_ty), mask=is_key)
+    if E:
+        is_value = (o_d >= D) & (o_d < D + E)
+        if ADD:
+            acc += tl.load(p_dv + o_d - D, mask=is_value, other=0.0)
+        tl.store(p_dv + o_d - D, acc.to(p_dv.dtype.element_ty), mask=is_value)
 
 
 @kernel_launcher
-@triton.jit(do_not_specialize=["keys", "kv_heads", "first_head", "slabs", "width", "parts", "choices"])
+@triton.jit(do_not_specialize=["keys", "kv_heads", "first_head", "slabs", "width", "choices"])
 def _token_sum_kernel(
-    p_rows,  # (kv heads of the launch, slabs, parts, width, D)
-    p_sum,  # (M, Hk, D)
+    p_rows,  # (kv heads of the launch, slabs, PARTS, width, D + E)
+    p_dk,  # (M, Hk, D)
+    p_dv,  # (M, Hk, E); unused if E is 0
     p_entries,  # slab * width + place, by (choice, key); see `entries.py`
     p_begin,  # (choices * M + 1,) int32, where those of each (choice, key) begin
     keys,
@@ -46,21 +35,38 @@ def _token_sum_kernel(
     first_head,
     slabs,  # tiles times units of a kv head
     width,
-    parts,
     choices,  # 1: all kv heads share a list
     D: tl.constexpr,
-    D_A: tl.constexpr,
-    D_B: tl.constexpr,
+    E: tl.constexpr,
+    W_A: tl.constexpr,  # D + E in two parts, see `primitives.py`
+    W_B: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    TURNS: tl.constexpr,  # rows are loaded so many iterations ahead
     ADD: tl.constexpr,
 ):
+    W: tl.constexpr = D + E
     key, i_head = tl.program_id(0), tl.program_id(1)
     at = tl.where(choices > 1, i_head, 0) * keys + key
     begin, end = tl.load(p_begin + at), tl.load(p_begin + at + 1)
-    p_row = p_sum + (key.to(tl.int64) * kv_heads + first_head + i_head) * D
-    first_slab = i_head * slabs
-    acc = _sum_rows(p_rows, p_entries, begin, end, first_slab, width, parts, D, D_A, 0, BLOCK_R)
-    _store_sum(p_row, acc, D, D_A, 0, ADD)
-    if D_B:
-        acc = _sum_rows(p_rows, p_entries, begin, end, first_slab, width, parts, D, D_B, D_A, BLOCK_R)
-        _store_sum(p_row, acc, D, D_B, D_A, ADD)
+    first_row = i_head.to(tl.int64) * slabs * PARTS * width
+    o_r, o_a = tl.arange(0, BLOCK_R), tl.arange(0, W_A)
+    acc_a = tl.zeros([BLOCK_R, W_A], tl.float32)
+    acc_b = tl.zeros([BLOCK_R, W_B if W_B else 16], tl.float32)
+    for start in tl.range(begin, end, BLOCK_R, num_stages=TURNS + 1):
+        there = start + o_r < end
+        entry = tl.load(p_entries + start + o_r, mask=there, other=0)
+        for i_part in tl.static_range(PARTS):
+            row = entry.to(tl.int64)
+            if PARTS > 1:
+                row = (entry // width * PARTS + i_part).to(tl.int64) * width + entry % width
+            p_from = (p_rows + (first_row + row) * W)[:, None]
+            acc_a += tl.load(p_from + o_a[None, :], mask=there[:, None] & (o_a < W)[None, :], other=0.0).to(tl.float32)
+            if W_B:
+                o_b = W_A + tl.arange(0, W_B)
+                rows = tl.load(p_from + o_b[None, :], mask=there[:, None] & (o_b < W)[None, :], other=0.0)
+                acc_b += rows.to(tl.float32)
+    to = key.to(tl.int64) * kv_heads + first_head + i_head
+    _store_sum(p_dk + to * D, p_dv + to * E, tl.sum(acc_a, 0), D, E, 0, ADD)
+    if W_B:
+        _store_sum(p_dk + to * D, p_dv + to * E, tl.sum(acc_b, 0), D, E, W_A, ADD)

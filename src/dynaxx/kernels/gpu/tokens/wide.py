@@ -177,8 +177,7 @@ def _token_rows_kernel(
     p_do,
     p_weights,
     p_ds,
-    p_dk_rows,  # (kv heads, tiles, units of a kv head, parts, slots * GRAIN, D) of this launch
-    p_dv_rows,  # the same with E; unused if LATENT
+    p_rows,  # (kv heads, tiles, units of a kv head, parts, slots * GRAIN, D + E) of this launch; D if LATENT
     lists,
     first_tile,
     first_unit,
@@ -219,12 +218,11 @@ def _token_rows_kernel(
         weights = tl.trans(tl.load(p_weights + from_row[:, None] + at[None, :], mask=known, other=0.0))
         tiles = tl.num_programs(0) // chunks
         slab = gradient_slab(i_tile - first_tile, tiles, tl.program_id(1), units // kv_heads, parts, i_part)
-        p_dk_row = (p_dk_rows + (slab * width + at) * D)[:, None]
-        p_dv_row = (p_dv_rows + (slab * width + at) * E)[:, None]
+        p_row = (p_rows + (slab * width + at) * (D if LATENT else D + E))[:, None]
         p_q_row = (p_q + rows.t * q_strides.n + rows.head * q_strides.h)[:, None]
         p_do_row = (p_do + rows.t * do_strides.n + rows.head * do_strides.h)[:, None]
         there = (at < count * GRAIN)[:, None]
-        element = p_dk_rows.dtype.element_ty
+        element = p_rows.dtype.element_ty
         for column in range(0, D, BLOCK_D):
             o_d = column + tl.arange(0, BLOCK_D)
             q = tl.load(p_q_row + o_d[None, :], mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
@@ -232,10 +230,10 @@ def _token_rows_kernel(
             if LATENT:
                 do = tl.load(p_do_row + o_d[None, :], mask=inside[:, None] & (o_d < E)[None, :], other=0.0)
                 acc = tl.dot(weights, do, acc, input_precision="ieee")
-            tl.store(p_dk_row + o_d[None, :], acc.to(element), mask=there & (o_d < D)[None, :])
+            tl.store(p_row + o_d[None, :], acc.to(element), mask=there & (o_d < D)[None, :])
         if not LATENT:
             for column in range(0, E, BLOCK_D):
                 o_e = column + tl.arange(0, BLOCK_D)
                 do = tl.load(p_do_row + o_e[None, :], mask=inside[:, None] & (o_e < E)[None, :], other=0.0)
                 acc = tl.dot(weights, do, input_precision="ieee")
-                tl.store(p_dv_row + o_e[None, :], acc.to(element), mask=there & (o_e < E)[None, :])
+                tl.store(p_row + D + o_e[None, :], acc.to(element), mask=there & (o_e < E)[None, :])
