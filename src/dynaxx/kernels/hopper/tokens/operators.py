@@ -53,6 +53,7 @@ def forward(
         k_strides=packed_strides_of(k),
         out_strides=packed_strides_of(out),
         num_warps=latent.WARPS,
+        maxnreg=latent.MOST_REGISTERS,
     )
     if sinks is not None:
         out, lse = (x[0] for x in include_sinks(out[None], lse[None], sinks))
@@ -102,7 +103,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> bool:
     widths = (q.shape[2], v.shape[2]) == (WIDE.value + REST.value, WIDE.value)
     alone = k.shape[1] == plan.lists.shape[1] == plan.rows.per_tile == plan.block_size == 1
     steps = k.stride(0) % 16 == 0 and k.data_ptr() % 16 == 0  # rows are copied 16 bytes at a time
-    return widths and alone and steps and plan.rows.part == ROWS.value and portable.shares_rows(k, v)
+    return widths and alone and steps and plan.rows.rows == ROWS.value and portable.shares_rows(k, v)
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, softcap: float | None) -> Any:
