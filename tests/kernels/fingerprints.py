@@ -115,14 +115,17 @@ def token_decode(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dty
     step.attend_tokens(q, cache, torch.zeros(2, 1, 1, 256, dtype=torch.int32), 1, 0.1)
 
 
-def indexer(heads: int, dim: int, dtype: torch.dtype, grain: int) -> None:
+def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int = 1) -> None:
     """Run the indexer: streaming, and with scores in memory for a few queries."""
-    from dynaxx.kernels.triton.tokens import choose
+    if backend == "hopper":
+        from dynaxx.kernels.hopper.tokens import choose
+    else:
+        from dynaxx.kernels.triton.tokens import choose
     from dynaxx.layout.tokens import TokenSpans
 
     for queries in (TOKENS, 8):
-        q, k = torch.zeros(queries, heads, dim, dtype=dtype), torch.zeros(TOKENS, dim, dtype=dtype)
-        scale = torch.ones(TOKENS) if dtype == torch.float32 else None
+        q, k = torch.zeros(queries, heads, dim).to(dtype), torch.zeros(TOKENS, dim).to(dtype)
+        scale = torch.ones(TOKENS) if dtype in (torch.float32, torch.float8_e4m3fn) else None
         spans = TokenSpans((0, queries), (0, TOKENS), grain)
         choose.index_tokens(q, k, torch.zeros(queries, heads), scale, spans, 64)
 
@@ -266,8 +269,10 @@ add("triton tokens 128 of 576", tokens, "triton", 128, (576, 512), 1, kv_heads=1
 add("hopper tokens 128 of 576", tokens, "hopper", 128, (576, 512), 1, kv_heads=1)
 add("triton token decode 16 of 576", token_decode, (16, 1), (576, 512), torch.bfloat16)
 add("triton token decode int8", token_decode, (8, 2), (64, 64), torch.int8)
-add("triton indexer 4 of 64", indexer, 4, 64, torch.bfloat16, 1)
-add("triton indexer 16 of 128 in 8 bits", indexer, 16, 128, torch.float32, 4)
+add("triton indexer 4 of 64", indexer, "triton", 4, 64, torch.bfloat16)
+add("triton indexer 16 of 128 in 8 bits", indexer, "triton", 16, 128, torch.float32, 4)
+add("hopper indexer 4 of 64", indexer, "hopper", 4, 64, torch.bfloat16)
+add("hopper indexer 64 of 128 in fp8", indexer, "hopper", 64, 128, torch.float8_e4m3fn)
 add("triton decode bf16", decode, torch.bfloat16)
 add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)
 add("triton decode int8", decode, torch.int8)

@@ -79,3 +79,22 @@ class SelectionProblem:
 
     def __str__(self) -> str:
         return f"selection on {self.device}: {self.rule} among {self.q_blocks} x {self.kv_blocks} blocks"
+
+
+@dataclass(frozen=True)
+class IndexerProblem:
+    """The choice of tokens by an indexer."""
+
+    device: torch.device
+    dtype: torch.dtype  # in which q and k are multiplied; int8 has a scale per key
+    queries: int
+    heads: int
+    dim: int
+    block_size: int
+    slots: int
+
+    def __str__(self) -> str:
+        return (
+            f"choice of {self.slots} blocks of {self.block_size} for {self.queries} queries on {self.device} by an "
+            f"indexer of {self.heads} heads of {self.dim} in {str(self.dtype).removeprefix('torch.')}"
+        )

@@ -27,7 +27,7 @@ from dynaxx.kernels.contract import (
     TokenDecodeKernels,
     TokenKernels,
 )
-from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
+from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, IndexerProblem, SelectionProblem
 
 P = TypeVar("P")  # type of problems
 K = TypeVar("K")  # type of kernels
@@ -156,9 +156,10 @@ TOKEN_DECODE: Operation[DecodeProblem, TokenDecodeKernels] = Operation(
         "reference": Backend("reference.tokens", "reference.decode:unsupported_reasons"),
     },
 )
-INDEXER: Operation[SelectionProblem, IndexerKernels] = Operation(
+INDEXER: Operation[IndexerProblem, IndexerKernels] = Operation(
     "choice of tokens by an indexer",
     {
+        "hopper": Backend("hopper.tokens.choose", "hopper.support:indexer_reasons"),
         "triton": Backend("triton.tokens.choose", "triton.support:indexer_reasons"),
         "cpu": Backend("cpu.indexer", "cpu.indexer:unsupported_reasons"),
         "reference": Backend("reference.indexer", "reference.indexer:unsupported_reasons"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
-from dynaxx.kernels.problem import SelectionProblem
+from dynaxx.kernels.problem import IndexerProblem
 from dynaxx.kernels.registry import INDEXER
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.packed import CuSeqlens, host_lengths
@@ -19,7 +19,7 @@ from dynaxx.layout.tokens import TokenSpans
 from dynaxx.ops.tokens import check_block_size, check_choice
 from dynaxx.selection.tokens import TopKTokens, check_queries_and_keys
 
-Precision = Literal["fp32", "bf16", "int8"]
+Precision = Literal["fp32", "bf16", "fp8", "int8"]
 PIECE_BYTES = 64 << 20  # of scores of a few queries that `index_loss` holds at once
 _serving = lru_cache(maxsize=256)(INDEXER.resolve)
 
@@ -49,9 +49,10 @@ def index_tokens(
         choice: how many tokens, and how many neighbours go together; a block is as good as its best visible token.
         cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
         cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
-        precision: what q and k are rounded to before they are multiplied: "fp32", "bf16", or "int8" with a scale per
-            row. Products are added up in fp32, which is exact for 8 bits.
-        backend: "auto", or "triton", "cpu", "reference".
+        precision: what q and k are rounded to before they are multiplied: "fp32", "bf16", or "fp8" (e4m3) and "int8"
+            with a scale per row. Products are added up in fp32; by tensor cores in fp8 with about 14 bits, so that
+            scores as close as that may change places.
+        backend: "auto", or "hopper", "triton", "cpu", "reference".
 
     Returns:
         block_indices (batch, seqlen_q, 1, choice.slots) int32, packed without batch, for `selected_attention`:
@@ -62,11 +63,13 @@ def index_tokens(
         UnsupportedInputError: no backend, or not the named one, can serve.
     """
     spans = _check_indexer(index_q, index_k, index_weights, cu_seqlens_q, cu_seqlens_k, choice.block_size)
-    if precision not in ("fp32", "bf16", "int8"):
-        raise ValueError(f"`precision` must be 'fp32', 'bf16' or 'int8', got {precision!r}")
+    if precision not in ("fp32", "bf16", "fp8", "int8"):
+        raise ValueError(f"`precision` must be 'fp32', 'bf16', 'fp8' or 'int8', got {precision!r}")
     flat = (lambda x: x.flatten(0, 1)) if index_q.ndim == 4 else (lambda x: x)
     q, k, weights, k_scale = _rounded(flat(index_q), flat(index_k), flat(index_weights), precision)
-    name = _serving(SelectionProblem(q.device, rule="an indexer"), backend)
+    dtype = torch.int8 if precision == "int8" else q.dtype if k.dtype == q.dtype else torch.float32
+    problem = IndexerProblem(q.device, dtype, len(q), q.shape[1], q.shape[2], choice.block_size, choice.slots)
+    name = _serving(problem, backend)
     chosen = INDEXER.kernels(name).index_tokens(q, k, weights, k_scale, spans, choice.slots)
     return chosen.unflatten(0, index_q.shape[:2]) if index_q.ndim == 4 else chosen
 
@@ -79,7 +82,8 @@ def _rounded(
         return q, k, weights, None
     if precision == "bf16":
         return q.bfloat16(), k.bfloat16(), weights, None
-    (q8, q_scale), (k8, k_scale) = _int8(q), _int8(k)
+    to_8_bits = _fp8 if precision == "fp8" else _int8
+    (q8, q_scale), (k8, k_scale) = to_8_bits(q), to_8_bits(k)
     return q8, k8, weights.float() * q_scale, k_scale  # a scale above 0 passes through relu
 
 
@@ -88,6 +92,14 @@ def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float()
     scale = x.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (x / scale[..., None]).round(), scale
+
+
+def _fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 numbers, and the scale of each row, whose largest becomes the largest of that format."""
+    x = x.float()
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scale = x.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny * most) / most
+    return (x / scale[..., None]).clamp(-most, most).to(torch.float8_e4m3fn), scale
 
 
 class IndexLoss(NamedTuple):

@@ -64,12 +64,30 @@ def test_packed_int8_and_many_heads(monkeypatch):
     run = lambda backend: dx.index_tokens(
         q, k, weights, dx.TopKTokens(6, block_size=2), cu_seqlens_q=ends, cu_seqlens_k=ends_k, backend=backend
     )
-    exact = lambda backend: dx.index_tokens(
-        q[None], k[None], weights[None], dx.TopKTokens(6), precision="int8", backend=backend
+    exact = lambda backend, precision="int8": dx.index_tokens(
+        q[None], k[None], weights[None], dx.TopKTokens(6), precision=precision, backend=backend
     )
     for _ in both_ways(monkeypatch):
         assert torch.equal(run("triton"), run("reference"))
-        assert (exact("triton") == exact("reference")).float().mean() > 0.97  # weights times scales are rounded
+        for precision in ("int8", "fp8"):  # weights times scales are rounded
+            assert (exact("triton", precision) == exact("reference", precision)).float().mean() > 0.97
+
+
+@runs_here
+@pytest.mark.parametrize("where", ["anywhere", "sampled", "elsewhere"])
+def test_thresholds_of_a_sample(where, monkeypatch):
+    """Samples that tell the truth, that promise too much, and that promise too little."""
+    from dynaxx.kernels.triton.tokens import choose
+
+    torch.manual_seed(5)
+    q, k, weights = (x.abs() + 1 for x in draw(33, 400))
+    sampled = torch.arange(400, device=DEVICE) // 32 % 6 == 0
+    if where != "anywhere":
+        k[0, sampled if where == "sampled" else ~sampled] *= 64
+    want = dx.index_tokens(*(x.double() for x in (q, k, weights)), dx.TopKTokens(40), backend="reference")
+    monkeypatch.setattr(choose, "SAMPLED_KEYS", 64)
+    next(both_ways(monkeypatch))
+    assert torch.equal(dx.index_tokens(q, k, weights, dx.TopKTokens(40), backend="triton"), want)
 
 
 @runs_here
@@ -87,12 +105,12 @@ def test_large_negative_scores_and_nothing_to_see(monkeypatch):
 
 
 @on_gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8"])
 @pytest.mark.parametrize(
     ("queries", "keys", "count", "size"), [(4000, 9000, 512, 1), (1, 70000, 2048, 1), (3000, 5000, 2048, 4)]
 )
 def test_long_sequences(queries, keys, count, size, precision):
-    """On whole numbers up to 5 every precision but int8 is exact; int8's scales round."""
+    """On whole numbers up to 5 fp32 and bf16 are exact; scales of 8 bits round."""
     torch.manual_seed(0)
     inputs = draw(queries, keys, heads=4, dim=64)
     choice = dx.TopKTokens(count, block_size=size)
@@ -104,6 +122,6 @@ def test_long_sequences(queries, keys, count, size, precision):
         want = dx.index_tokens(
             few[0].double(), inputs[1][:, :seen].double(), few[1].double(), choice, backend="reference"
         )
-        assert torch.equal(got[:, some], want) or precision == "int8"
+        assert torch.equal(got[:, some], want) or precision in ("int8", "fp8")
         shared = (got[:, some, 0, :, None] == want[:, :, 0, None]) & (got[:, some, 0, :, None] >= 0)
-        assert shared.any(-1).sum() >= (0.9 if precision == "int8" else 1) * (want >= 0).sum()
+        assert shared.any(-1).sum() >= (0.9 if precision in ("int8", "fp8") else 1) * (want >= 0).sum()

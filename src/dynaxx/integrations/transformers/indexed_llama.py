@@ -103,8 +103,8 @@ class IndexedLlamaAttention(IndexedSparseAttention):
 
 def _precision(name: str) -> Precision:
     """Return the name of a precision that there is."""
-    if name not in ("fp32", "bf16", "int8"):
-        raise ValueError(f"`index_precision` must be 'fp32', 'bf16' or 'int8', got {name!r}")
+    if name not in ("fp32", "bf16", "fp8", "int8"):
+        raise ValueError(f"`index_precision` must be 'fp32', 'bf16', 'fp8' or 'int8', got {name!r}")
     return name  # type: ignore[return-value]
 
 
@@ -199,7 +199,7 @@ def convert_to_indexed(
         choice: how many tokens each query attends to; 2,048 one by one by default.
         index_heads: heads of each indexer.
         index_dim: width of its queries and keys.
-        precision: "fp32", "bf16" or "int8"; see `index_tokens`.
+        precision: "fp32", "bf16", "fp8" or "int8"; see `index_tokens`.
 
     Raises:
         UnsupportedInputError: another kind of model.

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
-from dynaxx.kernels.problem import SelectionProblem
+from dynaxx.kernels.problem import IndexerProblem
 from dynaxx.kernels.reference import indexer as reference
 from dynaxx.layout.host import on_host
 from dynaxx.layout.tokens import TokenSpans
@@ -42,7 +42,7 @@ class IndexArgs(Structure):
     ]
 
 
-def unsupported_reasons(problem: SelectionProblem) -> list[str]:
+def unsupported_reasons(problem: IndexerProblem) -> list[str]:
     """Return why the core cannot serve: another device."""
     return [] if problem.device.type == "cpu" else [f"tensors are on {problem.device}, not on the CPU"]
 

@@ -9,25 +9,22 @@ import torch
 
 from dynaxx.kernels.gpu.device import capability, triton_version
 from dynaxx.kernels.hopper.attention.config import tile_width
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.problem import AttentionProblem, IndexerProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(64, 257, 8)  # of q and k; TMA needs rows that are multiples of 16 bytes
 BLOCKS = (64, 128)
 NSA_HEAD_DIMS = (64, 128)
 LATENT_DIMS = (576, 512)  # of latent attention: keys, and values, which are their first part
+INDEX_HEADS, MANY_INDEX_HEADS = 4, (8, 16, 32, 64)  # of indexers: at most so many, or one of these
+INDEX_DIMS, INDEX_SLOTS = (32, 64, 128), 4096
+INDEX_QUERIES = 2048  # below, too few tiles of queries fill a GPU
 TRITON = (3, 6)  # the tested version; Gluon's interface changes with every release
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Return the reasons why the attention kernels cannot serve; empty if they can."""
-    reasons = []
-    if problem.device.type != "cuda" or not torch.cuda.is_available():
-        reasons.append(f"runs on a Hopper GPU, got tensors on {problem.device}")
-    elif capability(problem.device)[0] != 9:
-        reasons.append(f"runs on Hopper (compute capability 9.x), got {capability(problem.device)}")
-    elif triton_version() != TRITON:
-        reasons.append(f"needs the Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}")
+    reasons = device_reasons(problem.device)
     if problem.dtype not in DTYPES:
         reasons.append(f"serves fp16 and bf16, got {problem.dtype}")
     if problem.head_dim not in HEAD_DIMS or not _fits_v(problem.head_dim, problem.head_dim_v):
@@ -38,6 +35,17 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if any(size not in BLOCKS for size in problem.block_size):
         reasons.append(f"serves blocks of {BLOCKS}, got {problem.block_size}")
     return reasons
+
+
+def device_reasons(device: torch.device) -> list[str]:
+    """Return why no kernel of this backend runs on a device; empty if they do."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return [f"runs on a Hopper GPU, got tensors on {device}"]
+    if capability(device)[0] != 9:
+        return [f"runs on Hopper (compute capability 9.x), got {capability(device)}"]
+    if triton_version() != TRITON:
+        return [f"needs the Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}"]
+    return []
 
 
 def _fits_v(head_dim: int, head_dim_v: int) -> bool:
@@ -64,4 +72,23 @@ def token_reasons(problem: AttentionProblem) -> list[str]:
             f"one by one, got {problem.head_dim}/{problem.head_dim_v}, {problem.kv_heads} kv heads, "
             f"blocks of {problem.block_size[1]}"
         )
+    return reasons
+
+
+def indexer_reasons(problem: IndexerProblem) -> list[str]:
+    """Return why the kernel of indexers cannot serve; empty if it can."""
+    reasons = device_reasons(problem.device)
+    if problem.dtype not in DTYPES and (problem.dtype != torch.float8_e4m3fn or problem.heads <= INDEX_HEADS):
+        reasons.append(f"serves fp16 and bf16, and fp8 of {MANY_INDEX_HEADS} heads, got {problem.dtype}")
+    if (problem.heads > INDEX_HEADS and problem.heads not in MANY_INDEX_HEADS) or problem.dim not in INDEX_DIMS:
+        reasons.append(
+            f"serves up to {INDEX_HEADS} heads, or {MANY_INDEX_HEADS}, of one of {INDEX_DIMS}, "
+            f"got {problem.heads} heads of {problem.dim}"
+        )
+    if problem.block_size != 1 or problem.slots > INDEX_SLOTS:
+        reasons.append(
+            f"serves up to {INDEX_SLOTS} tokens chosen one by one, got {problem.slots} blocks of {problem.block_size}"
+        )
+    if problem.queries < INDEX_QUERIES:
+        reasons.append(f"serves {INDEX_QUERIES} queries or more, got {problem.queries}")
     return reasons

@@ -15,10 +15,10 @@ from torch import Tensor
 from dynaxx.layout.tokens import TokenSpans
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.problem import SelectionProblem
+    from dynaxx.kernels.problem import IndexerProblem
 
 
-def unsupported_reasons(problem: SelectionProblem) -> list[str]:
+def unsupported_reasons(problem: IndexerProblem) -> list[str]:
     """Return no reasons: the definition serves everything, in memory of queries x keys."""
     return []
 
@@ -31,7 +31,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         k: (M, Di), one head.
         weights: (T, Hi), scales included.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.float32 if q.itemsize == 1 else torch.promote_types(q.dtype, torch.float32)
     products = torch.einsum("thd,md->htm", q.to(dtype), k.to(dtype)).relu()
     return torch.einsum("htm,th->tm", products, weights.to(dtype))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from dynaxx.kernels.gpu.device import interpreted
-from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
+from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, IndexerProblem, SelectionProblem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
@@ -97,7 +97,7 @@ def selection_reasons(problem: SelectionProblem) -> list[str]:
     return reasons
 
 
-def indexer_reasons(problem: SelectionProblem) -> list[str]:
+def indexer_reasons(problem: IndexerProblem) -> list[str]:
     """Return the reasons why the indexer's kernels cannot serve; empty if they can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
         return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]

@@ -17,7 +17,17 @@ from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS
 DESCRIPTORS.add(GluonDescriptor)
 
 LOG2E = 1.4426950408889634
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+
+
+def gluon_type(dtype: torch.dtype) -> Any:
+    """Return Gluon's name of a dtype."""
+    return _DTYPES[dtype]
 
 
 def dense_rows(x: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ SCORE_BYTES = 256 << 20
 MOST_COLUMNS = 1024  # of q and k, in 16 bits; beyond, fp32 is multiplied as it is, slowly
 BLOCK_Q, BLOCK_K = 64, 64
 PROGRAMS_PER_PROCESSOR = 2
+WARPS = 4
+MOST_REGISTERS = None
+SAMPLED_KEYS = 4096  # that a tile's first thresholds are taken from
 
 
 def index_tokens(
@@ -34,7 +37,11 @@ def index_tokens(
     blocks = max((-(-(d - c) // spans.block_size) for c, d in pairwise(spans.ends_k)), default=0)
     if not (chosen.numel() and blocks):
         return chosen.fill_(-1)
-    if k_scale is not None:
+    if q.dtype == torch.float8_e4m3fn:
+        q, k = q.bfloat16(), k.bfloat16()  # which holds them exactly
+        if q.device.type == "cpu":
+            q, k = q.float(), k.float()  # the interpreter does not multiply bf16
+    elif k_scale is not None:
         q, k = q.to(torch.int8), k.to(torch.int8)  # they are whole numbers already
     elif q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         q, k = q.float(), k.float()
@@ -60,7 +67,7 @@ def index_tokens(
         "BLOCK_Q": block_q,
         "BLOCK_K": max(BLOCK_K // (1 if fits else 2), spans.block_size),
         "SCALED": k_scale is not None,
-        "num_warps": 4,
+        "num_warps": WARPS,
     }
     if few or slots > MOST_SLOTS:
         return _by_sorting(chosen, tiles, blocks, shared)
@@ -75,10 +82,12 @@ def index_tokens(
         tiles=len(tiles),
         slots=slots,
         CAPACITY=capacity,
+        SAMPLES=min(SAMPLED_KEYS, capacity) // shared["BLOCK_K"],
         BLOCK_S=min(1024, power_of_two(slots)),
         HEADS=q.shape[1] if held else 0,
         TURNS=int(held),
         num_stages=2 if fits else 1,
+        **({} if MOST_REGISTERS is None else {"maxnreg": MOST_REGISTERS}),
     )
     return chosen
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer on a GPU, streaming: scores of a few queries pass by, and each query keeps its best so far.
 
+    a sample of the keys -> a threshold that about 1.3 times `slots` scores should reach
     keys, BLOCK_K at a time -> scores of BLOCK_Q queries -> those above the query's threshold, appended to its list
-    a list that could overflow -> its best `slots`, in order; the worst of them is the new threshold
+    a list that could overflow, and each at the end -> its best `slots`, in order; the worst is the new threshold
 
-The threshold only rises, and what equals it comes later than all of its kind, so the result is exact and of equal
-scores the first wins. Lists stay in ascending order of blocks. A program has the lists of one tile of queries, so
-memory is independent of the number of queries and of keys.
+After the sample the threshold only rises, and what equals it comes later than all of its kind, so the result is exact
+and of equal scores the first wins. Where fewer than `slots` reach a sample's threshold, the tile is done again without
+it. Lists stay in ascending order of blocks. A program has the lists of one tile of queries, so memory is independent
+of the number of queries and of keys.
 
 Legend: T queries, M keys, Hi heads of the indexer, D their width, n slots.
 """
@@ -19,6 +21,7 @@ from dynaxx.kernels.gpu.primitives import ordered_bits
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 SPARE = tl.constexpr(4)  # tiles of keys: a list with less room is shrunk
+SAMPLED_BITS = tl.constexpr(20)  # of a sample's threshold that are determined
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def _add_head(total, head, k):
         products = tl.dot(q, tl.trans(k)).to(tl.float32)
     else:
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return total + tl.where(products < 0, 0.0, products) * weight[:, None]  # keeps NaN
+    return total + tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[:, None]
 
 
 @triton.jit
@@ -81,10 +84,16 @@ def index_scores(
 
 
 @triton.jit
-def block_scores(scores, key, inside, position, GRAIN: tl.constexpr):
-    """Return ordered bits of the best visible key of each block, and which blocks are visible, [BLOCK_Q, blocks]."""
-    visible = inside[None, :] & (key[None, :] <= position[:, None])
-    bits = tl.where(visible, ordered_bits(scores), 0)
+def block_scores(scores, key, inside, position, GRAIN: tl.constexpr, ALL: tl.constexpr = False):
+    """Return ordered bits of the best visible key of each block, and which blocks are visible, [BLOCK_Q, blocks].
+
+    ALL says that every key is visible to every query.
+    """
+    bits = ordered_bits(scores)
+    visible = tl.full([scores.shape[0], scores.shape[1]], True, tl.int1)
+    if not ALL:
+        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        bits = tl.where(visible, bits, 0)
     if GRAIN > 1:
         shape: tl.constexpr = [scores.shape[0], scores.shape[1] // GRAIN, GRAIN]
         bits = tl.max(tl.reshape(bits, shape), 2)
@@ -93,16 +102,30 @@ def block_scores(scores, key, inside, position, GRAIN: tl.constexpr):
 
 
 @triton.jit
+def _nth_best(bits, wanted, BITS: tl.constexpr):
+    """Return the largest x, in its first BITS bits, that `wanted` or more of `bits` reach.
+
+    Where exactly `wanted` reach a number, return that number at once: those are the best.
+    """
+    best = tl.full([], 0, tl.uint32)
+    step = tl.full([], 0x80000000, tl.uint32)
+    turns = 0
+    while turns < BITS:
+        reached = tl.sum((bits >= (best | step)).to(tl.int32), 0)
+        best = tl.where(reached >= wanted, best | step, best)
+        step = step >> 1
+        turns = tl.where(reached == wanted, BITS, turns + 1)
+    return best
+
+
+@triton.jit
 def _keep_best(p_list, count, slots, CAPACITY: tl.constexpr):
-    """Shrink a list of `count` entries to its best `slots`, in order; return how many, and the worst's bits."""
+    """Shrink a list of `count` entries to its best `slots`, in order; return how many, and what others must beat."""
     o_c = tl.arange(0, CAPACITY)
     there = o_c < count
     entry = tl.load(p_list + o_c, mask=there, other=0)
     bits = (entry >> 32).to(tl.uint32)
-    worst = tl.full([], 0, tl.uint32)
-    for i_bit in range(32):
-        higher = worst | (tl.full([], 0x80000000, tl.uint32) >> i_bit)
-        worst = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= slots, higher, worst)
+    worst = _nth_best(bits, slots, 32)
     better = there & (bits > worst)
     equal = there & (bits == worst)
     room = slots - tl.sum(better.to(tl.int32), 0)
@@ -128,6 +151,53 @@ def _keep_best_of_tile(p_lists, counts, thresholds, slots, BLOCK_Q: tl.constexpr
     return counts, thresholds
 
 
+@triton.jit
+def _sampled_thresholds(
+    held, p_q, p_k, p_weights, p_k_scale, p_lists, row, known, first_key, seen, slots, heads, o_d,
+    D: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, GRAIN: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, CAPACITY: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """Return thresholds [BLOCK_Q] that somewhat more than `slots` of the `seen` first keys should exceed.
+
+    The sample is SAMPLES tiles of keys at equal distances. Of n blocks in it, k * n / all should be among the best k;
+    the threshold is a rank behind that by 4 standard deviations.
+    """
+    BLOCKS: tl.constexpr = BLOCK_K // GRAIN
+    o_q, o_k = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    distance = seen // BLOCK_K // SAMPLES * BLOCK_K
+    for i_sample in range(SAMPLES):
+        key = i_sample * distance + o_k
+        scores = index_scores(
+            held, p_q, p_k, p_weights, p_k_scale, row, known, first_key + key, key < seen, heads, o_d,
+            D, HEADS, SCALED, 1 if HEADS else 0,
+        )  # fmt: skip
+        bits, _ = block_scores(scores, key, key < seen, tl.zeros([BLOCK_Q], tl.int32) + seen, GRAIN)
+        at = (o_q * CAPACITY)[:, None] + i_sample * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+        tl.store(p_lists + at, bits.to(tl.int64))
+    tl.debug_barrier()
+    expected = slots * (SAMPLES * BLOCKS * GRAIN / seen.to(tl.float32))
+    rank = (expected + 4 * tl.sqrt(expected) + 4).to(tl.int32)
+    thresholds = tl.zeros([BLOCK_Q], tl.uint32)
+    o_s = tl.arange(0, SAMPLES * BLOCKS)
+    for i_row in range(BLOCK_Q):
+        bits = tl.load(p_lists + i_row * CAPACITY + o_s).to(tl.uint32)
+        reached = _nth_best(bits, rank, SAMPLED_BITS)
+        thresholds = tl.where(o_q == i_row, tl.where(reached == 0, reached, reached - 1), thresholds)
+    tl.debug_barrier()
+    return tl.where(known, thresholds, 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def _append(p_lists, counts, thresholds, bits, visible, first_block, CAPACITY: tl.constexpr):
+    """Append the blocks of a tile of keys that exceed the thresholds; return counts."""
+    o_q = tl.arange(0, bits.shape[0])
+    taken = (visible & (bits > thresholds[:, None])).to(tl.int32)
+    at = (o_q * CAPACITY + counts)[:, None] + tl.cumsum(taken, 1) - 1
+    block = (first_block + tl.arange(0, bits.shape[1])).to(tl.uint32).to(tl.int64)  # no sign to spread
+    tl.store(p_lists + at, (bits.to(tl.int64) << 32) | block[None, :], mask=taken != 0)
+    return counts + tl.sum(taken, 1)
+
+
 @kernel_launcher
 @triton.jit(do_not_specialize=["tiles", "heads", "slots"])
 def _index_tokens_kernel(
@@ -150,6 +220,7 @@ def _index_tokens_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAPACITY: tl.constexpr,
+    SAMPLES: tl.constexpr,  # tiles of keys in the sample
     BLOCK_S: tl.constexpr,
     SCALED: tl.constexpr,
     TURNS: tl.constexpr,
@@ -166,28 +237,47 @@ def _index_tokens_kernel(
         position = tl.load(p_position + row, mask=known, other=-1)
         first_key = tl.load(p_first_key + first_query).to(tl.int64)
         last = tl.max(position, 0)
+        seen = tl.maximum(tl.load(p_position + first_query) + 1, 0)  # keys that all queries of the tile see
         held = _few_heads(p_q, p_weights, row, known, heads, o_d, D, HEADS)
+        lowest = tl.where(known, 0, 0xFFFFFFFF).to(tl.uint32)
+        thresholds = lowest
+        sampled = (seen > 4 * tl.maximum(slots * GRAIN, SAMPLES * BLOCK_K)).to(tl.int32)
+        if sampled:
+            thresholds = _sampled_thresholds(
+                held, p_q, p_k, p_weights, p_k_scale, p_lists, row, known, first_key, seen, slots, heads, o_d,
+                D, HEADS, SCALED, GRAIN, BLOCK_Q, BLOCK_K, CAPACITY, SAMPLES,
+            )  # fmt: skip
         counts = tl.zeros([BLOCK_Q], tl.int32)
-        thresholds = tl.zeros([BLOCK_Q], tl.uint32)
         begin = 0
         while begin <= last:
             fits = (CAPACITY - tl.max(counts, 0)) // BLOCKS  # tiles of keys, whatever they contain
             end = tl.minimum(last + 1, begin + fits * BLOCK_K)
-            for first in range(begin, end, BLOCK_K):
+            inner = tl.minimum(end, tl.maximum(begin, seen // BLOCK_K * BLOCK_K))
+            for first in range(begin, inner, BLOCK_K):
+                key = first + o_k
+                scores = index_scores(
+                    held, p_q, p_k, p_weights, p_k_scale, row, known, first_key + key, key >= 0, heads, o_d,
+                    D, HEADS, SCALED, TURNS,
+                )  # fmt: skip
+                bits, visible = block_scores(scores, key, key >= 0, position, GRAIN, True)
+                counts = _append(p_lists, counts, thresholds, bits, visible, first // GRAIN, CAPACITY)
+            for first in range(inner, end, BLOCK_K):
                 key = first + o_k
                 scores = index_scores(
                     held, p_q, p_k, p_weights, p_k_scale, row, known, first_key + key, key <= last, heads, o_d,
-                    D, HEADS, SCALED, TURNS,
+                    D, HEADS, SCALED, 0,
                 )  # fmt: skip
                 bits, visible = block_scores(scores, key, key <= last, position, GRAIN)
-                taken = (visible & (bits > thresholds[:, None])).to(tl.int32)
-                at = (o_q * CAPACITY + counts)[:, None] + tl.cumsum(taken, 1) - 1
-                block = first // GRAIN + tl.arange(0, BLOCKS)
-                tl.store(p_lists + at, (bits.to(tl.int64) << 32) | block[None, :], mask=taken != 0)
-                counts += tl.sum(taken, 1)
+                counts = _append(p_lists, counts, thresholds, bits, visible, first // GRAIN, CAPACITY)
             begin = end
             if tl.max(counts, 0) > CAPACITY - SPARE * BLOCKS or begin > last:
                 counts, thresholds = _keep_best_of_tile(p_lists, counts, thresholds, slots, BLOCK_Q, CAPACITY)
+                misled = (sampled != 0) & (begin > last) & (tl.min(tl.where(known, counts, slots), 0) < slots)
+                if misled:  # once more, without thresholds of the sample
+                    sampled = 0
+                    begin = 0
+                    counts = tl.zeros([BLOCK_Q], tl.int32)
+                    thresholds = lowest
         for i_row in range(queries_here):
             count = tl.sum(tl.where(o_q == i_row, counts, 0), 0)
             p_row = p_chosen + (first_query + i_row).to(tl.int64) * slots

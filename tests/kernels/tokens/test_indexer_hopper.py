@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer's kernel on Hopper against sorting."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels.gpu.device import capability, triton_version
+from dynaxx.kernels.hopper.support import TRITON
+
+on_hopper = torch.cuda.is_available() and capability(torch.device("cuda"))[0] == 9 and triton_version() == TRITON
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs Hopper and its Triton")]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    from dynaxx.kernels.hopper import support
+
+    monkeypatch.setattr(support, "INDEX_QUERIES", 0)
+
+
+def draw(queries, keys, heads=4, dim=64, kind=torch.bfloat16, most=1.3):
+    """Whole numbers: few different scores, many of them equal, and products are exact."""
+    normal = lambda *shape: torch.randn(*shape, device="cuda").mul(most).round().to(kind)
+    return normal(1, queries, heads, dim), normal(1, keys, dim), normal(1, queries, heads)
+
+
+def compare(inputs, choice, **more):
+    run = lambda backend, kind: dx.index_tokens(*(x.to(kind) for x in inputs), choice, backend=backend, **more)
+    got = run("hopper", inputs[0].dtype)
+    assert torch.equal(got, run("reference", torch.float64))
+    assert torch.equal(got, run("hopper", inputs[0].dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim"), [(4, 64), (1, 128), (3, 32), (2, 64), (64, 128), (16, 64), (8, 32)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "count"), [(1, 1, 1), (63, 65, 8), (130, 129, 200), (300, 3000, 100), (5, 9, 600)]
+)
+def test_choices_are_those_of_sorting(queries, keys, count, heads, dim, kind):
+    torch.manual_seed(queries)
+    compare(draw(queries, keys, heads, dim, kind), dx.TopKTokens(count))
+
+
+@pytest.mark.parametrize("where", ["anywhere", "sampled", "elsewhere"])
+@pytest.mark.parametrize("count", [64, 2048])
+@pytest.mark.parametrize("heads", [4, 32])
+def test_thresholds_of_a_sample(where, count, heads):
+    """Samples that tell the truth, that promise too much, and that promise too little; lists that overflow."""
+    torch.manual_seed(5)
+    keys = 40000 if count == 2048 else 6000
+    q, k, weights = (x.abs() for x in draw(200, keys, heads))
+    sampled = torch.arange(keys, device="cuda") // 64 % (keys // 64 // (64 if count == 2048 else 8)) == 0
+    if where != "anywhere":
+        k[0, sampled if where == "sampled" else ~sampled] *= 64
+    compare((q, k, weights), dx.TopKTokens(count))
+
+
+def test_rising_scores_overflow_lists_again_and_again():
+    q, weights = (torch.ones(1, 70, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((2, 32), (2,)))
+    k = torch.arange(30000, device="cuda").div(128).floor()[None, :, None].expand(1, 30000, 32).bfloat16().contiguous()
+    compare((q, k, weights), dx.TopKTokens(100))
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+def test_packed_sequences(heads):
+    torch.manual_seed(0)
+    q, k, weights = (x[0] for x in draw(330, 420, heads))
+    ends, ends_k = (0, 130, 130, 330), (0, 180, 200, 420)
+    compare((q, k, weights), dx.TopKTokens(60), cu_seqlens_q=ends, cu_seqlens_k=ends_k)
+
+
+def test_large_and_missing_numbers():
+    torch.manual_seed(0)
+    q, k, weights = draw(90, 4000, heads=1, dim=32)
+    k[0, ::5] = 1e20
+    q, k = q.abs() + 1, k.abs()
+    for factor in (-1, 1):
+        compare((q, k, factor * (weights.abs() + 1)), dx.TopKTokens(370))
+    few = dx.index_tokens(q[:, :80], k[:, :1], weights[:, :80], dx.TopKTokens(3), backend="hopper")
+    assert (few[0, :79] < 0).all()
+    assert dx.index_tokens(q[:, :0], k, weights[:, :0], dx.TopKTokens(3), backend="hopper").shape == (1, 0, 1, 3)
+
+
+def test_every_slot_is_written(monkeypatch):
+    """Results lie in memory that held other numbers."""
+    torch.manual_seed(1)
+    inputs = draw(200, 150)
+    want = dx.index_tokens(*inputs, dx.TopKTokens(170), backend="hopper")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **more: empty(*sizes, **more).fill_(77))
+    assert torch.equal(dx.index_tokens(*inputs, dx.TopKTokens(170), backend="hopper"), want)
+
+
+@pytest.mark.parametrize("heads", [64, 8])
+def test_fp8(heads):
+    """Where scores are far apart, choices are those of the definition."""
+    torch.manual_seed(3)
+    inputs = draw(150, 5000, heads, 128)
+    got, want = (
+        dx.index_tokens(*inputs, dx.TopKTokens(256), precision="fp8", backend=backend)
+        for backend in ("hopper", "reference")
+    )
+    shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(got[0, :, 0], want[0, :, 0], strict=True))
+    assert shared > 0.98 * got.numel()
