@@ -38,12 +38,12 @@ def check(heads: int, dim: int, precision: str) -> None:
     """Compare choices with those of the definition on the same rounded numbers.
 
     Raises:
-        SystemExit: more than 1 of 1,000 choices differ.
+        SystemExit: more than 1 of 1,000 choices differ, in fp8 more than 10.
     """
     inputs = draw(2200, 6000, heads, dim)
     got, want = (
         dx.index_tokens(*inputs, dx.TopKTokens(512), precision=precision, backend=backend)  # type: ignore[arg-type]
-        for backend in ("triton", "reference")
+        for backend in ("auto", "reference")
     )
     same = float((got == want).float().mean())
     shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(got[0, ::50, 0], want[0, ::50, 0], strict=True))
@@ -51,7 +51,7 @@ def check(heads: int, dim: int, precision: str) -> None:
     print(
         f"{heads} heads of {dim}, {precision}: {shared / total:.5f} of choices agree, {same:.4f} in place", flush=True
     )
-    if shared < 0.999 * total:
+    if shared < (0.99 if precision == "fp8" else 0.999) * total:  # tensor cores add fp8 products with 14 bits
         raise SystemExit("wrong choices")
 
 
@@ -60,20 +60,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=131072)
     parser.add_argument("--long", type=int, default=1 << 20, help="keys of the measurement of memory")
+    parser.add_argument("--shapes", type=int, default=2, help="how many of the shapes")
     parser.add_argument("--json", type=Path, help="write the rows here, for `record.py --from`")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
-    for name, (heads, dim, q_heads, head_dim) in SHAPES.items():
-        precisions = ("bf16", "int8", "fp32") if heads <= 8 else ("bf16", "int8")
+    for name, (heads, dim, q_heads, head_dim) in list(SHAPES.items())[: args.shapes]:
+        precisions = ("bf16", "int8", "fp32") if heads <= 8 else ("fp8", "bf16")
         runs = {}
         inputs = draw(args.keys, args.keys, heads, dim)
         for precision in precisions:
             check(heads, dim, precision)
-            runs[precision] = lambda inputs=inputs, precision=precision: dx.index_tokens(
-                *inputs, dx.TopKTokens(TOKENS), precision=precision, backend="triton"
+            given = inputs if precision == "fp32" else tuple(x.bfloat16() for x in inputs)
+            runs[precision] = lambda given=given, precision=precision: dx.index_tokens(
+                *given, dx.TopKTokens(TOKENS), precision=precision
             )
         q = torch.randn(1, q_heads, args.keys, head_dim, device="cuda", dtype=torch.bfloat16)
         k = torch.randn(1, q_heads, args.keys, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -83,7 +85,7 @@ def main() -> None:
             row = {"indexer": name, "precision": precision, "keys": args.keys, "ms": found[precision]}
             rows.append(row | {"dense ms": found["dense"], "share of dense": found[precision] / found["dense"]})
             print({key: round(x, 4) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
-        del q, k, runs, inputs
+        del q, k, runs, inputs, given
         torch.cuda.empty_cache()
     inputs = draw(4096, args.long, 4, 64)
     inputs = tuple(x.bfloat16() for x in inputs)  # type: ignore[assignment]
@@ -95,7 +97,12 @@ def main() -> None:
     rows.append(memory | {"GiB beside its inputs": peak})
     print(rows[-1], flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows}))
+        bars = [
+            {"name": "at most 12 % of dense attention", "workload": f"{row['indexer']}, {row['precision']}",
+             "bar": "12%", "value": f"{row['share of dense']:.0%}", "ok": row["share of dense"] <= 0.12}
+            for row in rows if "share of dense" in row
+        ]  # fmt: skip
+        args.json.write_text(json.dumps({"rows": rows, "bars": bars}))
 
 
 if __name__ == "__main__":

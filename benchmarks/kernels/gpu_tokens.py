@@ -149,7 +149,24 @@ def measure(shape: Shape, served: str = "auto") -> dict[str, Any]:
     for name in ("forward", "backward"):
         if f"dense {name}" in found:
             row[f"{name} speed-up"] = found[f"dense {name}"] / found[name]
-    return row | {"asked TF/s": "" if shape.asked is None else f"{shape.asked[0]}, {shape.asked[1]}"}
+    return row
+
+
+def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what was asked of each shape: TF/s of latent attention, and to be faster than dense for the others."""
+    asked = {shape.name: shape.asked for shape in SHAPES if shape.asked}
+    found = []
+    for row in rows:
+        for step, place in (("forward", 0), ("backward", 1)):
+            workload = f"{row['shape']}, {row['keys'] // 1024}k tokens"
+            if row["shape"] in asked:
+                bar, value = asked[row["shape"]][place], row[f"{step} TF/s"]
+                name, texts = f"{step} TF/s", (f"{bar}", f"{value:.0f}")
+            else:
+                bar, value = 1.0, row[f"{step} speed-up"]
+                name, texts = f"{step} faster than dense", ("1x", f"{value:.2f}x")
+            found.append({"name": name, "workload": workload, "bar": texts[0], "value": texts[1], "ok": value >= bar})
+    return found
 
 
 def main() -> None:
@@ -170,7 +187,7 @@ def main() -> None:
         print({key: round(x, 2) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
         torch.cuda.empty_cache()
         if args.json:
-            args.json.write_text(json.dumps({"rows": rows}))
+            args.json.write_text(json.dumps({"rows": rows, "bars": bars(rows)}))
 
 
 if __name__ == "__main__":
