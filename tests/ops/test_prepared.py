@@ -35,9 +35,11 @@ def drawn(seed=0, seqlen=1200, head_dim=64, dtype=torch.bfloat16, batch=1, devic
 
 
 def replays():
-    from dynaxx.kernels.gpu.runtime import recorder
+    from dynaxx.kernels.gpu.runtime import launch_cache
 
-    return sum(each not in (recorder.CALLED_ONCE, recorder.NOT_REPLAYABLE) for each in recorder._kept.values())
+    return sum(
+        each not in (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE) for each in launch_cache._by_form.values()
+    )
 
 
 def test_nothing_is_prepared_on_a_cpu():

@@ -72,6 +72,22 @@ class LayoutTensors:
         masks = self.masks
         return self.kv_indptr, self.kv_num_partial, self.kv_indices, self.kv_masks, masks.bits, masks.bands
 
+    @property
+    def kernel_inputs(self) -> tuple[Tensor | None, ...]:
+        """Every tensor that kernels read, in fixed places: `tensors`, the order of rows, the transposed layout."""
+        derived, masks = self.derived, self.masks
+        order, turned = derived.kv_order, derived.transposed
+        return (
+            self.kv_indptr,
+            self.kv_num_partial,
+            self.kv_indices,
+            self.kv_masks,
+            masks.bits,
+            masks.bands,
+            None if isinstance(order, Unset) else order,
+            *((None,) * 4 if turned is None else turned.tensors),
+        )
+
     def grid(self, causal: bool = True) -> BlockGrid:
         """Return the lengths and block size of this layout as a `BlockGrid`."""
         return BlockGrid(self.seqlen_q, self.seqlen_k, self.block_size, causal)
@@ -186,6 +202,11 @@ class LayoutTensors:
         if known is None:
             known = self.derived.transposed = transpose(self)
         return known
+
+    def with_transposed(self) -> Self:
+        """Compute `transposed`, so that `kernel_inputs` contains it, and return self."""
+        _ = self.transposed
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude derived values from copies and pickles."""

@@ -24,6 +24,11 @@ class TransposedLayout:
     q_indices: Tensor  # (nnz,) int32; on a GPU (capacity,), entries past the last row are ignored
     q_masks: Tensor  # shape like `q_indices`, values like `BlockLayout.kv_masks`
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four tensors."""
+        return self.q_indptr, self.q_num_partial, self.q_indices, self.q_masks
+
 
 def transpose(layout: LayoutTensors) -> TransposedLayout:
     """Group the blocks of a layout by kv block, on the layout's device.

@@ -52,12 +52,7 @@ class SelectionInputs(NamedTuple):
     rule: ChoiceRule
     static: StaticEntries
     form: Form
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def k(self) -> Tensor:
-        """Return a tensor on the device."""
-        return self.rule.amounts
+    kernel_inputs: tuple[Tensor, ...]
 
     def is_recorded(self, q: Tensor, memory_budget: int) -> bool:
         """Return whether a choice may be recorded; a recording keeps the scores of all rows in memory at once."""
@@ -69,7 +64,7 @@ def select_on_device(
     q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float, memory_budget: int
 ) -> BlockLayout:
     """Choose blocks as `select_blocks` does. `serves` must have accepted the inputs."""
-    from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+    from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 
     given, capacity = selection_inputs(pattern, selector, grid, q, k)
     if given.is_recorded(q, memory_budget):

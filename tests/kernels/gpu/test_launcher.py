@@ -2,7 +2,6 @@
 """The kernel launcher starts the same kernels as Triton, with the same arguments; a fake driver records them."""
 
 import os
-from operator import attrgetter
 from typing import NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.runtime import launcher  # noqa: E402
-from dynaxx.kernels.gpu.runtime.launch_cache import _tensors_of, launch_cached  # noqa: E402
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay  # noqa: E402
 
 launches_directly = pytest.mark.skipif(
     not launcher.version_is_checked(), reason="calls of this Triton version go through its own launcher"
@@ -195,13 +194,13 @@ def test_repeats_launch_the_tensors_of_the_layout(started):
     kernel = launcher.kernel_launcher(_kernel_of_values)
 
     def start(layout, out):
-        return kernel[(1,)](Tables(layout.kv_indptr, layout.kv_masks), Strides(1, 2), out, BLOCK=4)
+        kernel[(1,)](Tables(layout.kv_indptr, layout.kv_masks), Strides(1, 2), out, BLOCK=4)
 
     layout = dx.SlidingWindow(16).layout(64, block_size=16)
     for _ in range(3):
-        launch_cached(start, layout, (torch.empty(64, dtype=torch.int32),))
+        record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
     layout.kv_masks.set_(layout.kv_masks.clone())
-    launch_cached(start, layout, (torch.empty(64, dtype=torch.int32),))
+    record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
     expected = (layout.kv_indptr.data_ptr(), layout.kv_masks.data_ptr())
     assert started[-1][-1][0] == expected
     assert started[0][-1][0][0] == expected[0]
@@ -214,16 +213,16 @@ def test_repeats_launch_what_triton_launches(started, monkeypatch):
     monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *arguments: ("map", *arguments), raising=False)
     kernel = launcher.kernel_launcher(_kernel)
 
-    def start(layout, x, out, bias, count):
+    def start(layout, x, out, _, count):
         described = TensorDescriptor(x, [1, 64], [64, 1], [1, 64])
         named = {"count": count, "stride": 1, "scale": 0.5, "BIASED": True, "BLOCK": 64}
-        return kernel[(3, 2)](described, out, layout.kv_indptr, **named) if bias else None
+        kernel[(3, 2)](described, out, layout.kv_indptr, **named)
 
     layout = dx.SlidingWindow(16).layout(64, block_size=16)
     batches = [(torch.randn(1, 64), torch.empty(64)) for _ in range(3)]
     monkeypatch.setattr(launcher, "MOST_ADDRESSES", 2)
     for x, out in batches * 3:
-        launch_cached(start, layout, (x, out), True, 64, made=1)
+        record_or_replay(start, layout, (x, out), True, 64)
     again = started.copy()
     started.clear()
     for x, out in batches * 3:
@@ -234,9 +233,16 @@ def test_repeats_launch_what_triton_launches(started, monkeypatch):
     assert len(again) == 9
 
 
-def test_only_tensors_of_a_layout_are_found_by_identity():
-    """A tuple of strides may hold the same small integers as the layout, such as its lengths."""
-    layout = dx.SlidingWindow(20).layout(64, block_size=16)
-    assert layout.transposed is not None
-    for path in _tensors_of(layout).values():
-        assert isinstance(attrgetter(path)(layout), torch.Tensor), path
+@launches_directly
+def test_strides_are_not_taken_for_tensors_of_a_layout(started):
+    """Small integers are shared objects: a tuple of strides may hold the same ones as the layout, such as its lengths."""
+    kernel = launcher.kernel_launcher(_kernel_of_values)
+
+    def start(layout, out):
+        tables = Tables(layout.kv_indptr, layout.kv_masks)
+        kernel[(1,)](tables, Strides(layout.seqlen_q, layout.block_size[0]), out, BLOCK=4)
+
+    layout = dx.SlidingWindow(16).layout(64, block_size=16)
+    for _ in range(4):
+        record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
+    assert [values[1] for *_, values in started] == [(64, 16)] * 4

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 from test_launcher import launches_directly, started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
-from dynaxx.kernels.gpu.runtime import recorder  # noqa: E402
+from dynaxx.kernels.gpu.runtime import launch_cache  # noqa: E402
 from dynaxx.kernels.triton import support  # noqa: E402
 from dynaxx.ops import decode_checks, decode_dispatch  # noqa: E402
 from dynaxx.ops import nsa_decode as native_decode  # noqa: E402
@@ -41,8 +41,8 @@ def step(cache, q, gates, weight, blocks=None):
 
 @pytest.fixture
 def kept(monkeypatch):
-    monkeypatch.setattr(recorder, "_kept", {})
-    return recorder._kept
+    monkeypatch.setattr(launch_cache, "_by_form", {})
+    return launch_cache._by_form
 
 
 def steps_in(kept):

@@ -20,7 +20,7 @@ from test_launcher import _kernel as of_descriptors  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import dynaxx as dx  # noqa: E402
-from dynaxx.kernels.gpu.runtime import recorder  # noqa: E402
+from dynaxx.kernels.gpu.runtime import launch_cache  # noqa: E402
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,12 +50,12 @@ def two_launches(cache, x, scale):
 
 @pytest.fixture
 def kept(monkeypatch):
-    monkeypatch.setattr(recorder, "_kept", {})
-    return recorder._kept
+    monkeypatch.setattr(launch_cache, "_by_form", {})
+    return launch_cache._by_form
 
 
 def counted(kept):
-    return sum(value not in (recorder.CALLED_ONCE, recorder.NOT_REPLAYABLE) for value in kept.values())
+    return sum(value not in (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE) for value in kept.values())
 
 
 @launches_directly
@@ -63,7 +63,7 @@ def test_the_same_launches_over_other_tensors(started, kept):  # noqa: F811
     for _ in range(3):
         cache, x = small_cache(), torch.randn(64)
         started.clear()
-        (out,) = recorder.record_or_replay(two_launches, cache, (x,), 0.5)
+        (out,) = launch_cache.record_or_replay(two_launches, cache, (x,), 0.5)
         (_, *first), (_, *second) = started
         x_at, k_at, between = first[-1][:3]
         assert (x_at, k_at) == (x.data_ptr(), cache.k.data_ptr())
@@ -79,9 +79,9 @@ def test_another_form_is_another_call(started, kept):  # noqa: F811
     memory = torch.randn(200)
     for x in [torch.randn(64), torch.randn(128)[::2], memory[1:65], memory[2:66], memory[:64], torch.randn(64)] * 3:
         started.clear()
-        recorder.record_or_replay(two_launches, small_cache(), (x,), 0.5)
+        launch_cache.record_or_replay(two_launches, small_cache(), (x,), 0.5)
         assert started[0][-1][0] == x.data_ptr()
-    recorder.record_or_replay(two_launches, small_cache(), (x,), 0.25)
+    launch_cache.record_or_replay(two_launches, small_cache(), (x,), 0.25)
     assert len(kept) == 5
     assert counted(kept) == 4
 
@@ -91,11 +91,11 @@ def test_two_tensors_that_are_one_are_not_what_is_kept(started, kept):  # noqa: 
     cache, x = small_cache(), torch.randn(64)
     both = small_cache(cache.k, cache.k)
     for _ in range(3):
-        recorder.record_or_replay(two_launches, both, (x,), 0.5)
+        launch_cache.record_or_replay(two_launches, both, (x,), 0.5)
     assert counted(kept) == 0
     for each in (cache, both, cache):
         started.clear()
-        recorder.record_or_replay(two_launches, each, (x,), 0.5)
+        launch_cache.record_or_replay(two_launches, each, (x,), 0.5)
         assert started[0][-1][1] == each.k.data_ptr()
         assert started[1][-1][1] == each.v.data_ptr() + 128
     assert counted(kept) == 1
@@ -140,20 +140,20 @@ def test_what_does_more_is_called_every_time(call, started, kept):  # noqa: F811
     counts = []
     for _ in range(3):
         started.clear()
-        recorder.record_or_replay(call, small_cache(), (torch.randn(64),), 0.5)
+        launch_cache.record_or_replay(call, small_cache(), (torch.randn(64),), 0.5)
         counts.append(len(started))
-    assert set(kept.values()) == {recorder.NOT_REPLAYABLE}
+    assert set(kept.values()) == {launch_cache.NOT_REPLAYABLE}
     assert counts == [counts[0]] * 3
 
 
 @launches_directly
 def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
     def outer(cache, x, scale):
-        return recorder.record_or_replay(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
+        return launch_cache.record_or_replay(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
 
     for _ in range(3):
         with torch.inference_mode():
-            recorder.record_or_replay(outer, small_cache(), (torch.randn(64),), 0.5)
+            launch_cache.record_or_replay(outer, small_cache(), (torch.randn(64),), 0.5)
     assert len(started) == 6
     assert counted(kept) == 1
 
@@ -161,7 +161,7 @@ def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
 def test_nothing_is_kept_alive(started, kept):  # noqa: F811
     cache, x = small_cache(), torch.randn(64)
     for _ in range(2):
-        (out,) = recorder.record_or_replay(two_launches, cache, (x,), 0.5)
+        (out,) = launch_cache.record_or_replay(two_launches, cache, (x,), 0.5)
     refs = [weakref.ref(each) for each in (cache, cache.k, x, out)]
     del cache, x, out
     gc.collect()
@@ -169,9 +169,9 @@ def test_nothing_is_kept_alive(started, kept):  # noqa: F811
 
 
 def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(recorder, "MOST_CALLS", 3)
+    monkeypatch.setattr(launch_cache, "MOST_CALLS", 3)
     for i in range(10):
-        recorder.record_or_replay(two_launches, small_cache(), (torch.randn(64),), float(i))
+        launch_cache.record_or_replay(two_launches, small_cache(), (torch.randn(64),), float(i))
     assert 0 < len(kept) <= 3
 
 
@@ -297,7 +297,7 @@ class Growing(NamedTuple):
     form: str = "growing"
 
     @property
-    def tensors(self):
+    def kernel_inputs(self):
         return (self.k,)
 
 
@@ -318,15 +318,15 @@ def test_descriptors_and_sizes_of_a_call(started, kept, monkeypatch):  # noqa: F
     for width in (24, 40, 56, 24, 32, 48, 32):  # multiples of 16 are another form
         cache, x = Growing(torch.randn(64, width)), torch.randn(1, 64)
         started.clear()
-        (out,) = recorder.record_or_replay(call, cache, (x,), at_once=True, sizes={"stride": width})
+        (out,) = launch_cache.record_or_replay(call, cache, (x,), at_once=True, sizes={"stride": width})
         (*_, first), (*_, second) = ([*arguments[:3], arguments[13:]] for arguments in started)
         assert first[0][:2] == ("map", x.data_ptr())
         assert first[5:10] == second[5:10]
         assert first[5:10] == (out.data_ptr(), cache.k.data_ptr(), 64, width, 0.5)
     assert counted(kept) == 2
     before = len(kept)
-    recorder.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 2**31})
+    launch_cache.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 2**31})
     assert len(kept) == before  # goes through Triton
-    monkeypatch.setattr(recorder, "_kept", {})
-    recorder.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 25})
-    assert set(recorder._kept.values()) == {recorder.NOT_REPLAYABLE}  # the call has another size
+    monkeypatch.setattr(launch_cache, "_by_form", {})
+    launch_cache.record_or_replay(call, Growing(torch.randn(64, 24)), (x,), at_once=True, sizes={"stride": 25})
+    assert set(launch_cache._by_form.values()) == {launch_cache.NOT_REPLAYABLE}  # the call has another size

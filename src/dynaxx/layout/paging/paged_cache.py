@@ -161,7 +161,7 @@ class PagedCache:
         return replace(whole, k=k, v=v, k_scale=k_scale, v_scale=v_scale, exact=exact)
 
     @lazy
-    def tensors(self) -> tuple[Tensor, ...]:
+    def kernel_inputs(self) -> tuple[Tensor, ...]:
         """Return every tensor of the cache once, in the order of the fields."""
         return tuple(x for x in self._places if x is not None)
 

@@ -63,7 +63,7 @@ class Prepared:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return out (batch, seqlen_q, q_heads, head_dim_v), for tensors that `serves` accepts."""
-        from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+        from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 
         (out,) = record_or_replay(self._call, self._given, (q, k, v, sinks), *self._settings, at_once=True)
         return out
@@ -140,12 +140,7 @@ class LayoutInputs(NamedTuple):
 
     layout: BlockLayout
     form: Hashable
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def k(self) -> Tensor:
-        """Return a tensor on the device."""
-        return self.layout.kv_indptr
+    kernel_inputs: tuple[Tensor, ...]
 
 
 def _repeats(q: Tensor, k: Tensor, v: Tensor) -> bool:

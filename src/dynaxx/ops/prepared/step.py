@@ -69,7 +69,7 @@ class PreparedStep:
             sinks: (q_heads,) or None.
             new_tokens: number of keys that the summaries lack.
         """
-        from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+        from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 
         keys, page = k.shape[1], self._page_size
         strides = {"k_strides": _strides(k, page), "v_strides": _strides(v, page)}
@@ -128,7 +128,7 @@ class StepInputs(NamedTuple):
     form: Form | Hashable
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def kernel_inputs(self) -> tuple[Tensor, ...]:
         """Return every tensor once."""
         k, v, seqused_k, summaries, _, _ = self
         high = () if summaries.high is summaries.low else (summaries.high,)

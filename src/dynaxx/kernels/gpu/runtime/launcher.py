@@ -159,7 +159,7 @@ def _record_launch(launch: Launch | None) -> Launch | None:
 
 def recorded_launches() -> list[Launch | None] | None:
     """Return the launches of this thread since recording began; None if it is not recording."""
-    return getattr(_thread, "launches", None)
+    return _thread.launches
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def recording_launches() -> Iterator[list[Launch | None]]:
     try:
         yield found
     finally:
-        del _thread.launches
+        _thread.launches = None
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def compiling_only() -> Iterator[None]:
 
 def compiles_only() -> bool:
     """Return whether this thread's launches are compiled only."""
-    return getattr(_thread, "compiles_only", False)
+    return _thread.compiles_only
 
 
 def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: int) -> None:
@@ -269,12 +269,20 @@ def direct_launcher(compiled: Any, grid: tuple[int, ...]) -> DirectLauncher | No
     return DirectLauncher(launch, grid, compiled.function, (*options, compiled.packed_metadata, None, None, None), maps)
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    """What a thread knows. Its defaults are attributes of the class, because a missing attribute is slow to look up."""
+
+    launches: list[Launch | None] | None = None
+    compiles_only = False
+    bound = False
+
+
+_thread = _Thread()
 
 
 def bind_context() -> None:
     """Give this thread a CUDA context, because encoding a TMA descriptor needs one but does not create it."""
-    if not hasattr(_thread, "bound"):
+    if not _thread.bound:
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().query()
         _thread.bound = True

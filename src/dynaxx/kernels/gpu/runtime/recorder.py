@@ -1,115 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record a call's allocations and kernel launches, and replay them for later calls of the same shapes.
-
-A decode step or a selection of blocks consists of a few short kernels. Computing their arguments on the host takes
-longer than they run. The second call of a kind is therefore recorded, with gaps for tensors, and later calls replay the
-recording. The first call is not recorded, because it may be the only one: a growing cache has new shapes at every step.
-"""
+"""Record a call's allocations and kernel launches, with gaps for the addresses of tensors; see `launch_cache`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
-from dynaxx.kernels.gpu.device import interpreted
-from dynaxx.kernels.gpu.runtime.launcher import (
-    DESCRIPTORS,
-    Launch,
-    bind_context,
-    compiles_only,
-    direct_launcher,
-    has_launch_hooks,
-    recorded_launches,
-    recording_launches,
-)
+from dynaxx.kernels.gpu.runtime.arguments import rebased
+from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch, direct_launcher, recording_launches
 
-MOST_CALLS = 1024  # cached recordings
 ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
 
-RecordedCall = Callable[..., tuple[Tensor, ...]]
 Sizes = Mapping[str, "int | tuple[int, ...]"]
+Inputs = tuple["Tensor | None", ...]
+Addresses = Callable[[list[int]], tuple[int, ...]]
+Encode = Callable[[Any, int], Any]  # of the inputs and an address
 Place = tuple[int, int]  # a number of a tensor, see `Recording`, and an offset in bytes
-
-
-class RecordedInputs(Protocol):
-    """Inputs that persist from call to call, in addition to the tensors of each call: a cache, or a prepared rule."""
-
-    @property
-    def k(self) -> Tensor:
-        """Return one of the tensors, to find the device."""
-
-    @property
-    def form(self) -> Hashable:
-        """Return a key. Equal keys imply equal launches, except for addresses and the contents of tensors."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return every tensor that a call reads."""
-
-
-def record_or_replay(
-    call: RecordedCall,
-    cache: RecordedInputs,
-    tensors: tuple[Tensor | None, ...],
-    *settings: Any,
-    at_once: bool = False,
-    sizes: Sizes | None = None,
-) -> Any:
-    """Return `call(cache, *tensors, *settings)`, by replaying its launches if a call of these shapes was recorded.
-
-    Args:
-        call: function that allocates with `torch.empty` and similar, takes views, and launches kernels of
-            `kernel_launcher`; functions that do anything else are not replayed. It must return dense tensors that it
-            allocated, and read no tensors other than its arguments.
-        cache: the persistent inputs.
-        tensors: tensors of this call; their shapes, strides and dtypes are part of the key.
-        *settings: hashable values, each always of the same type.
-        at_once: whether to record the first call already, because others follow, such as those of a step's layers.
-        sizes: arguments of the kernels, integers or NamedTuples of integers by the names of their parameters, that may
-            differ between calls of one recording, such as the strides of a growing cache. Everything else must follow
-            from the key.
-    """
-    device = cache.k.get_device()
-    if recorded_launches() is not None or has_launch_hooks() or compiles_only() or (device < 0 and interpreted()):
-        return call(cache, *tensors, *settings)
-    bind_context()
-    if device >= 0 and device != driver.active.get_current_device():
-        with torch.cuda.device(device):
-            return record_or_replay(call, cache, tensors, *settings, at_once=at_once, sizes=sizes)
-    key: list[Any] = [call, cache.form, *settings]
-    addresses, bits = [x.data_ptr() for x in cache.tensors], 0
-    for x in tensors:
-        if x is None:
-            key.append(None)
-        else:
-            key += (x.shape, x.stride(), x.dtype)
-            addresses.append(x.data_ptr())
-    for address in addresses:
-        bits |= address
-    if bits & 15:
-        key.append(tuple([address & 15 for address in addresses]))
-    for given in sizes.values() if sizes else ():
-        for size in given if isinstance(given, tuple) else (given,):
-            if size >> 31:
-                return call(cache, *tensors, *settings)
-            key.append((size == 1, size % 16 == 0))  # what Triton specializes kernels on
-    found = tuple(key)
-    known = _kept.get(found)
-    if known is None:
-        if len(_kept) >= MOST_CALLS:
-            _kept.clear()
-        _kept[found] = CALLED_ONCE
-    if known is CALLED_ONCE or (known is None and at_once):
-        return _record(found, call, cache, tensors, settings, addresses, sizes or {})
-    if known is None or known is NOT_REPLAYABLE:
-        return call(cache, *tensors, *settings)
-    return known.start(addresses, device, cache.k.device, sizes)
 
 
 class RecordedLaunch(NamedTuple):
@@ -118,10 +32,8 @@ class RecordedLaunch(NamedTuple):
     start: Callable[..., None]
     arguments: list[Any]  # all arguments of `start`: the grid, None for the stream, ..., with None for each address
     addresses: tuple[tuple[int, int, int], ...]  # (position, tensor, offset in bytes)
-    tables: tuple[tuple[int, tuple[Place, ...]], ...]  # (position, places) of each NamedTuple of tensors
-    descriptors: tuple[
-        tuple[int, int, int, Callable[[Any, int], Any]], ...
-    ]  # as addresses, and a function to encode it
+    tables: tuple[tuple[int, Addresses], ...]  # (position, function from all addresses to those) of each NamedTuple
+    descriptors: tuple[tuple[int, int, int, Encode], ...]  # as addresses, and a function to encode it
     sizes: tuple[tuple[int, str], ...]  # (position, name) of each size of the call
 
 
@@ -135,24 +47,37 @@ class Recording(NamedTuple):
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
 
-    def start(self, addresses: list[int], index: int, device: torch.device, sizes: Sizes | None) -> tuple[Tensor, ...]:
-        """Allocate the results, launch the kernels, and return the results."""
-        found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
-        for x in found:
-            addresses.append(x.data_ptr())
-        scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device) if self.scratch else None
-        if scratch is not None:
-            addresses.append(scratch.data_ptr())
+    def start(
+        self, addresses: list[int], index: int, inputs: Inputs, tensors: Inputs, sizes: Sizes | None
+    ) -> tuple[Tensor, ...]:
+        """Allocate the results, launch the kernels, and return the results.
+
+        Args:
+            addresses: address of each persistent input, 0 if it is missing, and of each tensor of the call.
+            index: index of the GPU.
+            inputs: the persistent inputs.
+            tensors: tensors of the call.
+            sizes: see `record_or_replay`.
+        """
+        found: tuple[Tensor, ...] = ()
+        scratch = None  # alive until the kernels are launched
+        if self.results or self.scratch:
+            device = "cpu" if index < 0 else torch.device("cuda", index)
+            found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
+            addresses += [x.data_ptr() for x in found]
+            if self.scratch:
+                scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
+                addresses.append(scratch.data_ptr())
         stream = driver.active.get_current_stream(index)
         for start, template, gaps, tables, descriptors, varying in self.launches:
             arguments = template.copy()
             arguments[STREAM] = stream
             for at, which, offset in gaps:
                 arguments[at] = addresses[which] + offset
-            for at, places in tables:
-                arguments[at] = tuple([addresses[which] + offset for which, offset in places])
+            for at, addresses_of in tables:
+                arguments[at] = addresses_of(addresses)
             for at, which, offset, encoded in descriptors:
-                arguments[at] = encoded(None, addresses[which] + offset)
+                arguments[at] = encoded((inputs, tensors), addresses[which] + offset)
             if sizes is not None:
                 for at, name in varying:
                     arguments[at] = sizes[name]
@@ -162,27 +87,24 @@ class Recording(NamedTuple):
 
 CALLED_ONCE = Recording((), (), -1)
 NOT_REPLAYABLE = Recording((), (), -2)  # the call does more than a replay can repeat
-_kept: dict[tuple[Any, ...], Recording] = {}
 
 
-def _record(
-    key: tuple[Any, ...],
-    call: RecordedCall,
-    cache: RecordedInputs,
-    tensors: tuple[Tensor | None, ...],
-    settings: tuple[Any, ...],
-    addresses: list[int],
-    sizes: Sizes,
-) -> tuple[Tensor, ...]:
-    """Run a call and cache its recording, unless two inputs share an address, which would be ambiguous."""
-    there = [address for address in addresses if address]  # empty tensors have none
+def record(
+    call: Callable[[], tuple[Tensor, ...] | None], given: Inputs, sizes: Sizes
+) -> tuple[tuple[Tensor, ...] | None, Recording]:
+    """Run a call; return its results and its recording.
+
+    Args:
+        call: see `record_or_replay`.
+        given: the persistent inputs, and the tensors of the call.
+        sizes: see `record_or_replay`.
+    """
+    there = [id(x) for x in given if x is not None]
     if len(set(there)) < len(there):
-        return call(cache, *tensors, *settings)
+        return call(), CALLED_ONCE  # one tensor is two inputs: its arguments do not tell which
     with Allocations() as allocations, recording_launches() as launches:
-        results = call(cache, *tensors, *settings)
-    given = (*cache.tensors, *(x for x in tensors if x is not None))
-    _kept[key] = _recording_of(launches, allocations, given, results, sizes) or NOT_REPLAYABLE
-    return results
+        results = call()
+    return results, _recording_of(launches, allocations, given, results or (), sizes) or NOT_REPLAYABLE
 
 
 class Allocations(TorchDispatchMode):
@@ -214,7 +136,7 @@ def _memory(x: Any) -> int:
 def _recording_of(
     launches: Sequence[Launch | None],
     allocations: Allocations,
-    given: tuple[Tensor, ...],
+    given: Inputs,
     results: tuple[Tensor, ...],
     sizes: Sizes,
 ) -> Recording | None:
@@ -234,16 +156,23 @@ def _recording_of(
             places[_memory(x)] = (len(given) + len(results), size)
             size += math.ceil(x.untyped_storage().nbytes() / ALIGNMENT) * ALIGNMENT
     places_of = lambda x: _place_in_made(x, places) or _place_in_given(x, given)
-    recorded = [_recorded_launch(launch, places_of, sizes) for launch in launches]
+    recorded = [_recorded_launch(launch, places_of, len(given), sizes) for launch in launches]
     if None in recorded:
         return None
     return Recording(tuple(filter(None, recorded)), tuple((x.shape, x.dtype) for x in results), size)
 
 
 def _recorded_launch(
-    launch: Launch | None, place_of: Callable[[Tensor], Place | None], sizes: Sizes
+    launch: Launch | None, place_of: Callable[[Tensor], Place | None], given: int, sizes: Sizes
 ) -> RecordedLaunch | None:
-    """Return a launch with gaps for addresses and sizes; None if it reads other tensors than those with a place."""
+    """Return a launch with gaps for addresses and sizes; None if it reads other tensors than those with a place.
+
+    Args:
+        launch: the launch.
+        place_of: function that returns the place of a tensor.
+        given: number of inputs.
+        sizes: see `record_or_replay`.
+    """
     if launch is None:
         return None
     compiled, below = launch.compiled, direct_launcher(launch.compiled, launch.grid)
@@ -254,8 +183,8 @@ def _recorded_launch(
         start = below.launch
         arguments = [*launch.grid, None, below.function, *below.between]
     gaps: list[tuple[int, int, int]] = []
-    tables: list[tuple[int, tuple[Place, ...]]] = []
-    descriptors: list[tuple[int, int, int, Callable[[Any, int], Any]]] = []
+    tables: list[tuple[int, Addresses]] = []
+    descriptors: list[tuple[int, int, int, Encode]] = []
     varying: list[tuple[int, str]] = []
     for name, x in zip(launch.names, launch.arguments, strict=True):
         described, of_tensors = type(x) in DESCRIPTORS, isinstance(x, tuple) and isinstance(x[0], Tensor)
@@ -268,17 +197,29 @@ def _recorded_launch(
             continue
         places = [place_of(each) for each in (x if of_tensors else (x.base if described else x,))]
         there = [place for place in places if place is not None]
-        if len(there) < len(places) or (described and below is None):
+        if len(there) < len(places):
             return None
         if of_tensors:
-            tables.append((len(arguments), tuple(there)))
+            tables.append((len(arguments), _addresses_at(there)))
         elif described:
-            assert below is not None, "checked above"
-            descriptors.append((len(arguments), *there[0], below.described(x, len(descriptors))))
+            if below is not None:
+                encoded = below.described(x, len(descriptors))
+            elif there[0][0] < given and not there[0][1]:  # Triton encodes a descriptor of an input itself
+                encoded = partial(_rebased, rebased(x, None), there[0][0])
+            else:
+                return None
+            descriptors.append((len(arguments), *there[0], encoded))
         else:
             gaps.append((len(arguments), *there[0]))
-        arguments += (None, *x.shape, *x.strides) if described else (None,)
+        arguments += (None, *x.shape, *x.strides) if described and below else (None,)
     return RecordedLaunch(start, arguments, tuple(gaps), tuple(tables), tuple(descriptors), tuple(varying))
+
+
+def _addresses_at(places: list[Place]) -> Addresses:
+    """Return a function from the addresses of all tensors to those of some places."""
+    if len(places) > 1 and not any(offset for _, offset in places):
+        return itemgetter(*[which for which, _ in places])
+    return lambda addresses: tuple([addresses[which] + offset for which, offset in places])
 
 
 def _place_in_made(x: Tensor, places: dict[int, Place]) -> Place | None:
@@ -286,10 +227,23 @@ def _place_in_made(x: Tensor, places: dict[int, Place]) -> Place | None:
     return None if place is None else (place[0], place[1] + int(x.storage_offset()) * x.element_size())
 
 
-def _place_in_given(x: Tensor, given: tuple[Tensor, ...]) -> Place | None:
-    """Return (tensor, offset in bytes) of a view of an input; None if it is ambiguous."""
+def _place_in_given(x: Tensor, given: Inputs) -> Place | None:
+    """Return (tensor, offset in bytes) of an input or a view of one; None if it is ambiguous."""
     for i, own in enumerate(given):
-        if own.data_ptr() == x.data_ptr():
+        if own is x:
             return i, 0
-    owners = [i for i, own in enumerate(given) if _memory(own) == _memory(x)]
-    return (owners[0], x.data_ptr() - given[owners[0]].data_ptr()) if len(owners) == 1 else None
+    there = [(i, own) for i, own in enumerate(given) if own is not None]
+    for owners in (
+        [(i, own) for i, own in there if own.data_ptr() == x.data_ptr()],
+        [(i, own) for i, own in there if _memory(own) == _memory(x)],
+    ):
+        if owners:
+            (i, own), *others = owners
+            return None if others else (i, x.data_ptr() - own.data_ptr())
+    return None
+
+
+def _rebased(template: Any, number: int, given: tuple[Inputs, Inputs], address: int) -> Any:
+    inputs, tensors = given
+    x = inputs[number] if number < len(inputs) else [x for x in tensors if x is not None][number - len(inputs)]
+    return rebased(template, x)

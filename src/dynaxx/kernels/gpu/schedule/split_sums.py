@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
-from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.split import SplitLines
 from dynaxx.layout import BlockLayout
 
@@ -79,15 +79,15 @@ def sum_parts(
         block: rows per line.
         scale: factor.
     """
-    launch_cached(_start_sum, layout, (sums, out, split.lines), split.copies, block, scale)
+    record_or_replay(_start_sum, layout, (sums, out, split.lines), split.copies, block, scale)
 
 
 def _start_sum(
     layout: BlockLayout, sums: Tensor, out: Tensor, lines: Tensor, copies: tuple[int, int], block: int, scale: float
-) -> Launch | None:
+) -> None:
     _, seqlen, heads, head_dim = out.shape
     programs = lines.shape[0] * copies[0] * copies[1] * (block // TILE)
-    started: Launch | None = _sum_parts_kernel[(programs,)](
+    _sum_parts_kernel[(programs,)](
         sums,
         out,
         lines,
@@ -104,7 +104,6 @@ def _start_sum(
         TILE=TILE,
         AT_ONCE=AT_ONCE,
     )
-    return started
 
 
 @kernel_launcher
@@ -182,7 +181,7 @@ def merge_parts(
         layout: the layout whose rows they are.
         heads: heads per program.
     """
-    launch_cached(_start_merge, layout, (sums, sums_lse, out, lse, split.lines), split.copies, heads)
+    record_or_replay(_start_merge, layout, (sums, sums_lse, out, lse, split.lines), split.copies, heads)
 
 
 def _start_merge(
@@ -194,11 +193,11 @@ def _start_merge(
     lines: Tensor,
     copies: tuple[int, int],
     heads: int,
-) -> Launch | None:
+) -> None:
     _, seqlen, q_heads, head_dim = out.shape
     block = layout.block_size[0]
     programs = lines.shape[0] * copies[0] * copies[1] * (heads * block // TILE)
-    started: Launch | None = _merge_parts_kernel[(programs,)](
+    _merge_parts_kernel[(programs,)](
         sums,
         sums_lse,
         out,
@@ -216,4 +215,3 @@ def _start_merge(
         TILE=TILE,
         AT_ONCE=AT_ONCE,
     )
-    return started

@@ -15,8 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import transposed_arguments
-from dynaxx.kernels.gpu.runtime.launch_cache import StartKernel, launch_cached
-from dynaxx.kernels.gpu.runtime.launcher import Launch
+from dynaxx.kernels.gpu.runtime.launch_cache import RecordedCall, record_or_replay
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, SplitLines, no_split, split_columns, split_programs
 from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
@@ -179,16 +178,16 @@ class ColumnKernel(NamedTuple):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, rows: BackwardRows,
         layout: BlockLayout, scale: float, softcap: float | None, split: SplitLines | None,
     ) -> None:  # fmt: skip
-        start: StartKernel = _start
+        start: RecordedCall = _start
         tensors: tuple[Tensor, ...] = (do, q, k, v, dk, dv, rows.lse, rows.delta)
         if rows.sums is not None:
             start, tensors = _start_with_sums, (rows.sums, *tensors)
         if split is None:
-            launch_cached(start, layout, tensors, self, scale, softcap)
+            record_or_replay(start, layout.with_transposed(), tensors, self, scale, softcap)
             return
         kv_block = layout.block_size[1]
         parts = split.places(q, 2, kv_block, tile_width(q.shape[3]))
-        launch_cached(start, layout, tensors, self, scale, softcap, split=split.to(p_sums=parts))
+        record_or_replay(start, layout.with_transposed(), tensors, self, scale, softcap, split=split.to(p_sums=parts))
         sum_parts(of_columns(parts[:, 0], k.shape[3]), dk, split, layout, kv_block, scale)
         sum_parts(of_columns(parts[:, 1], v.shape[3]), dv, split, layout, kv_block)
 
@@ -215,13 +214,13 @@ def _start(
     split: dict[str, Any] | None = None,
     *,
     sums: Tensor | None = None,
-) -> Launch | None:
+) -> None:
     seqlen_q, q_heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads = k.shape[1], dk.shape[2]
     heads, kv_block = k.shape[0] * kv_heads, layout.block_size[1]
     split = split or no_split(delta)
     programs = (layout.kv_blocks * heads + split_programs(split)) * (kv_block // (column_kernel.keys or kv_block))
-    started: Launch | None = column_kernel.kernel[(programs,)](
+    column_kernel.kernel[(programs,)](
         *(gluon_rows(x, 64, tile_width(head_dim)) for x in (do, q, k, v, dk, dv)),
         lse,
         delta,
@@ -243,8 +242,7 @@ def _start(
         num_warps=4,
         **column_kernel.others(layout, q, sums),
     )
-    return started
 
 
-def _start_with_sums(layout: BlockLayout, sums: Tensor, *given: Any) -> Launch | None:
-    return _start(layout, *given, sums=sums)
+def _start_with_sums(layout: BlockLayout, sums: Tensor, *given: Any) -> None:
+    _start(layout, *given, sums=sums)

@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argument
-from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
-from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts
@@ -175,10 +175,10 @@ def backward_dq(
     split = split_rows(layout, q.shape[0], q.shape[2])
     tensors = (do, q, k, v, dq, rows.lse, rows.delta)
     if split is None:
-        launch_cached(_start_dq, layout, tensors, scale, softcap)
+        record_or_replay(_start_dq, layout, tensors, scale, softcap)
         return dq
     sums = split.places(q, layout.block_size[0], tile_width(q.shape[3]))
-    launch_cached(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    record_or_replay(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
     sum_parts(of_columns(sums, q.shape[3]), dq, split, layout, layout.block_size[0], scale)
     return dq
 
@@ -195,7 +195,7 @@ def _start_dq(
     scale: float,
     softcap: float | None,
     split: dict[str, Any] | None = None,
-) -> Launch | None:
+) -> None:
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
@@ -207,7 +207,7 @@ def _start_dq(
     order, ordered = order_argument(layout)
     split = split or no_split(delta)
     programs = layout.q_blocks * batch * q_heads // heads + split_programs(split)
-    started: Launch | None = _sparse_attention_hopper_bwd_dq_kernel[(programs,)](
+    _sparse_attention_hopper_bwd_dq_kernel[(programs,)](
         *(gluon_rows(x, 64, width) for x in (do, q, k, v, dq)),
         lse,
         delta,
@@ -234,4 +234,3 @@ def _start_dq(
         num_warps=4,
         maxnreg=168 if consumers == 2 or width == 256 else 128,
     )
-    return started

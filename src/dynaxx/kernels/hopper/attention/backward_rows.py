@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.primitives import LOG2E
 from dynaxx.kernels.gpu.runtime.arguments import tile_rows
-from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
-from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.layout import BlockLayout
 
@@ -103,7 +103,7 @@ def rows_of(
     lse_log2, delta = empty_rows(lse, layout)
     sums = empty_sums(delta, width) if with_sums else None
     tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
-    launch_cached(_start_rows, layout, tensors if sums is None else (*tensors, sums), width)
+    record_or_replay(_start_rows, layout, tensors if sums is None else (*tensors, sums), width)
     return BackwardRows(lse_log2, delta, sums)
 
 
@@ -120,7 +120,7 @@ def empty_sums(delta: Tensor, width: int) -> Tensor:
 def dq_of_sums(sums: Tensor, q: Tensor, layout: BlockLayout, scale: float, others: Tensor | None = None) -> Tensor:
     """Return dq, contiguous; if `others` is given, add dq to it in place."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if others is None else others
-    launch_cached(_start_sums, layout, (sums, dq), scale, others is not None)
+    record_or_replay(_start_sums, layout, (sums, dq), scale, others is not None)
     return dq
 
 
@@ -133,11 +133,11 @@ def _start_rows(
     lse_log2: Tensor,
     delta: Tensor,
     *sums_and_width: Any,
-) -> Launch | None:
+) -> None:
     *given, width = sums_and_width
     sums = given[0] if given else None
     batch, q_heads, padded_q = delta.shape
-    started: Launch | None = _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // ROWS,)](
+    _sparse_attention_hopper_bwd_rows_kernel[(batch * q_heads * padded_q // ROWS,)](
         tile_rows(do, ROWS, width),
         tile_rows(out, ROWS, width),
         dlse,
@@ -155,14 +155,13 @@ def _start_rows(
         BLOCK_M=ROWS,
         ZERO=sums is not None,
     )
-    return started
 
 
-def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float, add: bool) -> Launch | None:
+def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float, add: bool) -> None:
     batch, _, q_heads, head_dim = dq.shape
     width = tile_width(head_dim)
     padded_q = layout.q_blocks * layout.block_size[0]
-    started: Launch | None = _sparse_attention_hopper_bwd_sums_kernel[(batch * q_heads * padded_q // ROWS,)](
+    _sparse_attention_hopper_bwd_sums_kernel[(batch * q_heads * padded_q // ROWS,)](
         sums,
         tile_rows(dq, ROWS, width),
         padded_q=padded_q,
@@ -172,4 +171,3 @@ def _start_sums(layout: BlockLayout, sums: Tensor, dq: Tensor, scale: float, add
         BLOCK_M=ROWS,
         ADD=add,
     )
-    return started

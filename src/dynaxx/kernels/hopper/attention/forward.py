@@ -21,8 +21,8 @@ from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argument, positive_scale
-from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
-from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, of_columns
@@ -153,12 +153,12 @@ def _without_sinks(
     q, scale = positive_scale(q, scale)
     if split is None:
         made = 2 if out.is_contiguous() else 1
-        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=made)
+        record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=made)
     else:
         rows, width = heads * layout.block_size[0], _out_width(q, v)
         sums, sums_lse = split.places(q, rows, width), split.places(q, rows)
         places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-        launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=2, split=places)
+        record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=2, split=places)
         merge_parts(of_columns(sums, v.shape[3]), sums_lse, out, lse, split, layout, heads)
     return out, lse
 
@@ -185,7 +185,7 @@ def _start_forward(
     softcap: float | None,
     waves: int,
     split: dict[str, Any] | None = None,
-) -> Launch | None:
+) -> None:
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1:3]
     q_block, kv_block = layout.block_size
@@ -199,7 +199,7 @@ def _start_forward(
     units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     order, ordered = order_argument(layout)
     most = processors(q.device) * programs * waves
-    started: Launch | None = _sparse_attention_hopper_fwd_kernel[(min(units, most),)](
+    _sparse_attention_hopper_fwd_kernel[(min(units, most),)](
         gluon_rows(q, 64, width),
         gluon_rows(k, min(kv_block, step), 64),
         gluon_rows(v, min(kv_block, step), 64),
@@ -230,4 +230,3 @@ def _start_forward(
         num_warps=4,
         maxnreg=128 if programs == 2 else 168,
     )
-    return started

@@ -29,8 +29,7 @@ from dynaxx.kernels.gpu.runtime.arguments import (
     unit_stride,
     zeros_like_lse,
 )
-from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
-from dynaxx.kernels.gpu.runtime.launcher import Launch
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.schedule.split import no_split, split_columns, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import sum_parts
 from dynaxx.kernels.triton.attention.backward_dkv import _sparse_attention_bwd_dkv_kernel
@@ -93,10 +92,10 @@ def _fill_dq(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, sof
     q, dq = tensors[1], tensors[-1]
     split = split_rows(layout, q.shape[0], q.shape[2])
     if split is None:
-        launch_cached(_start_dq, layout, tensors, scale, softcap)
+        record_or_replay(_start_dq, layout, tensors, scale, softcap)
         return
     sums = split.places(q, layout.block_size[0], q.shape[3])
-    launch_cached(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
+    record_or_replay(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
     sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
 
 
@@ -107,9 +106,11 @@ def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, so
     sums = None if split is None else split.places(q, kv_block * (head_dim + v.shape[3]))
     for asked in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
         if split is None or sums is None:
-            launch_cached(_start_dkv, layout, tensors, scale, softcap, asked)
+            record_or_replay(_start_dkv, layout.with_transposed(), tensors, scale, softcap, asked)
         else:
-            launch_cached(_start_dkv, layout, tensors, scale, softcap, asked, split=split.to(p_sums=sums))
+            record_or_replay(
+                _start_dkv, layout.with_transposed(), tensors, scale, softcap, asked, split=split.to(p_sums=sums)
+            )
     if split is None or sums is None:
         return
     sum_parts(sums[:, : kv_block * head_dim], dk, split, layout, kv_block, scale)
@@ -130,14 +131,14 @@ def _start_dq(
     scale: float,
     softcap: float | None,
     split: dict[str, Any] | None = None,
-) -> Launch | None:
+) -> None:
     batch, _, q_heads, head_dim = q.shape
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v, out)
     tiles = backward_dq_tiles(q.device, q.dtype, head_dim, v.shape[3], layout.block_size, tma)
     order, ordered = order_argument(layout)
     split = split or no_split(values)
     programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
-    started: Launch | None = _sparse_attention_bwd_dq_kernel[(programs,)](
+    _sparse_attention_bwd_dq_kernel[(programs,)](
         tile_rows(do, tiles.block_m) if tma else do,
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
@@ -165,7 +166,6 @@ def _start_dq(
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
     )
-    return started
 
 
 def _start_dkv(
@@ -181,14 +181,14 @@ def _start_dkv(
     softcap: float | None,
     asked: str,
     split: dict[str, Any] | None = None,
-) -> Launch | None:
+) -> None:
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
     choose = backward_dv_tiles if asked == "dv" else backward_dkv_tiles
     tiles = choose(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     split = split or no_split(dk)
     per_block = layout.block_size[1] // tiles.block_n
     programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * per_block
-    started: Launch | None = _sparse_attention_bwd_dkv_kernel[(programs,)](
+    _sparse_attention_bwd_dkv_kernel[(programs,)](
         tile_rows(do, tiles.block_m) if tma else do,
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
@@ -210,7 +210,6 @@ def _start_dkv(
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
     )
-    return started
 
 
 def _shared(

@@ -29,8 +29,8 @@ from dynaxx.kernels.gpu.runtime.arguments import (
     tile_rows,
     unit_stride,
 )
-from dynaxx.kernels.gpu.runtime.launch_cache import launch_cached
-from dynaxx.kernels.gpu.runtime.launcher import Launch, kernel_launcher
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, LayoutRows, Parts, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
@@ -202,12 +202,12 @@ def _without_sinks(
     split = split_rows(layout, batch, q_heads)
     if split is None:
         for maxima in _launches(q, v, layout, softcap):
-            launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, maxima, made=2)
+            record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, maxima, made=2)
         return out, lse
     rows = layout.block_size[0]
     sums, sums_lse = split.places(q, rows, v.shape[3]), split.places(q, rows)
     places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-    launch_cached(_start_forward, layout, (q, k, v, out, lse), scale, softcap, ALL.value, made=2, split=places)
+    record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, ALL.value, made=2, split=places)
     merge_parts(sums, sums_lse, out, lse, split, layout)
     return out, lse
 
@@ -232,7 +232,7 @@ def _start_forward(
     softcap: float | None,
     maxima: int,
     split: dict[str, Any] | None = None,
-) -> Launch | None:
+) -> None:
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(q, k, v)
@@ -240,7 +240,7 @@ def _start_forward(
     order, ordered = order_argument(layout)
     split = split or {**no_split(lse), "p_sums_lse": lse}
     programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
-    started: Launch | None = _sparse_attention_fwd_kernel[(programs,)](
+    _sparse_attention_fwd_kernel[(programs,)](
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
         tile_rows(v, tiles.block_n) if tma else v,
@@ -277,4 +277,3 @@ def _start_forward(
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
     )
-    return started

@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dynaxx.kernels.gpu.device import overlap, padded, processors
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, strides_of, unit_stride
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.forward import _decode_fwd_kernel
 from dynaxx.kernels.triton.decode.merge import _decode_merge_kernel
 from dynaxx.kernels.triton.decode.pages import (

@@ -21,8 +21,8 @@ from dynaxx.kernels.gpu.nsa.gate import gated_sum_forward as gated_sum
 from dynaxx.kernels.gpu.nsa.rows import weights_of
 from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
 from dynaxx.kernels.triton.nsa.windows import compress_windows, gather_windows, store_compressed
 from dynaxx.layout.nsa import NativeSizes

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
 from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
 from dynaxx.layout.nsa import NativeSizes
 from dynaxx.layout.paging import PagedCache, PageStrides

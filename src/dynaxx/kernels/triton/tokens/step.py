@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two, processors
 from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
-from dynaxx.kernels.gpu.runtime.recorder import record_or_replay
+from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.tokens.config import WIDE, widths
 from dynaxx.kernels.triton.decode.pages import scale_strides_of, table_arguments
 from dynaxx.kernels.triton.tokens.decode import _token_decode_kernel, _token_merge_kernel
@@ -28,8 +28,9 @@ def attend_tokens(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, like `kernels.reference.tokens`."""
+    latent = cache.k_scale is None and shares_memory(cache)
     found: tuple[Tensor, Tensor] = record_or_replay(
-        _attend, cache, (q, block_indices, sinks), block_size, scale, softcap
+        _attend, cache, (q, block_indices, sinks), block_size, scale, softcap, latent
     )
     return found
 
@@ -42,6 +43,7 @@ def _attend(
     block_size: int,
     scale: float,
     softcap: float | None,
+    latent: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads, dim = q.shape
     dim_v, kv_heads = cache.head_dim_v, cache.kv_heads
@@ -59,7 +61,6 @@ def _attend(
     wide, fp32 = max(dim, dim_v) > WIDE, q.dtype == torch.float32
     part = max(16, min(16 if fp32 else 64, power_of_two(group_size)))
     parts = -(-group_size // part)
-    latent = not scaled and shares_memory(cache)
     block_n = 16 if wide and fp32 else 64 if latent or (not wide and not fp32) else 32
     programs = batch * seqlen_q * units * parts
     pieces = PROGRAMS_PER_PROCESSOR * processors(q.device) // programs
