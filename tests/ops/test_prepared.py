@@ -35,11 +35,12 @@ def drawn(seed=0, seqlen=1200, head_dim=64, dtype=torch.bfloat16, batch=1, devic
 
 
 def replays():
+    """Return how many prepared calls have recordings; the launches within calls that are not repeated have others."""
     from dynaxx.kernels.gpu.runtime import launch_cache
 
-    return sum(
-        each not in (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE) for each in launch_cache._by_form.values()
-    )
+    nothing = (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE)
+    whole = (prepared._attend, prepared._choose_and_attend)
+    return sum(each not in nothing and call in whole for (call, *_), each in launch_cache._by_form.items())
 
 
 def test_nothing_is_prepared_on_a_cpu():

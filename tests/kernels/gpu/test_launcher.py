@@ -235,7 +235,7 @@ def test_repeats_launch_what_triton_launches(started, monkeypatch):
 
 @launches_directly
 def test_strides_are_not_taken_for_tensors_of_a_layout(started):
-    """Small integers are shared objects: a tuple of strides may hold the same ones as the layout, such as its lengths."""
+    """Small integers are shared objects, so strides may be the very integers of the layout, such as its lengths."""
     kernel = launcher.kernel_launcher(_kernel_of_values)
 
     def start(layout, out):
