@@ -243,25 +243,37 @@ def test_candidates_that_no_scorer_changes_are_measured_once(loaded, monkeypatch
         assert torch.equal(each.density[2], torch.ones_like(each.density[2]))
 
 
-def test_checkpointed_layers_have_the_same_costs(loaded, monkeypatch):
+@pytest.mark.parametrize("own", [False, True])
+def test_checkpointed_layers_have_the_same_costs(loaded, monkeypatch, own):
     from dynaxx.lab.tune import sensitivity
 
     candidates = [(dx.Sink(16) | dx.LocalBlocks(1)) | dx.TopK(b, dx.MeanQuery(), per="head") for b in (0.0, 0.3)]
     ids = torch.randint(3, 300, (1, 129))
     expected = measure_head_costs(loaded.model, ids, candidates, block_size=16)
-    entered = []
-
-    def checkpointed(model, ids):
-        with sensitivity._checkpointed(model):
-            entered.extend(layer for layer in model.model.layers if layer.gradient_checkpointing)
-            return model.base_model(ids, use_cache=False)[0]
-
-    monkeypatch.setattr(sensitivity, "hidden_states", checkpointed)
+    runs = []
+    real = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *a, **k: runs.append(1) or real(*a, **k))
+    monkeypatch.setattr(sensitivity, "_memory_is_scarce", lambda ids: True)
+    if own:  # the user's own settings of training
+        for layer in loaded.model.model.layers:
+            monkeypatch.setattr(layer, "gradient_checkpointing", True)
+            monkeypatch.setattr(layer, "_gradient_checkpointing_func", None, raising=False)
+    before = [dict(vars(layer)) for layer in loaded.model.model.layers]
     found = measure_head_costs(loaded.model, ids, candidates, block_size=16)
-    assert len(entered) == 2
-    assert not any(layer.training or layer.gradient_checkpointing for layer in loaded.model.model.layers)
+    assert [dict(vars(layer)) for layer in loaded.model.model.layers] == before
+    assert len(runs) == 2
     for before, after in zip(expected, found, strict=True):
         torch.testing.assert_close(after.loss, before.loss)
+
+
+def test_layers_that_checkpoints_do_not_reach_keep_their_graph(loaded, monkeypatch):
+    from dynaxx.lab.tune import sensitivity
+
+    monkeypatch.setattr(sensitivity, "_memory_is_scarce", lambda ids: True)
+    monkeypatch.setattr(sensitivity, "_checkpointed", lambda model: torch.no_grad())
+    candidates = [(dx.Sink(16) | dx.LocalBlocks(1)) | dx.TopK(0.0, dx.MeanQuery(), per="head")]
+    found = measure_head_costs(loaded.model, torch.randint(3, 300, (1, 129)), candidates, block_size=16)
+    assert all(float(each.loss.max()) > 0 for each in found)
 
 
 def test_costs_of_an_answer_count_its_tokens_alone(loaded):

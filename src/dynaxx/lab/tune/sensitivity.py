@@ -12,7 +12,7 @@ Shapes: N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -123,9 +123,17 @@ def hidden_states(model: Any, ids: Tensor) -> Tensor:
     The graph of all layers would take several times the memory of the weights.
     """
     ids = ids.to(model.device)
-    with _checkpointed(model) if ids.is_cuda else nullcontext():
-        hidden: Tensor = model.base_model(ids, use_cache=False)[0]
+    if _memory_is_scarce(ids):
+        with _checkpointed(model):
+            hidden: Tensor = model.base_model(ids, use_cache=False)[0]
+        if hidden.requires_grad:  # not if the model passes hidden states to its layers by keyword
+            return hidden
+    hidden = model.base_model(ids, use_cache=False)[0]
     return hidden
+
+
+def _memory_is_scarce(ids: Tensor) -> bool:
+    return ids.is_cuda
 
 
 @contextmanager
@@ -138,19 +146,21 @@ def _checkpointed(model: Any) -> Iterator[None]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer) and not each.training]
+    stored = lambda run, *given: torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=True)
+    settings = {"gradient_checkpointing": True, "training": True, "_gradient_checkpointing_func": stored}
+    before = [{name: vars(layer)[name] for name in settings if name in vars(layer)} for layer in layers]
     started = lambda embedding, given, out: out.requires_grad_()
     hook = model.get_input_embeddings().register_forward_hook(started)  # a checkpoint needs an input with a gradient
-    stored = lambda run, *given: torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=True)
     try:
         for layer in layers:
-            layer.gradient_checkpointing, layer.training = True, True
-            layer._gradient_checkpointing_func = stored
+            vars(layer).update(settings)
         yield
     finally:
         hook.remove()
-        for layer in layers:
-            layer.training = False
-            del layer.gradient_checkpointing, layer._gradient_checkpointing_func
+        for layer, own in zip(layers, before, strict=True):
+            for name in settings:
+                vars(layer).pop(name, None)
+            vars(layer).update(own)
 
 
 def fisher_gradient(model: Any, hidden: Tensor, seed: int, last: int | None = None) -> Tensor:
