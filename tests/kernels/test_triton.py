@@ -5,16 +5,21 @@ The interpreter must be chosen before Triton loads and then serves every CPU ten
 own: `test_under_the_interpreter` runs this file again.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 import dynaxx as dx
 from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.sinks import add_sinks
 from dynaxx.ops.dispatch import load_backend, unsupported_reasons
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
+from dynaxx.kernels.gpu.schedule.split_sums import sum_pieces
+from dynaxx.kernels.gpu.sinks import include_sinks
 from dynaxx.kernels.triton.attention import forward
 
 gpu = pytest.mark.gpu
@@ -34,6 +39,35 @@ def check(case, gradients):
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)
+
+
+@runs_here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_sinks_included_by_a_kernel_are_those_added(dtype, head_dim):
+    gen = torch.Generator(DEVICE).manual_seed(0)
+    draw = partial(torch.randn, generator=gen, device=DEVICE)
+    out, lse = draw(2, 70, 3, head_dim).to(dtype), draw(2, 3, 70)
+    lse[0, 1, :7], out[0, :7, 1] = -torch.inf, 0
+    lse[1, 2, 5], lse[1, 2, 6] = 200.0, -200.0
+    layout = dx.SlidingWindow(8).layout(70, block_size=16, device=DEVICE)
+    for sink in (-torch.inf, 0.0, 90.0):
+        sinks = torch.tensor([sink, sink, 1.0], dtype=dtype, device=DEVICE)
+        want_out, want_lse = add_sinks(out, lse, sinks)
+        found_out, found_lse = include_sinks(out.clone(), lse.clone(), sinks, layout)
+        step = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps  # the interpreter rounds towards zero
+        torch.testing.assert_close(found_out, want_out, rtol=2e-6 + step, atol=1e-6)
+        torch.testing.assert_close(found_lse, want_lse, rtol=2e-6, atol=1e-6)
+
+
+@runs_here
+@pytest.mark.parametrize("pieces", [2, 7])
+def test_pieces_of_a_group_are_summed(pieces):
+    gen = torch.Generator(DEVICE).manual_seed(0)
+    layout = dx.Causal().layout(64, block_size=16, device=DEVICE)
+    given = [torch.randn(2, 33, 2 * pieces, dim, generator=gen, device=DEVICE) for dim in (80, 40)]
+    for found, x in zip(sum_pieces(*given, pieces, layout), given, strict=True):
+        torch.testing.assert_close(found, x.unflatten(2, (2, pieces)).sum(3), rtol=1e-6, atol=1e-5)
 
 
 @runs_here

@@ -14,6 +14,7 @@ from dynaxx.layout import BlockLayout
 
 TILE = 8  # rows per program
 AT_ONCE = 8  # parts that a program reads at a time
+PIECE_TILE = 16  # rows per program of `sum_pieces`
 
 
 @kernel_launcher
@@ -103,6 +104,56 @@ def _start_sum(
         BLOCK=block,
         TILE=TILE,
         AT_ONCE=AT_ONCE,
+    )
+
+
+@kernel_launcher
+@triton.jit(do_not_specialize=["rows"])
+def _sum_pieces_kernel(
+    p_dk,  # (rows, PIECES, D) contiguous
+    p_dv,  # (rows, PIECES, E) contiguous
+    p_dk_sum,  # (rows, D)
+    p_dv_sum,  # (rows, E)
+    rows,
+    PIECES: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Compute the sums of both gradients over the pieces of each kv head, in order."""
+    o_row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    o_d = tl.arange(0, BLOCK_D)
+    for i_output in tl.static_range(2):
+        p_pieces, p_sum, WIDTH = (p_dk, p_dk_sum, D) if i_output == 0 else (p_dv, p_dv_sum, E)
+        inside = (o_row < rows)[:, None] & (o_d < WIDTH)[None, :]
+        total = tl.zeros([TILE, BLOCK_D], tl.float32)
+        for i_piece in tl.static_range(PIECES):
+            at = (o_row * PIECES + i_piece)[:, None] * WIDTH + o_d[None, :]
+            total += tl.load(p_pieces + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(p_sum + o_row[:, None] * WIDTH + o_d[None, :], total.to(p_sum.dtype.element_ty), mask=inside)
+
+
+def sum_pieces(dk: Tensor, dv: Tensor, pieces: int, layout: BlockLayout) -> tuple[Tensor, Tensor]:
+    """Return dk and dv (B, M, Hk, D), given those of `pieces` pieces of each kv head, (B, M, Hk * pieces, D)."""
+    found = tuple(x.new_empty(*x.shape[:2], x.shape[2] // pieces, x.shape[3]) for x in (dk, dv))
+    record_or_replay(_start_pieces, layout, (dk, dv, *found), pieces, made=2)
+    return found[0], found[1]
+
+
+def _start_pieces(layout: BlockLayout, dk: Tensor, dv: Tensor, dk_sum: Tensor, dv_sum: Tensor, pieces: int) -> None:
+    rows = dk_sum.shape[:3].numel()
+    _sum_pieces_kernel[(triton.cdiv(rows, PIECE_TILE),)](
+        dk,
+        dv,
+        dk_sum,
+        dv_sum,
+        rows=rows,
+        PIECES=pieces,
+        D=dk.shape[3],
+        E=dv.shape[3],
+        BLOCK_D=triton.next_power_of_2(max(dk.shape[3], dv.shape[3])),
+        TILE=PIECE_TILE,
     )
 
 

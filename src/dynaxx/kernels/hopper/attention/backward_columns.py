@@ -17,7 +17,7 @@ from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import transposed_arguments
 from dynaxx.kernels.gpu.runtime.launch_cache import RecordedCall, record_or_replay
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, SplitLines, no_split, split_columns, split_programs
-from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts
+from dynaxx.kernels.gpu.schedule.split_sums import of_columns, sum_parts, sum_pieces
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
 from dynaxx.kernels.hopper.attention.config import backward_ending, backward_heads_together, tile_width
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows, score_factors
@@ -166,13 +166,11 @@ class ColumnKernel(NamedTuple):
         pieces = _none_empty(q_heads // kv_heads, pieces)
         split = split_columns(layout, k.shape[0], q_heads, kv_heads)
         if split is not None and pieces > 1:
-            pieces = pieces if q_heads % (kv_heads * pieces) == 0 else 1  # parts need pieces of equal size
+            pieces = pieces if q_heads % (kv_heads * pieces) == 0 else q_heads // kv_heads  # parts need equal pieces
             split = split_columns(layout, k.shape[0], q_heads, kv_heads * pieces)
         dk, dv = (x.new_empty(*x.shape[:2], kv_heads * pieces, x.shape[3]) for x in (k, v))
         self._fill(do, q, k, v, dk, dv, rows, layout, scale, softcap, split)
-        if pieces > 1:
-            dk, dv = (x.unflatten(2, (kv_heads, pieces)).sum(3) for x in (dk, dv))
-        return dk, dv
+        return sum_pieces(dk, dv, pieces, layout) if pieces > 1 else (dk, dv)
 
     def _fill(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, rows: BackwardRows,

@@ -57,10 +57,10 @@ def backward_in_one_pass(kv_block: int, head_dim: int, programs: int, processors
 def backward_pieces(group_size: int, programs: int, processors: int, fused: bool) -> int:
     """Return the number of pieces into which the q heads of a group are divided, each a separate program per kv block.
 
-    Processing fewer q heads at a time keeps their q, do and sums of dq in L2. On an H100 with 32 q / 4 kv heads, 32k
-    tokens, random 10 %, pieces of 8, 4, 2 and 1 heads take 6.99, 5.36, 5.05 and 5.22 ms; with 28/4, 24k, 15 %, pieces
-    of 7 and 1 heads take 4.48 and 3.55 ms. If whole groups give enough programs for two passes and cannot be divided by
-    2, two passes over whole groups are 9 % faster (28/4, 8k).
+    Processing fewer q heads at a time keeps their q, do and sums of dq in L2. On an H200, whole groups and pieces of 4,
+    2 and 1 heads take 4.56, 3.43, 3.32 and 3.57 ms over random 15 % of 24k tokens with 28/4 heads; 0.778, 0.829, 0.728
+    and 0.772 over 20 % of 8k; 2.54, 2.21, 2.11 and 2.16 over everything visible at 8k; and 7.13, 5.31, 4.76 and 5.12
+    over 10 % of 32k with 32/4 heads.
 
     Args:
         group_size: q heads per kv head.
@@ -68,10 +68,8 @@ def backward_pieces(group_size: int, programs: int, processors: int, fused: bool
         processors: number of multiprocessors.
         fused: whether one kernel may compute all gradients.
     """
-    if fused and 4 <= group_size <= 8 and group_size % 2 == 0 and programs * group_size >= 4 * processors:
-        return group_size // 2
-    if fused and 4 <= group_size <= 8 and 2 * programs >= 3 * processors:
-        return group_size if programs >= 2 * processors else 1
+    if fused and 4 <= group_size <= 8 and programs * group_size >= 4 * processors:
+        return (group_size + 1) // 2
     return group_size if programs < 2 * processors else 1
 
 

@@ -27,6 +27,7 @@ from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, of_columns
 from dynaxx.kernels.gpu.schedule.waves import shared_waves
+from dynaxx.kernels.gpu.sinks import include_sinks
 from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS, ConsumerArguments, arrivals, consume
 from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
@@ -40,7 +41,6 @@ from dynaxx.kernels.hopper.attention.forward_produce import (
 )
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows, gluon_rows, score_factors
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
-from dynaxx.kernels.sinks import include_sinks
 from dynaxx.layout import BlockLayout
 
 PERSISTENT = 16  # parts per multiprocessor's share, because persistent programs differ by one part at most
@@ -131,7 +131,7 @@ def attention_forward(
     """Return out and lse, like `kernels.reference.attention.attention_forward`."""
     found, lse = _without_sinks(q, k, v, layout, scale, softcap, out)
     if sinks is not None:
-        found, lse = include_sinks(found, lse, sinks)
+        found, lse = include_sinks(found, lse, sinks, layout)
     return (found if out is None or found is out else out.copy_(found)), lse
 
 

@@ -34,7 +34,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import WHOLE, LayoutRows, Parts, entries_of, query_tile, store_part
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
-from dynaxx.kernels.sinks import include_sinks
+from dynaxx.kernels.gpu.sinks import include_sinks
 from dynaxx.kernels.triton.attention.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles
 from dynaxx.kernels.triton.attention.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.triton.primitives.tiles import (
@@ -185,7 +185,7 @@ def attention_forward(
     """Return out and lse, like `kernels.reference.attention.attention_forward`; products of fp32 are in full fp32."""
     found, lse = _without_sinks(q, k, v, layout, scale, softcap)
     if sinks is not None:
-        found, lse = include_sinks(found, lse, sinks)
+        found, lse = include_sinks(found, lse, sinks, layout)
     return (found if out is None else out.copy_(found)), lse
 
 

@@ -24,7 +24,7 @@ from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_all_pa
 from dynaxx.kernels.triton.decode.exact import attend_exact
 from dynaxx.kernels.triton.decode.merge import list_bounds
 from dynaxx.kernels.triton.decode.pages import PageTable, first_key, first_visible, physical_pages
-from dynaxx.kernels.triton.decode.rows import load_queries, load_tile, store_part
+from dynaxx.kernels.triton.decode.rows import load_queries, load_tile, store_part, sum_of_halves
 from dynaxx.kernels.triton.primitives.conversion import unpaired, widened
 
 
@@ -238,7 +238,10 @@ def _decode_fwd_kernel(
             b_k = load_tile(p_k_tile, inside[:, None], (o_d < D)[None, :], D == BLOCK_D)  # [BLOCK_N, BLOCK_D]
             b_v = load_tile(p_v_tile, inside[None, :], (o_v < V_LOADED)[:, None], V_LOADED == BLOCK_V)  # transposed
             b_k = widened(b_k, b_q.dtype, PAIRS)
-            scores = tl.dot(b_k, b_q, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+            if b_k.dtype == tl.float32 and BLOCK_D >= 512:
+                scores = sum_of_halves(b_k, b_q, PRECISION)
+            else:
+                scores = tl.dot(b_k, b_q, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             if SCALED:
                 k_at = i_b * k_scale_strides.batch + physical * k_scale_strides.page + i_h * k_scale_strides.head
                 v_at = i_b * v_scale_strides.batch + physical * v_scale_strides.page + i_h * v_scale_strides.head
