@@ -39,7 +39,15 @@ def repeated(monkeypatch):
         found.append(out is not None)
         return out, drawn
 
+    run = prepared_calls.RepeatedCall.run
+
+    def watched_run(self, *given):
+        out = run(self, *given)
+        found.extend([True] if out is not None else [])  # otherwise the call is planned
+        return out
+
     monkeypatch.setattr(layers.Layer, "_repeat", watched)
+    monkeypatch.setattr(prepared_calls.RepeatedCall, "run", watched_run)
     with use(Recorder()) as telemetry:
         yield found, telemetry
 

@@ -149,6 +149,7 @@ def test_models_repeat_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from dynaxx.integrations.transformers import layer as layers
+    from dynaxx.integrations.transformers import prepared_calls
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -158,7 +159,7 @@ def test_models_repeat_layers():
     rules = [dx.Rule.of(RULES["hybrid"], layers=[0, 1, 2]), dx.Rule.of(PATTERNS["window"], layers=[3])]
     policy = dx.Policy(model=model_facts(model), block_size=64, dense_below=0, rules=rules)
     served = []
-    repeat = layers.Layer._repeat
+    repeat, run = layers.Layer._repeat, prepared_calls.RepeatedCall.run
     for length in (1000, 700, 1000):
         ids = torch.randint(0, 99, (2, length), device="cuda", generator=torch.Generator("cuda").manual_seed(length))
         outs = []
@@ -169,8 +170,14 @@ def test_models_repeat_layers():
                 served.append(out is not None)
                 return out, draws
 
+            def watched_run(*given, may=may):
+                out = run(*given) if may else None
+                served.extend([True] if out is not None else [])  # otherwise the call is planned
+                return out
+
             with pytest.MonkeyPatch.context() as patch, dx.apply(model, policy) as handle, torch.no_grad():
                 patch.setattr(layers.Layer, "_repeat", watched)
+                patch.setattr(prepared_calls.RepeatedCall, "run", watched_run)
                 handle.counts.probe.sample_rate = 0.0
                 for _ in range(3):
                     outs.append(model(ids, logits_to_keep=1).logits)

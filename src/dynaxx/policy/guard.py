@@ -147,6 +147,11 @@ class Breaker:
         self._rest = REST_CALLS
         self._left = 0
 
+    @property
+    def healthy(self) -> bool:
+        """Whether no call has failed since the last one that worked."""
+        return not self._failures
+
     def resting(self) -> bool:
         """Return whether this call must run dense, and count it."""
         if self._left:

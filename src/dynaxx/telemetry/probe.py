@@ -19,7 +19,7 @@ from torch import Tensor
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend
-from dynaxx.telemetry.clocks import Clock, clock_of
+from dynaxx.telemetry.clocks import Clock, HostClock, clock_of
 from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.samples import HostSlots, Sample, count_blocks
 
@@ -27,13 +27,14 @@ SAMPLE_RATE = 1 / 32
 SPACING = 0.05  # smallest time in seconds between measured calls; a measurement takes 0.15 ms of the host, 0.3 % of it
 OVERLAP_EVERY = 16  # one in so many measured calls, starting with the first, compares neighbouring selections
 MOST_PENDING = 64
+TOGETHER = 8  # measurements on a GPU that are recorded together, unless metrics are read before
 
 
 class CallCounters(NamedTuple):
     """The counters of one kind of call."""
 
     backend: str
-    count_one: Callable[[], None]
+    count_one: Callable[..., None]
 
 
 class Probe:
@@ -80,8 +81,8 @@ class Probe:
         assert clock is not None, "`wants` asked for it"
         return MeasuredCall(self, layer, q, phase, clock)
 
-    def counter(self, backend: str, phase: str = "prefill") -> Callable[[], None]:
-        """Return the function that counts the calls of a backend that are not measured."""
+    def counter(self, backend: str, phase: str = "prefill") -> Callable[..., None]:
+        """Return the function that counts one call of a backend that is not measured, or a given number."""
         return self._backend_calls(backend, phase).count_one
 
     def dense(self, reason: str, phase: str = "prefill") -> None:
@@ -144,12 +145,10 @@ class Probe:
         return False
 
     def _keep(self, sample: Sample | RequestTimer) -> None:
-        """Record a measurement now, or later if the GPU has not reached it yet."""
-        self.flush()
-        if not self._pending and sample.ready():
-            self._record(sample)
-        else:
-            self._pending.append(sample)
+        """Record a measurement now, or with others later if a GPU must reach it first."""
+        self._pending.append(sample)
+        if sample.on_host or len(self._pending) >= TOGETHER:
+            self.flush()
 
     def _called(self, call: Call, k: Tensor, v: Tensor) -> str:
         """Count a call by the backend that `sparse_attention` chooses for it, and return the backend."""
@@ -264,6 +263,11 @@ class RequestTimer:
         if self._clock is not None:
             self._ended = self._clock.mark()
             self._probe._keep(self)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the pass ran on the CPU, so that its time is known."""
+        return isinstance(self._clock, HostClock)
 
     def ready(self) -> bool:
         """Return whether the GPU has finished the pass."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import BlockLayout
-from dynaxx.telemetry.clocks import Clock
+from dynaxx.telemetry.clocks import Clock, HostClock
 from dynaxx.telemetry.recorder import Recorder
 
 ROWS_COMPARED = 64
@@ -40,6 +40,11 @@ class Sample:
     marks: tuple[Any, Any, Any]
     blocks: BlockCounts | None
     copied: Any  # the mark after which `blocks.counts` are on the host
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the call ran on the CPU, so that its times are known."""
+        return isinstance(self.clock, HostClock)
 
     def ready(self) -> bool:
         """Return whether the counts are on the host."""

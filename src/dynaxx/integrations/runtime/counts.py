@@ -43,18 +43,22 @@ class Counts:
 
     def sparse(self, layer: int) -> None:
         """Count a call with at least one sparse sequence."""
-        with self._lock:
-            self._sparse += 1
+        self.sparse_calls(1)
 
-    def native(self, phase: str = "prefill") -> None:
-        """Count a call that ran the model's own pattern on dynaxx's kernels."""
+    def sparse_calls(self, calls: int) -> None:
+        """Count several calls with at least one sparse sequence."""
         with self._lock:
-            self._native += 1
+            self._sparse += calls
+
+    def native(self, phase: str = "prefill", calls: int = 1) -> None:
+        """Count calls that ran the model's own pattern on dynaxx's kernels."""
+        with self._lock:
+            self._native += calls
         count = self._count_native.get(phase)
         if count is None:
             labels = {"backend": "native", "phase": phase}
             count = self._count_native[phase] = self.numbers.counter("dynaxx_layer_calls_total", **labels)
-        count(1)
+        count(calls)
 
     def decoding(self, layer: int, q: Tensor) -> Call:
         """Begin a decoding step of a layer, which counts as a sparse call. Call `decoded` when it ran."""

@@ -41,6 +41,7 @@ class Deployed:
         rules: the inputs of `route` by layer.
         kinds: a number by layer with a rule, equal for layers with equal routing and plans.
         one_of_each: one layer of each kind.
+        outcomes: (reason, phase) of calls in dense passes, by kind of layer, lengths and state.
         dense_up_to: largest (seqlen_q, seqlen_k) known to be dense in every layer, by the state of a pass.
         breakers: by layer, whether failures made it rest.
         guard: the guard; None if the policy has none, or if this process has only some heads.
@@ -79,6 +80,7 @@ class Deployed:
         self.steps: dict[Hashable, PreparedStep] = {}
         self._kinds: dict[object, int] = {}
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
+        self.outcomes: dict[Hashable, tuple[DenseReason, str]] = {}
         self.dense_up_to: dict[Hashable, tuple[int, int]] = {}
         self.one_of_each = tuple({kind: layer for layer, kind in self.kinds.items()}.values())
 

@@ -13,7 +13,7 @@ from dynaxx.integrations.runtime.routing import DenseReason
 SINKS = ("s_aux", "sinks")  # the names of learned sinks
 
 # Arguments that do not change the result, or that are handled elsewhere.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "assistant_tokenizer",
         "cache_position",
@@ -53,7 +53,7 @@ class Scores(NamedTuple):
         """Read the keyword arguments of a call."""
         softcap, has_sinks, window, unserved, argument = None, False, None, None, ""
         for name, value in kwargs.items():
-            if value is None or value is False or name in _HARMLESS:
+            if value is None or value is False or name in HARMLESS:
                 continue
             if name in SINKS:
                 has_sinks = True

@@ -14,12 +14,12 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batches.step import BatchStep
@@ -29,6 +29,7 @@ from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
 from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work
+from dynaxx.integrations.transformers.prepared_calls import DenseCall, RepeatedCall
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import LayerPlan
@@ -41,18 +42,6 @@ ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries
 
 NativeParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
 Place = tuple[int, Run | None]  # a sequence of a pass, by batch entry and run
-
-
-@dataclass(slots=True)
-class DirectCall:
-    """Dense calls of a pass with one kind of layer and one mask."""
-
-    attention: Callable[..., Any]  # the model's original attention
-    mask: Tensor | None  # the mask of transformers, kept so that its id stays unique
-    plain: Tensor | None  # the mask that the original attention expects
-    dtype: torch.dtype  # dtype of the queries
-    outcome: tuple[DenseReason, str]  # reason and phase, for the counters
-    calls: int = 0
 
 
 class ForwardContext:
@@ -69,8 +58,9 @@ class ForwardContext:
         steps: in continuous batching, the steps by allocator.
         works: plans of calls by their common properties and mask, so that equal layers are planned once.
         dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
-        direct: calls that go straight to the model's original attention, if the whole pass is certain to be dense; None
-            if each call must be decided. The first call of each kind is planned as usual and adds an entry.
+        is_dense: whether the whole pass is certain to be dense.
+        straight: calls that equal layers make without planning, see `prepared_calls`; empty for unannounced passes.
+        measures_next: whether the next call is measured, because a repeated call was drawn.
         arguments: the decoder's arguments by name, while it runs.
     """
 
@@ -85,10 +75,12 @@ class ForwardContext:
         "choice",
         "dense_calls",
         "deployed",
-        "direct",
+        "is_dense",
+        "measures_next",
         "memory",
         "ran_sparse",
         "steps",
+        "straight",
         "timer",
         "tokens",
         "works",
@@ -111,7 +103,8 @@ class ForwardContext:
         self.steps: dict[int, BatchStep] = {}
         self.works: dict[Hashable, tuple[Work, weakref.ref[Tensor] | None]] = {}
         self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
-        self.direct: dict[Hashable, DirectCall] | None = None
+        self.is_dense = self.measures_next = False
+        self.straight: dict[Hashable, DenseCall | RepeatedCall] = {}
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
@@ -119,13 +112,14 @@ class ForwardContext:
         self._version = -1
         self._runs: list[list[Run]] | None = None
 
-    def dense_counts(self) -> Counter[tuple[DenseReason, str]]:
-        """Return the dense calls by reason and phase when the pass ends. Later calls count themselves."""
-        found, self.dense_calls = self.dense_calls or Counter(), None
-        for call in (self.direct or {}).values():
-            found[call.outcome] += call.calls
-        self.direct = None
-        return found
+    def count(self, counts: Counts) -> None:
+        """Count the calls of the pass at its end. Later ones, as of recomputed layers, count themselves."""
+        planned, self.dense_calls = self.dense_calls or Counter(), None
+        straight, self.straight, self.is_dense = self.straight, {}, False
+        for (reason, phase), calls in planned.items():
+            counts.dense_calls(calls, reason, phase)
+        for call in straight.values():
+            call.count(counts)
 
     def know_runs(self, mask: Tensor, runs: list[Run]) -> None:
         """Store the runs of a mask with one batch entry, so that it need not be read."""

@@ -214,8 +214,7 @@ class Handle:
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
-        if self._is_dense(current, arguments, cache):
-            current.direct = {}
+        current.is_dense = self._is_dense(current, arguments, cache)
         if count and device is not None:
             current.timer = self.counts.probe.request("dense", count, device)
         return current
@@ -230,8 +229,7 @@ class Handle:
 
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Store the state that later passes over `cache` need."""
-        for (reason, phase), calls in done.dense_counts().items():
-            self.counts.dense_calls(calls, reason, phase)
+        done.count(self.counts)
         if done.choice is COMPARISON:
             return
         if cache is not None:

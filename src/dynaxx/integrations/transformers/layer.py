@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,16 +14,23 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, Route
-from dynaxx.integrations.transformers.arguments import SINKS, Scores, sinks_of
+from dynaxx.integrations.transformers.arguments import Scores, sinks_of
 from dynaxx.integrations.transformers.compiled import attend_compiled, remember
 from dynaxx.integrations.transformers.decode import StepsOfKind, decode_step
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
-from dynaxx.integrations.transformers.forward_context import ARGUMENT, DirectCall, ForwardContext
+from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 from dynaxx.integrations.transformers.masks import Run
 from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work, plan_call
-from dynaxx.integrations.transformers.prepared_calls import prepare, restore_prepared
+from dynaxx.integrations.transformers.prepared_calls import (
+    dense_call,
+    keep_dense,
+    keep_repeated,
+    key_of,
+    prepare,
+    restore_prepared,
+)
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.autocast import follow_autocast
 from dynaxx.policy import LayerPlan
@@ -104,6 +111,8 @@ class Layer:
             sinks = sinks_of(kwargs) if scores.has_sinks else None
             out = self._run_guarded(current, work, scores, q, k, v, sinks)
             if out is not None:
+                if current.dense_calls is not None:  # the pass has an end, which counts its calls
+                    keep_repeated(current, self, module, q, mask, kwargs, work)
                 return out, None
         else:
             assert work.reason is not None, "a dense call must have a reason"
@@ -111,12 +120,9 @@ class Layer:
         plain = work.plain
         if plain is None or plain.dtype is not q.dtype:
             plain = work.plain = self.dense.plain(mask, q.dtype, need_eager=scores.need_eager)
-        attention = self.dense.by_name[plain.name]
-        if current.direct is not None and work.route is Route.DENSE and not scores.need_eager:
-            assert work.reason is not None, "checked above"
-            entry = DirectCall(attention, mask, plain.mask, q.dtype, (work.reason, work.phase))
-            current.direct[_direct_key(current, module, mask, kwargs)] = entry
-        found: tuple[Tensor, Tensor | None] = attention(module, q, k, v, plain.mask, **kwargs)
+        if current.is_dense and work.route is Route.DENSE and not scores.need_eager:
+            keep_dense(current, self, module, q, mask, kwargs, work)
+        found: tuple[Tensor, Tensor | None] = self.dense.by_name[plain.name](module, q, k, v, plain.mask, **kwargs)
         return found
 
     def _work(
@@ -216,7 +222,8 @@ class Layer:
         if guard is not None and guard.level(self.index) != Level.OK:
             return None, None
         probe = handle.counts.probe
-        drawn = Drawn(guard is not None and guard.wants_call(), probe.wants(q.device))
+        measured, current.measures_next = current.measures_next or probe.wants(q.device), False
+        drawn = Drawn(guard is not None and guard.wants_call(), measured)
         if drawn.sampled or drawn.measured:
             return None, drawn
         out = prepared(q, k, v, sinks)
@@ -369,26 +376,22 @@ def attention(
             return out, None
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
     current: ForwardContext | None = kwargs.pop(ARGUMENT, None)
-    if current is not None and current.direct:
-        known = current.direct.get(_direct_key(current, module, attention_mask, kwargs))
-        if known is not None and query.dtype is known.dtype and _need_no_eager(kwargs):
-            known.calls += 1
-            found: tuple[Tensor, Tensor | None] = known.attention(module, query, key, value, known.plain, **kwargs)
+    known = None
+    if current is not None and current.straight:
+        known = current.straight.get(key_of(current, module, attention_mask, kwargs))
+        found = None if known is None else known.run(current, module, query, key, value, kwargs)
+        if found is not None:
             return found
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no handle, so it runs dense")
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
+    if current is not None and current.is_dense and known is None:
+        call = dense_call(current, layer, module, query, attention_mask, kwargs)
+        found = None if call is None else call.run(current, module, query, key, value, kwargs)
+        if found is not None:
+            return found
     return layer.attend(current, module, query, key, value, attention_mask, kwargs)
-
-
-def _direct_key(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: Any) -> Hashable:
-    """Return what the outcome of a call depends on in a pass that is certain to be dense."""
-    return current.deployed.kinds.get(module.layer_idx, 0), id(mask), kwargs.get("sliding_window")
-
-
-def _need_no_eager(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("softcap") is None and all(kwargs.get(name) is None for name in SINKS)
 
 
 def _original(module: nn.Module) -> DenseAttention:

@@ -124,8 +124,7 @@ def make_mask(**request: Any) -> Tensor | None:
     Decoding steps, mask functions without a rule, and compiled models get SDPA's mask. Exported and traced models get
     the mask of their original attention.
     """
-    from transformers import AttentionMaskInterface
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # `plain_mask` converts it
         return sdpa_mask(**request)

@@ -1,24 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared calls of layers: the first layer with a plan checks and prepares its call, and equal layers repeat it.
+"""Calls that equal an earlier one, of the same pass or of an earlier one.
 
-A prepared call is kept with the plan of a pass, and found again by later passes of the same shapes: with the policy in
-force if it follows a rule, with the layout if it runs the model's own pattern.
+    first call of a kind --> planned, prepared, and kept --> later layers of the pass: one lookup, then the call itself
+
+Within a pass, calls are found by kind of layer, mask and window. A `DenseCall` is the model's original attention in a
+pass that is certain to be dense. A `RepeatedCall` repeats a prepared call. Anything unusual about a call returns None,
+and the call is planned.
+
+A prepared call is also kept for later passes of the same shapes: with the policy in force if it follows a rule, with
+the layout if it runs the model's own pattern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from dynaxx.integrations.runtime.routing import Route
-from dynaxx.integrations.transformers.arguments import Scores
-from dynaxx.integrations.transformers.forward_context import ForwardContext
-from dynaxx.integrations.transformers.planning import Work
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.routing import DenseReason, Route
+from dynaxx.integrations.transformers.arguments import HARMLESS, SINKS, Scores
+from dynaxx.integrations.transformers.lazy_mask import has_own_pattern
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.prepared.layer import prepare_layout, prepare_rule, prepared_layout
+from dynaxx.ops.prepared.layer import Prepared, prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.forward_context import ForwardContext
+    from dynaxx.integrations.transformers.handle import Handle
+    from dynaxx.integrations.transformers.layer import Layer
+    from dynaxx.integrations.transformers.planning import Work
+
+Attended = tuple[Tensor, Tensor | None]
+SCORED = frozenset({*SINKS, "softcap", "sliding_window", "dropout"})  # arguments that `RepeatedCall` compares
+MOST_OUTCOMES = 1024
+
+
+@dataclass(slots=True)
+class DenseCall:
+    """The model's original attention, in a pass that is certain to be dense."""
+
+    attention: Callable[..., Any]
+    mask: Tensor | None  # the mask of transformers, kept so that its id stays unique
+    plain: Tensor | None  # the mask that the original attention expects
+    dtype: torch.dtype  # dtype of the queries
+    outcome: tuple[DenseReason, str]  # reason and phase
+    calls: int = 0
+
+    def run(
+        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
+    ) -> Attended | None:
+        """Attend as in `AttentionInterface`; None for another dtype, and for scores that SDPA does not compute."""
+        if q.dtype is not self.dtype or not _sdpa_computes(kwargs):
+            return None
+        self.calls += 1
+        found: Attended = self.attention(module, q, k, v, self.plain, **kwargs)
+        return found
+
+    def count(self, counts: Counts) -> None:
+        """Count the calls of the pass."""
+        counts.dense_calls(self.calls, *self.outcome)
+
+
+@dataclass(slots=True)
+class RepeatedCall:
+    """A prepared call, which equal layers repeat."""
+
+    prepared: Prepared
+    handle: Handle
+    mask: Tensor | None  # see `DenseCall`
+    native: bool  # whether it is the model's own pattern
+    phase: str
+    names: tuple[str, ...]  # of the keyword arguments
+    options: tuple[Any, ...]  # see `_options`
+    calls: int = 0
+
+    def run(
+        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
+    ) -> Attended | None:
+        """Attend as in `AttentionInterface`; None for other options, a sample, or a layer that failed before."""
+        handle = self.handle
+        if handle.faults or handle.watchers or not current.deployed.breakers[module.layer_idx].healthy:
+            return None
+        if tuple(kwargs) != self.names or _options(kwargs) != self.options:
+            return None
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        sinks = _sinks(kwargs)
+        if not self.prepared.serves(q, k, v, sinks):
+            return None
+        if not self.native and handle.counts.probe.wants(q.device):
+            current.measures_next = True
+            return None
+        try:
+            out = self.prepared(q, k, v, sinks)
+        except Exception:  # planned, the call fails again, and is counted and logged
+            return None
+        self.calls += 1
+        return out, None
+
+    def count(self, counts: Counts) -> None:
+        """Count the calls of the pass."""
+        if self.native:
+            counts.native(self.phase, self.calls)
+        elif self.calls:
+            counts.sparse_calls(self.calls)
+            counts.probe.counter(self.prepared.backend)(self.calls)
+
+
+def key_of(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> Hashable:
+    """Return a key that is equal for calls of a pass with equal layers, masks and windows."""
+    return current.deployed.kinds.get(module.layer_idx, 0), id(mask), kwargs.get("sliding_window")
+
+
+def keep_dense(
+    current: ForwardContext, layer: Layer, module: nn.Module, q: Tensor, mask: Tensor | None, kwargs: Any, work: Work
+) -> None:
+    """Keep a call that was planned in a dense pass, and its outcome for later passes."""
+    assert work.reason is not None, "a dense call has a reason"
+    assert work.plain is not None, "its mask was made"
+    outcome = work.reason, work.phase
+    known = current.deployed.outcomes
+    if len(known) >= MOST_OUTCOMES:
+        known.clear()
+    known[_outcome_key(current, layer.index, q, mask, kwargs)] = outcome
+    attention = layer.dense.by_name[work.plain.name]
+    current.straight[key_of(current, module, mask, kwargs)] = DenseCall(
+        attention, mask, work.plain.mask, q.dtype, outcome
+    )
+
+
+def dense_call(
+    current: ForwardContext, layer: Layer, module: nn.Module, q: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> DenseCall | None:
+    """Return the call of a dense pass, if an earlier pass had the same; None if it must be planned."""
+    outcome = current.deployed.outcomes.get(_outcome_key(current, layer.index, q, mask, kwargs))
+    if outcome is None or not _sdpa_computes(kwargs):
+        return None
+    plain = layer.dense.plain(mask, q.dtype, need_eager=False)
+    found = DenseCall(layer.dense.by_name[plain.name], mask, plain.mask, q.dtype, outcome)
+    current.straight[key_of(current, module, mask, kwargs)] = found
+    return found
+
+
+def keep_repeated(
+    current: ForwardContext, layer: Layer, module: nn.Module, q: Tensor, mask: Tensor | None, kwargs: Any, work: Work
+) -> None:
+    """Keep a call that was prepared, unless each of its layers needs a decision of its own."""
+    if work.prepared is None or (current.deployed.guard is not None and work.route is Route.RULE):
+        return
+    others = any(name not in HARMLESS and name not in SCORED for name in kwargs)
+    if others or kwargs.get("dropout") or torch.is_autocast_enabled(q.device.type):
+        return
+    current.straight[key_of(current, module, mask, kwargs)] = RepeatedCall(
+        work.prepared, layer.handle, mask, work.route is Route.NATIVE, work.phase, tuple(kwargs), _options(kwargs)
+    )
+
+
+def _outcome_key(current: ForwardContext, index: int, q: Tensor, mask: Tensor | None, kwargs: Any) -> Hashable:
+    own = has_own_pattern(mask) or kwargs.get("sliding_window") is not None
+    return current.deployed.kind(index), q.shape[2], own, current.blocked
+
+
+def _options(kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments that change a result, besides sinks."""
+    get = kwargs.get
+    return get("scaling"), get("softcap"), get("is_causal"), get("dropout")
+
+
+def _sinks(kwargs: dict[str, Any]) -> Tensor | None:
+    found: Tensor | None = kwargs.get(SINKS[0])
+    return kwargs.get(SINKS[1]) if found is None else found
+
+
+def _sdpa_computes(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("softcap") is None and _sinks(kwargs) is None
+
 
 MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
 
