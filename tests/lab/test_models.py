@@ -58,6 +58,26 @@ def test_what_is_no_model_is_refused_with_a_fix(tmp_path, monkeypatch, cache, na
         models.load_model(name)
 
 
+@pytest.mark.parametrize("family", ["Gemma 2", "gpt-oss"])
+def test_scores_that_sdpa_does_not_compute_load_as_eager_and_are_timed(tiny, tmp_path, family):
+    from transformers import AutoTokenizer
+
+    from dynaxx.lab.profile.clock import instrumented
+    from families import FAMILIES
+
+    made = next(each for each in FAMILIES if each.name == family).build()
+    made.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path)
+    model = models.load_model(tmp_path).model
+    assert model.config._attn_implementation == "eager"
+    ids = torch.arange(40)[None]
+    wanted = model(ids).logits
+    with instrumented(model) as clock:
+        assert torch.equal(model(ids).logits, wanted)
+    assert clock.attention_calls == 2
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_folder_with_half_a_model_is_refused(tiny, tmp_path):
     (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
     with pytest.raises(ValueError, match="is not a causal language model"):

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ def load_model(
         progress: reports a conversion, which happens once per GGUF.
 
     Returns:
-        (model, tokenizer), with "sdpa" attention, in eval mode, and with gradients enabled.
+        (model, tokenizer), in eval mode, with gradients enabled. Its attention is "sdpa", or "eager" if SDPA does not
+        compute the model's scores.
 
     Raises:
         ValueError: there is no such model, transformers cannot read it, or its weights are not finite; the message says
@@ -92,8 +94,15 @@ def load_model(
     with _readable(f"{name_or_path} is not a causal language model"):
         tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with _quiet_transformers():
-            options = {"local_files_only": True, "trust_remote_code": False}
-            model = auto_model.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", **options)
+            load = partial(
+                auto_model.from_pretrained, folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+            )
+            try:
+                model = load(attn_implementation="sdpa")
+            except ValueError as error:  # SDPA computes no capped scores and no sinks
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                model = load(attn_implementation="eager")
         model = model.eval().to(device)
     check_weights(model, str(name_or_path))
     return LoadedModel(model, tokenizer)

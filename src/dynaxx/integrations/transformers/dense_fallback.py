@@ -41,7 +41,7 @@ class DenseAttention:
 
     def __init__(self, module: nn.Module, implementation: str) -> None:
         self._name = implementation
-        self.by_name = {name: _attention(module, name) for name in {"eager", implementation}}
+        self.by_name = {name: attention_of(module, name) for name in {"eager", implementation}}
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
@@ -58,7 +58,8 @@ class DenseAttention:
         return PlainMask(name, plain_mask(mask, name, dtype), dtype)
 
 
-def _attention(module: nn.Module, name: str) -> Attention:
+def attention_of(module: nn.Module, name: str) -> Attention:
+    """Return the attention of a module by its name; "eager" is a function of the module's file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     file = sys.modules.get(type(module).__module__)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -114,12 +114,16 @@ def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    from dynaxx.integrations.transformers.dense_fallback import attention_of
+
     used = model.config._attn_implementation
-    if used not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+    if used != "eager" and used not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise ValueError(
             f"attention implementation must be one of transformers' interface, such as 'sdpa', got {used!r}"
         )
-    attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[used]
+
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return attention_of(module, used)(module, *args, **kwargs)
 
     def timed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         window = kwargs.get("sliding_window")  # a layer with a window, which policies do not change
