@@ -95,6 +95,9 @@ FAMILIES = (
     Family("Qwen3-Next", "full beside linear attention", "Qwen3NextConfig", "Qwen3NextForCausalLM", {
         **SHARED, "layer_types": ["linear_attention", FULL], "linear_num_value_heads": 2, "linear_num_key_heads": 2,
         "linear_key_head_dim": 8, "linear_value_head_dim": 8}, 1),
+    Family("Qwen 3.5", "full beside linear attention", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {
+        "layer_types": ["linear_attention", FULL], "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8}, 1),
     Family("LFM 2", "full beside convolutions", "Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", FULL]}, 1),
     Family("Jamba", "full beside Mamba", "JambaConfig", "JambaForCausalLM", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "use_mamba_kernels": False,
