@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["causal", "masked", "eager"]
+from torch import Tensor
+
+Kind = Literal["grouped", "wide", "causal", "masked", "eager"]
 
 # By device type: queries of a call from which the kernels serve it; None: never.
-#   causal: SDPA without a mask, its fastest case
+#   grouped: SDPA without a mask, its fastest case, for q heads that share keys, of head_dim 128 at most
+#   wide: the same above head_dim 256, where SDPA has no flash kernel
+#   causal: the same for other heads; a table with no other entry has one border for all three
 #   masked: SDPA with a mask of seqlen x seqlen: windows, chunks, packed and padded batches
 #   eager: capped scores and learned sinks, which SDPA does not serve
 BORDERS: dict[str, dict[Kind, int | None]] = {
     "cpu": {"causal": 256, "masked": 256, "eager": 128},
-    "cuda": {"causal": None, "masked": 2048, "eager": 512},
+    # benchmarks/models/causal.py on an H200, as times SDPA's speed at 16k and 32k: 32 q / 8 kv heads of 128 have 1.16
+    # and 1.28, 9 / 3 of 64 have 1.13 and 1.23, 32 / 32 of 128 have 1.09 and 1.23, 16 / 8 of 256 have 1.00 and 1.14, and
+    # 16 / 2 of 512 have 5.8 at 2k. At 8k, small models wait for the host, which takes longer than for SDPA.
+    "cuda": {"grouped": 16384, "wide": 2048, "causal": 32768, "masked": 2048, "eager": 512},
 }
+GROUPED_HEAD_DIM, FLASH_HEAD_DIM = 128, 256
+UNSCORED: tuple[Kind, ...] = ("grouped", "wide", "causal", "masked")  # what SDPA computes
 
 
 def least_queries(device_type: str) -> int | None:
@@ -27,10 +36,18 @@ def least_queries(device_type: str) -> int | None:
 
 def wins(device_type: str, kind: Kind, seqlen_q: int) -> bool:
     """Return whether a call of `seqlen_q` queries is at or beyond the border."""
-    border = BORDERS.get(device_type, {}).get(kind)
+    table = BORDERS.get(device_type, {})
+    border = table.get(kind, table.get("causal"))
     return border is not None and seqlen_q >= border
 
 
 def beats_sdpa(device_type: str, seqlen_q: int) -> bool:
     """Return whether a call of `seqlen_q` queries that SDPA serves may be at or beyond a border."""
-    return wins(device_type, "causal", seqlen_q) or wins(device_type, "masked", seqlen_q)
+    return any(wins(device_type, kind, seqlen_q) for kind in UNSCORED)
+
+
+def causal_kind(q: Tensor, k: Tensor) -> Kind:
+    """Return the kind of a full causal call, for q (batch, q_heads, seqlen_q, head_dim) and k likewise."""
+    if q.shape[3] > FLASH_HEAD_DIM:
+        return "wide"
+    return "grouped" if q.shape[1] > k.shape[1] and q.shape[3] <= GROUPED_HEAD_DIM else "causal"

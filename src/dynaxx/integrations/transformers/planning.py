@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import MOST_QUERIES, Arrived, DenseReason, Route, Sequence, is_step, route
 from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
-from dynaxx.integrations.transformers.border import Kind, beats_sdpa, least_queries, wins
+from dynaxx.integrations.transformers.border import Kind, beats_sdpa, causal_kind, least_queries, wins
 from dynaxx.integrations.transformers.decode import StepRows
 from dynaxx.integrations.transformers.dense_fallback import PlainMask
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
@@ -224,9 +224,8 @@ def _make_parts(
         if isinstance(mask, LazyMask):
             return parts_of_mask(mask, device, asked) or DenseReason.MASK_KIND
         return DenseReason.MASK_KIND if mask is not None else parts_of_window(asked, seqlen_q, device)
-    kind: Kind = "causal" if mask is None else "masked"
-    if isinstance(mask, LazyMask) and not mask.plain_is_needed:
-        kind = "causal"
+    plain = mask is not None and not (isinstance(mask, LazyMask) and not mask.plain_is_needed)
+    kind: Kind = "masked" if plain else causal_kind(q, k)
     if not wins(device.type, "eager" if scores.need_eager else kind, seqlen_q):
         return DenseReason.SHORT
     if isinstance(mask, LazyMask):
