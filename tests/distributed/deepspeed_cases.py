@@ -256,14 +256,22 @@ def _trains(ranks, stage):
     assert handle.stats()["native_calls"] == 9, handle.stats()
 
 
+def case_zero_2_trains_native_sparse_attention(ranks: Ranks):
+    _trains_native(ranks, 2)
+
+
 def case_zero_3_trains_native_sparse_attention(ranks: Ranks):
+    _trains_native(ranks, 3)
+
+
+def _trains_native(ranks, stage):
     """Train a Llama whose attention is native sparse attention."""
     from dynaxx.integrations.transformers.nsa_llama import convert_to_native
     from dynaxx.layout.nsa import NativeSizes
 
     sizes = NativeSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=24)
     model = convert_to_native(llama(hidden_size=96), sizes)
-    ours, theirs = zero(ranks, model, 3)
+    ours, theirs = zero(ranks, model, stage)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 

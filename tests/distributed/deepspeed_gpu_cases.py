@@ -22,6 +22,10 @@ def case_zero_3_trains_a_windowed_model(ranks: Ranks):
     cases.case_zero_3_trains_a_windowed_model(ranks)
 
 
+def case_zero_2_trains_native_sparse_attention(ranks: Ranks):
+    cases.case_zero_2_trains_native_sparse_attention(ranks)
+
+
 def case_zero_3_trains_native_sparse_attention(ranks: Ranks):
     cases.case_zero_3_trains_native_sparse_attention(ranks)
 
