@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time exported models in ONNX Runtime beside the same model exported dense, and beside dynaxx in torch, on a CPU.
 
-    python benchmarks/kernels/onnx_runtime.py --only decoder --seqlen 8192 --threads 1
-    python benchmarks/kernels/onnx_runtime.py --only encoder --seqlen 2048 --threads 1
+    python benchmarks/models/onnx_runtime.py --only decoder --seqlen 8192 --threads 1
+    python benchmarks/models/onnx_runtime.py --only encoder --seqlen 2048 --threads 1
 
 Each round runs every form once, in turn, and the result is the median. With `--threads 1` the time is the processor's,
 which neighbours disturb little. Before anything is timed, every form is compared with torch at 1,024 tokens; the exit

@@ -3,7 +3,7 @@
 
 With one thread the figures are its CPU seconds, which other processes hardly disturb; with more they are seconds.
 
-    python benchmarks/kernels/prefill_parts.py smollm2 --tokens 8192 --layers 5 15 25 --json
+    python benchmarks/models/prefill_parts.py smollm2 --tokens 8192 --layers 5 15 25 --json
 
 Some layers stand for all. Each part is the median of passes in turns. "sparse, choice in torch" is the same policy with
 blocks scored and chosen by torch instead of the core.

@@ -4,7 +4,7 @@
 Layers of real models are timed as their attention calls arrive, captured from a forward pass of a model of one layer.
 Whole models have the real shape of a layer, and as many layers as `--layers` says. Times are medians of turns.
 
-python benchmarks/kernels/native_patterns.py [--parts layers,models,border] [--device cuda] [--quick] [--json FILE]
+python benchmarks/models/native_patterns.py [--parts layers,models,border] [--device cuda] [--quick] [--json FILE]
 """
 
 import argparse

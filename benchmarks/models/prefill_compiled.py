@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the prefill of a small model in eager mode, compiled, and as captured CUDA graphs, dense and under a policy.
 
-    python benchmarks/kernels/prefill_compiled.py [--lengths 1024,2048,4096,8192] [--turns 9] [--only graph]
+    python benchmarks/models/prefill_compiled.py [--lengths 1024,2048,4096,8192] [--turns 9] [--only graph]
         [--json FILE]
 
 SmolLM2-135M's shape with random weights, bf16, on a GPU. A compiled model is one graph without breaks (`fullgraph`). A

@@ -3,7 +3,7 @@
 
 Weights are random, so this measures speed and memory, not quality. Needs a GPU of 80 GB for 128k tokens.
 
-python benchmarks/kernels/gpu_prefill.py [--lengths 1024,8192,32768,131072] [--layers 32] [--json FILE]
+python benchmarks/models/gpu_prefill.py [--lengths 1024,8192,32768,131072] [--layers 32] [--json FILE]
 """
 
 import argparse
