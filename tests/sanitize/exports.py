@@ -21,7 +21,7 @@ import torch
 import dynaxx as dx
 from dynaxx.core.library import active_library
 from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
-from dynaxx.kernels.cpu import decode, indexer, token_decode, tokens
+from dynaxx.kernels.cpu import block_scores, decode, indexer, token_decode, tokens
 from dynaxx.kernels.cpu.arguments import forward_args
 from dynaxx.kernels.cpu.plan import plan_of
 
@@ -210,7 +210,27 @@ def steps(draw: random.Random) -> None:
             index, draw.choice(("sequences", "heads", "row", "slots", "block_size", "threads")), draw.choice(EXTREME)
         )
     check(library.dynaxx_cpu_index_tokens(byref(index)))
+    _choose_blocks(draw, library)
     assert kept
+
+
+def _choose_blocks(draw: random.Random, library: ctypes.CDLL) -> None:
+    """Score blocks for mean queries and mark the best, with any numbers of visible keys and of blocks."""
+    queries, keys = torch.randn(1, 4, 20, 16), torch.randn(1, 50, 2, 16)
+    keys[0, draw.randrange(50)] = draw.choice(FLOATS)
+    ends = torch.tensor([draw.choice((*INT32, *range(60))) for _ in range(20)])
+    best, sums = torch.empty(2, 1, 4, 20, 4)
+    args = block_scores.BlockScoreArgs(
+        q=queries.data_ptr(), k=keys.data_ptr(), ends=ends.data_ptr(), best=best.data_ptr(), sums=sums.data_ptr(),
+        k_strides=(c_int64 * 3)(*keys.stride()[:3]), batch=1, q_heads=4, kv_heads=2, rows=20, head_dim=16, seqlen_k=50,
+        kv_block=16, threads=2,
+    )  # fmt: skip
+    if draw.random() < 0.2:
+        setattr(args, draw.choice(("kv_heads", "kv_block", "threads")), draw.choice((-1, 0, 3, 2**40, -(2**63))))
+    check(library.dynaxx_cpu_block_scores(byref(args)))
+    counts = torch.tensor([draw.choice((*INT32, *range(5))) for _ in range(80)])
+    marked = torch.empty(80, 4, dtype=torch.bool)
+    check(library.dynaxx_cpu_mark_best(best.data_ptr(), 80, 4, counts.data_ptr(), 2, marked.data_ptr()))
 
 
 def shared(draw: random.Random) -> None:
