@@ -47,7 +47,7 @@ def launches(kind: str, shape: Shape) -> Iterator[Setting]:
         ],
     }
     for rows, numbers in tried[kind]:
-        launch = config.Launch(*numbers)
+        launch = config.LaunchSizes(*numbers)
         yield f"{rows} rows, {numbers}", {
             (config, "most_rows"): lambda *_, rows=rows: rows,
             (module, name): lambda *_, launch=launch: launch,
@@ -58,7 +58,7 @@ def sums() -> Iterator[Setting]:
     """Yield settings of the sums of rows."""
     yield "as it is", {}
     for numbers in ((8, 2, 0), (8, 2, 5), (4, 2, 4), (8, 1, 3), (4, 1, 4), (16, 4, 2)):
-        launch = config.Launch(*numbers)
+        launch = config.LaunchSizes(*numbers)
         yield f"sums {numbers}", {(gradients, "sum_launch"): lambda *_, launch=launch: launch}
 
 
@@ -72,7 +72,7 @@ def latent() -> Iterator[Setting]:
         ("rows 128 keys, 1 turn", (64, 8, 1), (128, 8, 1)),
         ("rows 128 keys, 4 warps", (64, 8, 1), (128, 4, 1)),
     ):
-        found = (first[0], config.Launch(*dq), config.Launch(*rows))
+        found = (first[0], config.LaunchSizes(*dq), config.LaunchSizes(*rows))
         yield label, {(gradients, "wide_launches"): lambda *_, found=found: found}
 
 

@@ -27,7 +27,7 @@ class TileRows:
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSizes:
     """Keys per step and launch options of a kernel."""
 
     block_n: int
@@ -65,32 +65,32 @@ def widths(width: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_launch(widest: int, itemsize: int, latent: bool) -> Launch:
+def forward_launch(widest: int, itemsize: int, latent: bool) -> LaunchSizes:
     """Return the launch of the forward. On an H100 the best of several, by up to 1.6x: `docs/benchmarks/tokens.md`."""
     if itemsize == 4:
-        return Launch(16 if widest > WIDE else 32, 8 if widest > WIDE else 4, 0)
+        return LaunchSizes(16 if widest > WIDE else 32, 8 if widest > WIDE else 4, 0)
     if widest > WIDE:
-        return Launch(64, 8, 1) if latent else Launch(16, 8, 2)
-    return Launch(32, 4, 1) if widest > 128 else Launch(32, 4, 1, max_registers=128)  # four programs at once
+        return LaunchSizes(64, 8, 1) if latent else LaunchSizes(16, 8, 2)
+    return LaunchSizes(32, 4, 1) if widest > 128 else LaunchSizes(32, 4, 1, max_registers=128)  # four programs at once
 
 
 @lru_cache(maxsize=256)
-def backward_launch(widest: int, itemsize: int) -> Launch:
+def backward_launch(widest: int, itemsize: int) -> LaunchSizes:
     """Return the launch of the backward for head_dim up to `WIDE`."""
     if itemsize == 4:
-        return Launch(16, 8 if widest > 128 else 4, 0)
-    return Launch(64, 8 if widest > 128 else 4, 1)
+        return LaunchSizes(16, 8 if widest > 128 else 4, 0)
+    return LaunchSizes(64, 8 if widest > 128 else 4, 1)
 
 
 @lru_cache(maxsize=256)
-def wide_launches(itemsize: int, latent: bool) -> tuple[Launch, Launch, Launch]:
+def wide_launches(itemsize: int, latent: bool) -> tuple[LaunchSizes, LaunchSizes, LaunchSizes]:
     """Return the launches of the three steps of a wide backward: scores, dq and rows."""
     if itemsize == 4:
-        return Launch(16, 8, 0), Launch(16, 8, 0), Launch(16, 8, 0)
-    return Launch(32 if latent else 16, 4, 1), Launch(64, 8, 1), Launch(128, 8, 2)
+        return LaunchSizes(16, 8, 0), LaunchSizes(16, 8, 0), LaunchSizes(16, 8, 0)
+    return LaunchSizes(32 if latent else 16, 4, 1), LaunchSizes(64, 8, 1), LaunchSizes(128, 8, 2)
 
 
 @lru_cache(maxsize=256)
-def sum_launch(columns: int, itemsize: int) -> Launch:
+def sum_launch(columns: int, itemsize: int) -> LaunchSizes:
     """Return the launch of the sums of rows of dk and dv: rows at once, and how far ahead they are loaded."""
-    return Launch(8, 2, 3) if itemsize == 2 else Launch(8, 4, 0)
+    return LaunchSizes(8, 2, 3) if itemsize == 2 else LaunchSizes(8, 4, 0)

@@ -28,7 +28,7 @@ class ListTables(NamedTuple):
     p_first_key: Any  # (T,) int32, row of the first key of its sequence
 
 
-class TileRows(NamedTuple):
+class QueryRows(NamedTuple):
     """The rows of a tile, [rows] each."""
 
     t: Any  # query
@@ -55,7 +55,7 @@ def tile_rows(p_tiles, i_tile, i_unit, i_part, group_size, PART: tl.constexpr, R
     place, member = o_row % ROWS // PART, (i_part * PARTS + o_row // ROWS) * PART + o_row % PART
     inside = (place < count) & (member < group_size)
     t, head = (first + place).to(tl.int64), (i_unit * group_size + member).to(tl.int64)
-    return TileRows(t=t, head=head, place=place, inside=inside)
+    return QueryRows(t=t, head=head, place=place, inside=inside)
 
 
 @triton.jit
