@@ -73,7 +73,7 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value fits an annotation. True for annotations that are not understood."""
+    """Return whether a value fits an annotation. True for annotations that are not understood."""
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
@@ -102,7 +102,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _holds(value: Any, origin: type, of: tuple[Any, ...]) -> bool:
-    """Whether the items of a container fit its annotation."""
+    """Return whether the items of a container fit its annotation."""
     if issubclass(origin, tuple) and of and of[-1] is not Ellipsis:
         return len(value) == len(of) and all(map(fits, value, of))
     if issubclass(origin, collections.abc.Sequence) and of:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 
 def transforms_active() -> bool:
-    """Whether a transform of `torch.func` (grad, vjp, vmap, jvp) is active, so that tensors may be wrapped."""
+    """Return whether a transform of `torch.func` (grad, vjp, vmap, jvp) is active, so that tensors may be wrapped."""
     return torch._C._are_functorch_transforms_active()
 
 

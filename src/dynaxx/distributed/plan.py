@@ -67,7 +67,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """What one rank sends, receives and computes, stage by stage."""
+    """The stages of one rank: what it sends, receives and computes."""
 
     stages: tuple[Stage, ...]  # of the forward pass
     backward_stages: tuple[Stage, ...]

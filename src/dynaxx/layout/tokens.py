@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where packed sequences lie whose queries choose tokens, or blocks of a few neighbouring ones, one by one."""
+"""Places of packed sequences whose queries choose tokens, or blocks of a few neighbouring ones, one by one."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class NativeCache:
 
     @property
     def even(self) -> bool:
-        """Whether all sequences have the same length."""
+        """Return whether all sequences have the same length."""
         return len(set(self.lengths)) <= 1
 
     def append(self, k: Tensor, v: Tensor, ends: CuSeqlens | None = None) -> None:

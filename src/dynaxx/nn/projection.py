@@ -141,7 +141,7 @@ class ProjectedAttention(nn.Module, ABC):
         """
 
     def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
-        """Whether `torch.compile` can trace `attend` for these arguments. Otherwise the graph breaks around it."""
+        """Return whether `torch.compile` can trace `attend` for these arguments; else the graph breaks there."""
         return False
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:

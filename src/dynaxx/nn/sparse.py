@@ -55,5 +55,5 @@ class SparseAttention(ProjectedAttention):
         return attend_pattern(q, k, v, self.pattern, self.block_size, self.scale)
 
     def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
-        """Whether `torch.compile` can trace the call. It can for a batch, whose layout depends on the lengths only."""
+        """Return whether `torch.compile` can trace the call: a batch, whose layout depends on the lengths only."""
         return cu_seqlens is None and cache is None

@@ -56,7 +56,7 @@ def index_tokens(
 
     Returns:
         block_indices (batch, seqlen_q, 1, choice.slots) int32, packed without batch, for `selected_attention`:
-        ascending, -1 behind. Of equal scores the first wins.
+        ascending, -1 behind. The first of equal scores wins.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together.
@@ -103,7 +103,7 @@ def _fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class IndexLoss(NamedTuple):
-    """What `index_loss` returns.
+    """The result of `index_loss`.
 
     Attributes:
         loss: scalar, the mean over queries of KL(attention || indexer). Differentiable in the indexer's inputs.

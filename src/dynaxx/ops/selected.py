@@ -100,7 +100,7 @@ def _sizes(block_indices: Tensor, block_size: int) -> NativeSizes:
 
 
 def _goes_by_token(k: Tensor, block_indices: Tensor, block_size: int) -> bool:
-    """Whether kernels that read keys one by one serve a choice."""
+    """Return whether kernels that read keys one by one serve a choice."""
     return block_size in TOKEN_BLOCKS or (block_indices.ndim > 1 and block_indices.shape[-2] < k.shape[-2])
 
 

@@ -82,16 +82,16 @@ class Pattern(ABC):
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the rule depends on a request's tokens, so that `resolve` must be called first."""
+        """Return whether the rule depends on a request's tokens, so that `resolve` must be called first."""
         return False
 
     @property
     def by_distance(self) -> bool:
-        """Whether the visibility of a pair depends only on the distance from key to query."""
+        """Return whether the visibility of a pair depends only on the distance from key to query."""
         return False
 
     def hides_future(self, grid: BlockGrid) -> bool:
-        """Whether the rule itself shows no key after the query on a causal grid."""
+        """Return whether the rule itself shows no key after the query on a causal grid."""
         return False
 
     def within_causality(self, grid: BlockGrid) -> Pattern:

@@ -105,7 +105,7 @@ class RandomBlocks(Pattern):
         return [Op.RANDOM_BLOCKS, min(self.blocks, grid.kv_blocks), _hash_start(self.seed)]
 
     def _holds(self, grid: BlockGrid, rows: Ints, cols: Ints) -> NDArray[np.bool_]:
-        """Whether each row drew the block in `cols`, for rows and columns of any shapes that broadcast."""
+        """Return whether each row drew the block in `cols`, for rows and columns of any shapes that broadcast."""
         found = np.zeros(np.broadcast_shapes(rows.shape, cols.shape), np.bool_)
         for drawn in drawn_blocks(self, grid).T:
             found |= drawn.take(rows) == cols

@@ -44,7 +44,7 @@ class PolicyDiff(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether the policies are equal."""
+        """Return whether the policies are equal."""
         return not (self.fields or self.heads or self.noted)
 
     def to_dict(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Breaker:
 
     @property
     def healthy(self) -> bool:
-        """Whether no call has failed since the last one that worked."""
+        """Return whether no call has failed since the last one that worked."""
         return not self._failures
 
     def resting(self) -> bool:

@@ -37,12 +37,12 @@ class LayerPlan:
 
     @lazy
     def is_static(self) -> bool:
-        """Whether visibility depends on positions only, so that layouts can be cached."""
+        """Return whether visibility depends on positions only, so that layouts can be cached."""
         return all(isinstance(group.rule, Pattern) for group in self.groups)
 
     @lazy
     def needs_tokens(self) -> bool:
-        """Whether a rule depends on token ids, so that `resolve` must be called first."""
+        """Return whether a rule depends on token ids, so that `resolve` must be called first."""
         return any(group.rule.needs_tokens for group in self.groups if isinstance(group.rule, Pattern | Hybrid))
 
     def resolve(self, input_ids: Tensor) -> LayerPlan:

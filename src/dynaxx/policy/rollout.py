@@ -96,7 +96,7 @@ class Choice(NamedTuple):
 
     @property
     def nothing(self) -> bool:
-        """Whether no request runs sparse."""
+        """Return whether no request runs sparse."""
         return not any(self.sparse)
 
     def row(self, row: int, rows: int) -> bool:

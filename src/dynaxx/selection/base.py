@@ -113,7 +113,7 @@ class Hybrid:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the pattern depends on a request's tokens. See `Pattern.needs_tokens`."""
+        """Return whether the pattern depends on a request's tokens. See `Pattern.needs_tokens`."""
         return self.pattern.needs_tokens
 
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Hybrid:

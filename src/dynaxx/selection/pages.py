@@ -94,7 +94,7 @@ class PageBudget:
 
     @lazy
     def reads_everything(self) -> bool:
-        """Whether the rule is dense attention at every length."""
+        """Return whether the rule is dense attention at every length."""
         return all(isinstance(budget, float) and budget == 1 for budget in self.budgets)
 
     def slots(self, cache: PagedCache, seqlen_q: int) -> int:

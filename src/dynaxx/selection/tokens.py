@@ -120,7 +120,7 @@ class TopKTokens:
 def best_blocks(scores: Tensor, position: Tensor, block_size: int, slots: int) -> Tensor:
     """Return (H, t, slots) int32 of scores (H, t, M): blocks with the largest sums, ascending, -1 behind.
 
-    A query at position p sees the blocks up to p // block_size. Of equal sums the first wins.
+    A query at position p sees the blocks up to p // block_size. The first of equal sums wins.
     """
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % block_size))
     sums = padded.unflatten(-1, (-1, block_size)).sum(-1)

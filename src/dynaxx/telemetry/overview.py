@@ -99,7 +99,7 @@ class Overview:
 
     @property
     def ok(self) -> bool:
-        """Whether no concern is of level "bad"."""
+        """Return whether no concern is of level "bad"."""
         return not any(concern.level == "bad" for concern in self.concerns)
 
     def to_dict(self) -> dict[str, Any]:

@@ -266,7 +266,7 @@ class RequestTimer:
 
     @property
     def on_host(self) -> bool:
-        """Whether the pass ran on the CPU, so that its time is known."""
+        """Return whether the pass ran on the CPU, so that its time is known."""
         return isinstance(self._clock, HostClock)
 
     def ready(self) -> bool:

@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def on_host(self) -> bool:
-        """Whether the call ran on the CPU, so that its times are known."""
+        """Return whether the call ran on the CPU, so that its times are known."""
         return isinstance(self.clock, HostClock)
 
     def ready(self) -> bool:

@@ -43,7 +43,7 @@ class Shared:
 
     @property
     def wants_attentions(self) -> bool:
-        """Whether a config requests the attention weights, which fused kernels do not compute."""
+        """Return whether a config requests the attention weights, which fused kernels do not compute."""
         return any(getattr(config, "output_attentions", False) for config in self._configs)
 
     def once_per_mask(self, mask: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -78,7 +78,7 @@ class EncoderHandle:
 
     @property
     def active(self) -> bool:
-        """Whether any module of the model is still replaced."""
+        """Return whether any module of the model is still replaced."""
         return any(getattr(parent, name, None) is ours for parent, name, _, ours in self._swapped)
 
     def remove(self) -> None:

@@ -86,7 +86,7 @@ def _full_layout(seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockLay
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether a linear module applies only its weight and bias, without adapter, quantization, hook or offloading."""
+    """Return whether a linear module applies only its weight and bias: no adapter, quantization, hook, offloading."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 

@@ -23,7 +23,7 @@ HIDDEN = -1e30  # far below any score, and finite, so that a row that sees no ke
 
 
 class Tiles(NamedTuple):
-    """How the keys of each tile of queries are gathered."""
+    """The gather of the keys of each tile of queries."""
 
     tile: int  # queries of a tile, a multiple of CHUNK
     before: int  # keys of the band before a tile's first query

@@ -31,7 +31,7 @@ class LayerRules(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether every head sees all keys."""
+        """Return whether every head sees all keys."""
         return all(part.rule is None for part in self.parts)
 
 

@@ -90,11 +90,11 @@ class LiveGuard:
         return _wider(nominal, self.settings.widen) if self.level(layer) == Level.WIDENED else nominal
 
     def wants_call(self) -> bool:
-        """Whether to sample this call."""
+        """Return whether to sample this call."""
         return self._random.random() < self.settings.sample
 
     def wants_request(self) -> bool:
-        """Whether to compare this request's next token."""
+        """Return whether to compare this request's next token."""
         self._requests += 1
         return self.settings.kl_sample > 0 and self._random.random() < self.settings.kl_sample
 

@@ -25,7 +25,7 @@ _COMPARING: ContextVar[bool] = ContextVar("dynaxx_comparing", default=False)
 
 
 def comparing() -> bool:
-    """Whether the current pass is a comparison of the guard."""
+    """Return whether the current pass is a comparison of the guard."""
     return _COMPARING.get()
 
 

@@ -33,7 +33,7 @@ class Split(NamedTuple):
 
     @property
     def runs_sparse(self) -> bool:
-        """Whether any sequence runs sparse."""
+        """Return whether any sequence runs sparse."""
         return bool(self.sparse or self.decode)
 
 
@@ -168,7 +168,7 @@ class PagedLayer:
         return True
 
     def does_all(self, step: Step) -> bool:
-        """Whether `sparse` attends for every sequence of the step, including dense ones."""
+        """Return whether `sparse` attends for every sequence of the step, including dense ones."""
         return step.lengths is not None and self.index in step.lengths.limits.rows
 
     def count_step(self, step: Step, backend: str) -> None:

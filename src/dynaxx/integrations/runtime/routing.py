@@ -150,12 +150,12 @@ class DenseReason(str, enum.ReprEnum):
 
     @property
     def is_fallback(self) -> bool:
-        """Whether the call should have run sparse, so that it counts as a fallback."""
+        """Return whether the call should have run sparse, so that it counts as a fallback."""
         return self in _FALLBACKS
 
     @property
     def keeps_native(self) -> bool:
-        """Whether the model's own pattern may still run on dynaxx's kernels. It may not if the original is required."""
+        """Return whether the model's own pattern may still run on our kernels: not if the original is required."""
         return self not in _ORIGINAL
 
 
@@ -178,7 +178,7 @@ _ORIGINAL = _FALLBACKS | {
 
 
 class Route(enum.Enum):
-    """How a sequence runs."""
+    """The ways in which a sequence runs."""
 
     RULE = "rule"  # by the policy's prefill rule
     DECODE = "decode"  # by the policy's decode rule
@@ -204,7 +204,7 @@ class LayerRules(NamedTuple):
 
     @property
     def any(self) -> bool:
-        """Whether the layer has a rule in any phase."""
+        """Return whether the layer has a rule in any phase."""
         return self.q_block is not None or self.decodes
 
 
@@ -235,7 +235,7 @@ class Sequence(NamedTuple):
 
 
 def is_step(seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a call is a decoding step: one query, or a few over a longer cache (assisted decoding)."""
+    """Return whether a call is a decoding step: one query, or a few over a longer cache (assisted decoding)."""
     return seqlen_q == 1 or seqlen_q < min(MOST_QUERIES, seqlen_k)
 
 

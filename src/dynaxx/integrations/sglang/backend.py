@@ -59,7 +59,7 @@ class PolicyBackend:
         return self._attend(dense, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
 
     def _covers(self, layer: Any, k: Tensor | None, forward_batch: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether the policy has a rule for a layer, and the call is plain causal attention."""
+        """Return whether the policy has a rule for a layer, and the call is plain causal attention."""
         window = layer.sliding_window_size
         return (
             layer.layer_id in self.engine.deployed.rules

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TensorRT registers: the plugins' shapes, the kernel that it launches, and the call of Python.
+"""Definitions that TensorRT registers: the plugins' shapes, the kernel that it launches, and the call of Python.
 
 This module imports TensorRT; only `plugin.register_plugins` imports it. TensorRT checks the annotations of these
 functions as it registers them, so this file must not turn annotations into text.

@@ -99,7 +99,7 @@ class PluginKernel(NamedTuple):
 
 
 class KernelShape(NamedTuple):
-    """What a kernel is compiled for; lengths, batch and heads are free."""
+    """The shape that a kernel is compiled for; lengths, batch and heads are free."""
 
     dtype: str  # of `DTYPES`
     head_dim: int

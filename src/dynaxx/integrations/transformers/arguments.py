@@ -70,7 +70,7 @@ class Scores(NamedTuple):
 
     @property
     def need_eager(self) -> bool:
-        """Whether only the eager attention of transformers computes such scores."""
+        """Return whether only the eager attention of transformers computes such scores."""
         return self.has_sinks or self.softcap is not None
 
 

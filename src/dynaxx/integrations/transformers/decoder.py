@@ -173,7 +173,7 @@ def why_no_attention(owner: nn.Module) -> str:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Whether a module is self-attention that uses `AttentionInterface`."""
+    """Return whether a module is self-attention that uses `AttentionInterface`."""
     if not isinstance(getattr(module, "layer_idx", None), int) or not hasattr(module, "config"):
         return False
     if getattr(module, "is_cross_attention", False):

@@ -110,12 +110,12 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether the policy is still applied."""
+        """Return whether the policy is still applied."""
         return any(m in LAYERS and implementation(m) == NAME for m in self._layers)
 
     @property
     def attached(self) -> bool:
-        """Whether the policy has not been removed. Its model may use another attention meanwhile."""
+        """Return whether the policy has not been removed. Its model may use another attention meanwhile."""
         return any(module in LAYERS for module in self._layers)
 
     def replace(self, policy: Policy) -> bool:
@@ -356,5 +356,5 @@ class Handle:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether a cache is empty, so that a new request starts in it."""
+    """Return whether a cache is empty, so that a new request starts in it."""
     return cache is not None and int(cache.get_seq_length()) == 0

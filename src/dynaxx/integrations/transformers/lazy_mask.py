@@ -65,13 +65,13 @@ class LazyMask(Tensor):
 
     @property
     def is_local(self) -> bool:
-        """Whether a window or chunks hide keys from some query."""
+        """Return whether a window or chunks hide keys from some query."""
         seqlen = self.offset + self.shape[2]
         return any(size is not None and size < seqlen for size in (self.rule.window, self.rule.chunk))
 
     @property
     def plain_is_needed(self) -> bool:
-        """Whether SDPA needs a mask, for windows, chunks, documents, padding, or queries that follow cached keys."""
+        """Return whether SDPA needs a mask: windows, chunks, documents, padding, queries that follow cached keys."""
         if self.is_local or self.rule.documents is not None:
             return True
         if self.rule.causal and self.offset > 0:

@@ -48,7 +48,7 @@ class Work:
 
     @property
     def alike(self) -> bool:
-        """Whether all batch entries have the same plan, so that they can run as one call."""
+        """Return whether all batch entries have the same plan, so that they can run as one call."""
         return all(entry == part[0] for part in (self.runs, self.dense, self.plans) for entry in part)
 
 

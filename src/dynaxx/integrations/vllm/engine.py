@@ -121,7 +121,7 @@ class Engine:
         return sorted(paged.index for paged in layers if paged.index in self._deployed.decode)
 
     def serves(self, vllm_config: Any) -> bool:
-        """Whether this engine belongs to that configuration."""
+        """Return whether this engine belongs to that configuration."""
         return self._config() is vllm_config
 
     def bind(self, index: int, layer: Any, page_size: int) -> PagedLayer | None:

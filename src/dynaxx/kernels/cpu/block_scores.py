@@ -84,7 +84,7 @@ def block_scores(queries: Tensor, k: Tensor, ends: Tensor, kv_block: int) -> Ten
 def mark_best(scores: Tensor, counts: Tensor) -> Tensor:
     """Return which scores (..., C) fp32 are among the best counts (...) int64 of their row, without -inf.
 
-    Of equal scores the first ones win. NaN is never chosen.
+    The first of equal scores win. NaN is never chosen.
     """
     library, scores, counts = active_library(), scores.detach().contiguous(), counts.contiguous()
     assert library is not None, "`serves` says whether there is a core"

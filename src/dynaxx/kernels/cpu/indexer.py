@@ -99,7 +99,7 @@ def _by_chunks(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, sp
 def best_scores(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
     """Return the best `slots` of the first counts (rows,) scores (rows, width) fp32: indices, ascending, -1 behind.
 
-    Of equal scores the first wins.
+    The first of equal scores wins.
     """
     library = active_library()
     scores, counts = scores.float().contiguous(), counts.int().contiguous()

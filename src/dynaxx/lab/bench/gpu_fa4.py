@@ -6,5 +6,5 @@ import cutlass.cute as cute
 
 @cute.jit
 def causal_mask(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
-    """Whether a query sees a key."""
+    """Return whether a query sees a key."""
     return kv_idx <= q_idx

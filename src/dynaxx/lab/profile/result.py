@@ -84,13 +84,13 @@ class ProfileResult:
 
     @property
     def busy(self) -> bool:
-        """Whether other processes were busy on the machine."""
+        """Return whether other processes were busy on the machine."""
         cores = 1 if self.ceilings.device.startswith("cpu") else self.machine.cores
         return (self.load or 0) > BUSY * cores
 
     @property
     def worth_it(self) -> bool:
-        """Whether a policy can run in this model and attention's share is large enough at some length."""
+        """Return whether a policy can run in this model and attention's share is large enough at some length."""
         return not self.refused and any(length.attention_share >= self.threshold for length in self.lengths)
 
     @property

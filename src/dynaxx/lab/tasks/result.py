@@ -91,7 +91,7 @@ class SuiteResult:
 
     @property
     def passed(self) -> bool:
-        """Whether no informative task fails."""
+        """Return whether no informative task fails."""
         return not self.of("fails")
 
     def of(self, verdict: Verdict) -> list[TaskRow]:

@@ -73,7 +73,7 @@ def checks_of(
 ) -> tuple[Check, ...]:
     """Hold figures against what the policy sets a limit to.
 
-    Of few samples (tasks, generated text) only what exceeds a standard error counts, or chance alone would fail it.
+    With few samples (tasks, generated text), only what exceeds a standard error counts, or chance alone would fail it.
     """
     worst_task = max(tasks, key=lambda task: task.logprob_drop - task.drop_error, default=None)
     slowest = max(speed, key=lambda row: 1 / row.speedup, default=None)

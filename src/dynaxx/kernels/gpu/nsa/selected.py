@@ -66,12 +66,12 @@ class SelectedPlan:
 
     @property
     def mixes(self) -> bool:
-        """Whether `forward_by_query` can add the other branches to the selected one."""
+        """Return whether `forward_by_query` can add the other branches to the selected one."""
         return False
 
     @property
     def attends_window(self) -> bool:
-        """Whether `forward_by_query` also computes the window branch if it mixes branches."""
+        """Return whether `forward_by_query` also computes the window branch if it mixes branches."""
         return False
 
     def choose(self) -> Tensor | None:

@@ -270,7 +270,7 @@ def direct_launcher(compiled: Any, grid: tuple[int, ...]) -> DirectLauncher | No
 
 
 class _Thread(threading.local):
-    """What a thread knows. Its defaults are attributes of the class, because a missing attribute is slow to look up."""
+    """State of a thread. Its defaults are attributes of the class, because a missing attribute is slow to look up."""
 
     launches: list[Launch | None] | None = None
     compiles_only = False

@@ -15,7 +15,7 @@ fp16 has a smaller range. At head_dim 64, a thread's sum of a full step's weight
 is above GROWN, the warp branches, finds the maxima, recomputes the weights of its step and rescales its state. All
 other steps use no maxima and rescale nothing: no weight exceeds GROWN, which fp16 can represent.
 
-Of every eight columns, a thread has 2 t and 2 t + 1, where t is its index among the four threads that share a row.
+A thread has columns 2 t and 2 t + 1 of every eight, where t is its index among the four threads that share a row.
 """
 
 from triton.experimental import gluon

@@ -68,7 +68,7 @@ class HopperSelectedPlan(shared.SelectedPlan):
 
     @property
     def attends_window(self) -> bool:
-        """Whether the windows of neighbouring rows overlap: not if sequences have keys before their queries."""
+        """Return whether the windows of neighbouring rows overlap: not if sequences have keys before their queries."""
         return self.mixes and (len(self.spans.ends_q) == 2 or self.spans.ends_q == self.spans.ends_k)
 
     def dq_by_query(

@@ -39,7 +39,7 @@ MODES = {"top_k": 0, "top_p": 1, "of_max": 2, "of_uniform": 3}
 
 
 class ChoiceRule(NamedTuple):
-    """How many blocks of a row to select."""
+    """The number of blocks to select in a row."""
 
     mode: str  # one of MODES
     amounts: Tensor  # (q_heads | 1,) fp32: number or share of blocks, share of the mass, or share of the reference

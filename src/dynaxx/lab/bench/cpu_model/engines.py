@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one row of the table is: an engine, its attention, its precision, and how to make it ready."""
+"""One row of the table: an engine, its attention, its precision, and how to make it ready."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Given:
-    """What engines are made from.
+    """The inputs that engines are made from.
 
     Attributes:
         models: one per precision of torch's engines; engines share its weights.

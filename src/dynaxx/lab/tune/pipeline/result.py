@@ -27,7 +27,7 @@ class PipelineResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the policy passed its validation, or validation was skipped."""
+        """Return whether the policy passed its validation, or validation was skipped."""
         return not self.validation_summary if self.validation is None else bool(self.validation["passed"])
 
     def to_dict(self) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def _earlier(path: Path) -> dict[str, Any] | None:
 
 
 def _has_rules(tuning: dict[str, Any]) -> bool:
-    """Whether tuning found rules that keep quality and save time, for prompts or for decoding."""
+    """Return whether tuning found rules that keep quality and save time, for prompts or for decoding."""
     prompts = tuning.get("chosen") and tuning.get("dense_below") is not None
     return bool(prompts) or (tuning.get("decode") or {}).get("dense_below") is not None
 
