@@ -116,3 +116,16 @@ def test_scores_that_sdpa_drops_are_planned(planned):
     with dx.apply(model):
         torch.testing.assert_close(logits(model, input_ids=ids), dense)
     assert planned == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim", "border"),
+    [(32, 8, 128, 16384), (32, 32, 128, 32768), (16, 8, 256, 32768), (16, 2, 512, 2048)],
+)
+def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv_heads, head_dim, border):
+    from dynaxx.integrations.transformers.border import causal_kind, wins
+
+    q, k = (torch.empty(1, heads, 1, head_dim, device="meta") for heads in (q_heads, kv_heads))
+    assert wins("cuda", causal_kind(q, k), border)
+    assert not wins("cuda", causal_kind(q, k), border - 1)
+    assert wins("cpu", causal_kind(q, k), 256)
