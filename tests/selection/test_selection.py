@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dynaxx as dx
+from dynaxx.kernels.cpu import block_scores
 from dynaxx.selection import (
     AntiDiagonal,
     KeyClusters,
@@ -443,3 +444,13 @@ def test_bad_input_is_refused(build, message):
     q, k, _ = make_qkv(1, 64, 64, 4, 2, 16)
     with pytest.raises(ValueError, match=message):
         build(q, k)
+
+
+def test_queries_without_data_are_refused_or_computed_without_the_core():
+    """The core reads addresses, so it must not get tensors that have none, or that do not match."""
+    q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
+    assert block_scores.serves_scores(q.transpose(1, 2), k)
+    for queries, keys in ((q.to("meta"), k), (q, k.to("meta")), (q[..., :8], k), (q[:, :, :3], k), (q, k[:0])):
+        assert not block_scores.serves_scores(queries.transpose(1, 2), keys)
+        with pytest.raises((TypeError, ValueError)):
+            dx.select_blocks(queries, keys, dx.TopK(2), block_size=16)

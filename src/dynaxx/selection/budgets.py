@@ -72,7 +72,7 @@ class TopK(Selector):
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
         hidden = scores.masked_fill(~optional, -torch.inf)
-        if block_scores.serves(scores, scores):
+        if block_scores.serves(scores):
             chosen = block_scores.mark_best(hidden, counts[..., 0].expand(scores.shape[:-1]))
             return chosen | ((counts >= visible[:, None]) & optional)
         best, where = hidden.topk(most, dim=-1)

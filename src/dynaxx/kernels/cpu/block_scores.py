@@ -35,12 +35,23 @@ class BlockScoreArgs(Structure):
     ]
 
 
-def serves(queries: Tensor, k: Tensor) -> bool:
-    """Return whether the core scores these: plain fp32 tensors on the CPU, outside compiled and exported programs."""
-    eager = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
-    plain = eager and type(queries) is Tensor and type(k) is Tensor
-    fp32 = queries.dtype == k.dtype == torch.float32 and k.device.type == "cpu"
-    return plain and fp32 and k.stride(-1) == 1 and active_library() is not None
+def serves(*tensors: Tensor) -> bool:
+    """Return whether the core reads these: plain fp32 tensors on the CPU, outside compiled and exported programs."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or active_library() is None:
+        return False
+    return all(type(x) is Tensor and _is_plain(x) for x in tensors)
+
+
+def serves_scores(queries: Tensor, k: Tensor) -> bool:
+    """Return whether `block_scores` serves these queries and keys."""
+    if not serves(queries, k) or k.stride(-1) != 1:
+        return False
+    (batch, q_heads, _, head_dim), (k_batch, _, kv_heads, k_head_dim) = queries.shape, k.shape
+    return (batch, head_dim) == (k_batch, k_head_dim) and kv_heads > 0 and q_heads % kv_heads == 0
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and x.layout == torch.strided
 
 
 @on_host

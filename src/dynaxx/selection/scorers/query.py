@@ -101,7 +101,7 @@ def all_scores(
     """
     (batch, heads, rows, _), kv_block = queries.shape, grid.block_size[1]
     ends = _ends(start, rows, grid, k.device)
-    if center is None and block_scores.serves(queries, k):
+    if center is None and block_scores.serves_scores(queries, k):
         return block_scores.block_scores(queries, k, ends, kv_block)
     scores = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf)
     position = torch.arange(grid.kv_blocks * kv_block, device=k.device).unflatten(0, (-1, kv_block))
