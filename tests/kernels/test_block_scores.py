@@ -93,7 +93,7 @@ def test_layouts_are_those_of_torch(isa, monkeypatch, block_size):
 def test_what_the_core_does_not_score():
     x = torch.randn(1, 32, 1, 8)
     assert not block_scores.serves(x.bfloat16(), x.bfloat16())
-    assert not block_scores.serves(x, x.transpose(1, 3))
+    assert not block_scores.serves_scores(x, x.transpose(1, 3))
     assert not block_scores.serves(x, x.to("meta"))
     assert not block_scores.serves(x, torch.nn.Parameter(x))
 

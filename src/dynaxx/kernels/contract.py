@@ -267,8 +267,8 @@ class FusedBranches(Protocol):
 class NsaDecodeKernels(Protocol):
     """The functions that a decode step of native sparse attention needs in addition to `DecodeKernels`."""
 
-    def record_or_replay(self, call: Callable[..., Any], cache: PagedCache, tensors: Any, *settings: Any) -> Any:
-        """Return `call(cache, *tensors, *settings)`. GPU backends record the launches of a call and replay them."""
+    def record_or_replay(self, call: Callable[..., Any], inputs: PagedCache, tensors: Any, *settings: Any) -> Any:
+        """Return `call(inputs, *tensors, *settings)`. GPU backends record the launches of a call and replay them."""
 
     def step_lengths(self, seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
         """Return the lengths that each branch reads."""

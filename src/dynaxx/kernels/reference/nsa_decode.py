@@ -35,9 +35,9 @@ __all__ = [
 Call = Callable[..., tuple[Tensor, ...]]
 
 
-def record_or_replay(call: Call, cache: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
-    """Return `call(cache, *tensors, *settings)`; GPU backends record the call and replay its launches."""
-    return call(cache, *tensors, *settings)
+def record_or_replay(call: Call, inputs: PagedCache, tensors: tuple[Tensor | None, ...], *settings: Any) -> Any:
+    """Return `call(inputs, *tensors, *settings)`; GPU backends record the call and replay its launches."""
+    return call(inputs, *tensors, *settings)
 
 
 def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
