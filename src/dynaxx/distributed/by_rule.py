@@ -19,7 +19,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.gather import Run, WholeGathering, query_runs, return_gradients, sum_of_runs
 from dynaxx.distributed.group import Mesh, group_of
-from dynaxx.distributed.plan import stages_of
+from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
@@ -85,18 +85,13 @@ def sparse_attention_by_rule(
     check_rule(rule, split, sizes)
     q, k, v = follow_autocast(q, k, v)
     rank, kv_heads = dist.get_rank(group), k.shape[2]
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or x.shape[1] != split.length(rank):
-            raise ValueError(
-                f"`{name}` must be (batch, own tokens = {split.length(rank)}, heads, dim), got {tuple(x.shape)}"
-            )
+    split.check_shards(rank, q=q, k=k, v=v)
     if kv_heads == 0 or q.shape[2] % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {kv_heads}")
     if stages is None:
         received = split.seqlen - min(split.length(other) for other in range(split.ranks))
         stages = stages_of(kv_heads, received * k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize)
-    if stages < 1 or kv_heads % stages:
-        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
+    check_stages(stages, kv_heads)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     settings = _Settings(
         rule, split, rank, group, causal, sizes, softmax_scale(scale, q.shape[-1]), softcap, backend, stages, needs_grad

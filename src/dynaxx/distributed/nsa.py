@@ -61,11 +61,7 @@ def native_sparse_attention(
         PeerError: another rank failed.
     """
     rank = dist.get_rank(group_of(mesh))
-    for name, x in (("q", q), ("k", k), ("v", v), ("gates", gates)):
-        if x.ndim != 4 or x.shape[1] != split.length(rank):
-            raise ValueError(
-                f"`{name}` must be (batch, own tokens = {split.length(rank)}, heads, dim), got {tuple(x.shape)}"
-            )
+    split.check_shards(rank, q=q, k=k, v=v, gates=gates)
     runs = query_runs(split, rank)
     whole = runs[0]._replace(keys=split.seqlen)
     heads, kv_heads = q.shape[2], k.shape[2]

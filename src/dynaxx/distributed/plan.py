@@ -129,8 +129,8 @@ def _make(
     with peer_errors("announcing the blocks it needs", group):
         needs = _gathered(own_needs, group)  # (R, Hn, C)
     places = _Places(sharded, needs.cpu().numpy())
-    if stages is not None and (stages < 1 or kv_heads % stages):
-        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
+    if stages is not None:
+        check_stages(stages, kv_heads)
     count = stages
     if count is None:
         received = places.received_tokens()
@@ -138,6 +138,16 @@ def _make(
         count = stages_of(kv_heads, received * token_bytes) if much else 1
     made = _stages(sharded, places, q_heads, kv_heads, count)
     return ExchangePlan(made, made)
+
+
+def check_stages(stages: int, kv_heads: int) -> None:
+    """Reject a number of stages that does not divide the number of kv heads.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if stages < 1 or kv_heads % stages:
+        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
 
 
 def stages_of(kv_heads: int, head_bytes: int) -> int:

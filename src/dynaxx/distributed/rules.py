@@ -16,6 +16,7 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.distributed.gather import GatherRuns, Run, WholeGathering, pairs, query_runs
 from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.plan import check_stages
 from dynaxx.distributed.sharded import ShardedLayout, rows_of
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.distributed.summaries import has_summaries, with_summaries
@@ -137,8 +138,7 @@ def staged_runs(
     """
     group = group_of(mesh)
     rank, kv_heads = dist.get_rank(group), k.shape[2]
-    if stages < 1 or kv_heads % stages:
-        raise ValueError(f"`stages` must divide kv_heads = {kv_heads}, got {stages}")
+    check_stages(stages, kv_heads)
     step = kv_heads // stages
     start = lambda i: WholeGathering((k[:, :, i : i + step], v[:, :, i : i + step]), split, rank, group)
     gathering = start(0)

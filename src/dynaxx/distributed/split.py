@@ -140,6 +140,14 @@ class SequenceSplit:
                 f"`split` must have chunks that are a multiple of the layout's block size {block}, got {self.chunk}"
             )
 
+    def check_shards(self, rank: int, **tensors: Tensor) -> None:
+        """Raise ValueError unless all tensors are (batch, own tokens, heads, dim) of this rank."""
+        for name, x in tensors.items():
+            if x.ndim != 4 or x.shape[1] != self.length(rank):
+                raise ValueError(
+                    f"`{name}` must be (batch, own tokens = {self.length(rank)}, heads, dim), got {tuple(x.shape)}"
+                )
+
     @typed
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Extract a rank's tokens from a tensor of the whole sequence. Differentiable.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for TensorRT's C++ libraries, so that NVIDIA's own `tensorrt.plugin` can be imported and driven.
+"""A stand-in for TensorRT's C++ libraries, so that NVIDIA's own `tensorrt.plugin` can be imported and driven.
 
 No registry has the libraries (`libnvinfer.so.11` and two more). The bindings (`tensorrt-cu13-bindings`) need nine
 functions of them to be imported; here these return nothing. So these are NVIDIA's: the enumerations, the descriptors,
@@ -196,7 +196,7 @@ class Driven:
 
 
 class Numbers(dict):
-    """What collects the numbers of a launch."""
+    """A record of the numbers of a launch."""
 
     nbSymExprs = 0
 

@@ -94,7 +94,7 @@ def test_every_slot_is_written(monkeypatch):
 
 @pytest.mark.parametrize("heads", [64, 8])
 def test_fp8(heads):
-    """Where scores are far apart, choices are those of the definition."""
+    """Choices are those of the definition if scores are far apart."""
     torch.manual_seed(3)
     inputs = draw(150, 5000, heads, 128)
     got, want = (
