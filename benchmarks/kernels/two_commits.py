@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time four calls on a GPU under two checkouts, in turns: what a change of structure must not move.
+"""Time the same calls under two checkouts, in turns: a change of structure must not make them slower.
 
     git worktree add ../before e8ef3b6
     python benchmarks/kernels/two_commits.py --before ../before/src [--turns 3] [--json FILE]
+    python benchmarks/kernels/two_commits.py --before ../before/src --suite cpu [--only "window,decode"]
 
 Each turn is a process of its own that imports dynaxx from one of the checkouts. Times are medians of a turn, and the
-table has the median of the turns.
+table has the median of the turns. The GPU suite is four calls. The CPU suite is `dynaxx bench --suite cpu --threads 1`,
+whose rows also say how many times faster they are than torch's SDPA in the same process.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 HERE = Path(__file__).resolve()
 SEQLEN = 32768
+
+Figures = dict[str, dict[str, float]]  # call: "ms", and "x SDPA" where the benchmark times SDPA as well
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -44,8 +49,8 @@ def both_passes(name: str, attend: Callable[..., torch.Tensor], leaves: tuple[to
     return {f"{name}, forward": forward, f"{name}, backward": backward}
 
 
-def measure() -> dict[str, float]:
-    """Return milliseconds by call, with the dynaxx that this process imports."""
+def measure_gpu() -> Figures:
+    """Return the GPU suite's figures, with the dynaxx that this process imports."""
     import decode
     import nsa
 
@@ -59,46 +64,77 @@ def measure() -> dict[str, float]:
         found |= both_passes(name, attend, tuple(workload.inputs(device, 0)))
     found |= both_passes("NSA of 64/4 heads", nsa.attend, tuple(nsa.inputs_of(64, 4, SEQLEN, 0.92)))
     step = decode.run_case(decode.GPU_CASES[1], device, 1.0, alone=True)
-    return found | {"decode, 16 sequences of 32,768": next(iter(step["ms"].values()))}
+    found["decode, 16 sequences of 32,768"] = next(iter(step["ms"].values()))
+    return {call: {"ms": ms} for call, ms in found.items()}
 
 
-def measure_under(source: Path) -> dict[str, float]:
-    """Return the result of `measure` in a process that imports dynaxx from `source`."""
-    command = [sys.executable, str(HERE), "--worker"]
-    run = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(source)}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+def figures_of(suite: dict[str, Any]) -> Figures:
+    """Return the figures in the JSON of `dynaxx bench --suite cpu`."""
+    found: Figures = {}
+    for row in suite["rows"]:
+        order = "" if row["memory"] == "heads first" else f", {row['memory']}"
+        call = f"{row['workload']}, {row['pass']}, {row['seqlen']:,} x {row['head_dim']}{order}"
+        found[call] = {"ms": row["ms"], "x SDPA": row["times_faster"]}
+    for row in suite["small"]:
+        found[f"full density, {row['seqlen']} tokens"] = {"ms": row["us"] / 1e3, "x SDPA": row["times_faster"]}
+    for row in suite["half"]:
+        found[f"window 512, {row['pass']}, {row['dtype']}, head_dim {row['head_dim']}"] = {"ms": row["ms"]}
+    for row in suite["decode"]:
+        found[f"decode, pages of {row['page_size']}"] = {"ms": row["ms"], "x SDPA": row["times_faster"]}
     return found
+
+
+def measure_under(source: Path, args: argparse.Namespace) -> Figures:
+    """Return the suite's figures from a process that imports dynaxx from `source`."""
+    command = [sys.executable, str(HERE), "--worker"]
+    if args.suite == "cpu":
+        command = [sys.executable, "-m", "dynaxx", "bench", "--suite", "cpu", "--threads", "1", "--json", "--quiet"]
+        command += ["--only", args.only] if args.only else []
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(source)}, stdout=subprocess.PIPE, text=True)
+    if run.returncode not in (0, 1):  # 1: a figure misses its target
+        raise SystemExit(f"error: the process under {source} ended with {run.returncode}")
+    found: dict[str, Any] = json.loads(run.stdout if args.suite == "cpu" else run.stdout.splitlines()[-1])
+    return figures_of(found) if args.suite == "cpu" else found
+
+
+def row_of(call: str, turns: dict[str, list[Figures]]) -> dict[str, Any]:
+    """Return a row of the table: the median of the turns of each checkout."""
+    middle = {
+        (tree, figure): statistics.median(turn[call][figure] for turn in turns[tree])
+        for figure in turns["after"][0][call]
+        for tree in turns
+    }
+    row: dict[str, Any] = {"call": call} | {f"{tree}, {figure}": value for (tree, figure), value in middle.items()}
+    return row | {"after / before": middle["after", "ms"] / middle["before", "ms"]}
 
 
 def main() -> None:
     """Measure in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--before", type=Path, help="`src` of the checkout to compare with")
+    parser.add_argument("--after", type=Path, default=HERE.parents[2] / "src", help="`src` of the newer checkout")
+    parser.add_argument("--suite", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--only", default="", help="cpu: rows whose name starts with one of these")
     parser.add_argument("--turns", type=int, default=3, help="processes per checkout")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: this needs a GPU")
+    if args.suite == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("error: the GPU suite needs a GPU")
     if args.worker:
-        print(json.dumps(measure()))
+        print(json.dumps(measure_gpu()))
         return
     if args.before is None or not (args.before / "dynaxx").is_dir():
         parser.error("--before must be the `src` folder of another checkout")
-    trees = {"before": args.before.resolve(), "after": HERE.parents[2] / "src"}
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    trees = {"before": args.before.resolve(), "after": args.after.resolve()}
+    turns: dict[str, list[Figures]] = {name: [] for name in trees}
     for turn in range(args.turns):
         for name in list(trees)[:: 1 if turn % 2 == 0 else -1]:
-            turns[name].append(measure_under(trees[name]))
+            turns[name].append(measure_under(trees[name], args))
             print(name, turns[name][-1], file=sys.stderr)
-    rows = [
-        {"call": call, **{f"{name}, ms": statistics.median(each[call] for each in turns[name]) for name in trees}}
-        for call in turns["after"][0]
-    ]
+    rows = [row_of(call, turns) for call in turns["after"][0]]
     for each in rows:
-        print(f"{each['call']:34}{each['before, ms']:10.4f}{each['after, ms']:10.4f}")
+        print(f"{each['call']:58}{each['before, ms']:10.4f}{each['after, ms']:10.4f}{each['after / before']:8.3f}")
     if args.json:
         args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
