@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from finetune_native import autocast, loss_of, sequences
-from native_trainer import check_finite, make_folder
+from finetune_nsa import autocast, loss_of, sequences
+from nsa_trainer import check_finite, make_folder
 
 from dynaxx.integrations.transformers.indexed_llama import IndexedLlamaForCausalLM
 from dynaxx.lab.files import write_text

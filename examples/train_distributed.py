@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Fine-tune a Llama natively sparse with the sequence split over GPUs: FSDP2, one mesh, checkpoints that resume.
+r"""Fine-tune a Llama with native sparse attention, its sequence split over GPUs: FSDP2 and checkpoints that resume.
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --out build/long                      # 64k tokens, 2 GPUs
     torchrun --nproc-per-node 2 examples/train_distributed.py --out build/check --device cpu --tokens 256 --hidden 32 \
@@ -7,7 +7,7 @@ r"""Fine-tune a Llama natively sparse with the sequence split over GPUs: FSDP2, 
 
 Each rank holds its chunks of one long sequence (zigzag, so that the work is even) and a part of every parameter. Keys
 and values travel inside of attention; all else of the model is per token and needs no change. The model is a Llama
-that `convert_to_native` made sparse; `--model FOLDER` starts from weights of your own. Text is Python's
+that `convert_to_nsa` made sparse; `--model FOLDER` starts from weights of your own. Text is Python's
 documentation, as bytes. A run that finds a checkpoint in `--out` goes on from there.
 """
 
@@ -29,16 +29,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
-from dynaxx.integrations.transformers.nsa_llama import NativeLlamaForCausalLM, convert_to_native
+from dynaxx.integrations.transformers.nsa_llama import NsaLlamaForCausalLM, convert_to_nsa
 
 GLOO_THREADS = 2  # of a process group
 
 
 def make_model(args):
-    """Build a native sparse Llama, the same on every rank."""
+    """Build a Llama with native sparse attention, the same on every rank."""
     torch.manual_seed(0)
     if args.model:
-        return NativeLlamaForCausalLM.from_pretrained(args.model)
+        return NsaLlamaForCausalLM.from_pretrained(args.model)
     q_heads, kv_heads = args.heads
     config = LlamaConfig(
         vocab_size=256,
@@ -51,8 +51,8 @@ def make_model(args):
         rope_theta=500_000.0,
         use_cache=False,
     )
-    sizes = dx.NativeSizes() if args.tokens >= 4096 else dx.NativeSizes(8, 4, 16, 4, 1, 1, window=32)
-    return convert_to_native(LlamaForCausalLM(config), sizes, compression="weighted", gate_init=(0.3, 0.5, 0.3))
+    sizes = dx.NsaSizes() if args.tokens >= 4096 else dx.NsaSizes(8, 4, 16, 4, 1, 1, window=32)
+    return convert_to_nsa(LlamaForCausalLM(config), sizes, compression="weighted", gate_init=(0.3, 0.5, 0.3))
 
 
 def shard_model(model, mesh, device):

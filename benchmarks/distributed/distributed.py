@@ -27,7 +27,7 @@ from dynaxx import distributed as dxd
 
 BLOCK = 128
 SHAPES = {"cuda": ((32, 8), (64, 4), 128), "cpu": ((4, 2), (4, 1), 16)}  # heads, of NSA, head_dim; a CPU only tries it
-SIZES = dx.NativeSizes()
+SIZES = dx.NsaSizes()
 HYBRID = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
 BARS = {"window": 1.85, "random": 1.85, "hybrid": 1.8, "nsa": 1.8}
 MEMORY_BAR = 0.55

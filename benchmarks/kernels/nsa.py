@@ -22,15 +22,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from dynaxx.kernels.gpu.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa import config as nsa_config
 from dynaxx.lab.machine import need_gpu
-from dynaxx.layout.nsa import NativeSizes
-from dynaxx.ops.nsa import compress, native_sparse_attention, select_native
+from dynaxx.layout.nsa import NsaSizes
+from dynaxx.ops.nsa import compress, native_sparse_attention, select_nsa
 from dynaxx.ops.nsa_branches import compressed_attention, gated_sum, window_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected, selected_attention
+from dynaxx.testing.nsa import random_selected_case
 
-DIM, SIZES = 128, NativeSizes()
+DIM, SIZES = 128, NsaSizes()
 MAIN = ("64/4", "32/8")
 DRIFTS = (0.999, 0.92, 0.0)
 HEADS = {heads: tuple(map(int, heads.split("/"))) for heads in (*MAIN, "32/4", "32/16", "32/32")}
@@ -56,18 +57,16 @@ def block_indices(seqlen, heads, keep, slots=16, block=64):
 
 def check(cases):
     """Check random problems against fp64, as dispatch chooses and by either schedule. Times follow only if all pass."""
-    from dynaxx.testing.nsa import random_selected_case  # two_commits.py times versions that lack it
-
-    chosen = native_config.choose_schedule
+    chosen = nsa_config.choose_schedule
     for schedule in (None, "union", "gather"):
-        native_config.choose_schedule = (lambda group_size: schedule) if schedule else chosen  # noqa: B023
+        nsa_config.choose_schedule = (lambda group_size: schedule) if schedule else chosen  # noqa: B023
         for seed in range(cases):
             case = random_selected_case(seed, dtype=torch.bfloat16, device="cuda", head_dims=(128,), slots=(6,),
                                         groups=(4, 16), blocks=(64,), lengths=(1, 130, 517))  # fmt: skip
             for report in case.check("triton" if schedule else "auto"):
                 if not report.ok:
                     sys.exit(f"{schedule or 'auto'} is wrong, so nothing is timed: {report}; {case.label}")
-    native_config.choose_schedule = chosen
+    nsa_config.choose_schedule = chosen
 
 
 def time_selected(name, seqlen, keep, schedule):
@@ -78,14 +77,14 @@ def time_selected(name, seqlen, keep, schedule):
     own = torch.arange(seqlen, device="cuda")[:, None, None]
     keys = torch.where(indices == own // 64, own % 64 + 1, 64) * (indices >= 0)
     flops = 4 * DIM * q_heads // kv_heads * int(keys.sum())
-    chosen = native_config.choose_schedule
+    chosen = nsa_config.choose_schedule
     if schedule:
-        native_config.choose_schedule = lambda group_size: schedule
+        nsa_config.choose_schedule = lambda group_size: schedule
     run = lambda *leaves: selected_attention(*leaves, indices[None], backend="triton" if schedule else "auto")
     with torch.no_grad():
         forward = time_of(lambda: run(q, k, v))
     backward = backward_time(run, (q, k, v))
-    native_config.choose_schedule = chosen
+    nsa_config.choose_schedule = chosen
     return {"work": f"selected {name} {seqlen // 1024}k", "inputs": f"overlap {keep:.0%}", 
             "schedule": schedule or "auto", "forward_ms": forward, "forward_tflops": round(flops / forward / 1e9),
             "backward_ms": backward, "backward_tflops": round(2.5 * flops / backward / 1e9)}  # fmt: skip
@@ -175,7 +174,7 @@ def parts_of(leaves):
     k_cmp, v_cmp = compress(k, SIZES)[0], compress(v, SIZES)[0]
     scale = DIM**-0.5
     out, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, "auto")
-    indices = select_native(packed.q, k_cmp, lse, spans, scale=scale)
+    indices = select_nsa(packed.q, k_cmp, lse, spans, scale=scale)
     return locals()
 
 
@@ -200,7 +199,7 @@ def time_parts(q_heads, kv_heads, seqlen, drift):
         ),
         "gate": (lambda a, b, c, gates: gated_sum((a, b, c), gates, "triton"), (*(p["out"],) * 3, p["gates"][0])),
     }
-    select = lambda: select_native(packed.q, p["k_cmp"], p["lse"], spans, scale=scale)
+    select = lambda: select_nsa(packed.q, p["k_cmp"], p["lse"], spans, scale=scale)
     times = {"select": [time_of(select), 0.0]}
     for name, (run, inputs) in parts.items():
         with torch.no_grad():

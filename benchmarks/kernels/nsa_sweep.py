@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 
 from dynaxx.lab.machine import need_gpu
-from dynaxx.layout.nsa import NativeSizes, native_spans
+from dynaxx.layout.nsa import NsaSizes, nsa_spans
 from dynaxx.ops.nsa import compress, native_sparse_attention
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing import make_qkv
@@ -100,7 +100,7 @@ def whole_reports(key, seed, device):
     """Report the errors of all branches: out, and gradients of q, k, v, both compressions' weights and the gates."""
     rng = random.Random(seed)
     count = max(3, -(-190 // key.block))
-    sizes = NativeSizes(*key.compressed, key.block, count, 1, 1, window=rng.choice((1, 33, 100)))
+    sizes = NsaSizes(*key.compressed, key.block, count, 1, 1, window=rng.choice((1, 33, 100)))
     lengths = [rng.choice(LENGTHS) for _ in range(rng.choice((1, 3)))]
     ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     dtype, kv_heads = getattr(torch, key.dtype), rng.choice((1, 2))
@@ -109,7 +109,7 @@ def whole_reports(key, seed, device):
     weights = [(torch.rand(sizes.cmp_block, kv_heads) / sizes.cmp_block * 2).to(dtype) for _ in range(2)]
     inputs = [q[0], k[0], v[0], *weights, torch.rand(ends[-1], q.shape[2], 3).to(dtype)]
     do = torch.randn(ends[-1], q.shape[2], v.shape[3]).to(dtype)
-    masks = branch_masks(native_spans(sizes, ends))
+    masks = branch_masks(nsa_spans(sizes, ends))
 
     def exact(q, k, v, k_weight, v_weight, gates):
         pooled = [compress(x, sizes, w, cu_seqlens=ends) for x, w in ((k, k_weight), (v, v_weight))]

@@ -11,9 +11,9 @@ import torch
 from nsa import DIM, HEADS, SIZES, block_indices, inputs_of, parts_of
 from torch.profiler import ProfilerActivity, profile
 
-from dynaxx.kernels.gpu.nsa import config as native_config
+from dynaxx.kernels.gpu.nsa import config as nsa_config
 from dynaxx.kernels.gpu.nsa.config import KeyTiles, QueryTiles
-from dynaxx.kernels.triton.nsa import operators as native
+from dynaxx.kernels.triton.nsa import operators as nsa
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.selected import selected_attention
 
@@ -52,18 +52,18 @@ def use(index):
     back_rows, back_n, back_warps, back_stages = BACKWARD[index]
 
     def query_tiles(group_size, slots, *_):
-        group = native_config.group_rows(group_size)
+        group = nsa_config.group_rows(group_size)
         positions = max(1, min(16, many * 16 // group, 512 // slots))
         return QueryTiles(positions, group, max(16, positions * group), 64, warps, stages)
 
-    native_config.query_tiles = query_tiles
-    native_config.forward_key_tiles = lambda group_size, *_: KeyTiles(
-        native_config.group_rows(group_size), rows, 64, forward_warps, forward_stages
+    nsa_config.query_tiles = query_tiles
+    nsa_config.forward_key_tiles = lambda group_size, *_: KeyTiles(
+        nsa_config.group_rows(group_size), rows, 64, forward_warps, forward_stages
     )
-    native_config.backward_key_tiles = lambda group_size, *_: KeyTiles(
-        native_config.group_rows(group_size), back_rows, back_n, back_warps, back_stages
+    nsa_config.backward_key_tiles = lambda group_size, *_: KeyTiles(
+        nsa_config.group_rows(group_size), back_rows, back_n, back_warps, back_stages
     )
-    native_config.score_tiles = lambda *_: SCORES[index]
+    nsa_config.score_tiles = lambda *_: SCORES[index]
 
 
 def main():
@@ -76,7 +76,7 @@ def main():
     for index in range(args.choices):
         use(index)
         print(f"choice {index}: query {QUERY[index]}, forward {FORWARD[index]}, backward {BACKWARD[index]}")
-        select = lambda: native.select_blocks(
+        select = lambda: nsa.select_blocks(
             parts["packed"].q, parts["k_cmp"], parts["lse"], parts["spans"], 4, DIM**-0.5
         )
         try:
@@ -90,7 +90,7 @@ def main():
             )
             q, k, v = draw(q_heads), draw(kv_heads), draw(kv_heads)
             for schedule in ("union", "gather"):
-                native_config.choose_schedule = lambda group_size: schedule  # noqa: B023
+                nsa_config.choose_schedule = lambda group_size: schedule  # noqa: B023
                 attend = lambda: selected_attention(q, k, v, indices, backend="triton")  # noqa: B023
                 run = lambda: torch.autograd.grad(attend().sum(), (q, k, v))  # noqa: B023
                 try:

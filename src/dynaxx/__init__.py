@@ -64,18 +64,25 @@ _SOURCES = {
     "dynaxx.ops.explain": ("explain_decode", "explain_selection"),
     "dynaxx.ops.autotune": ("autotune",),
     "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),
-    "dynaxx.layout.nsa": ("NativeSizes", "native_spans"),
+    "dynaxx.layout.nsa": ("NsaSizes", "nsa_spans"),
     "dynaxx.patterns.compressed": ("Compressed",),
     "dynaxx.ops.selected": ("explain_selected", "selected_attention"),
     "dynaxx.ops.tokens": ("selected_decode",),
     "dynaxx.ops.indexer": ("IndexLoss", "index_loss", "index_tokens"),
-    "dynaxx.ops.nsa": ("compress", "compression_windows", "native_sparse_attention", "select_native"),
-    "dynaxx.ops.nsa_decode": ("compress_pages", "native_decode"),
+    "dynaxx.ops.nsa": ("compress", "compression_windows", "native_sparse_attention", "select_nsa"),
+    "dynaxx.ops.nsa_decode": ("compress_pages", "nsa_decode"),
     "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),
     "dynaxx.integrations.flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
     "dynaxx.integrations.onnx": ("OnnxModel", "export_onnx"),
+}
+# Names of 0.1.0: they still work, with a warning, and are not listed.
+_OLD_NAMES = {
+    "NativeSizes": "NsaSizes",
+    "native_decode": "nsa_decode",
+    "native_spans": "nsa_spans",
+    "select_native": "select_nsa",
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
 
@@ -85,6 +92,10 @@ __all__ = ["__version__", *_SOURCE_OF]
 def __getattr__(name: str) -> Any:
     if name == "distributed":  # a room with a `sparse_attention` of its own
         return importlib.import_module("dynaxx.distributed")
+    if name in _OLD_NAMES:
+        from dynaxx.lazy import renamed
+
+        return renamed(__name__, _OLD_NAMES)(name)
     if name not in _SOURCE_OF:
         raise AttributeError(f"module 'dynaxx' has no attribute {name!r}")
     value = getattr(importlib.import_module(_SOURCE_OF[name]), name)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make values at first use: attributes of objects (`lazy`) and names of packages (`load_at_first_use`)."""
+"""Make values at first use: attributes of objects (`lazy`) and names of modules (`load_at_first_use`, `renamed`)."""
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -52,3 +53,20 @@ def load_at_first_use(package: str, sources: Mapping[str, Sequence[str]]) -> Cal
         return getattr(importlib.import_module(source_of[name]), name)
 
     return load
+
+
+def renamed(module: str, new_names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which finds its old names and warns with the new ones.
+
+    Args:
+        module: the module's `__name__`.
+        new_names: new names by old ones.
+    """
+
+    def find(name: str) -> Any:
+        if name not in new_names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"`{name}` is now `{new_names[name]}`", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(module), new_names[name])
+
+    return find

@@ -266,11 +266,11 @@ def case_zero_3_trains_native_sparse_attention(ranks: Ranks):
 
 def _trains_native(ranks, stage):
     """Train a Llama whose attention is native sparse attention."""
-    from dynaxx.integrations.transformers.nsa_llama import convert_to_native
-    from dynaxx.layout.nsa import NativeSizes
+    from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
+    from dynaxx.layout.nsa import NsaSizes
 
-    sizes = NativeSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=24)
-    model = convert_to_native(llama(hidden_size=96), sizes)
+    sizes = NsaSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=24)
+    model = convert_to_nsa(llama(hidden_size=96), sizes)
     ours, theirs = zero(ranks, model, stage)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 

@@ -91,7 +91,7 @@ def case_rules_that_look_at_other_ranks_are_refused(ranks: Ranks):
 
 
 def case_native_sparse_attention(ranks: Ranks):
-    sizes = dx.NativeSizes(8, 4, 16, 4, 1, 1, window=24)
+    sizes = dx.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
     q, k, v = make_qkv(1, 200, 200, 4, 2, 16, device=ranks.device)
     gates = torch.rand(1, 200, 4, 3, generator=torch.Generator().manual_seed(2)).to(ranks.device)
 
@@ -107,7 +107,7 @@ def case_native_sparse_attention(ranks: Ranks):
 
 def case_modules_train_alike(ranks: Ranks):
     """Outputs, and gradients of parameters summed over ranks, equal those of one device."""
-    sizes = dx.NativeSizes(8, 4, 16, 4, 1, 1, window=24)
+    sizes = dx.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
     makers = (
         lambda: NativeSparseAttention(32, 4, 2, sizes=sizes, compression="weighted"),
         lambda: MixtureOfBlockAttention(32, 4, 2, block_size=16, top_k=3),

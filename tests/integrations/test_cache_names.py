@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.integrations.transformers.forward_context import PassHooks
-from dynaxx.integrations.transformers.nsa_llama import convert_to_native
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
+from dynaxx.layout.nsa import NsaSizes
 from tiny import llama, tokens
 
 
@@ -49,8 +49,8 @@ def test_an_output_has_its_cache_under_either_name():
 
 
 def native():
-    sizes = NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
-    return convert_to_native(llama(), sizes).model.layers[0].self_attn
+    sizes = NsaSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
+    return convert_to_nsa(llama(), sizes).model.layers[0].self_attn
 
 
 @torch.no_grad()

@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 
 from dynaxx import UnsupportedInputError
 from dynaxx.cli import app
-from dynaxx.integrations.transformers import nsa_cache as native_cache
-from dynaxx.integrations.transformers import nsa_llama as native_module
-from dynaxx.integrations.transformers.nsa_llama import NativeLlamaForCausalLM, convert_to_native
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.integrations.transformers import nsa_cache, nsa_llama
+from dynaxx.integrations.transformers.nsa_llama import NsaLlamaForCausalLM, convert_to_nsa
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.ops.nsa_decode import compress_pages
 from tiny import TEXT, save_tiny_model
 
-SIZES = NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
+SIZES = NsaSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
 
 
 @pytest.fixture(scope="module")
@@ -43,77 +42,77 @@ def ids(folder):
 
 @pytest.mark.parametrize("compression", ["mean", "weighted", "mlp"])
 def test_it_begins_near_dense(dense, ids, compression):
-    native = convert_to_native(dense, SIZES, compression=compression, gate_init=(0.001, 0.998, 0.001))
+    model = convert_to_nsa(dense, SIZES, compression=compression, gate_init=(0.001, 0.998, 0.001))
     with torch.no_grad():
-        want, got = (model(ids[:, :48]).logits for model in (dense, native))  # 48 tokens: three blocks are all
+        want, got = (each(ids[:, :48]).logits for each in (dense, model))  # 48 tokens: three blocks are all
         assert (got - want).norm() / want.norm() < 0.02
-        assert native(ids[:, :200]).logits.isfinite().all()
-    assert not isinstance(dense, NativeLlamaForCausalLM)
+        assert model(ids[:, :200]).logits.isfinite().all()
+    assert not isinstance(dense, NsaLlamaForCausalLM)
 
 
 def test_save_and_load(dense, ids, tmp_path):
-    native = convert_to_native(dense, SIZES, compression="mlp")
-    for name, parameter in native.named_parameters():
+    model = convert_to_nsa(dense, SIZES, compression="mlp")
+    for name, parameter in model.named_parameters():
         if "gate" in name or "compress" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    native.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert isinstance(loaded, NativeLlamaForCausalLM)
+    assert isinstance(loaded, NsaLlamaForCausalLM)
     assert AutoConfig.from_pretrained(tmp_path).sizes == SIZES
-    for (name, one), (_, other) in zip(native.named_parameters(), loaded.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     with torch.no_grad():
-        assert torch.equal(native(ids[:, :100]).logits, loaded(ids[:, :100]).logits)
+        assert torch.equal(model(ids[:, :100]).logits, loaded(ids[:, :100]).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_of_weights_alone(folder, ids, tmp_path, dtype):
     """Rotary frequencies stay fp32, as they are in the dense model and in the one that is loaded again."""
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    native = convert_to_native(dense, SIZES, compression="weighted")
-    assert native.model.rotary_emb.inv_freq.dtype == torch.float32
-    native.save_pretrained(tmp_path, max_shard_size="100KB")
+    model = convert_to_nsa(dense, SIZES, compression="weighted")
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     with torch.no_grad():
-        assert torch.equal(native(ids[:, :100]).logits, loaded(ids[:, :100]).logits)
+        assert torch.equal(model(ids[:, :100]).logits, loaded(ids[:, :100]).logits)
 
 
 def test_generation_is_the_forward_token_by_token(dense, ids):
-    native = convert_to_native(dense, SIZES)
+    model = convert_to_nsa(dense, SIZES)
     with torch.no_grad():
-        made = native.generate(ids[:, :60], max_new_tokens=8, do_sample=False)
-        logits = native(made).logits
+        made = model.generate(ids[:, :60], max_new_tokens=8, do_sample=False)
+        logits = model(made).logits
     assert torch.equal(made[0, 60:], logits[0, 59:-1].argmax(-1))
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams", "assisted"])
 def test_compressed_tokens_follow_the_cache(dense, ids, how, monkeypatch):
     """Beams permute it and assisted decoding crops it; greedy decoding compresses what is new alone."""
-    native = convert_to_native(dense, SIZES, compression="mlp")
-    for name, parameter in native.named_parameters():
+    model = convert_to_nsa(dense, SIZES, compression="mlp")
+    for name, parameter in model.named_parameters():
         if "gate" in name or "compress" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     counts = []
     monkeypatch.setattr(
-        native_cache, "compress_pages",
+        nsa_cache, "compress_pages",
         lambda *args, **named: counts.append(named.get("new_tokens")) or compress_pages(*args, **named),
     )  # fmt: skip
     options = {"greedy": {}, "beams": {"num_beams": 3}, "assisted": {"prompt_lookup_num_tokens": 3}}[how]
     with torch.no_grad():
-        made = native.generate(ids[:, :60], max_new_tokens=40, do_sample=False, **options)
-        monkeypatch.setattr(native_module, "NativeMemory", Forgetful)
-        assert torch.equal(made, native.generate(ids[:, :60], max_new_tokens=40, do_sample=False, **options))
+        made = model.generate(ids[:, :60], max_new_tokens=40, do_sample=False, **options)
+        monkeypatch.setattr(nsa_llama, "NsaMemory", Forgetful)
+        assert torch.equal(made, model.generate(ids[:, :60], max_new_tokens=40, do_sample=False, **options))
         if how != "beams":
-            assert torch.equal(made[0, 60:], native(made).logits[0, 59:-1].argmax(-1))
+            assert torch.equal(made[0, 60:], model(made).logits[0, 59:-1].argmax(-1))
     if how == "greedy":
-        layers = native.config.num_hidden_layers
+        layers = model.config.num_hidden_layers
         assert counts[: 39 * layers] == [None] * layers + [1] * (38 * layers)
 
 
-class Forgetful(native_cache.NativeMemory):
+class Forgetful(nsa_cache.NsaMemory):
     """Knows nothing of the steps before."""
 
     def __init__(self, *args):
@@ -122,61 +121,61 @@ class Forgetful(native_cache.NativeMemory):
 
 
 def test_packed_sequences(dense, ids):
-    native = convert_to_native(dense, SIZES)
+    model = convert_to_nsa(dense, SIZES)
     ends = torch.tensor([0, 70, 100], dtype=torch.int32)
     positions = torch.cat([torch.arange(70), torch.arange(30)])[None]
     with torch.no_grad():
-        packed = native(ids[:, :100], position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends,
+        packed = model(ids[:, :100], position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends,
                         max_length_q=70, max_length_k=70).logits  # fmt: skip
-        alone = [native(ids[:, :70]).logits, native(ids[:, 70:100]).logits]
+        alone = [model(ids[:, :70]).logits, model(ids[:, 70:100]).logits]
     assert torch.allclose(packed, torch.cat(alone, 1), atol=1e-5)
 
 
 def test_it_trains_from_dense_to_sparse(dense, ids):
-    native = convert_to_native(dense, SIZES).train()
-    optimizer = torch.optim.AdamW(native.parameters(), lr=1e-3)
+    model = convert_to_nsa(dense, SIZES).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for count in (8, 8, 6, 6, 4, 4, 3, 3, 3, 3):
-        native.set_slc_count(count)
-        loss = native(ids[:, :128], labels=ids[:, :128]).loss
+        model.set_slc_count(count)
+        loss = model(ids[:, :128], labels=ids[:, :128]).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    assert native.config.sizes.slc_count == 3
+    assert model.config.sizes.slc_count == 3
 
 
 def test_gradient_checkpointing(dense, ids):
-    native = convert_to_native(dense, SIZES).train()
-    native(ids[:, :80], labels=ids[:, :80]).loss.backward()
-    want = native.model.layers[0].self_attn.gate.weight.grad.clone()
-    native.zero_grad()
-    getattr(native, "activation_checkpointing_enable", native.gradient_checkpointing_enable)()  # its newer name
-    native(ids[:, :80], labels=ids[:, :80], use_cache=False).loss.backward()
-    assert torch.allclose(native.model.layers[0].self_attn.gate.weight.grad, want, atol=1e-6)
+    model = convert_to_nsa(dense, SIZES).train()
+    model(ids[:, :80], labels=ids[:, :80]).loss.backward()
+    want = model.model.layers[0].self_attn.gate.weight.grad.clone()
+    model.zero_grad()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
+    model(ids[:, :80], labels=ids[:, :80], use_cache=False).loss.backward()
+    assert torch.allclose(model.model.layers[0].self_attn.gate.weight.grad, want, atol=1e-6)
 
 
 def test_what_is_not_served_says_so(dense, ids):
-    native = convert_to_native(dense, SIZES)
+    model = convert_to_nsa(dense, SIZES)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :5] = 0
     with pytest.raises(ValueError, match="does not support padding"):
-        native(ids[:, :40].view(2, 20), attention_mask=mask)
+        model(ids[:, :40].view(2, 20), attention_mask=mask)
     with pytest.raises(ValueError, match="growing cache"):
-        native.generate(ids[:, :20], max_new_tokens=2, cache_implementation="static")
+        model.generate(ids[:, :20], max_new_tokens=2, cache_implementation="static")
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10))
-    for model in (other, native, torch.nn.Linear(2, 2)):
+    for wrong in (other, model, torch.nn.Linear(2, 2)):
         with pytest.raises(UnsupportedInputError, match="only LlamaForCausalLM"):
-            convert_to_native(model)
+            convert_to_nsa(wrong)
     with pytest.raises(ValueError, match="compression"):
-        convert_to_native(dense, compression="max")
+        convert_to_nsa(dense, compression="max")
     with pytest.raises(ValueError, match="gate_init"):
-        convert_to_native(dense, gate_init=(0.0, 1.0, 0.0))
+        convert_to_nsa(dense, gate_init=(0.0, 1.0, 0.0))
 
 
 def test_the_command(folder, tmp_path):
-    out = tmp_path / "native"
+    out = tmp_path / "nsa"
     done = CliRunner().invoke(
         app, ["convert", str(folder), "--out", str(out), "--slc-count=4", "--slc-block=16", "--json"]
     )
@@ -212,11 +211,11 @@ def test_a_conversion_that_stops_leaves_nothing(folder, tmp_path, monkeypatch, e
         (Path(path) / "model.safetensors").write_bytes(b"half of it")
         raise error
 
-    monkeypatch.setattr(NativeLlamaForCausalLM, "save_pretrained", save)
-    done = CliRunner().invoke(app, ["convert", str(folder), "--out", str(tmp_path / "native")])
+    monkeypatch.setattr(NsaLlamaForCausalLM, "save_pretrained", save)
+    done = CliRunner().invoke(app, ["convert", str(folder), "--out", str(tmp_path / "nsa")])
     if isinstance(error, SafetensorError):
         assert done.exit_code == 2
-        assert f"no space left to write {tmp_path / 'native'}; free some" in done.stderr
+        assert f"no space left to write {tmp_path / 'nsa'}; free some" in done.stderr
     assert done.exit_code != 0
     assert list(tmp_path.iterdir()) == []
 
@@ -224,7 +223,7 @@ def test_a_conversion_that_stops_leaves_nothing(folder, tmp_path, monkeypatch, e
 def test_a_model_that_is_cut_off_is_named(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "cut")
     os.truncate(tmp_path / "cut" / "model.safetensors", 1000)
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "cut"), "--out", str(tmp_path / "native")])
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "cut"), "--out", str(tmp_path / "nsa")])
     assert done.exit_code == 2
     assert "cut is not a causal language model that transformers can read" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["cut"]
@@ -235,20 +234,20 @@ def finetune():
     examples = str(Path(__file__).parents[2] / "examples")
     sys.path.insert(0, examples)
     try:
-        import finetune_native
+        import finetune_nsa
     finally:
         sys.path.remove(examples)
-    return finetune_native
+    return finetune_nsa
 
 
 @pytest.fixture
 def given(folder, dense, tmp_path):
-    """Arguments of the example for a tiny native model."""
-    convert_to_native(dense, SIZES).save_pretrained(tmp_path / "native")
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "native")
+    """Arguments of the example for a tiny converted model."""
+    convert_to_nsa(dense, SIZES).save_pretrained(tmp_path / "nsa")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "nsa")
     (tmp_path / "text.txt").write_text(TEXT)
     fixed = ["--text", str(tmp_path / "text.txt"), "--context", "128", "--steps", "6", "--eval-every", "3"]
-    return [str(tmp_path / "native"), *fixed, "--lr", "1e-3"]
+    return [str(tmp_path / "nsa"), *fixed, "--lr", "1e-3"]
 
 
 def test_the_example_recovers(finetune, given, tmp_path):

@@ -32,7 +32,7 @@ from triton import knobs
 from compiled import compiling
 from dynaxx.kernels.gpu.runtime.launcher import recording_launches
 from dynaxx.layout import BlockGrid
-from dynaxx.layout.nsa import NativeSizes, native_spans
+from dynaxx.layout.nsa import NsaSizes, nsa_spans
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import summarize_pages
 from dynaxx.patterns import GlobalTokens, SlidingWindow
@@ -76,7 +76,7 @@ def selected(
         from dynaxx.kernels.hopper.nsa import operators
     else:
         from dynaxx.kernels.triton.nsa import operators
-    spans = native_spans(NativeSizes(64, 64, 64, slots, 0, 0), (0, TOKENS))
+    spans = nsa_spans(NsaSizes(64, 64, 64, slots, 0, 0), (0, TOKENS))
     q, k = (torch.zeros(TOKENS, count, head_dim, dtype=dtype) for count in (2 * group, 2))
     rows, indices = torch.zeros(2 * group, TOKENS), torch.zeros(TOKENS, 2, slots, dtype=torch.int32)
     plan = operators.prepare_selected(indices, spans, q, k, k)
@@ -136,7 +136,7 @@ def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
         from dynaxx.kernels.hopper.nsa import operators
     else:
         from dynaxx.kernels.triton.nsa import operators
-    spans = native_spans(NativeSizes(*sizes), (0, TOKENS))
+    spans = nsa_spans(NsaSizes(*sizes), (0, TOKENS))
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
     pooled, lse = q[: spans.ends_cmp[-1], :1].contiguous(), torch.zeros(16, TOKENS)
     operators.select_blocks(q, pooled, lse, spans, 1, 0.1)
@@ -154,7 +154,7 @@ def nsa_backward() -> None:
     """Run the row kernels of the Hopper backward of native sparse attention, over all branches."""
     from dynaxx.kernels.hopper.nsa import operators
 
-    spans = native_spans(NativeSizes(64, 64, 64, 6, 0, 0), (0, TOKENS))
+    spans = nsa_spans(NsaSizes(64, 64, 64, 6, 0, 0), (0, TOKENS))
     q, k = (torch.zeros(TOKENS, count, 128, dtype=torch.bfloat16) for count in (16, 1))
     lse, gates = torch.zeros(16, TOKENS), torch.zeros(TOKENS, 16, 3)
     plan = operators.prepare_selected(torch.zeros(TOKENS, 1, 6, dtype=torch.int32), spans, q, k, k)

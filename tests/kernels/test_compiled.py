@@ -203,7 +203,7 @@ def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled, capfd):
 @pytest.mark.parametrize(("group", "spilled"), [(16, [0, 0, 8, 48]), (4, [0, 0, 8]), (1, [0])])
 def test_selected(group, spilled, capfd):
     """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
-    from dynaxx.kernels.hopper.nsa import operators as native
+    from dynaxx.kernels.hopper.nsa import operators as nsa
     from dynaxx.testing.nsa import random_selected_case
 
     fixed = {"head_dims": (128,), "blocks": (64,), "lengths": (300, 517), "groups": (group,), "slots": (6,)}
@@ -212,9 +212,9 @@ def test_selected(group, spilled, capfd):
     rows = torch.zeros(q.shape[1], q.shape[0])
 
     def start():
-        plan = native.prepare_selected(case.block_indices, case.spans, q, k, v)
-        native.selected_forward(q, k, v, plan, 0.1)
-        native.selected_backward(q, rows, q, k, v, q, rows, plan, 0.1)
+        plan = nsa.prepare_selected(case.block_indices, case.spans, q, k, v)
+        nsa.selected_forward(q, k, v, plan, 0.1)
+        nsa.selected_backward(q, rows, q, k, v, q, rows, plan, 0.1)
 
     check(compile_kernels(start, "selected_hopper", capfd), spilled)
 
@@ -224,14 +224,14 @@ def test_selected(group, spilled, capfd):
 @pytest.mark.parametrize(("sizes", "spilled"), [((32, 16, 64), 0), ((16, 16, 16), 8)])
 def test_scores(sizes, spilled, capfd, monkeypatch):
     """Scores of blocks of several compressed tokens, and of one, whose scores take the most shared memory."""
-    from dynaxx.kernels.hopper.nsa import operators as native
-    from dynaxx.kernels.hopper.nsa import scores as native_scores
-    from dynaxx.layout.nsa import NativeSizes, native_spans
+    from dynaxx.kernels.hopper.nsa import operators as nsa
+    from dynaxx.kernels.hopper.nsa import scores as nsa_scores
+    from dynaxx.layout.nsa import NsaSizes, nsa_spans
 
-    monkeypatch.setattr(native_scores, "processors", lambda device: 132)
-    spans = native_spans(NativeSizes(*sizes), (0, TOKENS))
+    monkeypatch.setattr(nsa_scores, "processors", lambda device: 132)
+    spans = nsa_spans(NsaSizes(*sizes), (0, TOKENS))
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
-    start = lambda: native.select_blocks(q, q[: spans.ends_cmp[-1], :1], torch.zeros(16, TOKENS), spans, 1, 0.1)
+    start = lambda: nsa.select_blocks(q, q[: spans.ends_cmp[-1], :1], torch.zeros(16, TOKENS), spans, 1, 0.1)
     found = compile_kernels(start, "nsa_scores_hopper", capfd)
     check(found, [spilled])
     assert found[0].shared <= MULTIPROCESSOR - RESERVED

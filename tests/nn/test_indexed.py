@@ -62,7 +62,7 @@ def test_packed_in_evaluation_only():
     with pytest.raises(ValueError, match="`cu_seqlens` must be None in training"):
         attention.train()(x, cu_seqlens=ends)
     with pytest.raises(ValueError, match="`cache` must be None"):
-        attention.eval()(x[None], cache=nn.NativeCache())
+        attention.eval()(x[None], cache=nn.LayerCache())
 
 
 def test_positions():

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import dynaxx as dx
 from dynaxx import nn
 
-SIZES = nn.NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
+SIZES = nn.NsaSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
 
 
 def modules(**options):
@@ -46,7 +46,7 @@ def test_decoding_is_training_token_by_token(kind, dense):
     module.dense = dense
     with torch.no_grad():
         whole = module(x, rotary(52))
-        cache, at = nn.NativeCache(capacity=5), 0
+        cache, at = nn.LayerCache(capacity=5), 0
         for step in [22, 11, 1, 1, 5, *[1] * 12]:
             part = module(x[:, at : at + step], rotary(step, first=at), cache=cache)
             assert torch.allclose(part, whole[:, at : at + step], atol=2e-5), (at, step)
@@ -60,7 +60,7 @@ def test_decoding_sequences_of_their_own_lengths(kind):
     x, y = torch.randn(28, 24), torch.randn(3, more, 24)
     alone = lambda i, tail: torch.cat([x[ends[i] : ends[i + 1]], tail])[None]
     with torch.no_grad():
-        cache = nn.NativeCache(capacity=5)
+        cache = nn.LayerCache(capacity=5)
         first = module(x, cu_seqlens=ends, cache=cache)
         for a, b in pairwise(ends):
             if b > a:
@@ -83,7 +83,7 @@ def test_a_choice_for_several_steps():
     with torch.no_grad():
         for count in (5, 3):
             module.sizes, chosen = replace(SIZES, slc_count=count), []
-            whole, cache = module(x), nn.NativeCache(reselect_every=4)
+            whole, cache = module(x), nn.LayerCache(reselect_every=4)
             module(x[:, :60], cache=cache)
             for at in range(60, 80):
                 chosen.append(cache.blocks() is None)
@@ -203,20 +203,20 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="cu_seqlens"):
         module(torch.randn(5, 24))
     with torch.no_grad():
-        cache = nn.NativeCache()
+        cache = nn.LayerCache()
         modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
         with pytest.raises(ValueError, match="different lengths"):
             modules()["moba"](torch.randn(2, 1, 24), cache=cache)
         with pytest.raises(ValueError, match="come first in a cache"):
             modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
     with pytest.raises(ValueError, match="no_grad"):
-        module(torch.randn(1, 5, 24), cache=nn.NativeCache())
-    cache = nn.NativeCache()
+        module(torch.randn(1, 5, 24), cache=nn.LayerCache())
+    cache = nn.LayerCache()
     with torch.no_grad():
         module(torch.randn(1, 5, 24), cache=cache)
         with pytest.raises(ValueError, match="batch"):
             module(torch.randn(2, 5, 24), cache=cache)
     with pytest.raises(ValueError, match="capacity"):
-        nn.NativeCache(0)
+        nn.LayerCache(0)
     with pytest.raises(ValueError, match="reselect_every"):
-        nn.NativeCache(reselect_every=0)
+        nn.LayerCache(reselect_every=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/train_native.py` at a tiny size continues after it was killed, and lengthens its sequences."""
+"""`examples/train_nsa.py` at a tiny size continues after it was killed, and lengthens its sequences."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynaxx.nn import NativeSizes
+from dynaxx.nn import NsaSizes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = ["--data", "recall", "--context", "64", "--from-context", "32", "--batch", "2", "--steps", "12", "--tiny"]
@@ -22,7 +22,7 @@ COMMAND += [
     "cpu",
     "--variants",
     "dense",
-    "native",
+    "nsa",
     "--find-first",
     "--eval-every",
     "10",
@@ -36,24 +36,24 @@ def examples():
     """Return the modules of the example by name."""
     sys.path.insert(0, str(EXAMPLES))
     try:
-        import native_data
-        import native_decoder
-        import native_trainer
-        import train_native
+        import nsa_data
+        import nsa_decoder
+        import nsa_trainer
+        import train_nsa
     finally:
         sys.path.remove(str(EXAMPLES))
-    return {module.__name__: module for module in (native_data, native_decoder, native_trainer, train_native)}
+    return {module.__name__: module for module in (nsa_data, nsa_decoder, nsa_trainer, train_nsa)}
 
 
 @pytest.fixture(scope="module")
 def example(examples):
-    return examples["train_native"]
+    return examples["train_nsa"]
 
 
 @pytest.fixture(scope="module")
 def text(examples, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.bin"
-    assert examples["native_data"].pack_text(path, 400_000) == 400_000 == path.stat().st_size
+    assert examples["nsa_data"].pack_text(path, 400_000) == 400_000 == path.stat().st_size
     return path
 
 
@@ -61,10 +61,10 @@ def test_a_killed_run_goes_on_to_the_same_end(example, tmp_path):
     command = [*COMMAND, "--steps", "40", "--save-every", "0"]
     whole = example.run(example.arguments([*command, "--out", str(tmp_path / "whole"), "--eval-at", "96"]))
     assert json.loads((tmp_path / "whole" / "results.json").read_text())["steps"] == 40
-    assert 0 <= whole["variants"]["native"]["at"][96][1] <= 1
+    assert 0 <= whole["variants"]["nsa"]["at"][96][1] <= 1
 
     again, checkpoint = [*command, "--out", str(tmp_path / "again")], tmp_path / "again" / "checkpoint.pt"
-    process = subprocess.Popen([sys.executable, EXAMPLES / "train_native.py", *again], stdout=subprocess.DEVNULL,
+    process = subprocess.Popen([sys.executable, EXAMPLES / "train_nsa.py", *again], stdout=subprocess.DEVNULL,
                                env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())})  # fmt: skip
     while not checkpoint.exists() and process.poll() is None:
         time.sleep(0.01)
@@ -109,7 +109,7 @@ def test_a_run_that_is_done_is_measured_again(example, tmp_path):
 
 @pytest.mark.parametrize("held", [b"", b"no archive", 20_000, {"another": "file"}])
 def test_a_damaged_checkpoint_is_named(examples, tmp_path, held):
-    path, trainer = tmp_path / "checkpoint.pt", examples["native_trainer"]
+    path, trainer = tmp_path / "checkpoint.pt", examples["nsa_trainer"]
     if isinstance(held, bytes):
         path.write_bytes(held)
     else:
@@ -142,7 +142,7 @@ def test_what_is_not_finite_stops_and_leaves_the_checkpoint(example, tmp_path):
         (["--cmp", "12,8"], "`cmp_stride` must divide"),
         (["--slc-count", "2"], "must cover the forced blocks"),
         (["--context", "64", "--from-context", "128"], "at most --context = 64"),
-        (["--text", "nowhere.bin"], "native_data.py FILE` makes one"),
+        (["--text", "nowhere.bin"], "nsa_data.py FILE` makes one"),
     ],
 )
 def test_errors_say_what_to_do(example, capsys, given, says):
@@ -159,7 +159,7 @@ def test_tiny_gives_way_to_what_is_named(example):
 @pytest.mark.parametrize(("part", "asks"), [("train", 4), ("held_out", 1)])
 def test_needles(examples, text, part, asks):
     """A held-out question has one pair before it and nothing else that tells; the pair's value is the target."""
-    data = examples["native_data"]
+    data = examples["nsa_data"]
     source = data.Needles(data.Text(text))
     tokens, targets = source.batch(3, 512, 5, part)
     assert tokens.shape == targets.shape == (3, 512)
@@ -178,7 +178,7 @@ def test_needles(examples, text, part, asks):
 
 
 def test_a_share_of_the_rotary_pairs(examples):
-    rotary_of = examples["native_decoder"].rotary_of
+    rotary_of = examples["nsa_decoder"].rotary_of
     full, half = rotary_of(100, 16, "cpu"), rotary_of(100, 16, "cpu", share=0.5)
     for one, other, still in zip(full, half, (1.0, 0.0), strict=True):
         assert torch.equal(one[:, :4], other[:, :4])
@@ -186,11 +186,11 @@ def test_a_share_of_the_rotary_pairs(examples):
 
 
 def test_schedules(examples, example):
-    sizes = NativeSizes(cmp_block=8, cmp_stride=4)
-    early, late = (examples["native_trainer"].sizes_at(sizes, share) for share in (0.59, 0.6))
+    sizes = NsaSizes(cmp_block=8, cmp_stride=4)
+    early, late = (examples["nsa_trainer"].sizes_at(sizes, share) for share in (0.59, 0.6))
     assert late == sizes
-    assert early == NativeSizes(8, 4, slc_block=16, slc_count=1, first_blocks=0, local_blocks=1, window=16)
-    assert examples["native_trainer"].sizes_at(NativeSizes(), 0.0).slc_block == 32  # holds a compressed token
+    assert early == NsaSizes(8, 4, slc_block=16, slc_count=1, first_blocks=0, local_blocks=1, window=16)
+    assert examples["nsa_trainer"].sizes_at(NsaSizes(), 0.0).slc_block == 32  # holds a compressed token
     args = example.arguments(["--out", "x", "--context", "8192", "--from-context", "64"])
     contexts = [example.context_at(args, share / 100) for share in range(100)]
     assert contexts[:20] == [64] * 20

@@ -15,7 +15,7 @@ from dynaxx.testing import make_qkv
 
 PACKAGE = str(Path(dx.__file__).parent)
 ENDS = torch.tensor([0, 40, 64], dtype=torch.int32)
-SIZES = dx.NativeSizes(8, 4, 16, 2, 1, 1, 16)
+SIZES = dx.NsaSizes(8, 4, 16, 2, 1, 1, 16)
 SCORER = dx.MeanPool()
 WINDOW = dx.SlidingWindow(16)
 
@@ -49,7 +49,7 @@ def buckets():
     return [dx.Bucket(10, dx.Full()), dx.Bucket(None, WINDOW)]
 
 
-def native_inputs():
+def nsa_inputs():
     q, k, v = packed()
     compressed = tuple(dx.compress(x, SIZES, cu_seqlens=ENDS) for x in (k, v))
     return q, k, v, compressed, torch.ones(64, 4, 3), SIZES
@@ -134,12 +134,12 @@ CALLS = {
     "ExactTokens": lambda: (dx.ExactTokens, [keys()[:, :20].contiguous(), keys()[:, :20].contiguous(), 4], {}),
     "sparse_decode": lambda: (dx.sparse_decode, [QUERY, cache(), dx.PageBudget(2)], {**SCALED, "return_lse": False}),
     "select_pages": lambda: (dx.select_pages, [QUERY, cache(), dx.PageBudget(2)], SCALED),
-    "native_decode": lambda: (
-        dx.native_decode,
+    "nsa_decode": lambda: (
+        dx.nsa_decode,
         [QUERY, cache(), torch.ones(2, 1, 4, 3)],
         {**SCALED, "block_indices": None},
     ),
-    "native_sparse_attention": lambda: (dx.native_sparse_attention, [*native_inputs()], {**ENDED, **SCALED}),
+    "native_sparse_attention": lambda: (dx.native_sparse_attention, [*nsa_inputs()], {**ENDED, **SCALED}),
     "selected_attention": lambda: (
         dx.selected_attention,
         [*packed(), torch.zeros(64, 2, 1, dtype=torch.int32)],
@@ -179,8 +179,8 @@ CALLS = {
     ),
     "compress": lambda: (dx.compress, [packed()[1], SIZES, torch.ones(8, 2)], {"cu_seqlens": ENDS}),
     "compression_windows": lambda: (dx.compression_windows, [packed()[1], SIZES], {"cu_seqlens": ENDS}),
-    "native_spans": lambda: (dx.native_spans, [SIZES, ENDS, ENDS], {"device": "cpu"}),
-    "NativeSizes": lambda: (dx.NativeSizes, [8, 4, 16, 2, 1, 1, 16, "sum"], {}),
+    "nsa_spans": lambda: (dx.nsa_spans, [SIZES, ENDS, ENDS], {"device": "cpu"}),
+    "NsaSizes": lambda: (dx.NsaSizes, [8, 4, 16, 2, 1, 1, 16, "sum"], {}),
     "from_dense": lambda: (dx.BlockLayout.from_dense, [torch.ones(1, 1, 64, 64) > 0], {"block_size": 16}),
     "from_block_indices": lambda: (
         dx.BlockLayout.from_block_indices,
@@ -234,10 +234,10 @@ CALLS = {
     "nn.SwitchableAttention": lambda: (nn.SwitchableAttention, [32, 4, 2], {"sizes": SIZES}),
     "nn.WeightedCompression": lambda: (nn.WeightedCompression, [8, 2, 8], {}),
     "nn.MlpCompression": lambda: (nn.MlpCompression, [8, 2, 8, 16], {}),
-    "nn.NativeCache": lambda: (nn.NativeCache, [16], {"reselect_every": 1}),
+    "nn.LayerCache": lambda: (nn.LayerCache, [16], {"reselect_every": 1}),
     "nn.rotate": lambda: (nn.rotate, [qkv()[0], (torch.ones(64, 32), torch.ones(64, 32))], {}),
     "a module": lambda: (module(nn.SparseAttention, pattern=WINDOW, block_size=16), [torch.ones(1, 64, 32)], {}),
-    "a native module": lambda: (module(nn.NativeSparseAttention, sizes=SIZES), [torch.ones(1, 64, 32)], {}),
+    "an NSA module": lambda: (module(nn.NativeSparseAttention, sizes=SIZES), [torch.ones(1, 64, 32)], {}),
     "apply": lambda: (dx.apply, [torch.nn.Linear(2, 2), plain_policy()], {"name": "x"}),
     "save_policy": lambda: (dx.save_policy, [plain_policy(), "/dev/null/policy.json"], {}),
     "load_policy": lambda: (dx.load_policy, ["no such file"], {}),

@@ -27,7 +27,7 @@ class Compression(StrEnum):
 class Target(StrEnum):
     """The kind of attention to convert a model to."""
 
-    native = "native"
+    nsa = "nsa"
     indexed = "indexed"
 
 
@@ -40,7 +40,7 @@ class IndexPrecision(StrEnum):
 
 
 OWN = {  # options that the other target has no use for
-    Target.native: ("slc_count", "slc_block", "window", "compression", "dense_gate"),
+    Target.nsa: ("slc_count", "slc_block", "window", "compression", "dense_gate"),
     Target.indexed: ("tokens", "token_block", "index_heads", "index_dim", "precision"),
 }
 
@@ -50,8 +50,8 @@ def convert(
     model: ModelArgument,
     out: OutOption,
     to: Annotated[
-        Target, typer.Option(help="native: Native Sparse Attention; indexed: tokens that an indexer chooses.")
-    ] = Target.native,
+        Target, typer.Option(help="nsa: Native Sparse Attention; indexed: tokens that an indexer chooses.")
+    ] = Target.nsa,
     slc_count: Annotated[int, typer.Option(min=1, help="Blocks that each query selects.")] = 16,
     slc_block: Annotated[int, typer.Option(help="Tokens per selected block: 16, 32, 64 or 128.")] = 64,
     window: Annotated[int, typer.Option(min=1, help="Keys of the window branch.")] = 512,
@@ -72,7 +72,7 @@ def convert(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Convert a dense Llama to a native sparse model.
+    r"""Convert a dense Llama to native sparse attention (NSA).
 
     Fine-tune the result: it has the weights of the dense model, and its gates start close to dense attention. Load DIR
     with transformers' from_pretrained after `import dynaxx.integrations.transformers.nsa_llama`. DIR must not exist
@@ -80,8 +80,8 @@ def convert(
 
     \b
     Examples:
-      dynaxx convert smollm2 --out smollm2-native
-      dynaxx convert ./llama --out ./llama-native --slc-count 32 --compression mean
+      dynaxx convert smollm2 --out smollm2-nsa
+      dynaxx convert ./llama --out ./llama-nsa --slc-count 32 --compression mean
       dynaxx convert smollm2 --to indexed --out smollm2-indexed --tokens 1024 --index-heads 4
     """
     with running(as_json) as finish:
@@ -104,10 +104,10 @@ def convert(
             return
         if not 0 < dense_gate < 1:
             raise ValueError(f"--dense-gate must be between 0 and 1, got {dense_gate}")
-        from dynaxx.integrations.transformers.nsa_llama import convert_to_native
-        from dynaxx.layout.nsa import NativeSizes
+        from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
+        from dynaxx.layout.nsa import NsaSizes
 
-        sizes = NativeSizes(
+        sizes = NsaSizes(
             cmp_block=min(32, slc_block),
             cmp_stride=min(16, slc_block),
             slc_block=slc_block,
@@ -118,9 +118,9 @@ def convert(
         with new_folder(out) as folder:
             dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
             gates = rest, dense_gate, rest
-            made = convert_to_native(dense, sizes, compression=compression.value, gate_init=gates)
+            made = convert_to_nsa(dense, sizes, compression=compression.value, gate_init=gates)
             save_model(LoadedModel(made, tokenizer), folder)
-        _finish(finish, out, made, ("gate.", "compress"), {"sizes": made.config.native_sizes})
+        _finish(finish, out, made, ("gate.", "compress"), {"sizes": made.config.nsa_sizes})
 
 
 def _check_options(context: typer.Context, to: Target) -> None:

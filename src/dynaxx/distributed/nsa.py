@@ -12,7 +12,7 @@ from dynaxx.distributed.gather import query_runs
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.rules import staged_runs
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.ops.nsa import compress
 from dynaxx.ops.nsa import native_sparse_attention as attend_on_one_device
 
@@ -23,7 +23,7 @@ def native_sparse_attention(
     k: Tensor,
     v: Tensor,
     gates: Tensor,
-    sizes: NativeSizes,
+    sizes: NsaSizes,
     split: SequenceSplit,
     mesh: Mesh,
     *,

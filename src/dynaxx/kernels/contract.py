@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout
-from dynaxx.layout.nsa import NativeSizes, NativeSpans
+from dynaxx.layout.nsa import NsaSizes, NsaSpans
 from dynaxx.layout.paging import PagedCache, PageSummaries
-from dynaxx.layout.paging.compressed import CompressedPages, NativeLengths
+from dynaxx.layout.paging.compressed import CompressedPages, NsaLengths
 from dynaxx.layout.tokens import TokenSpans
 
 
@@ -103,7 +103,7 @@ class NsaKernels(Protocol):
     def schedule_of(self, group_size: int, kv_block: int) -> str:
         """Describe in words in which order the backend processes selected blocks."""
 
-    def prepare_selected(self, block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def prepare_selected(self, block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Return a plan that forward and backward share; `block_indices` is (T, Hs, n) int32."""
 
     def selected_forward(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ class NsaKernels(Protocol):
         """Return dq, dk, dv."""
 
     def select_blocks(
-        self, q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
+        self, q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, heads: int, scale: float
     ) -> Tensor:
         """Return the selected blocks (T, Hs, n) int32, ascending, padded with -1."""
 
@@ -207,11 +207,11 @@ class IndexerKernels(Protocol):
 class Pooling(Protocol):
     """Pooling of windows of tokens to compressed tokens, for sequences of equal length."""
 
-    def pool_forward(self, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
+    def pool_forward(self, x: Tensor, weight: Tensor | None, spans: NsaSpans) -> Tensor:
         """Return (L, H, D): the mean of each window, or its sum weighted by `weight` (cmp_block, H)."""
 
     def pool_backward(
-        self, do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpans
+        self, do: Tensor, x: Tensor, weight: Tensor | None, spans: NsaSpans
     ) -> tuple[Tensor, Tensor | None]:
         """Return dx and dweight."""
 
@@ -270,7 +270,7 @@ class NsaDecodeKernels(Protocol):
     def record_or_replay(self, call: Callable[..., Any], inputs: PagedCache, tensors: Any, *settings: Any) -> Any:
         """Return `call(inputs, *tensors, *settings)`. GPU backends record the launches of a call and replay them."""
 
-    def step_lengths(self, seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
+    def step_lengths(self, seqused: Tensor, sizes: NsaSizes) -> NsaLengths:
         """Return the lengths that each branch reads."""
 
     def select_blocks(
@@ -278,14 +278,14 @@ class NsaDecodeKernels(Protocol):
         q: Tensor,
         cache: PagedCache,
         lse: Tensor,
-        lengths: NativeLengths,
-        sizes: NativeSizes,
+        lengths: NsaLengths,
+        sizes: NsaSizes,
         max_blocks: int,
         scale: float,
     ) -> Tensor:
         """Return the selected blocks (B, Hk, n) int32."""
 
-    def kept_blocks(self, blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
+    def kept_blocks(self, blocks: Tensor, lengths: NsaLengths, sizes: NsaSizes) -> Tensor:
         """Return an earlier selection with the forced blocks of the current position."""
 
     def pages_of(self, blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
@@ -294,7 +294,7 @@ class NsaDecodeKernels(Protocol):
     def gated_sum(self, outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
         """Return the sum of the branches, weighted by the gates."""
 
-    def gather_windows(self, cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
+    def gather_windows(self, cache: PagedCache, sizes: NsaSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
         """Return the tokens of the last windows of each sequence, for k and for v."""
 
     def compress_windows(

@@ -31,7 +31,7 @@ MOST_BLOCKS = 1 << 16  # upper bound for `slc_count`
 
 @typed
 @dataclass(frozen=True)
-class NativeSizes:
+class NsaSizes:
     """Sizes of the three branches, in tokens and blocks. The defaults are those of the paper (arXiv 2502.11089).
 
     Args:
@@ -91,10 +91,10 @@ class NativeSizes:
 
 
 @dataclass(frozen=True, eq=False)
-class NativeSpans:
+class NsaSpans:
     """Positions of everything for sequences of given lengths. Rows index the packed q, k and compressed k."""
 
-    sizes: NativeSizes
+    sizes: NsaSizes
     ends_q: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of queries
     ends_k: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of keys
     ends_cmp: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of compressed tokens
@@ -126,13 +126,13 @@ class NativeSpans:
 
 
 @typed
-def native_spans(
-    sizes: NativeSizes,
+def nsa_spans(
+    sizes: NsaSizes,
     cu_seqlens_q: CuSeqlens,
     cu_seqlens_k: CuSeqlens | None = None,
     *,
     device: torch.device | str = "cpu",
-) -> NativeSpans:
+) -> NsaSpans:
     """Compute the positions of everything in packed sequences, on the host, cached by value.
 
     Args:
@@ -143,7 +143,7 @@ def native_spans(
         device: device of q and k.
 
     Returns:
-        Positions of the queries, keys, compressed tokens and selection blocks of each sequence, for `select_native`.
+        Positions of the queries, keys, compressed tokens and selection blocks of each sequence, for `select_nsa`.
 
     Raises:
         ValueError: lengths do not start at 0, decrease, or describe different numbers of sequences.
@@ -160,9 +160,7 @@ def native_spans(
 
 @LayoutCache
 @on_host
-def _cached_spans(
-    sizes: NativeSizes, ends_q: tuple[int, ...], ends_k: tuple[int, ...], device: torch.device
-) -> NativeSpans:
+def _cached_spans(sizes: NsaSizes, ends_q: tuple[int, ...], ends_k: tuple[int, ...], device: torch.device) -> NsaSpans:
     lengths_q = torch.tensor(ends_q).diff()
     lengths_k = torch.tensor(ends_k).diff()
     per_query = lambda values: torch.repeat_interleave(torch.as_tensor(values, dtype=torch.int64), lengths_q)
@@ -181,7 +179,7 @@ def _cached_spans(
     seen_cmp = torch.div(position + 1 - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
     place = lambda x: x.to(torch.int32).to(device, non_blocking=True)
     with torch.inference_mode(False):  # cached tensors must also be usable in training
-        return NativeSpans(
+        return NsaSpans(
             sizes=sizes,
             ends_q=ends_q,
             ends_k=ends_k,

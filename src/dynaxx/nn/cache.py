@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NativeCache`: the keys and values of one layer during generation, as pages or as views."""
+"""`LayerCache`: the keys and values of one layer during generation, as pages or as views."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.paging.compressed import CompressedPages
@@ -18,7 +18,7 @@ from dynaxx.ops.nsa_decode import Pooling, compress_pages
 
 
 @typed
-class NativeCache:
+class LayerCache:
     """The keys and values of one layer, and the compressed tokens computed so far. It grows by doubling.
 
     Decoding reads it as a `PagedCache`. Sequences have different lengths if their prompts were packed.
@@ -92,7 +92,7 @@ class NativeCache:
         length = max(self.lengths, default=0)
         return self._k[:, :length], self._v[:, :length]
 
-    def compressed_views(self, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling) -> tuple[Tensor, Tensor]:
+    def compressed_views(self, sizes: NsaSizes, compress_k: Pooling, compress_v: Pooling) -> tuple[Tensor, Tensor]:
         """Return all compressed keys and values, (batch, compressed tokens, kv_heads, dim), for equal lengths."""
         kept = self.pages(sizes, compress_k, compress_v).compressed
         assert kept is not None, "`pages` must have built them"
@@ -100,8 +100,8 @@ class NativeCache:
         view = lambda x: x.unflatten(0, (len(self.lengths), -1)).flatten(1, 2)[:, some]
         return view(kept.k), view(kept.v)
 
-    def pages(self, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling) -> PagedCache:
-        """Return the cache for `native_decode`: one page per selection block, with every whole window compressed."""
+    def pages(self, sizes: NsaSizes, compress_k: Pooling, compress_v: Pooling) -> PagedCache:
+        """Return the cache for `nsa_decode`: one page per selection block, with every whole window compressed."""
         batch, room = self._k.shape[:2]
         kept = self._compressed
         if kept is None or (kept.sizes.cmp_block, kept.sizes.cmp_stride) != (sizes.cmp_block, sizes.cmp_stride):

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
-from dynaxx.nn.cache import NativeCache
+from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.projection import ProjectedAttention
 from dynaxx.ops.indexer import IndexLoss, Precision, index_loss, index_tokens
 from dynaxx.ops.selected import selected_attention
@@ -109,7 +109,7 @@ class IndexedSparseAttention(ProjectedAttention):
         rotary: tuple[Tensor, Tensor] | None = None,
         *,
         cu_seqlens: CuSeqlens | None = None,
-        cache: NativeCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend, as `ProjectedAttention`; sequences of a batch, without a cache.
 
@@ -123,7 +123,7 @@ class IndexedSparseAttention(ProjectedAttention):
 
     @override
     def attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
         return self.attend_chosen(self._indexed, q, k, v, cu_seqlens)
 

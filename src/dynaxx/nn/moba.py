@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.nsa import NativeSizes
-from dynaxx.nn.cache import NativeCache
+from dynaxx.layout.nsa import NsaSizes
+from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.projection import ProjectedAttention
-from dynaxx.ops.nsa import compress, select_native
+from dynaxx.ops.nsa import compress, select_nsa
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected
 
@@ -35,14 +35,14 @@ class MixtureOfBlockAttention(ProjectedAttention):
         self, hidden_size: int, q_heads: int, kv_heads: int, *, block_size: int = 128, top_k: int = 8, **projection: Any
     ) -> None:
         super().__init__(hidden_size, q_heads, kv_heads, **projection)
-        self.sizes = NativeSizes(block_size, block_size, block_size, top_k, first_blocks=0, local_blocks=1)
+        self.sizes = NsaSizes(block_size, block_size, block_size, top_k, first_blocks=0, local_blocks=1)
 
     @override
     def attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
         spans, packed = pack(q, k, v, self.sizes, cu_seqlens, None)
         means = compress(packed.k, self.sizes, cu_seqlens=spans.ends_k)
-        indices = select_native(packed.q, means, None, spans, select_heads=self.q_heads, scale=self.scale)
+        indices = select_nsa(packed.q, means, None, spans, select_heads=self.q_heads, scale=self.scale)
         out, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, self.scale, "auto")
         return packed.unpack(out)

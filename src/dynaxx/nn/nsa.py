@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.nsa import NativeSizes
-from dynaxx.nn.cache import NativeCache
+from dynaxx.layout.nsa import NsaSizes
+from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.compression import COMPRESSIONS, Compression, MlpCompression
 from dynaxx.nn.projection import ProjectedAttention
 from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention
-from dynaxx.ops.nsa_decode import native_decode
+from dynaxx.ops.nsa_decode import nsa_decode
 
 EVEN_GATES = (0.5, 0.5, 0.5)  # for training from scratch
 DECODE_TOKENS = 8  # largest step that reads pages; longer steps run as a prompt
@@ -47,7 +47,7 @@ class NativeSparseAttention(ProjectedAttention):
         q_heads: int,
         kv_heads: int,
         *,
-        sizes: NativeSizes | None = None,
+        sizes: NsaSizes | None = None,
         compression: Literal["mean", "weighted", "mlp"] = "mlp",
         gate_init: tuple[float, float, float] = EVEN_GATES,
         **projection: Any,
@@ -57,7 +57,7 @@ class NativeSparseAttention(ProjectedAttention):
             raise ValueError(f"`compression` must be one of {tuple(COMPRESSIONS)}, got {compression!r}")
         if len(gate_init) != 3 or not all(0 < gate < 1 for gate in gate_init):
             raise ValueError(f"`gate_init` must be three numbers between 0 and 1, got {gate_init}")
-        self.sizes = NativeSizes() if sizes is None else sizes
+        self.sizes = NsaSizes() if sizes is None else sizes
         make = COMPRESSIONS[compression]
         self.compress_k = make(self.sizes.cmp_block, kv_heads, self.head_dim)
         self.compress_v = make(self.sizes.cmp_block, kv_heads, self.head_dim_v)
@@ -76,7 +76,7 @@ class NativeSparseAttention(ProjectedAttention):
 
     @override
     def attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
         gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
         if cache is not None and cu_seqlens is None and (q.shape[1] <= DECODE_TOKENS or not cache.even):
@@ -92,15 +92,15 @@ class NativeSparseAttention(ProjectedAttention):
             scale=self.scale,
         )
 
-    def _decode(self, q: Tensor, gates: Tensor, cache: NativeCache) -> Tensor:
+    def _decode(self, q: Tensor, gates: Tensor, cache: LayerCache) -> Tensor:
         blocks = cache.blocks() if q.shape[1] == 1 else None
         pages = cache.pages(self.sizes, self.compress_k.pooling, self.compress_v.pooling)
-        out, blocks = native_decode(q, pages, gates, block_indices=blocks, scale=self.scale)
+        out, blocks = nsa_decode(q, pages, gates, block_indices=blocks, scale=self.scale)
         cache.keep_blocks(blocks)
         return out
 
     def _compressed(
-        self, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+        self, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
         if cache is not None and cu_seqlens is None:
             return cache.compressed_views(self.sizes, self.compress_k.pooling, self.compress_v.pooling)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
-from dynaxx.nn.cache import NativeCache
+from dynaxx.nn.cache import LayerCache
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.pattern_library import number_of, pattern_attention
 from dynaxx.patterns.base import Causal, Pattern
@@ -98,7 +98,7 @@ class ProjectedAttention(nn.Module, ABC):
         rotary: Rotary | None = None,
         *,
         cu_seqlens: CuSeqlens | None = None,
-        cache: NativeCache | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -133,14 +133,14 @@ class ProjectedAttention(nn.Module, ABC):
 
     @abstractmethod
     def attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
         """Return (..., q_heads, head_dim_v) from projected and rotated q, k, v.
 
         If the sequences of the cache have equal lengths, k and v include its tokens.
         """
 
-    def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
+    def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: LayerCache | None) -> bool:
         """Return whether `torch.compile` can trace `attend` for these arguments; else the graph breaks there."""
         return False
 
@@ -168,7 +168,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     cu_seqlens: CuSeqlens | None,
-    cache: NativeCache | None,
+    cache: LayerCache | None,
 ) -> Tensor:
     if cache is not None:
         cache.append(k, v, cu_seqlens)

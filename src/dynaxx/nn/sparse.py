@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
-from dynaxx.nn.cache import NativeCache
+from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.projection import ProjectedAttention, attend_pattern
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns.base import Pattern
@@ -47,13 +47,13 @@ class SparseAttention(ProjectedAttention):
 
     @override
     def attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
         if cu_seqlens is not None:
             packed = packed_layout(self.pattern, cu_seqlens, block_size=self.block_size, device=q.device)
             return sparse_attention(q, k, v, packed, scale=self.scale)
         return attend_pattern(q, k, v, self.pattern, self.block_size, self.scale)
 
-    def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: NativeCache | None) -> bool:
+    def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: LayerCache | None) -> bool:
         """Return whether `torch.compile` can trace the call: a batch, whose layout depends on the lengths only."""
         return cu_seqlens is None and cache is None

@@ -13,15 +13,15 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.nsa import NativeSizes
-from dynaxx.nn.cache import NativeCache
+from dynaxx.layout.nsa import NsaSizes
+from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.projection import ProjectedAttention
-from dynaxx.ops.nsa import compress, select_native
+from dynaxx.ops.nsa import compress, select_nsa
 from dynaxx.ops.nsa_branches import compressed_attention
 from dynaxx.ops.packing import pack
 from dynaxx.ops.selected import attend_selected
 
-SWITCHABLE_SIZES = NativeSizes(slc_count=96, first_blocks=1, local_blocks=32)  # 1 sink, 32 local, 63 selected blocks
+SWITCHABLE_SIZES = NsaSizes(slc_count=96, first_blocks=1, local_blocks=32)  # 1 sink, 32 local, 63 selected blocks
 
 
 @typed
@@ -42,14 +42,14 @@ class SwitchableAttention(ProjectedAttention):
     """
 
     def __init__(
-        self, hidden_size: int, q_heads: int, kv_heads: int, *, sizes: NativeSizes | None = None, **projection: Any
+        self, hidden_size: int, q_heads: int, kv_heads: int, *, sizes: NsaSizes | None = None, **projection: Any
     ) -> None:
         super().__init__(hidden_size, q_heads, kv_heads, **projection)
         self.sizes = replace(sizes or SWITCHABLE_SIZES, pool="max")
 
     @override
     def attend(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: NativeCache | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
         spans, packed = pack(q, k, v, self.sizes, cu_seqlens, None)
         if max(b - a for a, b in pairwise(spans.ends_k)) <= self.sizes.slc_count * self.sizes.slc_block:
@@ -57,6 +57,6 @@ class SwitchableAttention(ProjectedAttention):
         with torch.no_grad():
             k_cmp = compress(packed.k, self.sizes, cu_seqlens=spans.ends_k)
             _, lse = compressed_attention(packed, k_cmp, k_cmp, spans, self.scale, "auto")
-            indices = select_native(packed.q, k_cmp, lse, spans, scale=self.scale)
+            indices = select_nsa(packed.q, k_cmp, lse, spans, scale=self.scale)
         out, _ = attend_selected(packed.q, packed.k, packed.v, indices, spans, self.scale, "auto")
         return packed.unpack(out)

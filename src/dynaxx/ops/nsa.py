@@ -15,7 +15,7 @@ from dynaxx.kernels.reference import nsa as definition
 from dynaxx.kernels.registry import NSA
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
-from dynaxx.layout.nsa import NativeSizes, NativeSpans
+from dynaxx.layout.nsa import NsaSizes, NsaSpans
 from dynaxx.ops.nsa_branches import (
     MixedBranches,
     compressed_attention,
@@ -33,7 +33,7 @@ FULL_ROWS = 1 << 19  # tokens * heads that fill a GPU; with half as many, a call
 
 
 @typed
-def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens | None = None) -> Tensor:
+def compression_windows(x: Tensor, sizes: NsaSizes, *, cu_seqlens: CuSeqlens | None = None) -> Tensor:
     """Gather the tokens behind each compressed token. Differentiable.
 
     Args:
@@ -56,7 +56,7 @@ def compression_windows(x: Tensor, sizes: NativeSizes, *, cu_seqlens: CuSeqlens 
 
 @typed
 def compress(
-    x: Tensor, sizes: NativeSizes, weight: Tensor | None = None, *, cu_seqlens: CuSeqlens | None = None
+    x: Tensor, sizes: NsaSizes, weight: Tensor | None = None, *, cu_seqlens: CuSeqlens | None = None
 ) -> Tensor:
     """Pool windows of tokens into compressed tokens, by their mean or a weighted sum. Differentiable.
 
@@ -81,7 +81,7 @@ def compress(
     return pooled if packed.batch is None else pooled.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
 
 
-def _pool(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
+def _pool(x: Tensor, weight: Tensor | None, spans: NsaSpans) -> Tensor:
     """Pool (tokens, heads, dim) to (compressed tokens, heads, dim); in one kernel if possible."""
     pooling = NSA.kernels(nsa_backend(x, x, x, spans.sizes.slc_block, "auto")).pooling
     if spans.uniform is not None and pooling is not None:
@@ -93,7 +93,7 @@ def _pool(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, spans: NativeSpans, kernels: Pooling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, spans: NsaSpans, kernels: Pooling) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.spans, ctx.kernels = spans, kernels
         return kernels.pool_forward(x, weight, spans)
@@ -106,11 +106,11 @@ class _Pool(torch.autograd.Function):
 
 @typed
 @torch.no_grad()
-def select_native(
+def select_nsa(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor | None,
-    spans: NativeSpans,
+    spans: NsaSpans,
     *,
     select_heads: int | None = None,
     scale: float | None = None,
@@ -124,7 +124,7 @@ def select_native(
         lse: (q_heads, tokens), log-sum-exp of the attention to compressed tokens. May be None to rank blocks by
             q @ k_cmp itself, if each compressed token is one block (cmp_block = cmp_stride = slc_block) and every q
             head selects for itself.
-        spans: `native_spans` of the lengths; its sizes define how many blocks are selected and which are forced.
+        spans: `nsa_spans` of the lengths; its sizes define how many blocks are selected and which are forced.
         select_heads: number of heads that select independently, each for a group of q heads; kv_heads by default.
         scale: softmax scale, default head_dim ** -0.5.
         backend: as for `selected_attention`.
@@ -160,7 +160,7 @@ def native_sparse_attention(
     v: Tensor,
     compressed: tuple[Tensor, Tensor],
     gates: Tensor,
-    sizes: NativeSizes,
+    sizes: NsaSizes,
     *,
     cu_seqlens_q: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
@@ -221,13 +221,13 @@ def _kv_heads_at_once(q: Tensor, k: Tensor, *others: Tensor) -> int:
     return max(1, FULL_ROWS // max(1, q.shape[0]))
 
 
-def _three_branches(inputs: tuple[Tensor, ...], spans: NativeSpans, scale: float, backend: str) -> Tensor:
+def _three_branches(inputs: tuple[Tensor, ...], spans: NsaSpans, scale: float, backend: str) -> Tensor:
     """Return out (T, Hq, E) of packed q, k, v, k_cmp, v_cmp and gates."""
     q, k, v, k_cmp, v_cmp, gates = inputs
     packed = Packed(q, k, v, None)
     with torch.no_grad():
         out_cmp, lse = compressed_attention(packed, k_cmp, v_cmp, spans, scale, backend)
-    indices = select_native(packed.q, k_cmp, lse, spans, scale=scale, backend=backend)
+    indices = select_nsa(packed.q, k_cmp, lse, spans, scale=scale, backend=backend)
     name = nsa_backend(q, k, v, spans.sizes.slc_block, backend)
     kernels = NSA.kernels(name)
     if kernels.fused is not None and q.shape[0] and k.shape[0]:

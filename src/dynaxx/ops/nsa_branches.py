@@ -18,7 +18,7 @@ from dynaxx.kernels.contract import FusedBranches, Gating
 from dynaxx.kernels.reference import nsa as definition
 from dynaxx.kernels.registry import NSA
 from dynaxx.layout import BlockLayout, pack_layouts
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.dispatch import backend_for, load_backend
 from dynaxx.ops.packing import Packed
@@ -30,7 +30,7 @@ LAYOUT_BLOCK = {"cpu": 64}  # block size by device type; 128 for all others
 
 
 def compressed_attention(
-    packed: Packed, k_cmp: Tensor, v_cmp: Tensor, spans: NativeSpans, scale: float, backend: str
+    packed: Packed, k_cmp: Tensor, v_cmp: Tensor, spans: NsaSpans, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) and lse (Hq, T) of attention to the compressed tokens."""
     return _attend(
@@ -38,7 +38,7 @@ def compressed_attention(
     )
 
 
-def compressed_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
+def compressed_layout(spans: NsaSpans, block_size: int) -> BlockLayout:
     """Return the layout of queries over compressed tokens, cached with the spans; equal sequences share one."""
     sizes, alike = spans.sizes, spans.uniform
     build = lambda queries, keys: Compressed(sizes.cmp_block, sizes.cmp_stride, keys - queries).layout(
@@ -65,7 +65,7 @@ def recorded(
     v: Tensor,
     results: tuple[Tensor, Tensor],
     layout: BlockLayout,
-    spans: NativeSpans,
+    spans: NsaSpans,
     scale: float,
     backend: str,
 ) -> Tensor:
@@ -115,13 +115,13 @@ class Recorded(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def window_attention(packed: Packed, spans: NativeSpans, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+def window_attention(packed: Packed, spans: NsaSpans, scale: float, backend: str) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) and lse (Hq, T) of attention to the last `window` keys."""
     layout = window_layout(spans, layout_block(packed.q))
     return _attend(packed.q, packed.k, packed.v, layout, spans.uniform, scale, backend)
 
 
-def window_layout(spans: NativeSpans, block_size: int) -> BlockLayout:
+def window_layout(spans: NsaSpans, block_size: int) -> BlockLayout:
     """Return the layout of queries over the window's keys; equal sequences share one."""
     alike, window = spans.uniform, SlidingWindow(spans.sizes.window)
     if alike is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.kernels.contract import NsaDecodeKernels
 from dynaxx.kernels.scale import softmax_scale
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.paging.compressed import CompressedPages
 from dynaxx.layout.paging.pages import SCALED_DTYPES
@@ -26,8 +26,8 @@ Pooling = None | Tensor | Callable[[Tensor], Tensor]
 WINDOWS_AT_ONCE = 4096  # windows that one pass compresses, over all sequences
 
 
-class NativeDecodeOutput(NamedTuple):
-    """Result of `native_decode`.
+class NsaDecodeOutput(NamedTuple):
+    """Result of `nsa_decode`.
 
     Attributes:
         out: (batch, seqlen_q, q_heads, head_dim_v) in q's dtype.
@@ -42,14 +42,14 @@ class NativeDecodeOutput(NamedTuple):
 @torch.no_grad()
 def compress_pages(
     cache: PagedCache,
-    sizes: NativeSizes | None = None,
+    sizes: NsaSizes | None = None,
     compress_k: Pooling = None,
     compress_v: Pooling = None,
     *,
     new_tokens: int | None = None,
     backend: str = "auto",
 ) -> PagedCache:
-    """Create the compressed tokens that `native_decode` needs, or update those of a cache.
+    """Create the compressed tokens that `nsa_decode` needs, or update those of a cache.
 
     A window is compressed once its last key is in the cache. Compressing a window again gives the same result, so a
     call may cover more tokens than are new. Call this function after writing keys and before the step that reads them.
@@ -64,7 +64,7 @@ def compress_pages(
         compress_v: how windows of values become tokens, like `compress_k`.
         new_tokens: upper bound for the number of keys that were appended or rewritten at the end of any sequence since
             the last call; None: compress all windows, including pages of a prefix that another sequence compressed.
-        backend: as for `native_decode`.
+        backend: as for `nsa_decode`.
 
     Returns:
         The cache with its compressed tokens.
@@ -113,7 +113,7 @@ def _pooled(windows: Tensor, how: Pooling) -> Tensor:
 
 @typed
 @torch.no_grad()
-def native_decode(
+def nsa_decode(
     q: Tensor,
     cache: PagedCache,
     gates: Tensor,
@@ -121,7 +121,7 @@ def native_decode(
     block_indices: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
-) -> NativeDecodeOutput:
+) -> NsaDecodeOutput:
     """Attend like `native_sparse_attention` from the last tokens of each sequence to a paged cache.
 
     The result is exact by default: each query selects blocks by its own attention to compressed tokens. Passing the
@@ -160,7 +160,7 @@ def native_decode(
     q, cache = _one_query_each(q, cache)
     kept = None if block_indices is None else block_indices.flatten(0, 1)
     out, blocks = kernels.record_or_replay(_step, cache, (q, gates.flatten(0, 1), kept), kernels, scale, backend)
-    return NativeDecodeOutput(out.unflatten(0, (-1, steps)), blocks.unflatten(0, (-1, steps)))
+    return NsaDecodeOutput(out.unflatten(0, (-1, steps)), blocks.unflatten(0, (-1, steps)))
 
 
 def _step(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.layout.entries import has_duplicates
-from dynaxx.layout.nsa import NativeSizes, NativeSpans, native_spans
+from dynaxx.layout.nsa import NsaSizes, NsaSpans, nsa_spans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.checks import DTYPES, looks_at_values
 
@@ -30,8 +30,8 @@ class Packed:
 
 
 def pack(
-    q: Tensor, k: Tensor, v: Tensor, sizes: NativeSizes, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None
-) -> tuple[NativeSpans, Packed]:
+    q: Tensor, k: Tensor, v: Tensor, sizes: NsaSizes, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None
+) -> tuple[NsaSpans, Packed]:
     """Check that q, k and v match each other, and pack their sequences.
 
     Raises:
@@ -69,7 +69,7 @@ def pack(
         raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
     else:
         packed = Packed(q, k, v, None)
-    spans = native_spans(sizes, ends_q, ends_k, device=q.device)
+    spans = nsa_spans(sizes, ends_q, ends_k, device=q.device)
     if (spans.ends_q[-1], spans.ends_k[-1]) != (packed.q.shape[0], packed.k.shape[0]):
         raise ValueError(
             f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {packed.q.shape[0]} and "
@@ -78,7 +78,7 @@ def pack(
     return spans, packed
 
 
-def check_indices(block_indices: Tensor, packed: Packed, spans: NativeSpans) -> Tensor:
+def check_indices(block_indices: Tensor, packed: Packed, spans: NsaSpans) -> Tensor:
     """Check block indices of a batch or of packed queries; their values only on a CPU or with DYNAXX_DEBUG=1.
 
     Returns:

@@ -17,7 +17,7 @@ from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.registry import NSA, TOKENS
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
-from dynaxx.layout.nsa import NativeSizes, NativeSpans
+from dynaxx.layout.nsa import NsaSizes, NsaSpans
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.layout.tokens import TOKEN_BLOCKS, TokenSpans
 from dynaxx.ops.attention import SparseAttentionOutput
@@ -91,12 +91,12 @@ def selected_attention(
     return SparseAttentionOutput(out, lse)
 
 
-def _sizes(block_indices: Tensor, block_size: int) -> NativeSizes:
+def _sizes(block_indices: Tensor, block_size: int) -> NsaSizes:
     """Return sizes that lay out the sequences; of blocks that are no blocks of NSA, lengths alone matter."""
     if block_size not in BLOCK_SIZES:
-        return NativeSizes(16, 16, 16, 1, 0, 0)
+        return NsaSizes(16, 16, 16, 1, 0, 0)
     count = block_indices.shape[-1] if block_indices.ndim else 0
-    return NativeSizes(block_size, block_size, block_size, max(1, count), 0, 0)
+    return NsaSizes(block_size, block_size, block_size, max(1, count), 0, 0)
 
 
 def _goes_by_token(k: Tensor, block_indices: Tensor, block_size: int) -> bool:
@@ -134,7 +134,7 @@ def nsa_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> AttentionPr
 
 
 def attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spans: NativeSpans, scale: float, backend: str
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spans: NsaSpans, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Choose a backend and call it on packed, checked inputs; return out (T, Hq, E) and lse (Hq, T)."""
     name = nsa_backend(q, k, v, spans.sizes.slc_block, backend)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.reference.nsa import selected_mask
-from dynaxx.layout.nsa import NativeSizes, NativeSpans, native_spans
+from dynaxx.layout.nsa import NsaSizes, NsaSpans, nsa_spans
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing.cases import make_qkv
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
@@ -27,7 +27,7 @@ class SelectedCase:
     k: Tensor
     v: Tensor
     block_indices: Tensor  # (tokens_q, select_heads, slots) int32
-    spans: NativeSpans
+    spans: NsaSpans
     label: str
 
     def to_dense(self) -> Tensor:
@@ -82,7 +82,7 @@ def random_selected_case(
     head_dim = rng.choice(head_dims)
     head_dim_v = head_dim if rng.random() < 0.7 else rng.choice(head_dims)
     heads = kv_heads if rng.random() < 0.7 else kv_heads * rng.choice([n for n in (1, 2, 3, group) if group % n == 0])
-    spans = native_spans(NativeSizes(block, block, block, count, 0, 0), ends_q, ends_k, device=device)
+    spans = nsa_spans(NsaSizes(block, block, block, count, 0, 0), ends_q, ends_k, device=device)
     indices = random_block_indices(rng, spans, heads, count, overlap=rng.choice((0.0, 0.8)))
     q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], group * kv_heads, kv_heads, head_dim, head_dim_v,
                        dtype=dtype, device=device, seed=seed)  # fmt: skip
@@ -93,9 +93,7 @@ def random_selected_case(
     return SelectedCase(q, k, v, indices.to(device), spans, label)
 
 
-def random_block_indices(
-    rng: random.Random, spans: NativeSpans, heads: int, count: int, overlap: float = 0.0
-) -> Tensor:
+def random_block_indices(rng: random.Random, spans: NsaSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:
     """Draw blocks of each query's own sequence, in any order with empty slots: (tokens_q, heads, count) int32.
 
     Args:

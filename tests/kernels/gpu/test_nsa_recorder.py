@@ -15,11 +15,11 @@ import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.runtime import launch_cache  # noqa: E402
 from dynaxx.kernels.triton import support  # noqa: E402
 from dynaxx.ops import decode_checks, decode_dispatch  # noqa: E402
-from dynaxx.ops import nsa_decode as native_decode  # noqa: E402
+from dynaxx.ops import nsa_decode as nsa_decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-SIZES = dx.NativeSizes(slc_count=4, window=70)
+SIZES = dx.NsaSizes(slc_count=4, window=70)
 
 
 def inputs(seed=0, batch=3, page_size=64, steps=1, weighted=False):
@@ -36,7 +36,7 @@ def inputs(seed=0, batch=3, page_size=64, steps=1, weighted=False):
 
 def step(cache, q, gates, weight, blocks=None):
     dx.compress_pages(cache, compress_k=weight, compress_v=weight, new_tokens=1, backend="triton")
-    return dx.native_decode(q, cache, gates, block_indices=blocks, backend="triton")
+    return dx.nsa_decode(q, cache, gates, block_indices=blocks, backend="triton")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def kept(monkeypatch):
 
 def steps_in(kept):
     """Return how many launches the recording of each kind of step has."""
-    return [len(known.launches) for (call, *_), known in kept.items() if call is native_decode._step]
+    return [len(known.launches) for (call, *_), known in kept.items() if call is nsa_decode._step]
 
 
 @launches_directly

@@ -8,15 +8,15 @@ import torch
 
 import dynaxx as dx
 from dynaxx.kernels.registry import NSA
-from dynaxx.layout.nsa import NativeSizes, native_spans
-from dynaxx.ops import nsa as native
-from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention, select_native
+from dynaxx.layout.nsa import NsaSizes, nsa_spans
+from dynaxx.ops import nsa
+from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention, select_nsa
 from dynaxx.ops.selected import nsa_problem, selected_attention
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.testing.nsa import random_selected_case
 from nsa_oracle import nsa_oracle, windows_of
 
-SMALL = NativeSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=13)
+SMALL = NsaSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=13)
 
 
 def random_sizes(rng):
@@ -24,7 +24,7 @@ def random_sizes(rng):
     stride = rng.choice([size for size in (2, 4, 8, 16, 32) if size <= slc_block])
     cmp_block = rng.choice([size for size in (stride, 2 * stride, 4 * stride, 3 * stride) if size <= slc_block])
     first, local, more = rng.choice((0, 1, 2)), rng.choice((0, 1, 2)), rng.choice((0, 1, 3))
-    return NativeSizes(
+    return NsaSizes(
         cmp_block, stride, slc_block, max(1, first + local + more), first, local, rng.choice((1, 20, 70)),
         rng.choice(("sum", "max")),
     )  # fmt: skip
@@ -51,13 +51,13 @@ def test_the_definition_is_the_paper(seed):
         q[None], k[None], v[None], tuple(x[None] for x in compressed), gates[None], sizes, scale=0.3
     )
     assert torch.allclose(got[0], want, atol=1e-12)
-    spans = native_spans(sizes, (0, tokens_q), (0, tokens_k))
+    spans = nsa_spans(sizes, (0, tokens_q), (0, tokens_k))
     layout = Compressed(sizes.cmp_block, sizes.cmp_stride, tokens_k - tokens_q).layout(
         tokens_q, spans.ends_cmp[-1], causal=False, block_size=16
     )
     views = [x[None] for x in (q, *compressed)]
     lse = dx.sparse_attention(*views, layout, scale=0.3, return_lse=True).lse[0]
-    for row, mine in zip(select_native(q, compressed[0], lse, spans, scale=0.3).tolist(), chosen, strict=True):
+    for row, mine in zip(select_nsa(q, compressed[0], lse, spans, scale=0.3).tolist(), chosen, strict=True):
         assert [[j for j in some if j >= 0] for some in row] == mine
 
 
@@ -90,7 +90,7 @@ def test_a_few_kv_heads_at_a_time(monkeypatch):
     want = run()
     do = torch.randn_like(want)
     grads = torch.autograd.grad(want, wide, do)
-    monkeypatch.setattr(native, "_kv_heads_at_once", lambda *args: wide[1].shape[2] - 1)
+    monkeypatch.setattr(nsa, "_kv_heads_at_once", lambda *args: wide[1].shape[2] - 1)
     got = run()
     assert torch.allclose(got, want, atol=1e-6)
     for one, other in zip(torch.autograd.grad(got, wide, do), grads, strict=True):
@@ -159,12 +159,12 @@ def test_a_row_that_sees_nothing(name):
 
 def test_moba_ranks_by_the_logits():
     """Without lse, each q head selects the blocks whose mean keys have the largest scores, and its own block."""
-    sizes = NativeSizes(16, 16, 16, 3, first_blocks=0, local_blocks=1)
+    sizes = NsaSizes(16, 16, 16, 3, first_blocks=0, local_blocks=1)
     q, k = torch.randn(70, 4, 8, dtype=torch.float64), torch.randn(70, 2, 8, dtype=torch.float64)
-    spans = native_spans(sizes, (0, 70))
+    spans = nsa_spans(sizes, (0, 70))
     means = windows_of(k, sizes).mean(1)
     for dtype in (torch.float32, torch.float64):
-        got = select_native(q.to(dtype), means.to(dtype), None, spans, select_heads=4)
+        got = select_nsa(q.to(dtype), means.to(dtype), None, spans, select_heads=4)
         for t in range(70):
             for h in range(4):
                 past = (means[: t // 16, h // 2] @ q[t, h]).argsort(descending=True)[:2].tolist()
@@ -196,7 +196,7 @@ def test_compression():
 )
 def test_bad_sizes(changes, words):
     with pytest.raises(ValueError, match=words):
-        NativeSizes(**changes)
+        NsaSizes(**changes)
 
 
 def test_hopper_leaves_wide_heads_to_triton():
@@ -253,7 +253,7 @@ def test_nothing_to_do():
 def test_memory_and_speed_do_not_need_queries_by_keys():
     """For 16k queries, the definition would allocate 16k x 16k scores per head."""
     q, k = torch.randn(1, 16384, 2, 8), torch.randn(1, 16384, 1, 8)
-    sizes = NativeSizes(32, 32, 128, 4, 1, 1, window=64)
+    sizes = NsaSizes(32, 32, 128, 4, 1, 1, window=64)
     out = native_sparse_attention(q, k, k, (compress(k, sizes),) * 2, torch.rand(1, 16384, 2, 3), sizes)
     assert out.isfinite().all()
 

@@ -19,13 +19,13 @@ SEEDS = 8 if BACKEND == "cpu" else 2
 
 def random_sizes(rng):
     if DEVICE == "cuda":  # two kinds only, because each is compiled
-        return rng.choice((dx.NativeSizes(window=70, slc_count=4), dx.NativeSizes(24, 8, 32, 3, 1, 0, 20, "max")))
+        return rng.choice((dx.NsaSizes(window=70, slc_count=4), dx.NsaSizes(24, 8, 32, 3, 1, 0, 20, "max")))
     slc_block = rng.choice((16, 32, 64))
     stride = rng.choice([size for size in (4, 8, 16) if size <= slc_block])
     cmp_block = rng.choice([size for size in (stride, 2 * stride, 3 * stride) if size <= slc_block])
     first, local, more = rng.choice((0, 1, 2)), rng.choice((0, 1, 2)), rng.choice((0, 1, 3))
     count, window = max(1, first + local + more), rng.choice((1, 20, 70))
-    return dx.NativeSizes(cmp_block, stride, slc_block, count, first, local, window, rng.choice(("sum", "max")))
+    return dx.NsaSizes(cmp_block, stride, slc_block, count, first, local, window, rng.choice(("sum", "max")))
 
 
 def paged(rng, sizes, lengths, k, v):
@@ -92,7 +92,7 @@ def test_each_step_is_the_training_forward(group):
         dx.compress_pages(cache, sizes, how, how, new_tokens=1, backend=BACKEND)
         at = [int(n) - 1 for n in cache.seqused_k]
         pick = lambda parts: torch.stack([x[t] for x, t in zip(parts, at, strict=True)])[:, None].to(DEVICE)  # noqa: B023
-        out, blocks = dx.native_decode(pick(q), cache, pick(gates), scale=0.3, backend=BACKEND)
+        out, blocks = dx.nsa_decode(pick(q), cache, pick(gates), scale=0.3, backend=BACKEND)
         assert torch.allclose(out, pick(want), atol=2e-5), (at, sizes)
         assert blocks.shape == (len(lengths), 1, k[0].shape[1], sizes.slc_count)
 
@@ -103,7 +103,7 @@ def test_several_queries_at_once(seed):
     steps = min(5, *lengths)
     cache = dx.compress_pages(paged(rng, sizes, lengths, k, v), sizes, how, how, backend=BACKEND)
     last = lambda parts: torch.stack([x[-steps:] for x in parts]).to(DEVICE)
-    out = dx.native_decode(last(q), cache, last(gates), scale=0.3, backend=BACKEND).out
+    out = dx.nsa_decode(last(q), cache, last(gates), scale=0.3, backend=BACKEND).out
     assert torch.allclose(out, last(want), atol=2e-5)
 
 
@@ -122,14 +122,14 @@ def test_a_contiguous_cache(seed):
     cache = dx.compress_pages(cache, sizes, backend=BACKEND)
     pooled = dx.compress(k, sizes), dx.compress(v, sizes)
     want = dx.native_sparse_attention(q, k, v, pooled, gates, sizes, backend="reference")
-    assert torch.allclose(dx.native_decode(q, cache, gates, backend=BACKEND).out, want, atol=2e-5)
+    assert torch.allclose(dx.nsa_decode(q, cache, gates, backend=BACKEND).out, want, atol=2e-5)
     with pytest.raises(ValueError, match="page table"):
-        dx.native_decode(q.expand(-1, 2, -1, -1), cache, gates.expand(-1, 2, -1, -1), backend=BACKEND)
+        dx.nsa_decode(q.expand(-1, 2, -1, -1), cache, gates.expand(-1, 2, -1, -1), backend=BACKEND)
 
 
 def test_a_fork_shares_whole_pages():
     """Two sequences share a prefix; its last page and compressed tokens are copied, and they continue differently."""
-    sizes = dx.NativeSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     prefix, more, heads = 40, 10 if INTERPRETED else 30, 2  # past the end of the copied page
     draw = lambda n, width=16: torch.randn(n, heads, width)
     k, v = draw(prefix), draw(prefix)
@@ -155,7 +155,7 @@ def test_a_fork_shares_whole_pages():
             cache.k[where], cache.v[where] = own_k[b][at].to(DEVICE), own_v[b][at].to(DEVICE)
         used += 1
         dx.compress_pages(cache, new_tokens=1, backend=BACKEND)
-        got = dx.native_decode(q[:, at, None].to(DEVICE), cache, gates[:, at, None].to(DEVICE), backend=BACKEND).out
+        got = dx.nsa_decode(q[:, at, None].to(DEVICE), cache, gates[:, at, None].to(DEVICE), backend=BACKEND).out
         for b in range(2):
             x, y = own_k[b][None, : at + 1], own_v[b][None, : at + 1]
             pooled = dx.compress(x, sizes), dx.compress(y, sizes)
@@ -167,16 +167,16 @@ def test_a_fork_shares_whole_pages():
 
 def test_blocks_of_an_earlier_step():
     """Earlier blocks with the current forced blocks; selected again, they are exact."""
-    sizes = dx.NativeSizes(16, 8, 16, 4, 1, 1, window=20)
+    sizes = dx.NsaSizes(16, 8, 16, 4, 1, 1, window=20)
     k, v = torch.randn(200, 2, 16), torch.randn(200, 2, 16)
     cache = dx.compress_pages(paged(random.Random(0), sizes, [200], [k], [v]), sizes, backend=BACKEND)
     q, gates = torch.randn(1, 1, 4, 16).to(DEVICE), torch.rand(1, 1, 4, 3).to(DEVICE)
     cache.seqused_k.fill_(190)
-    then = dx.native_decode(q, cache, gates, backend=BACKEND).block_indices
-    same = dx.native_decode(q, cache, gates, block_indices=then, backend=BACKEND)
-    torch.testing.assert_close(same.out, dx.native_decode(q, cache, gates, backend=BACKEND).out)
+    then = dx.nsa_decode(q, cache, gates, backend=BACKEND).block_indices
+    same = dx.nsa_decode(q, cache, gates, block_indices=then, backend=BACKEND)
+    torch.testing.assert_close(same.out, dx.nsa_decode(q, cache, gates, backend=BACKEND).out)
     cache.seqused_k.fill_(200)  # one block later
-    now = dx.native_decode(q, cache, gates, block_indices=then, backend=BACKEND)
+    now = dx.nsa_decode(q, cache, gates, block_indices=then, backend=BACKEND)
     for head in range(2):
         kept = {int(j) for j in then[0, 0, head] if j >= 0} | {12}
         assert {int(j) for j in now.block_indices[0, 0, head] if j >= 0} == kept
@@ -184,7 +184,7 @@ def test_blocks_of_an_earlier_step():
                  for row in now.block_indices[0, 0]]  # fmt: skip
     only = torch.zeros_like(gates)
     only[..., 1] = 1
-    alone = dx.native_decode(q, cache, only, block_indices=then, backend=BACKEND).out[0, 0].cpu()
+    alone = dx.nsa_decode(q, cache, only, block_indices=then, backend=BACKEND).out[0, 0].cpu()
     for head in range(4):
         keys = mask_keys[head // 2]
         weights = (k[keys, head // 2] @ q[0, 0, head].cpu() / 4).softmax(0)
@@ -192,36 +192,36 @@ def test_blocks_of_an_earlier_step():
 
 
 def test_saved_and_copied():
-    sizes = dx.NativeSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     k, v = torch.randn(60, 2, 16), torch.randn(60, 2, 16)
     cache = dx.compress_pages(paged(random.Random(0), sizes, [60], [k], [v]), sizes, backend=BACKEND)
     q, gates = torch.randn(1, 1, 4, 16).to(DEVICE), torch.rand(1, 1, 4, 3).to(DEVICE)
     again = copy.deepcopy(cache)
-    want = dx.native_decode(q, cache, gates, backend=BACKEND).out
+    want = dx.nsa_decode(q, cache, gates, backend=BACKEND).out
     cache.k.zero_()
-    assert torch.equal(dx.native_decode(q, again, gates, backend=BACKEND).out, want)
+    assert torch.equal(dx.nsa_decode(q, again, gates, backend=BACKEND).out, want)
 
 
 def test_no_keys_and_no_sequences():
-    sizes = dx.NativeSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     for batch in (0, 2):
         pool = torch.full((4, 16, 2, 16), torch.nan, device=DEVICE)
         used = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
         cache = dx.PagedCache(pool, pool, used, torch.full((batch, 2), -1, dtype=torch.int32, device=DEVICE))
         cache = dx.compress_pages(cache, sizes, backend=BACKEND)
         q, gates = torch.randn(batch, 1, 4, 16, device=DEVICE), torch.rand(batch, 1, 4, 3, device=DEVICE)
-        out, blocks = dx.native_decode(q, cache, gates, backend=BACKEND)
+        out, blocks = dx.nsa_decode(q, cache, gates, backend=BACKEND)
         assert (out == 0).all()
         assert (blocks == -1).all()
 
 
 def test_bad_arguments():
-    sizes = dx.NativeSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     k = torch.randn(1, 32, 2, 16)
     cache = dx.PagedCache.contiguous(k, k, page_size=16)
     q, gates = torch.randn(1, 1, 4, 16), torch.rand(1, 1, 4, 3)
     with pytest.raises(ValueError, match="compressed tokens"):
-        dx.native_decode(q, cache, gates)
+        dx.nsa_decode(q, cache, gates)
     with pytest.raises(ValueError, match="needs `sizes`"):
         dx.compress_pages(cache)
     with pytest.raises(ValueError, match="must divide slc_block"):
@@ -234,9 +234,9 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="must keep cmp_block"):
         dx.compress_pages(made, replace(sizes, cmp_block=8))
     with pytest.raises(ValueError, match="`gates` must be"):
-        dx.native_decode(q, made, gates[..., :2])
+        dx.nsa_decode(q, made, gates[..., :2])
     with pytest.raises(ValueError, match="`block_indices` must be"):
-        dx.native_decode(q, made, gates, block_indices=torch.zeros(1, 2, 3, dtype=torch.int32))
+        dx.nsa_decode(q, made, gates, block_indices=torch.zeros(1, 2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="match this cache"):
         replace(made, k=k[..., :8], v=k[..., :8])
 
@@ -246,7 +246,7 @@ def test_bad_arguments():
 @pytest.mark.parametrize("heads", [(64, 4), (32, 8), (8, 8)])
 def test_a_captured_step_follows_the_lengths(heads):
     """bf16 and the paper's sizes against fp64 over the same blocks."""
-    sizes, pages = dx.NativeSizes(), 64
+    sizes, pages = dx.NsaSizes(), 64
     q_heads, kv_heads = heads
     draw = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
     k, v, q = draw(2 * pages, 64, kv_heads, 128), draw(2 * pages, 64, kv_heads, 128), draw(2, 1, q_heads, 128)
@@ -257,7 +257,7 @@ def test_a_captured_step_follows_the_lengths(heads):
 
     def step():
         dx.compress_pages(cache, new_tokens=1)
-        return dx.native_decode(q, cache, gates)
+        return dx.nsa_decode(q, cache, gates)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -270,8 +270,8 @@ def test_a_captured_step_follows_the_lengths(heads):
             cache, k=k.double(), v=v.double(),
             compressed=replace(cache.compressed, k=cache.compressed.k.double(), v=cache.compressed.v.double()),
         )  # fmt: skip
-        exact = dx.native_decode(q.double(), wide, gates.double(), block_indices=blocks, backend="reference").out
+        exact = dx.nsa_decode(q.double(), wide, gates.double(), block_indices=blocks, backend="reference").out
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
-        mine = dx.native_decode(q.double(), wide, gates.double(), backend="reference").block_indices
+        mine = dx.nsa_decode(q.double(), wide, gates.double(), backend="reference").block_indices
         differs = (mine.sort(-1).values != blocks.sort(-1).values).float().mean()
         assert differs < 0.2  # because of near ties

@@ -99,7 +99,7 @@ def test_two_runs_agree_bit_for_bit():
 @pytest.mark.parametrize("group", [16, 4])
 def test_a_cuda_graph_repeats_a_step_bit_for_bit(group):
     """Run everything, forward and backward; a capture fails if anything waits for the GPU."""
-    sizes, tokens = dx.NativeSizes(32, 16, 64, 4), 700
+    sizes, tokens = dx.NsaSizes(32, 16, 64, 4), 700
     draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
     leaves = [draw(group, 64), draw(1, 64), draw(1, 64), draw(group, 3)]
 
@@ -143,11 +143,11 @@ def test_explain_says_which_schedule(q_heads, words):
 )
 def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype, dim, block, monkeypatch):
     """Also without gradients. The budget of `out` is its own rounding, plus that of the selected branch."""
-    from dynaxx.kernels.hopper.nsa import operators as native
+    from dynaxx.kernels.hopper.nsa import operators as nsa
     from dynaxx.kernels.hopper.nsa.operators import HopperSelectedPlan
 
     monkeypatch.setattr(HopperSelectedPlan, "attends_window", False)
-    sizes, tokens = dx.NativeSizes(slc_block=block, slc_count=5, window=100), 777
+    sizes, tokens = dx.NsaSizes(slc_block=block, slc_count=5, window=100), 777
     draw = lambda *shape: torch.randn(1, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
     q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]
     do = torch.randn_like(q)
@@ -160,7 +160,7 @@ def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype,
         return out.detach(), torch.autograd.grad(out, leaves, do)
 
     mixed, grads = step()
-    monkeypatch.setattr(native, "fused", None)
+    monkeypatch.setattr(nsa, "fused", None)
     apart, grads_apart = step()
     rounding = torch.finfo(dtype).eps * (apart.abs().amax() + gates.abs().amax() * v.abs().amax())
     assert (mixed - apart).abs().amax() <= rounding
@@ -171,9 +171,9 @@ def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype,
 @pytest.mark.parametrize(("group", "dtype", "dim"), [(16, torch.bfloat16, 128), (8, torch.float16, 64)])
 def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
     """One pass for the compressed branch and the window, or for one of them; both orders of adding to dq."""
-    from dynaxx.kernels.hopper.nsa import backward as native_backward
+    from dynaxx.kernels.hopper.nsa import backward as nsa_backward
 
-    sizes, tokens = dx.NativeSizes(slc_count=5, window=100), 4500
+    sizes, tokens = dx.NsaSizes(slc_count=5, window=100), 4500
     draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
     q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]
     do = torch.randn_like(q)
@@ -181,7 +181,7 @@ def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
 
     def run(*keys):
         """Force one pass for branches with this many keys."""
-        monkeypatch.setattr(native_backward, "in_one_pass", lambda q, k, layout: k.shape[1] in keys)
+        monkeypatch.setattr(nsa_backward, "in_one_pass", lambda q, k, layout: k.shape[1] in keys)
         return torch.autograd.grad(out, leaves, do, retain_graph=True)
 
     apart = run()
@@ -209,7 +209,7 @@ def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
 def test_the_window_beside_selected_blocks(group, dtype, dim, block, window, growth, lengths_q, lengths_k):
     """Test the window alone, with zero gates for the other branches. Scores grow by `step` from key to key."""
     ends_q, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (lengths_q, lengths_k))
-    sizes = dx.NativeSizes(slc_block=block, slc_count=4, window=window)
+    sizes = dx.NsaSizes(slc_block=block, slc_count=4, window=window)
     q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], 2 * group, 2, dim, dim, dtype=dtype, device="cuda", seed=window)
     if growth:
         q[..., 0], k[..., 0] = dim**0.5, growth * torch.arange(k.shape[1], device="cuda")[:, None]

@@ -12,8 +12,8 @@ import torch
 from dynaxx.kernels.gpu.nsa import selected as shared
 from dynaxx.kernels.gpu.nsa.query_unions import unions
 from dynaxx.kernels.reference import nsa as definition
-from dynaxx.kernels.triton.nsa import operators as native
-from dynaxx.layout.nsa import NativeSizes, native_spans
+from dynaxx.kernels.triton.nsa import operators as nsa
+from dynaxx.layout.nsa import NsaSizes, nsa_spans
 from dynaxx.ops.nsa import compress, native_sparse_attention
 from dynaxx.testing import make_qkv
 from dynaxx.testing.nsa import random_selected_case
@@ -53,18 +53,18 @@ def selection_case(seed, dtype=torch.float32, lengths=(0, 1, 40, 77), head_dim=1
     rng = random.Random(seed)
     per_token, per_block = rng.choice(((1, 1), (1, 2), (2, 4), (4, 4), (1, 4)))
     pool = ("sum", "max")[seed % 2]
-    sizes = sizes or NativeSizes(16 // per_block * per_token, 16 // per_block, 16, rng.choice((3, 5)), 1, 1, pool=pool)
+    sizes = sizes or NsaSizes(16 // per_block * per_token, 16 // per_block, 16, rng.choice((3, 5)), 1, 1, pool=pool)
     seqlens = [rng.choice(lengths) for _ in range(rng.choice((1, 3)))]
     longer = [n + rng.choice((0, 30)) for n in seqlens]
     ends, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (seqlens, longer))
-    spans = native_spans(sizes, ends, ends_k, device=DEVICE)
+    spans = nsa_spans(sizes, ends, ends_k, device=DEVICE)
     group, kv_heads = rng.choice((1, 2, 3, 16)), rng.choice((1, 2))
     q, k, _ = make_qkv(1, ends[-1], spans.ends_cmp[-1], group * kv_heads, kv_heads, head_dim,
                        dtype=dtype, device=DEVICE, seed=seed)  # fmt: skip
     return q[0], k[0], spans, kv_heads
 
 
-def check_selection(q, k, lse, spans, heads, kernels=native):
+def check_selection(q, k, lse, spans, heads, kernels=nsa):
     """Check that a selection has the right size, has the forced blocks, and omits no better block, up to rounding."""
     got = kernels.select_blocks(q, k, lse, spans, heads, 0.3)
     want = definition.select_blocks(q.double(), k.double(), None if lse is None else lse.double(), spans, heads, 0.3)
@@ -83,9 +83,9 @@ def check_selection(q, k, lse, spans, heads, kernels=native):
 @runs_here
 @pytest.mark.parametrize("seed", range(8))
 def test_selection(seed, monkeypatch):
-    from dynaxx.kernels.gpu.nsa import select as native_select
+    from dynaxx.kernels.gpu.nsa import select as nsa_select
 
-    monkeypatch.setattr(native_select, "SCORE_BYTES", 1 << 10)
+    monkeypatch.setattr(nsa_select, "SCORE_BYTES", 1 << 10)
     q, k, spans, heads = selection_case(seed)
     lse = torch.full((q.shape[1], q.shape[0]), 3.0, device=DEVICE)
     check_selection(q, k, lse, spans, heads)
@@ -95,10 +95,10 @@ def test_selection(seed, monkeypatch):
 @pytest.mark.parametrize(("count", "step"), [(384, 128), (256, 64)])
 def test_units_hold_every_token_that_rows_see_once(count, step):
     """Units of any run of tiles: the parts of a tile differ by one step at most and count what their first row sees."""
-    from dynaxx.kernels.gpu.nsa import select as native_select
+    from dynaxx.kernels.gpu.nsa import select as nsa_select
 
-    spans = native_spans(NativeSizes(), (0, 1, 301, 301, 9000), (0, 1, 301, 308, 9050), device="cpu")
-    tiles = native_select._tiles_of(spans, 64)
+    spans = nsa_spans(NsaSizes(), (0, 1, 301, 301, 9000), (0, 1, 301, 308, 9050), device="cpu")
+    tiles = nsa_select._tiles_of(spans, 64)
     for some in (slice(0, len(tiles.bounds)), slice(4, 100)):
         held = torch.zeros(spans.ends_q[-1], max(spans.num_cmp) + step, dtype=torch.int32)
         units = tiles.units(some, count, step).tolist()
@@ -118,25 +118,25 @@ def test_units_hold_every_token_that_rows_see_once(count, step):
 @pytest.mark.parametrize("count", [3, 9, 40])
 def test_selection_of_many_blocks(count):
     """More blocks than groups of them, more slots than groups, and selections of forced blocks only."""
-    sizes = NativeSizes(16, 8, 16, count, 1, 2)
-    spans = native_spans(sizes, (0, 12, 20), (0, 700, 1500), device=DEVICE)
+    sizes = NsaSizes(16, 8, 16, count, 1, 2)
+    spans = nsa_spans(sizes, (0, 12, 20), (0, 700, 1500), device=DEVICE)
     q, k, _ = make_qkv(1, 20, spans.ends_cmp[-1], 4, 2, 16, dtype=torch.float32, device=DEVICE, seed=count)
     check_selection(q[0], k[0], torch.full((4, 20), 3.0, device=DEVICE), spans, 2)
 
 
 @runs_here
 def test_selection_by_logits():
-    sizes = NativeSizes(16, 16, 16, 3, 0, 1)
+    sizes = NsaSizes(16, 16, 16, 3, 0, 1)
     q, k, spans, _ = selection_case(1, sizes=sizes)
     check_selection(q, k, None, spans, q.shape[1])
 
 
 @runs_here
 def test_ties_take_the_first_blocks():
-    sizes = NativeSizes(16, 16, 16, 3, 0, 1)
-    spans = native_spans(sizes, (0, 100), device=DEVICE)
+    sizes = NsaSizes(16, 16, 16, 3, 0, 1)
+    spans = nsa_spans(sizes, (0, 100), device=DEVICE)
     q, k = torch.zeros(100, 1, 16, device=DEVICE), torch.zeros(6, 1, 16, device=DEVICE)
-    got = native.select_blocks(q, k, torch.zeros(1, 100, device=DEVICE), spans, 1, 1.0)
+    got = nsa.select_blocks(q, k, torch.zeros(1, 100, device=DEVICE), spans, 1, 1.0)
     assert torch.equal(got, definition.select_blocks(q, k, torch.zeros(1, 100, device=DEVICE), spans, 1, 1.0))
 
 
@@ -147,7 +147,7 @@ def test_choices_of_equal_scores(blocks, pool):
     """With few distinct scores, rows of any length select exactly the definition's blocks, whatever follows the row."""
     from dynaxx.kernels.gpu.nsa.top import top_blocks
 
-    sizes = NativeSizes(8, 4, 16, 13, 1, 2, pool=pool)
+    sizes = NsaSizes(8, 4, 16, 13, 1, 2, pool=pool)
     rng = torch.Generator().manual_seed(blocks)
     draw = lambda *shape, high: torch.randint(high, shape, generator=rng)
     count = torch.cat((torch.tensor([0, 1, 2, 13, 14, blocks]), draw(4, high=blocks + 1)))
@@ -171,10 +171,10 @@ def test_gated_sum(dim):
     gates = torch.rand(37, 3, 3, dtype=dtype, device=DEVICE, requires_grad=True)
     do = torch.randn(37, 3, dim, dtype=dtype, device=DEVICE)
     want = definition.gated_sum(tuple(outs), gates)
-    got = native.gating.gated_sum_forward(tuple(outs), gates)
+    got = nsa.gating.gated_sum_forward(tuple(outs), gates)
     assert torch.allclose(got, want, atol=1e-6)
     grads = torch.autograd.grad(want, [*outs, gates], do)
-    for one, other in zip(native.gating.gated_sum_backward(do, tuple(outs), gates), grads, strict=True):
+    for one, other in zip(nsa.gating.gated_sum_backward(do, tuple(outs), gates), grads, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
@@ -183,15 +183,15 @@ def test_gated_sum(dim):
 @pytest.mark.parametrize(("window", "stride", "dim"), [(8, 4, 16), (4, 4, 24), (12, 4, 16)])
 @pytest.mark.parametrize("tokens", [3, 8, 37, 90])
 def test_pooled_windows(window, stride, dim, tokens, weighted):
-    spans = native_spans(NativeSizes(window, stride, 16, 3), (0, tokens, 2 * tokens), device=DEVICE)
+    spans = nsa_spans(NsaSizes(window, stride, 16, 3), (0, tokens, 2 * tokens), device=DEVICE)
     x = torch.randn(2 * tokens, 3, dim + 5, device=DEVICE)[..., :dim].requires_grad_()
     weight = torch.rand(window, 3, device=DEVICE, requires_grad=True) if weighted else None
     windows = definition.compression_windows(x, spans)
     want = windows.mean(1) if weight is None else torch.einsum("wlhd,lh->whd", windows, weight)
-    assert torch.allclose(native.pooling.pool_forward(x, weight, spans), want, atol=1e-5)
+    assert torch.allclose(nsa.pooling.pool_forward(x, weight, spans), want, atol=1e-5)
     do = torch.randn_like(want)
     grads = torch.autograd.grad(want, [x] if weight is None else [x, weight], do)
-    for got, expected in zip(native.pooling.pool_backward(do, x, weight, spans), grads, strict=False):
+    for got, expected in zip(nsa.pooling.pool_backward(do, x, weight, spans), grads, strict=False):
         assert torch.allclose(got, expected, atol=1e-4)
 
 
@@ -203,7 +203,7 @@ def test_items_hold_every_entry_once_in_order(seed):
     rng, length = random.Random(seed), (2, 8, 64)[seed % 3]
     torch.manual_seed(seed)
     ends = [0, 40 + seed, 40 + seed, 97]
-    spans = native_spans(NativeSizes(16, 16, 16, 3, 0, 0), ends, device=DEVICE)
+    spans = nsa_spans(NsaSizes(16, 16, 16, 3, 0, 0), ends, device=DEVICE)
     heads, slots, step = rng.choice((1, 2)), rng.choice((1, 3, 5)), rng.choice((97, 7, 50))
     indices = torch.randint(-1, 6, (97, heads, slots), dtype=torch.int32)
     found = items(indices.to(DEVICE), spans, step, length)
@@ -230,7 +230,7 @@ def test_items_hold_every_entry_once_in_order(seed):
 @runs_here
 def test_the_whole_of_it():
     """All three branches and their gates, forward and backward, against the definition in fp64, with ragged lengths."""
-    sizes = NativeSizes(8, 4, 16, 3, 1, 1, window=9)
+    sizes = NsaSizes(8, 4, 16, 3, 1, 1, window=9)
     ends = (0, 30, 30, 53)
     q, k, v = make_qkv(1, 53, 53, 4, 2, 16, device=DEVICE)
     gates = torch.rand(53, 4, 3, device=DEVICE)
@@ -290,7 +290,7 @@ def test_two_runs_agree_bit_for_bit(schedule, monkeypatch):
 def test_a_union_holds_each_block_once_with_who_selected_it(positions, slots):
     torch.manual_seed(positions)
     tokens, blocks = 200 if DEVICE == "cuda" else 26, 64
-    spans = native_spans(NativeSizes(16, 16, 16, slots, 0, 0), (0, tokens), (0, blocks * 16), device=DEVICE)
+    spans = nsa_spans(NsaSizes(16, 16, 16, slots, 0, 0), (0, tokens), (0, blocks * 16), device=DEVICE)
     indices = torch.rand(tokens, 2, blocks).argsort(-1)[..., :slots].to(torch.int32)
     indices[torch.rand(indices.shape) < 0.1] = -1
     found = unions(indices.to(DEVICE), spans, positions)

@@ -40,7 +40,7 @@ logger = logging.getLogger("dynaxx")
 
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
-NativeParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
+NsaParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
 Place = tuple[int, Run | None]  # a sequence of a pass, by batch entry and run
 
 
@@ -108,7 +108,7 @@ class ForwardContext:
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None
-        self._parts: dict[Hashable, tuple[NativeParts, weakref.ref[Tensor] | None]] = {}
+        self._parts: dict[Hashable, tuple[NsaParts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
         self._runs: list[list[Run]] | None = None
 
@@ -161,7 +161,7 @@ class ForwardContext:
                 self._runs = causal_runs(seqlen_q, seqlen_k, mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 
-    def own_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], NativeParts]) -> NativeParts:
+    def own_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], NsaParts]) -> NsaParts:
         """Return the layouts of the model's own pattern, built once per mask."""
         known, of_mask = self._parts.get(key, (None, None))
         if known is None or (of_mask is not None and of_mask() is not mask):

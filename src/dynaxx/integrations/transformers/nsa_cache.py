@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.paging.compressed import CompressedPages
 from dynaxx.ops.nsa_decode import Pooling, compress_pages
@@ -30,7 +30,7 @@ class _LayerMemory:
 _memories: weakref.WeakKeyDictionary[Any, dict[int, _LayerMemory]] = weakref.WeakKeyDictionary()
 
 
-class NativeMemory:
+class NsaMemory:
     """One layer's part of a cache's memory, for one call. Create it before the cache appends new keys."""
 
     def __init__(self, cache: Any, layer: int) -> None:
@@ -47,9 +47,9 @@ class NativeMemory:
 
     @torch.no_grad()
     def pages(
-        self, keys: Tensor, values: Tensor, sizes: NativeSizes, compress_k: Pooling, compress_v: Pooling
+        self, keys: Tensor, values: Tensor, sizes: NsaSizes, compress_k: Pooling, compress_v: Pooling
     ) -> PagedCache:
-        """Return the cache's (batch, kv_heads, seqlen, dim) tensors in the form for `native_decode`."""
+        """Return the cache's (batch, kv_heads, seqlen, dim) tensors in the form for `nsa_decode`."""
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         cache, used, known = PagedCache.contiguous(k, v, page_size=sizes.slc_block), k.shape[1], self._known
         if known is None or known.compressed.sizes.cmp_stride != sizes.cmp_stride:

@@ -16,42 +16,42 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers.nsa_cache import NativeMemory
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.integrations.transformers.nsa_cache import NsaMemory
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.nn.compression import COMPRESSIONS
 from dynaxx.nn.nsa import NEAR_DENSE, NativeSparseAttention
 from dynaxx.nn.projection import outside_of_graphs, rotate
-from dynaxx.ops.nsa_decode import native_decode
+from dynaxx.ops.nsa_decode import nsa_decode
 
 
-class NativeLlamaConfig(LlamaConfig):  # type: ignore[misc]
+class NsaLlamaConfig(LlamaConfig):  # type: ignore[misc]
     """The config of a Llama with the settings of its native sparse attention.
 
     Args:
-        native_sizes: the fields of `NativeSizes`.
-        native_compression: "mean", "weighted" or "mlp".
-        native_gate_init: initial values of the gates, in the order compressed, selected, window.
+        nsa_sizes: the fields of `NsaSizes`.
+        nsa_compression: "mean", "weighted" or "mlp".
+        nsa_gate_init: initial values of the gates, in the order compressed, selected, window.
     """
 
-    model_type = "dynaxx_native_llama"
-    native_sizes: dict[str, Any] | None = None
-    native_compression: str = "mlp"
-    native_gate_init: list[float] | None = None
+    model_type = "dynaxx_native_llama"  # as saved models have it
+    nsa_sizes: dict[str, Any] | None = None
+    nsa_compression: str = "mlp"
+    nsa_gate_init: list[float] | None = None
 
     @property
-    def sizes(self) -> NativeSizes:
+    def sizes(self) -> NsaSizes:
         """Return the block sizes of native sparse attention."""
-        return NativeSizes(**(self.native_sizes or {}))
+        return NsaSizes(**(self.nsa_sizes or {}))
 
 
-class NativeLlamaAttention(NativeSparseAttention):
+class NsaLlamaAttention(NativeSparseAttention):
     """`NativeSparseAttention` with the interface and parameter names of a Llama layer.
 
-    Keys and values are in the cache of transformers. A step of one token reads it with `native_decode`. The compressed
+    Keys and values are in the cache of transformers. A step of one token reads it with `nsa_decode`. The compressed
     tokens are kept as long as the cache keeps its tensors, and recomputed otherwise.
     """
 
-    def __init__(self, config: NativeLlamaConfig, layer_idx: int) -> None:
+    def __init__(self, config: NsaLlamaConfig, layer_idx: int) -> None:
         super().__init__(
             config.hidden_size,
             config.num_attention_heads,
@@ -59,8 +59,8 @@ class NativeLlamaAttention(NativeSparseAttention):
             head_dim=getattr(config, "head_dim", None),
             bias=config.attention_bias,
             sizes=config.sizes,
-            compression=config.native_compression,  # type: ignore[arg-type]
-            gate_init=tuple(config.native_gate_init or NEAR_DENSE),  # type: ignore[arg-type]
+            compression=config.nsa_compression,  # type: ignore[arg-type]
+            gate_init=tuple(config.nsa_gate_init or NEAR_DENSE),  # type: ignore[arg-type]
         )
         if config.attention_bias:
             self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size)
@@ -88,7 +88,7 @@ class NativeLlamaAttention(NativeSparseAttention):
         memory = None
         past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:
-            memory = NativeMemory(past_key_values, self.layer_idx)
+            memory = NsaMemory(past_key_values, self.layer_idx)
             length = past_key_values.get_seq_length(self.layer_idx) + k.shape[1]
             keys, values = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             memory.extended(keys)
@@ -110,11 +110,11 @@ class NativeLlamaAttention(NativeSparseAttention):
             out = outside_of_graphs()(self, hidden_states[0], q[0], k[0], v[0], ends, None)[None]
         return self.o_proj(out.flatten(-2)), None
 
-    def step(self, x: Tensor, q: Tensor, memory: NativeMemory, keys: Tensor, values: Tensor) -> Tensor:
+    def step(self, x: Tensor, q: Tensor, memory: NsaMemory, keys: Tensor, values: Tensor) -> Tensor:
         """Attend from one token to the whole cache."""
         pages = memory.pages(keys, values, self.sizes, self.compress_k.pooling, self.compress_v.pooling)
         gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
-        return native_decode(q, pages, gates, scale=self.scale).out
+        return nsa_decode(q, pages, gates, scale=self.scale).out
 
     @staticmethod
     def _packed_lengths(kwargs: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
@@ -127,8 +127,8 @@ class NativeLlamaAttention(NativeSparseAttention):
 
 @cache
 def _outside_of_graphs() -> Callable[..., Tensor]:
-    """Return `NativeLlamaAttention.step` excluded from compilation."""
-    disabled: Callable[..., Tensor] = torch.compiler.disable(NativeLlamaAttention.step)
+    """Return `NsaLlamaAttention.step` excluded from compilation."""
+    disabled: Callable[..., Tensor] = torch.compiler.disable(NsaLlamaAttention.step)
     return disabled
 
 
@@ -150,36 +150,36 @@ def hides_more_than_the_future(mask: Tensor | None, seqlen_q: int, seqlen_k: int
     return not torch.equal(visible[..., -seqlen_q:, :seqlen_k], future.expand(*visible.shape[:-2], -1, -1))
 
 
-class NativeLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    """A Llama whose layers use `NativeLlamaAttention`."""
+class NsaLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama whose layers use `NsaLlamaAttention`."""
 
-    config_class = NativeLlamaConfig
+    config_class = NsaLlamaConfig
 
-    def __init__(self, config: NativeLlamaConfig) -> None:
+    def __init__(self, config: NsaLlamaConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.model.layers):
-            layer.self_attn = NativeLlamaAttention(config, index)
+            layer.self_attn = NsaLlamaAttention(config, index)
         self.post_init()
 
     def set_slc_count(self, count: int) -> None:
         """Set the number of selected blocks per query. Lower it gradually to go from dense to sparse."""
         for layer in self.model.layers:
             layer.self_attn.sizes = replace(layer.self_attn.sizes, slc_count=count)
-        self.config.native_sizes = asdict(replace(self.config.sizes, slc_count=count))
+        self.config.nsa_sizes = asdict(replace(self.config.sizes, slc_count=count))
 
 
-AutoConfig.register(NativeLlamaConfig.model_type, NativeLlamaConfig, exist_ok=True)
-AutoModelForCausalLM.register(NativeLlamaConfig, NativeLlamaForCausalLM, exist_ok=True)
+AutoConfig.register(NsaLlamaConfig.model_type, NsaLlamaConfig, exist_ok=True)
+AutoModelForCausalLM.register(NsaLlamaConfig, NsaLlamaForCausalLM, exist_ok=True)
 
 
-def convert_to_native(
+def convert_to_nsa(
     model: Any,
-    sizes: NativeSizes | None = None,
+    sizes: NsaSizes | None = None,
     *,
     compression: str = "mlp",
     gate_init: tuple[float, float, float] = NEAR_DENSE,
-) -> NativeLlamaForCausalLM:
-    """Convert a dense Llama to a native sparse model with equal weights, new gates and new compression.
+) -> NsaLlamaForCausalLM:
+    """Convert a dense Llama to native sparse attention, with equal weights, new gates and new compression.
 
     With the default gates the result starts close to dense: up to slc_count * slc_block tokens the selected branch is
     dense attention, and the other gates are nearly closed. Fine-tune it afterwards.
@@ -195,7 +195,7 @@ def convert_to_native(
         ValueError: the compression is unknown, or a gate is not between 0 and 1.
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if not isinstance(model, LlamaForCausalLM) or isinstance(model, NativeLlamaForCausalLM):
+    if not isinstance(model, LlamaForCausalLM) or isinstance(model, NsaLlamaForCausalLM):
         raise UnsupportedInputError(
             f"conversion of a {kind} model",
             {"transformers": ["only LlamaForCausalLM (Llama, SmolLM, ...) is supported"]},
@@ -203,17 +203,19 @@ def convert_to_native(
     if compression not in COMPRESSIONS:
         raise ValueError(f"`compression` must be one of {tuple(COMPRESSIONS)}, got {compression!r}")
     values = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
-    config = NativeLlamaConfig(
+    config = NsaLlamaConfig(
         **values,
-        native_sizes=asdict(NativeSizes() if sizes is None else sizes),
-        native_compression=compression,
-        native_gate_init=list(gate_init),
+        nsa_sizes=asdict(NsaSizes() if sizes is None else sizes),
+        nsa_compression=compression,
+        nsa_gate_init=list(gate_init),
     )
-    config.architectures = [NativeLlamaForCausalLM.__name__]
+    config.architectures = [NsaLlamaForCausalLM.__name__]
     weights = next(model.parameters())
-    native = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(weights.device)  # frequencies stay fp32
-    native.load_state_dict(model.state_dict(), strict=False)
-    for layer in native.model.layers:
+    converted = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(
+        weights.device
+    )  # frequencies stay fp32
+    converted.load_state_dict(model.state_dict(), strict=False)
+    for layer in converted.model.layers:
         layer.self_attn.reset_new_parameters()
-    native.generation_config = model.generation_config
-    return native.train(model.training)
+    converted.generation_config = model.generation_config
+    return converted.train(model.training)

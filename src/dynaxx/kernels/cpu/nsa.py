@@ -23,7 +23,7 @@ from dynaxx.kernels.cpu.forward import attention_forward
 from dynaxx.kernels.reference.nsa import choose_blocks
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.host import on_host
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 ROWS = 16  # the smallest q block of a layout
 SCORE_BYTES = 8 << 20  # upper bound for the scores in memory
@@ -31,7 +31,7 @@ pooling = gating = fused = None  # torch computes pooling, gated sum and the com
 
 
 @on_host
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, heads: int, scale: float) -> Tensor:
     """Return the selected blocks like `kernels.reference.nsa.select_blocks`, in fp32, with O(SCORE_BYTES) memory."""
     chosen = torch.empty(q.shape[0], heads, spans.sizes.slc_count, dtype=torch.int32)
     keys = k_cmp.float().movedim(0, 1).repeat_interleave(heads // k_cmp.shape[1], 0)  # (Hs, L, D)
@@ -49,7 +49,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpa
     return chosen
 
 
-def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NativeSpans, some: slice, scale: float) -> Tensor:
+def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NsaSpans, some: slice, scale: float) -> Tensor:
     """Return weights (Hs, t, l) of visible compressed tokens, summed over each group; without lse, return logits."""
     heads, count = keys.shape[0], keys.shape[1]
     grouped = (q.float() * scale).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # (Hs, G, t, D)
@@ -61,7 +61,7 @@ def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NativeSpans, so
     return logits.sub_(shift).masked_fill_(hidden, -torch.inf).exp_().sum(1)
 
 
-def _block_scores(weights: Tensor, spans: NativeSpans, blocks: int) -> Tensor:
+def _block_scores(weights: Tensor, spans: NsaSpans, blocks: int) -> Tensor:
     """Pool (Hs, t, l) weights over the strides of each compressed token and each block; return (Hs, t, blocks)."""
     per_token = spans.sizes.cmp_block // spans.sizes.cmp_stride
     per_block = spans.sizes.slc_block // spans.sizes.cmp_stride
@@ -104,7 +104,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
 
 
 @on_host
-def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> CpuSelectedPlan:
+def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tensor, v: Tensor) -> CpuSelectedPlan:
     """Turn a selection into one layout per sequence, which forward and backward share."""
     heads = block_indices.shape[1]
     group = q.shape[1] // heads

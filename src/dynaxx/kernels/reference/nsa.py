@@ -2,7 +2,7 @@
 """Reference definition of native sparse attention (arXiv 2502.11089): windows, block scores, top-k, selection, gates.
 
 The compressed branch is attention over a `Compressed` pattern, and the window branch over a `SlidingWindow`;
-`kernels.reference.attention` defines both. Everything is packed; `NativeSpans` contains the positions of sequences.
+`kernels.reference.attention` defines both. Everything is packed; `NsaSpans` contains the positions of sequences.
 
 Legend: T queries, M keys, L compressed tokens, C selection blocks of the longest sequence, n selected blocks; Hq, Hk
 query and kv heads; Hs selection heads (one or more per kv head, each with a group of q heads); D head_dim of q and k, E
@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynaxx.layout.nsa import NativeSizes, NativeSpans
+from dynaxx.layout.nsa import NsaSizes, NsaSpans
 
 pooling = gating = fused = None  # computed here in torch, and differentiated by autograd
 
 
-def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
+def compression_windows(x: Tensor, spans: NsaSpans) -> Tensor:
     """Return (L, cmp_block, H, D) of x (M, H, D): the tokens behind each compressed token. Differentiable.
 
     The result is built from cmp_block / cmp_stride parts, none of which reads a token twice, so the gradient has a
@@ -36,7 +36,7 @@ def compression_windows(x: Tensor, spans: NativeSpans) -> Tensor:
     return torch.cat([gather(steps + begin) for begin in range(0, spans.sizes.cmp_block, stride)], dim=1)
 
 
-def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
+def compression_means(x: Tensor, spans: NsaSpans) -> Tensor:
     """Return (L, H, D) of x (M, H, D): the mean of each window, in x's dtype. Differentiable.
 
     If all sequences have equal lengths, each stride is summed only once, in fp32.
@@ -53,9 +53,7 @@ def compression_means(x: Tensor, spans: NativeSpans) -> Tensor:
     return (total / sizes.cmp_block).to(x.dtype).flatten(0, 1)
 
 
-def selection_scores(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float
-) -> Tensor:
+def selection_scores(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, heads: int, scale: float) -> Tensor:
     """Return the scores of selection blocks, (T, Hs, C), eq. 9 and 10.
 
     Each compressed token adds its attention weight, summed over the q heads of a selection head, to a block once for
@@ -100,7 +98,7 @@ def selection_scores(
     return torch.einsum("htl,tlc->thc", weights, shared.to(dtype))
 
 
-def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NativeSizes) -> Tensor:
+def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NsaSizes) -> Tensor:
     """Return (T, Hs, n) int32 for scores (T, Hs, C): forced blocks, then the best visible ones; ascending, -1 = empty.
 
     A query that sees fewer than n blocks selects all of them. For equal scores, the first block wins.
@@ -116,12 +114,12 @@ def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NativeSizes) -> Ten
     return torch.nn.functional.pad(best, (0, sizes.slc_count - best.shape[-1]), value=-1).to(torch.int32)
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, heads: int, scale: float) -> Tensor:
     """Return block indices (T, Hs, n) int32: `choose_blocks` of `selection_scores`."""
     return choose_blocks(selection_scores(q, k_cmp, lse, spans, heads, scale), spans.num_blocks, spans.sizes)
 
 
-def selected_mask(block_indices: Tensor, spans: NativeSpans) -> Tensor:
+def selected_mask(block_indices: Tensor, spans: NsaSpans) -> Tensor:
     """Return (Hs, T, M) bool: the keys of the selected blocks, up to the query's position."""
     queries, heads, _ = block_indices.shape
     mask = torch.zeros(heads, queries, spans.ends_k[-1] + 1, dtype=torch.bool, device=block_indices.device)
@@ -138,7 +136,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     return "as dense attention under a mask of queries x keys"
 
 
-def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the plan that forward and backward share: a mask."""
     return selected_mask(block_indices, spans)
 

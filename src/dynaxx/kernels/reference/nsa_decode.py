@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dynaxx.kernels.reference.decode import read_keys
 from dynaxx.kernels.reference.nsa import choose_blocks, gated_sum
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.layout.paging import PagedCache
-from dynaxx.layout.paging.compressed import CompressedPages, NativeLengths
+from dynaxx.layout.paging.compressed import CompressedPages, NsaLengths
 
 __all__ = [
     "compress_windows",
@@ -40,10 +40,10 @@ def record_or_replay(call: Call, inputs: PagedCache, tensors: tuple[Tensor | Non
     return call(inputs, *tensors, *settings)
 
 
-def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
+def step_lengths(seqused: Tensor, sizes: NsaSizes) -> NsaLengths:
     """Return the lengths that each branch reads, for the last query of each sequence."""
     per = lambda add, step: ((seqused + add).div(step, rounding_mode="floor")).clamp(min=0).int()
-    return NativeLengths(
+    return NsaLengths(
         positions=per(0, sizes.cmp_stride),
         hidden=torch.full_like(seqused, sizes.cmp_block // sizes.cmp_stride - 1),
         tokens=per(sizes.cmp_stride - sizes.cmp_block, sizes.cmp_stride),
@@ -52,7 +52,7 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
     )
 
 
-def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
+def gather_windows(cache: PagedCache, sizes: NsaSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
     """Return keys and values of the last `count` complete windows of each sequence, excluding the last `skip`.
 
     Shapes are (B * W, cmp_block, Hk, D) and (B * W, cmp_block, Hk, E), ascending. Windows before a sequence's first one
@@ -78,7 +78,7 @@ def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | N
     store_compressed(cache, compressed, pool(k, weights[0]), pool(v, weights[1]), count, skip)
 
 
-def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
+def kept_blocks(blocks: Tensor, lengths: NsaLengths, sizes: NsaSizes) -> Tensor:
     """Return (B, Hk, n + forced) int32: the free blocks of an earlier selection, then the current forced blocks."""
     seen = lengths.blocks[:, None, None]
     local = seen - sizes.local_blocks
@@ -112,7 +112,7 @@ def store_compressed(
 
 
 def select_blocks(
-    q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
+    q: Tensor, cache: PagedCache, lse: Tensor, lengths: NsaLengths, sizes: NsaSizes, max_blocks: int, scale: float
 ) -> Tensor:
     """Return the blocks of each sequence's last query, (B, Hk, n) int32, ascending, padded with -1.
 
@@ -146,7 +146,7 @@ def select_blocks(
     return choose_blocks(scores, lengths.blocks, sizes)
 
 
-def _windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> Tensor:
+def _windows(cache: PagedCache, sizes: NsaSizes, count: int, skip: int) -> Tensor:
     """Return indices of windows, (B, count); negative for windows that do not exist."""
     whole = torch.div(cache.seqused_k - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
     return whole.long()[:, None] - skip - count + torch.arange(count, device=cache.device)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 
 if TYPE_CHECKING:
     from dynaxx.layout.paging import PagedCache
 
 
-def check_pages(page_size: int, sizes: NativeSizes) -> None:
+def check_pages(page_size: int, sizes: NsaSizes) -> None:
     """Raise ValueError unless pages divide selection blocks and hold a whole number of compression strides."""
     if sizes.slc_block % page_size or page_size % sizes.cmp_stride:
         raise ValueError(
@@ -25,7 +25,7 @@ def check_pages(page_size: int, sizes: NativeSizes) -> None:
         )
 
 
-class NativeLengths(NamedTuple):
+class NsaLengths(NamedTuple):
     """Lengths that the branches of a decode step read, each (batch,) int32."""
 
     positions: Tensor  # seqused_k // cmp_stride, number of slots for compressed tokens, hidden slots included
@@ -56,10 +56,10 @@ class CompressedPages:
 
     k: Tensor
     v: Tensor
-    sizes: NativeSizes
+    sizes: NsaSizes
 
     @classmethod
-    def empty(cls, cache: PagedCache, sizes: NativeSizes) -> CompressedPages:
+    def empty(cls, cache: PagedCache, sizes: NsaSizes) -> CompressedPages:
         """Allocate zeros for a cache's compressed tokens; `compress_pages` fills them. Raises like `check_pages`."""
         check_pages(cache.page_size, sizes)
         draw = lambda x: x.new_zeros(x.shape[0], x.shape[1] // sizes.cmp_stride, *x.shape[2:])
@@ -70,7 +70,7 @@ class CompressedPages:
         """Number of positions before the first compressed token."""
         return self.sizes.cmp_block // self.sizes.cmp_stride - 1
 
-    def as_cache(self, cache: PagedCache, lengths: NativeLengths) -> PagedCache:
+    def as_cache(self, cache: PagedCache, lengths: NsaLengths) -> PagedCache:
         """Return the compressed tokens as a `PagedCache` of their own, for `sparse_decode`."""
         return replace(
             cache,

@@ -39,7 +39,7 @@ class PagedCache:
             per page, (num_pages, kv_heads); contiguous (batch, pages, kv_heads).
         summaries: required where decoding selects pages; `summarize_pages` computes them.
         exact: for 8-bit caches, tokens that attention reads from here instead of the cache.
-        compressed: required by `native_decode`; `compress_pages` computes them.
+        compressed: required by `nsa_decode`; `compress_pages` computes them.
 
     Raises:
         TypeError, ValueError: the tensors do not match each other. Values are checked where they are used.

@@ -20,7 +20,7 @@ from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, row_values, sca
 from dynaxx.kernels.gpu.nsa.sums import sum_entries, sum_items
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 SEGMENT_TILES = tl.constexpr(8)  # tiles per partial sum in fp32
 
@@ -171,7 +171,7 @@ def _selected_bwd_dkv_kernel(
 
 def backward_chunk(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
-    grads: tuple[Tensor | None, Tensor, Tensor], index: Items, chunk: int, indices: Tensor, spans: NativeSpans,
+    grads: tuple[Tensor | None, Tensor, Tensor], index: Items, chunk: int, indices: Tensor, spans: NsaSpans,
     tiles: KeyTiles, scale: float, items_dkv: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
     """Write the contributions of a chunk of queries to dk and dv (added after the first chunk), and to dq unless None.

@@ -14,7 +14,7 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.nsa.rows import gather_rows, scatter_rows
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 ROWS = 32
 FORWARD_ROWS = 8  # with 32, the kernel reads at two thirds of the speed
@@ -89,13 +89,13 @@ def _pool_bwd_weight_kernel(
     tl.store(p_parts + (part * tl.num_programs(1) + at) * heads + head, tl.sum(acc, 0))
 
 
-def pool_forward(x: Tensor, weight: Tensor | None, spans: NativeSpans) -> Tensor:
+def pool_forward(x: Tensor, weight: Tensor | None, spans: NsaSpans) -> Tensor:
     """Return the windows of equally long sequences, each as its mean or its sum weighted by `weight` (WINDOW, H)."""
     out = x.new_empty(spans.ends_cmp[-1], *x.shape[1:])
     return _launch(_pool_fwd_kernel, x, weight, out, spans, FORWARD_ROWS)
 
 
-def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpans) -> tuple[Tensor, Tensor | None]:
+def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NsaSpans) -> tuple[Tensor, Tensor | None]:
     """Return dx (B * N, H, D) and dweight, which is None for means."""
     dx = do.new_empty(x.shape)
     if not do.shape[0]:
@@ -127,14 +127,14 @@ def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NativeSpa
     return dx, parts.sum(0).to(weight.dtype)
 
 
-def _tokens(spans: NativeSpans) -> int:
+def _tokens(spans: NsaSpans) -> int:
     """Return the number of tokens per sequence."""
     alike = spans.uniform
     assert alike is not None, "sequences of unequal lengths have no closed form"
     return alike[2]
 
 
-def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: NativeSpans, tile: int) -> Tensor:
+def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: NsaSpans, tile: int) -> Tensor:
     rows, heads, dim = out.shape
     x, tokens = unit_stride(x), _tokens(spans)
     if rows:

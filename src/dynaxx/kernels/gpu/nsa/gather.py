@@ -24,7 +24,7 @@ from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, scatter_rows, softmax_step
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 RUNTIME_SIZES = ["blocks", "heads", "slots", "keys", "group_size", "heads_per_kv", "first_entry", "queries"]
 
@@ -169,7 +169,7 @@ def _selected_merge_kernel(
 
 def forward_chunk(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, index: Items, chunk: int, slots: int,
-    heads: int, spans: NativeSpans, tiles: KeyTiles, scale: float, taken: Tensor | None = None,
+    heads: int, spans: NsaSpans, tiles: KeyTiles, scale: float, taken: Tensor | None = None,
     partials: Callable[..., None] | None = None,
 ) -> None:  # fmt: skip
     """Attend for a chunk of queries and write their rows of out (T, Hq, E) and lse (Hq, T); scale > 0.
@@ -225,7 +225,7 @@ def forward_chunk(
 
 
 def item_arguments(
-    q: Tensor, k: Tensor, v: Tensor, index: Items, chunk: int, heads: int, slots: int, spans: NativeSpans
+    q: Tensor, k: Tensor, v: Tensor, index: Items, chunk: int, heads: int, slots: int, spans: NsaSpans
 ) -> dict[str, object]:
     """Return the kernel arguments for the tensors and the index that all kernels by key share."""
     return {

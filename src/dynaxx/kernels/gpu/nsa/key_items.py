@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 WIDTH = 1024  # entries, cells or items per program
 
 
 class ItemTables(NamedTuple):
-    """The index of a chunk of queries as one kernel argument: fields of `Items` and `NativeSpans`."""
+    """The index of a chunk of queries as one kernel argument: fields of `Items` and `NsaSpans`."""
 
     p_entries: Tensor
     p_cell: Tensor
@@ -52,7 +52,7 @@ class Items:
         """Return the query rows of a chunk."""
         return slice(chunk * self.step, min((chunk + 1) * self.step, total))
 
-    def tables(self, chunk: int, spans: NativeSpans) -> ItemTables:
+    def tables(self, chunk: int, spans: NsaSpans) -> ItemTables:
         """Return the index of a chunk as a kernel argument."""
         places = (self.cell[chunk], self.begin[chunk], self.end[chunk])
         return ItemTables(self.entries, *places, spans.block_start, spans.last_key)
@@ -138,7 +138,7 @@ def _items_kernel(
     tl.store(p_end + at, end, mask=inside)
 
 
-def items(indices: Tensor, spans: NativeSpans, step: int, length: int) -> Items:
+def items(indices: Tensor, spans: NsaSpans, step: int, length: int) -> Items:
     """Sort the entries of every `step` query rows by block, and cut them into items of at most `length` entries.
 
     Args:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 MAX_POSITIONS = tl.constexpr(32)  # bits of a slot's set of positions
 NONE = tl.constexpr(0x7FFFFFFF)  # sorts after every block
@@ -98,7 +98,7 @@ def choose(union: Unions, limit: int) -> Tensor:
     return taken
 
 
-def unions(indices: Tensor, spans: NativeSpans, positions: int) -> Unions:
+def unions(indices: Tensor, spans: NsaSpans, positions: int) -> Unions:
     """Return the unions of the blocks of every `positions` neighbouring rows, without blocks hidden from a query."""
     queries, heads, slots = indices.shape
     tiles = -(-queries // positions)

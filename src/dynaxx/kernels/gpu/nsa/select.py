@@ -25,7 +25,7 @@ from dynaxx.kernels.gpu.nsa.rows import block_rows, gather_rows, weights_of
 from dynaxx.kernels.gpu.nsa.top import strides_per, top_blocks
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, positive_scale, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 SCORE_BYTES = 256 << 20  # upper bound for the scores in memory
 QUERIES = 128  # queries per program of the score kernel
@@ -168,12 +168,12 @@ class Scores:
 
 
 # A function (q, k_cmp, lse, spans, scores, scale) that fills `scores`.
-Scorer = Callable[[Tensor, Tensor, Tensor | None, NativeSpans, Scores, float], None]
+Scorer = Callable[[Tensor, Tensor, Tensor | None, NsaSpans, Scores, float], None]
 
-_tiles: WeakKeyDictionary[NativeSpans, dict[int, RowTiles]] = WeakKeyDictionary()
+_tiles: WeakKeyDictionary[NsaSpans, dict[int, RowTiles]] = WeakKeyDictionary()
 
 
-def _tiles_of(spans: NativeSpans, rows: int) -> RowTiles:
+def _tiles_of(spans: NsaSpans, rows: int) -> RowTiles:
     known = _tiles.setdefault(spans, {})
     if rows not in known:
         bounds, blocks, tokens = [], [], []
@@ -189,9 +189,7 @@ def _tiles_of(spans: NativeSpans, rows: int) -> RowTiles:
     return known[rows]
 
 
-def score_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
-) -> None:
+def score_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, scores: Scores, scale: float) -> None:
     """Fill `scores` for tiles of QUERIES rows; this is a `Scorer`."""
     heads, blocks = scores.own.shape[1:]
     per_token, per_block = strides_per(spans.sizes)
@@ -232,7 +230,7 @@ def select_blocks(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor | None,
-    spans: NativeSpans,
+    spans: NsaSpans,
     heads: int,
     scale: float,
     scorer: Scorer = score_blocks,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.nsa import config
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, unit_stride
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 from dynaxx.lazy import lazy
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SelectedPlan:
     """A selection prepared for forward and backward."""
 
     indices: Tensor  # (T, Hs, n) int32 contiguous
-    spans: NativeSpans
+    spans: NsaSpans
     group_size: int
     schedule: config.Schedule
     tiles: config.QueryTiles
@@ -141,7 +141,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     return "by query: visits the union of a few neighbouring positions, as groups of 16 fill a matrix instruction"
 
 
-def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
+def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
     """Return a plan that forward and backward share."""
     group_size = q.shape[1] // block_indices.shape[1]
     tiles = config.query_tiles(group_size, block_indices.shape[2], q.shape[2], v.shape[2], q.dtype)

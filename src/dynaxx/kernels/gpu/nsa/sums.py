@@ -16,7 +16,7 @@ from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.nsa.rows import gather_rows, scatter_rows
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 SUM_ROWS = 16
 
@@ -97,7 +97,7 @@ def _selected_sum_entries_kernel(
     scatter_rows(p_dq, acc, t, h, dq_strides, inside, D, BLOCK_D)
 
 
-def sum_items(items: Tensor, grad: Tensor, index: Items, chunk: int, heads: int, spans: NativeSpans) -> None:
+def sum_items(items: Tensor, grad: Tensor, index: Items, chunk: int, heads: int, spans: NsaSpans) -> None:
     """Sum the items of a chunk, fp32 (items, block, dim), into `grad` (M, Hk, dim); add after the first chunk."""
     kv_heads, size = grad.shape[1], items.shape[1]
     _selected_sum_items_kernel[(len(spans.block_start), kv_heads, size // SUM_ROWS)](
@@ -118,7 +118,7 @@ def sum_items(items: Tensor, grad: Tensor, index: Items, chunk: int, heads: int,
     )
 
 
-def sum_entries(entries: Tensor, dq: Tensor, indices: Tensor, queries: slice, spans: NativeSpans) -> None:
+def sum_entries(entries: Tensor, dq: Tensor, indices: Tensor, queries: slice, spans: NsaSpans) -> None:
     """Sum the entries of each query, (entries of these queries, parts of a block, group, D), into its rows of dq."""
     slots = indices.shape[2]
     rows, split, group_size = (queries.stop - queries.start) * dq.shape[1], entries.shape[1], entries.shape[2]

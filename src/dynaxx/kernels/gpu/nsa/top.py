@@ -16,7 +16,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.nsa import config
 from dynaxx.kernels.gpu.primitives import ordered_bits
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -153,7 +153,7 @@ def _top_blocks_kernel(
                 PER_TOKEN, PER_BLOCK, WIDTH, RAW, MAX)  # fmt: skip
 
 
-def strides_per(sizes: NativeSizes) -> tuple[int, int]:
+def strides_per(sizes: NsaSizes) -> tuple[int, int]:
     """Return the strides per compressed token and per block."""
     return sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
 
@@ -165,7 +165,7 @@ def top_blocks(
     num_blocks: Tensor,
     num_cmp: Tensor,
     first_row: int,
-    sizes: NativeSizes,
+    sizes: NsaSizes,
     raw: bool = False,
 ) -> None:
     """Select the blocks of some queries by their scores.

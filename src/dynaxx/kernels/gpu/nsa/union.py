@@ -30,7 +30,7 @@ from dynaxx.kernels.gpu.nsa.rows import (
 )
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 RUNTIME_SIZES = ["queries", "keys", "group_size", "heads_per_kv"]
 
@@ -179,7 +179,7 @@ def _selected_bwd_dq_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NativeSpans, tiles: QueryTiles, scale: float
+    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NsaSpans, tiles: QueryTiles, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) and lse (Hq, T) fp32; scale > 0."""
     out = q.new_empty(*q.shape[:2], v.shape[2])
@@ -191,7 +191,7 @@ def forward(
 
 
 def backward_dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, union: Unions, spans: NativeSpans,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, union: Unions, spans: NsaSpans,
     tiles: QueryTiles, scale: float,
 ) -> Tensor:  # fmt: skip
     """Return dq (T, Hq, D)."""
@@ -205,7 +205,7 @@ def backward_dq(
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NativeSpans, tiles: QueryTiles, scale: float
+    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NsaSpans, tiles: QueryTiles, scale: float
 ) -> dict[str, object]:
     heads = union.counts.shape[1]
     return {

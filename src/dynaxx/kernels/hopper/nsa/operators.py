@@ -22,7 +22,7 @@ from dynaxx.kernels.gpu.nsa.selected import Mixture, selected_backward, selected
 from dynaxx.kernels.hopper.attention.config import selected_consumers
 from dynaxx.kernels.hopper.nsa import fused
 from dynaxx.kernels.hopper.primitives.descriptors import dense_rows
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 from dynaxx.lazy import lazy
 
 __all__ = [
@@ -96,7 +96,7 @@ class HopperSelectedPlan(shared.SelectedPlan):
         return selected_dkv.items_dkv
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, heads: int, scale: float) -> Tensor:
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, heads: int, scale: float) -> Tensor:
     """Return the selected blocks, like `kernels.reference.nsa.select_blocks`; Triton computes raw scores."""
     if lse is None or not k_cmp.shape[0]:
         return select.select_blocks(q, k_cmp, lse, spans, heads, scale)
@@ -119,7 +119,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
     return f"by query: union of {positions} neighbouring positions by TMA, because groups of 8 and more fill tiles"
 
 
-def prepare_selected(block_indices: Tensor, spans: NativeSpans, q: Tensor, k: Tensor, v: Tensor) -> shared.SelectedPlan:
+def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tensor, v: Tensor) -> shared.SelectedPlan:
     """Return a plan that forward and backward share."""
     plan = shared.prepare_selected(block_indices, spans, q, k, v)
     consumers = selected_consumers(plan.group_size, spans.sizes.slc_block)

@@ -23,7 +23,7 @@ from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor, registers
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 LOG2E_ = gl.constexpr(LOG2E)
 FIELDS_ = gl.constexpr(FIELDS)
@@ -190,9 +190,7 @@ def _nsa_scores_hopper_kernel(
     ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def score_blocks(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NativeSpans, scores: Scores, scale: float
-) -> None:
+def score_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, scores: Scores, scale: float) -> None:
     """Fill `scores` for tiles of 64 rows; this is an `nsa.select.Scorer`. lse must not be None."""
     assert lse is not None, "Triton computes raw scores"
     heads, blocks = scores.own.shape[1:]

@@ -25,7 +25,7 @@ from dynaxx.kernels.hopper.nsa.selected_produce import produce
 from dynaxx.kernels.hopper.nsa.selected_tiles import ANY_LOST, LOST, descriptor, registers, stages
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 
 @kernel_launcher
@@ -94,7 +94,7 @@ def _selected_hopper_fwd_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NativeSpans, consumers: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, union: Unions, spans: NsaSpans, consumers: int, scale: float,
     taken: Tensor | None, mixture: Mixture | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (T, Hq, D) and lse (Hq, T) fp32; scale > 0, dense rows, unions of `consumers` times 64 rows.

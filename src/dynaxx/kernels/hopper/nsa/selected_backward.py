@@ -23,7 +23,7 @@ from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor, feed_blocks, places, product_layout, registers, stages
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
 from dynaxx.kernels.hopper.primitives.signals import add_tile
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 LOG2E_ = gl.constexpr(LOG2E)
 
@@ -154,7 +154,7 @@ def _selected_hopper_bwd_dq_kernel(
 
 
 def backward_dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, union: Unions, spans: NativeSpans, consumers: int,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, union: Unions, spans: NsaSpans, consumers: int,
     scale: float, others_dq: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return dq (T, Hq, D), or add it to `others_dq` and return that.

@@ -18,7 +18,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E, dense_rows
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 LOG2E_ = gl.constexpr(LOG2E)
 PANEL = gl.constexpr(64)  # columns per panel: 128 bytes, the span of a swizzle
@@ -174,7 +174,7 @@ def _selected_hopper_bwd_dkv_kernel(
 
 
 def items_dkv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, index: Items, slots: int, spans: NativeSpans,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, index: Items, slots: int, spans: NsaSpans,
     items: tuple[Tensor, Tensor], scale: float,
 ) -> None:  # fmt: skip
     """Write the contributions of each item of a single chunk to dk and dv, fp32 (items, 64, D)."""

@@ -22,7 +22,7 @@ from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import LN2, ROWS
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
-from dynaxx.layout.nsa import NativeSpans
+from dynaxx.layout.nsa import NsaSpans
 
 WIDE = 64  # columns of v processed together, so that rows are written through 8 KiB of shared memory
 REGISTERS = 128  # per thread: allows four programs per multiprocessor, as do their 56 KiB of shared memory
@@ -160,7 +160,7 @@ def _selected_hopper_partial_kernel(
 
 def partials(
     q: Tensor, k: Tensor, v: Tensor, partial: Tensor, partial_lse: Tensor, index: Items, chunk: int, slots: int,
-    heads: int, first_entry: int, spans: NativeSpans, scale: float, taken: Tensor | None,
+    heads: int, first_entry: int, spans: NsaSpans, scale: float, taken: Tensor | None,
 ) -> None:  # fmt: skip
     """Write the partial results of a chunk of queries."""
     _selected_hopper_partial_kernel[(index.cell.shape[1],)](

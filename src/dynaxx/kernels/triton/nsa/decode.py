@@ -25,9 +25,9 @@ from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
 from dynaxx.kernels.triton.nsa.windows import compress_windows, gather_windows, store_compressed
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.layout.paging import PagedCache
-from dynaxx.layout.paging.compressed import NativeLengths
+from dynaxx.layout.paging.compressed import NsaLengths
 
 __all__ = [
     "compress_windows",
@@ -52,7 +52,7 @@ def _lengths_kernel(
     p_seqused, p_lengths, batch, row, window, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SLC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the fields of `NativeLengths` as (5, B), `row` numbers apart."""
+    """Compute the fields of `NsaLengths` as (5, B), `row` numbers apart."""
     i_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i_b < batch
     used = tl.load(p_seqused + i_b, mask=inside, other=0)
@@ -153,7 +153,7 @@ def _decode_scores_kernel(
             tl.store(p_next + row + 1, behind, mask=block + 1 < blocks)
 
 
-def kept_blocks(blocks: Tensor, lengths: NativeLengths, sizes: NativeSizes) -> Tensor:
+def kept_blocks(blocks: Tensor, lengths: NsaLengths, sizes: NsaSizes) -> Tensor:
     """Return earlier blocks with the current forced blocks, like `kernels.reference.nsa_decode`, in one kernel."""
     batch, heads, slots = blocks.shape
     width = sizes.slc_count + sizes.first_blocks + sizes.local_blocks
@@ -191,7 +191,7 @@ def pages_of(blocks: Tensor, pages_per_block: int, max_pages: int) -> Tensor:
     return pages
 
 
-def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
+def step_lengths(seqused: Tensor, sizes: NsaSizes) -> NsaLengths:
     """Return the lengths that each branch reads, in one kernel, each 16-byte aligned for `kernel_launcher`."""
     batch = seqused.shape[0]
     lengths = seqused.new_empty(5, -(-batch // 4) * 4)
@@ -207,11 +207,11 @@ def step_lengths(seqused: Tensor, sizes: NativeSizes) -> NativeLengths:
             window=sizes.window,
             BLOCK=LENGTHS,
         )
-    return NativeLengths(*(lengths[i, :batch] for i in range(5)))
+    return NsaLengths(*(lengths[i, :batch] for i in range(5)))
 
 
 def select_blocks(
-    q: Tensor, cache: PagedCache, lse: Tensor, lengths: NativeLengths, sizes: NativeSizes, max_blocks: int, scale: float
+    q: Tensor, cache: PagedCache, lse: Tensor, lengths: NsaLengths, sizes: NsaSizes, max_blocks: int, scale: float
 ) -> Tensor:
     """Return the selected blocks, like `kernels.reference.nsa_decode`."""
     heads = cache.kv_heads

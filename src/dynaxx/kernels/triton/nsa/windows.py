@@ -16,7 +16,7 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.pages import PageTable, physical_pages, table_arguments
-from dynaxx.layout.nsa import NativeSizes
+from dynaxx.layout.nsa import NsaSizes
 from dynaxx.layout.paging import PagedCache, PageStrides
 from dynaxx.layout.paging.compressed import CompressedPages
 
@@ -113,12 +113,12 @@ def _compress_windows_kernel(
         tl.store(p_kept + o_d, pooled.to(p_kept.dtype.element_ty), mask=o_d < D)
 
 
-def gather_windows(cache: PagedCache, sizes: NativeSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
+def gather_windows(cache: PagedCache, sizes: NsaSizes, count: int, skip: int) -> tuple[Tensor, Tensor]:
     """Return the windows, like `kernels.reference.nsa_decode`; zeros for windows that do not exist."""
     return _gathered(cache, cache.k, sizes, count, skip), _gathered(cache, cache.v, sizes, count, skip)
 
 
-def _gathered(cache: PagedCache, x: Tensor, sizes: NativeSizes, count: int, skip: int) -> Tensor:
+def _gathered(cache: PagedCache, x: Tensor, sizes: NsaSizes, count: int, skip: int) -> Tensor:
     windows = x.new_empty(cache.batch * count, sizes.cmp_block, *x.shape[2:])
     if windows.numel():
         _gather_windows_kernel[(cache.batch * count, cache.kv_heads)](
@@ -167,7 +167,7 @@ def store_compressed(
 
 
 def _window_arguments(
-    cache: PagedCache, x: Tensor, sizes: NativeSizes, page_size: int, count: int, skip: int
+    cache: PagedCache, x: Tensor, sizes: NsaSizes, page_size: int, count: int, skip: int
 ) -> dict[str, object]:
     """Return the arguments that all kernels here share: the pages of `x`, of `page_size` rows each, and the windows."""
     return {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recover a converted model's loss on real text, on a schedule from dense to sparse.
 
-    dynaxx convert smollm2 --out build/smollm2-native
-    python examples/finetune_native.py build/smollm2-native --out build/smollm2-tuned --context 8192 --minutes 5   # GPU
-    python examples/finetune_native.py build/smollm2-native --out build/check --context 512 --steps 4              # CPU
+    dynaxx convert smollm2 --out build/smollm2-nsa
+    python examples/finetune_nsa.py build/smollm2-nsa --out build/smollm2-tuned --context 8192 --minutes 5   # GPU
+    python examples/finetune_nsa.py build/smollm2-nsa --out build/check --context 512 --steps 4              # CPU
 
 At first every query selects all blocks; over the first half of the run the count falls to the model's own, and stays
 there. Text is Python's documentation, split in sections: even ones to learn from, odd ones to measure on. Printed and
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from native_trainer import cannot_write, check_finite, load, make_folder, save
+from nsa_trainer import cannot_write, check_finite, load, make_folder, save
 
 import dynaxx.integrations.transformers.nsa_llama  # registers the model with transformers
 from dynaxx.lab.files import write_text
@@ -93,8 +93,8 @@ def run(args):
         model, tokenizer = load_model(args.model, device=device)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    if not isinstance(model, dynaxx.integrations.transformers.nsa_llama.NativeLlamaForCausalLM):
-        raise SystemExit(f"{args.model} is not a native sparse model; make one with `dynaxx convert`")
+    if not isinstance(model, dynaxx.integrations.transformers.nsa_llama.NsaLlamaForCausalLM):
+        raise SystemExit(f"{args.model} has no native sparse attention; make one with `dynaxx convert`")
     train, held_out = (sequences(tokenizer, part, args.context) for part in split_text(text))
     held_out, least = held_out[: args.eval_sequences], model.config.sizes.slc_count
     most = max(least, -(-args.context // model.config.sizes.slc_block))

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 import dynaxx as dx
-from dynaxx.nn import IndexedSparseAttention, NativeSizes, NativeSparseAttention, SparseAttention
+from dynaxx.nn import IndexedSparseAttention, NativeSparseAttention, NsaSizes, SparseAttention
 
-VARIANTS = ("dense", "window", "native", "indexed")
+VARIANTS = ("dense", "window", "nsa", "indexed")
 INDEX_HEADS, INDEX_DIM = 4, 32
 
 
 def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes, compression):
     """Return the attention module of a variant."""
-    if variant == "native":
+    if variant == "nsa":
         return NativeSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, sizes=sizes, compression=compression)
-    if variant == "indexed":  # as many tokens as the native variant selects, one by one
+    if variant == "indexed":  # as many tokens as the NSA variant selects, one by one
         choice = dx.TopKTokens(sizes.slc_count * sizes.slc_block)
         return IndexedSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, choice=choice,
                                       index_heads=INDEX_HEADS, index_dim=INDEX_DIM)  # fmt: skip
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
     def __init__(self, variant, *, vocab=256, hidden=512, layers=12, q_heads=8, kv_heads=2, head_dim=64, sizes=None,
                  compression="mlp", rotary=1.0, seed=0):  # fmt: skip
         super().__init__()
-        self.head_dim, self.rotary, sizes = head_dim, rotary, sizes or NativeSizes()
+        self.head_dim, self.rotary, sizes = head_dim, rotary, sizes or NsaSizes()
         torch.manual_seed(seed)
         self.embedding, self.before = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList()

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from native_decoder import Decoder
+from nsa_decoder import Decoder
 
 from dynaxx.lab.files import write_file
-from dynaxx.nn import IndexedSparseAttention, NativeSizes, NativeSparseAttention
+from dynaxx.nn import IndexedSparseAttention, NativeSparseAttention, NsaSizes
 
 FIND = 0.6  # of a run: how long --find-first lasts
 
@@ -64,7 +64,7 @@ class Trainer:
         check_finite(norm, f"gradients of {self.variant}")
 
     def resize(self, sizes):
-        """Let native layers see through branches of these sizes."""
+        """Let layers with native sparse attention see through branches of these sizes."""
         for layer in self.model.layers:
             if isinstance(layer.attention, NativeSparseAttention):
                 layer.attention.sizes = sizes
@@ -160,7 +160,7 @@ class Trainer:
 
 def sizes_of(args):
     """Return the sizes that a command line asks for. Raise ValueError if they do not fit together."""
-    return NativeSizes(*args.cmp, args.slc_block, args.slc_count, window=args.window)
+    return NsaSizes(*args.cmp, args.slc_block, args.slc_count, window=args.window)
 
 
 def sizes_at(sizes, share):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Train the same decoder with dense attention, a window, native sparse attention or an indexer, on equal tokens.
 
-    python examples/native_data.py build/text.bin
-    python examples/train_native.py --text build/text.bin --out build/native --minutes 6      # on a GPU, 30M parameters
-    python examples/train_native.py --text build/text.bin --out build/tiny --tiny --steps 30  # on a CPU, a check
-    python examples/train_native.py --data needle --text build/text.bin --out build/needle --steps 500 --context 8192 \
+    python examples/nsa_data.py build/text.bin
+    python examples/train_nsa.py --text build/text.bin --out build/nsa --minutes 6      # on a GPU, 30M parameters
+    python examples/train_nsa.py --text build/text.bin --out build/tiny --tiny --steps 30  # on a CPU, a check
+    python examples/train_nsa.py --data needle --text build/text.bin --out build/needle --steps 500 --context 8192 \
         --from-context 64 --lr 3e-3 --layers 4 --hidden 256 --cmp 8,4 --rotary 0.5 --find-first --eval-at 16384,32768
 
 The variants take turns, a few steps each on the same batches, so that at any moment they have seen equal tokens; the
@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 import torch
-from native_data import Text, make_data
-from native_decoder import VARIANTS
-from native_trainer import Trainer, cannot_write, check_finite, load, make_folder, save, sizes_of
+from nsa_data import Text, make_data
+from nsa_decoder import VARIANTS
+from nsa_trainer import Trainer, cannot_write, check_finite, load, make_folder, save, sizes_of
 
 from dynaxx.lab.files import write_text
 
@@ -49,7 +49,7 @@ def run(args):
     """Train every variant, write the results, return them."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.text is None and args.data in ("text", "needle"):
-        raise SystemExit("--text is needed: make the file with `python examples/native_data.py FILE`")
+        raise SystemExit("--text is needed: make the file with `python examples/nsa_data.py FILE`")
     source = make_data(args.data, Text(args.text) if args.text else None)
     settings = {name: str(value) for name, value in vars(args).items() if name not in NOT_SETTINGS}
     make_folder(args.out)
@@ -173,7 +173,7 @@ def plot(results, path):
 def arguments(argv=None):
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="bytes to learn from, as native_data.py packs them")
+    parser.add_argument("--text", type=Path, help="bytes to learn from, as nsa_data.py packs them")
     parser.add_argument("--data", choices=["text", "recall", "copy", "needle"], default="text")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results and the checkpoint")
     parser.add_argument(
@@ -195,18 +195,18 @@ def arguments(argv=None):
         ("hidden", int, "N", "width of the decoder"),
         ("layers", int, "N", "of the decoder"),
         ("heads", numbers, "Q,KV,DIM", "q heads, kv heads and head_dim"),
-        ("window", int, "N", "tokens, of the window variant and the native one"),
+        ("window", int, "N", "tokens, of the window and nsa variants"),
         ("cmp", numbers, "BLOCK,STRIDE", "compressed tokens: how long, how far apart"),
-        ("slc_block", int, "N", "tokens per block that a native query selects"),
+        ("slc_block", int, "N", "tokens per block that a query of the nsa variant selects"),
         ("slc_count", int, "N", "blocks that it selects"),
     ):
         full, tiny = (str(sizes[name]).strip("[]").replace(" ", "") for sizes in (FULL, TINY))
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar,
                             help=f"{what}: {full}, with --tiny {tiny}")  # fmt: skip
-    parser.add_argument("--find-first", action="store_true", help="let native layers learn to find through compressed "
-                        "tokens alone, for the first 0.6 of the run")  # fmt: skip
+    parser.add_argument("--find-first", action="store_true", help="let layers of the nsa variant learn to find "
+                        "through compressed tokens alone, for the first 0.6 of the run")  # fmt: skip
     parser.add_argument("--compression", choices=["mlp", "weighted", "mean"], default="mlp",
-                        help="of the native variant; weighted and mean add next to no parameters")  # fmt: skip
+                        help="of the nsa variant; weighted and mean add next to no parameters")  # fmt: skip
     parser.add_argument("--rotary", type=float, default=1.0, help="share of the rotary pairs that turn, the fastest")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -236,7 +236,7 @@ def arguments(argv=None):
     if args.from_context and args.from_context > args.context:
         parser.error(f"--from-context must be at most --context = {args.context}, got {args.from_context}")
     if args.text and not args.text.is_file():
-        parser.error(f"--text: there is no file {args.text}; `python examples/native_data.py FILE` makes one")
+        parser.error(f"--text: there is no file {args.text}; `python examples/nsa_data.py FILE` makes one")
     try:
         sizes_of(args)
     except ValueError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training data of the decoders: packed text, or tasks that show what attention reaches.
 
-    python examples/native_data.py build/text.bin       # up to 9 MB of what Python and its packages say of themselves
+    python examples/nsa_data.py build/text.bin       # up to 9 MB of what Python and its packages say of themselves
 
 The file is bytes, one document behind another; training reads them as tokens. Every twentieth 64 KiB is held out.
 """
