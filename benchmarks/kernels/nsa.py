@@ -153,7 +153,7 @@ def captured(run):
 
 def time_whole(name, q_heads, kv_heads, seqlen, drift, schedule=None):
     leaves = inputs_of(q_heads, kv_heads, seqlen, drift)
-    row = {"work": f"native {name} {seqlen // 1024}k", "inputs": f"drifting by {drift}" if drift else "random"}
+    row = {"work": f"NSA {name} {seqlen // 1024}k", "inputs": f"drifting by {drift}" if drift else "random"}
     row |= {"overlap": round(overlap_of(leaves), 2), **both_ways(attend, leaves)}
     row |= {f"dense_{key}": value for key, value in both_ways(dense, leaves[:3]).items()}
     return row

@@ -7,6 +7,7 @@ Names are loaded when they are first used, so `import dynaxx` costs little and l
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 __version__ = "0.2.0"
@@ -93,9 +94,8 @@ def __getattr__(name: str) -> Any:
     if name == "distributed":  # a room with a `sparse_attention` of its own
         return importlib.import_module("dynaxx.distributed")
     if name in _OLD_NAMES:
-        from dynaxx.lazy import renamed
-
-        return renamed(__name__, _OLD_NAMES)(name)
+        warnings.warn(f"`dynaxx.{name}` is now `dynaxx.{_OLD_NAMES[name]}`", DeprecationWarning, stacklevel=2)
+        name = _OLD_NAMES[name]
     if name not in _SOURCE_OF:
         raise AttributeError(f"module 'dynaxx' has no attribute {name!r}")
     value = getattr(importlib.import_module(_SOURCE_OF[name]), name)

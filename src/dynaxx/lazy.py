@@ -66,7 +66,7 @@ def renamed(module: str, new_names: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in new_names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"`{name}` is now `{new_names[name]}`", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"`{module}.{name}` is now `{new_names[name]}`", DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(module), new_names[name])
 
     return find

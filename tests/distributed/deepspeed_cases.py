@@ -88,7 +88,7 @@ def compare(ranks, model, policy, ids, positions, *, before=None, calls="sparse_
 
 
 def case_the_models_own_attention(ranks: Ranks):
-    calls = "native_calls" if ranks.device == "cpu" else ""  # on a GPU causal attention stays with torch
+    calls = "own_pattern_calls" if ranks.device == "cpu" else ""  # on a GPU causal attention stays with torch
     compare(ranks, llama(), None, *batch_of(), before=lambda model: None, calls=calls)
 
 
@@ -253,18 +253,18 @@ def _trains(ranks, stage):
     assert handle.active
     ours, theirs = zero(ranks, model, stage)
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-    assert handle.stats()["native_calls"] == 9, handle.stats()
+    assert handle.stats()["own_pattern_calls"] == 9, handle.stats()
 
 
 def case_zero_2_trains_native_sparse_attention(ranks: Ranks):
-    _trains_native(ranks, 2)
+    _trains_nsa(ranks, 2)
 
 
 def case_zero_3_trains_native_sparse_attention(ranks: Ranks):
-    _trains_native(ranks, 3)
+    _trains_nsa(ranks, 3)
 
 
-def _trains_native(ranks, stage):
+def _trains_nsa(ranks, stage):
     """Train a Llama whose attention is native sparse attention."""
     from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
     from dynaxx.layout.nsa import NsaSizes

@@ -65,8 +65,8 @@ def case_bf16_training_lowers_the_loss(ranks: Ranks):
     cases.start(ranks)
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
              "head_dim": 64, "max_position_embeddings": 4096, "initializer_range": 0.02}  # fmt: skip
-    native = NsaSizes(cmp_block=32, cmp_stride=16, slc_block=64, slc_count=8, window=256)
-    model = convert_to_nsa(cases.llama(**sizes), native).to(ranks.device).bfloat16()
+    nsa = NsaSizes(cmp_block=32, cmp_stride=16, slc_block=64, slc_count=8, window=256)
+    model = convert_to_nsa(cases.llama(**sizes), nsa).to(ranks.device).bfloat16()
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
               "zero_allow_untested_optimizer": True}  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -82,9 +82,9 @@ def check(ranks, model, policy=None, seqlen=700, batch=2, seed=1, **counts):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
 
 
-def case_native_patterns_equal_one_device(ranks: Ranks):
+def case_own_patterns_equal_one_device(ranks: Ranks):
     for build in (llama, gemma3, gpt_oss, mistral, llama4):
-        check(ranks, build(), sparse_calls=0, native_calls=2)
+        check(ranks, build(), sparse_calls=0, own_pattern_calls=2)
 
 
 def case_policies_equal_one_device(ranks: Ranks):
@@ -95,9 +95,9 @@ def case_policies_equal_one_device(ranks: Ranks):
         "row by row, by mean queries": dx.Rule.of(dx.Sink(4) | dx.TopK(3)),
     }
     for rule in rules.values():
-        check(ranks, model, policy_for(model, rule), sparse_calls=2, native_calls=0)
+        check(ranks, model, policy_for(model, rule), sparse_calls=2, own_pattern_calls=0)
     first = dx.Rule.of(dx.SlidingWindow(64), layers=[0])
-    check(ranks, model, policy_for(model, first), sparse_calls=1, native_calls=1)
+    check(ranks, model, policy_for(model, first), sparse_calls=1, own_pattern_calls=1)
 
 
 def case_rules_that_need_whole_heads(ranks: Ranks):
@@ -107,21 +107,21 @@ def case_rules_that_need_whole_heads(ranks: Ranks):
         dx.Rule.of(dx.SlidingWindow(96), heads=first),
         dx.Rule.of(dx.SlidingWindow(64) | dx.TopK(0.3, per="head"), heads=others),
     ]
-    check(ranks, model, policy_for(model, *by_head), sparse_calls=2, native_calls=0)
+    check(ranks, model, policy_for(model, *by_head), sparse_calls=2, own_pattern_calls=0)
     probe = dx.Rule.of(dx.SlidingWindow(64) | dx.TopK(0.3, dx.AntiDiagonal()))
-    check(ranks, model, policy_for(model, probe), sparse_calls=2, native_calls=0)
+    check(ranks, model, policy_for(model, probe), sparse_calls=2, own_pattern_calls=0)
 
 
 def case_short_sequences_run_the_models_own_pattern(ranks: Ranks):
     model = llama()
     policy = policy_for(model, dx.Rule.of(dx.SlidingWindow(64)), dense_below=701)
-    check(ranks, model, policy, sparse_calls=0, native_calls=2)
+    check(ranks, model, policy, sparse_calls=0, own_pattern_calls=2)
 
 
 def case_windows_are_kept_under_a_policy(ranks: Ranks):
     model = gemma3()
     policy = policy_for(model, dx.Rule.of(dx.SlidingWindow(64) | dx.TopK(0.2, dx.MeanPool()), layers=[1]))
-    check(ranks, model, policy, sparse_calls=1, native_calls=1)
+    check(ranks, model, policy, sparse_calls=1, own_pattern_calls=1)
 
 
 def case_losses_and_gradients_equal_one_device(ranks: Ranks):
@@ -172,11 +172,11 @@ def case_a_kill_switch_on_one_rank_holds_for_all(ranks: Ranks):
         if ranks.rank == 0:
             handle.kill_switch.engage("test")
         model(**handle.shard(tokens(1, 600)))
-        assert handle.stats() == {"sparse_calls": 2, "native_calls": 2}
+        assert handle.stats() == {"sparse_calls": 2, "own_pattern_calls": 2}
         if ranks.rank == 0:
             handle.kill_switch.release()
         model(**handle.shard(tokens(1, 600)))
-        assert handle.stats() == {"sparse_calls": 4, "native_calls": 2}
+        assert handle.stats() == {"sparse_calls": 4, "own_pattern_calls": 2}
 
 
 def case_bad_batches_are_refused_on_all_ranks(ranks: Ranks):
@@ -201,7 +201,7 @@ def case_bad_batches_are_refused_on_all_ranks(ranks: Ranks):
             model(**{**batch, "attention_mask": mask})
         with pytest.raises(ValueError, match="already split"):
             dx.apply(model, mesh=ranks.mesh)
-        with pytest.raises(ValueError, match="`window`, `native` and `name` must be left out"):
+        with pytest.raises(ValueError, match="`window`, `own_pattern` and `name` must be left out"):
             dx.apply(model, mesh=ranks.mesh, name="x")
 
 

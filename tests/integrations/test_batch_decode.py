@@ -78,7 +78,7 @@ def test_each_request_decodes_as_it_would_alone(model, page_size):
             assert same(served(model, asked, page_size=page_size), expected)
         stats = handle.stats()
         assert stats["sparse_calls"] == 3 * (NEW - 1)  # every layer, every step but that of the prompts
-        assert stats["native_calls"] == 3  # the prompts
+        assert stats["own_pattern_calls"] == 3  # the prompts
         assert not stats["dense_calls"]
         assert not stats["dense_sequences"]
 

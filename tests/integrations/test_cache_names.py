@@ -48,14 +48,14 @@ def test_an_output_has_its_cache_under_either_name():
     assert cache_of((1, 2)) is None
 
 
-def native():
+def nsa_attention():
     sizes = NsaSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
     return convert_to_nsa(llama(), sizes).model.layers[0].self_attn
 
 
 @torch.no_grad()
-def test_native_attention_reads_either_name():
-    attention, ids = native().eval(), tokens(1, 20)
+def test_nsa_attention_reads_either_name():
+    attention, ids = nsa_attention().eval(), tokens(1, 20)
     hidden = torch.randn(1, ids.shape[1], attention.config.hidden_size)
     angles = torch.randn(2, 1, ids.shape[1], attention.head_dim)
     angles = angles[0].cos(), angles[0].sin()

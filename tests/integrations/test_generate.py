@@ -155,7 +155,12 @@ def test_prefill_and_decode_follow_their_own_rules(model):
     policy = policy_of(model, dx.TopK(0.3, dx.MinMax()), prefill=dx.SlidingWindow(32))
     with dx.apply(model, policy) as handle:
         generate(model, ids)
-        assert handle.stats() == {"sparse_calls": 2 * NEW, "native_calls": 0, "dense_calls": {}, "dense_sequences": {}}
+        assert handle.stats() == {
+            "sparse_calls": 2 * NEW,
+            "own_pattern_calls": 0,
+            "dense_calls": {},
+            "dense_sequences": {},
+        }
 
 
 def test_the_guard_says_that_it_does_not_look_at_steps(model, telemetry):

@@ -77,7 +77,7 @@ def test_dense_and_sparse_are_those_of_transformers(kv_heads: int) -> None:
     for ids in prompts:
         np.testing.assert_allclose(logits(converted, ids), expected(model, ids, rules), atol=TOLERANCE)
     assert handle.stats["sparse_calls"] == 4
-    assert handle.stats["native_calls"] == 4
+    assert handle.stats["own_pattern_calls"] == 4
     assert not handle.stats["dense_calls"]
 
 
@@ -199,7 +199,7 @@ def test_short_prompts_run_in_the_dense_model() -> None:
         ids = torch.randint(0, 97, (2, seqlen))
         np.testing.assert_allclose(prompts(ids), expected(model, ids, rules), atol=TOLERANCE)
         assert prompts.handle.stats["sparse_calls"] == calls
-        assert prompts.handle.stats["native_calls"] == 0, "dynaxx computed a short prompt"
+        assert prompts.handle.stats["own_pattern_calls"] == 0, "dynaxx computed a short prompt"
     np.testing.assert_allclose(logits(converted, ids), expected(model, ids), atol=TOLERANCE)  # it stayed dense
 
 
@@ -233,7 +233,7 @@ def test_a_cache_generates_what_transformers_does(kv_heads: int, tmp_path: Path)
         if loaded.handle is not None:
             stats = loaded.handle.stats
             assert stats["sparse_calls"] == 2 * 4, stats  # each layer, four prompts of 100 keys and more
-            assert stats["native_calls"] == 2 * (7 + 1), stats  # tokens one by one, and the short prompt
+            assert stats["own_pattern_calls"] == 2 * (7 + 1), stats  # tokens one by one, and the short prompt
     with pytest.raises(ValueError, match="one token or more"):
         running.step(ids[:, :0])
     with pytest.raises(UnsupportedInputError, match="no cache"):

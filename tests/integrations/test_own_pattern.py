@@ -111,7 +111,7 @@ def check(family):
         for (arguments, grads), fp32, fp64 in zip(cases, eager, exact, strict=True):
             handle.reset_stats()
             hold(run(model, arguments, grads=grads), fp32, fp64)
-            assert handle.stats()["native_calls"] == family.layers, handle.stats()
+            assert handle.stats()["own_pattern_calls"] == family.layers, handle.stats()
             assert not handle.stats()["dense_calls"]
         assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
     assert model.config._attn_implementation == before
@@ -185,7 +185,7 @@ def test_a_mask_of_unknown_parts_is_made_and_read():
         want = model(ids).logits
         causal = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
         torch.testing.assert_close(model(ids, attention_mask=causal).logits, want, atol=1e-4, rtol=1e-4)
-        assert handle.stats()["native_calls"] == 4
+        assert handle.stats()["own_pattern_calls"] == 4
         model(ids, attention_mask=torch.rand(1, 1, 64, 64) > 0.5)
         assert handle.stats()["dense_calls"] == {"mask is not causal sequences": 2}
 
@@ -206,7 +206,7 @@ def test_generate(name, cache, chunk):
     model.set_attn_implementation(before)
     with dx.apply(model) as handle:
         assert torch.equal(model.generate(**arguments), wanted)
-        assert handle.stats()["native_calls"] == (4 if chunk else 2)
+        assert handle.stats()["own_pattern_calls"] == (4 if chunk else 2)
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Mistral"])
@@ -220,7 +220,7 @@ def test_continuous_batching(name):
               for ids in asked}  # fmt: skip
     with dx.apply(model) as handle, handle.continuous_batching():
         found = model.generate_batch(asked, generation_config=settings, continuous_batching_config=batching)
-        assert handle.stats()["native_calls"] > 2
+        assert handle.stats()["own_pattern_calls"] > 2
     assert {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()} == wanted
 
 
@@ -231,7 +231,7 @@ def test_beams_and_guesses(name):
         wanted = model.generate(ids, max_new_tokens=8, do_sample=False, **how)
         with dx.apply(model) as handle:
             assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **how), wanted)
-            assert handle.stats()["native_calls"] >= 2
+            assert handle.stats()["own_pattern_calls"] >= 2
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "gpt-oss"])
@@ -243,7 +243,7 @@ def test_gradient_checkpointing(name):
     enable({"use_reentrant": False})
     with dx.apply(model) as handle:
         got = run(model, inputs, grads=True)
-        assert handle.stats()["native_calls"] == 4
+        assert handle.stats()["own_pattern_calls"] == 4
     for key, want in wanted.items():
         torch.testing.assert_close(got[key], want, atol=2e-4 * float(want.abs().max()), rtol=1e-3)
 
@@ -260,8 +260,8 @@ def test_a_policy_on_top(monkeypatch):
             dense = model(ids).logits
             with dx.apply(model, keep) as handle:
                 torch.testing.assert_close(model(ids).logits, dense, atol=2e-4, rtol=2e-4)
-                assert handle.stats()["sparse_calls"] == handle.stats()["native_calls"] == 1
-            with dx.apply(model, keep, native=False) as handle:
+                assert handle.stats()["sparse_calls"] == handle.stats()["own_pattern_calls"] == 1
+            with dx.apply(model, keep, own_pattern=False) as handle:
                 torch.testing.assert_close(model(ids).logits, dense, atol=2e-4, rtol=2e-4)
                 assert handle.stats()["dense_calls"] == {"layer has its own window": 1}
 
@@ -316,7 +316,7 @@ def test_on_a_gpu(monkeypatch, name):
         model.set_attn_implementation(before)
         with dx.apply(model) as handle:
             got = run(model, arguments, grads=True)
-            assert handle.stats()["native_calls"] == 2, handle.stats()
+            assert handle.stats()["own_pattern_calls"] == 2, handle.stats()
         largest = max(float(x.abs().max()) for x in want.values())
         for key, x in want.items():
             torch.testing.assert_close(got[key], x, atol=2e-3 * largest, rtol=2e-2)
@@ -435,16 +435,16 @@ def test_trainer(tmp_path):
     pytest.importorskip("accelerate")
     data = [{"input_ids": row, "labels": row} for row in ids_of(4, 64)]
     weights = []
-    for native in (False, True):
+    for own_pattern in (False, True):
         model = named("Gemma 3").train()
         arguments = transformers.TrainingArguments(
             tmp_path, max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True, report_to=[],
             save_strategy="no", disable_tqdm=True, optim="sgd", seed=3,
         )  # fmt: skip
-        handle = dx.apply(model) if native else None
+        handle = dx.apply(model) if own_pattern else None
         transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
         if handle is not None:
-            assert handle.stats()["native_calls"] == 4
+            assert handle.stats()["own_pattern_calls"] == 4
             assert not handle.stats()["dense_calls"]
             handle.remove()
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -471,7 +471,7 @@ def test_real_weights_of_gemma_3():
 
     dense_time, dense = prefill()
     with dx.apply(loaded.model) as handle:
-        native_time, native = prefill()
-        assert handle.stats()["native_calls"] == 18
-    assert (native - dense).abs().max() <= 1e-4 * dense.abs().max()
-    assert dense_time / native_time >= 2, (dense_time, native_time)
+        own_time, own_pattern = prefill()
+        assert handle.stats()["own_pattern_calls"] == 18
+    assert (own_pattern - dense).abs().max() <= 1e-4 * dense.abs().max()
+    assert dense_time / own_time >= 2, (dense_time, own_time)

@@ -134,7 +134,7 @@ def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous, fp8):
     assert out[batch.sequences.rows[-1].tokens.stop :].isnan().all()
     assert layer.counts.to_dict() == {
         "sparse_calls": 1,
-        "native_calls": 0,
+        "own_pattern_calls": 0,
         "dense_calls": {},
         "dense_sequences": split.reasons,
     }

@@ -52,11 +52,11 @@ def repeated(monkeypatch):
         yield found, telemetry
 
 
-@pytest.mark.parametrize("name", [*RULES, "native"])
+@pytest.mark.parametrize("name", [*RULES, "own_pattern"])
 def test_later_layers_and_passes_repeat_a_call(name, repeated):
     found, telemetry = repeated
     model = llama()
-    policy = None if name == "native" else policy_for(model, dx.Rule.of(RULES[name]))
+    policy = None if name == "own_pattern" else policy_for(model, dx.Rule.of(RULES[name]))
     prompts = [tokens(2, seqlen) for seqlen in (300, 290, 300)]
     with dx.apply(model, policy), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers.Layer, "_repeat", lambda self, *given: (None, None))
@@ -67,7 +67,7 @@ def test_later_layers_and_passes_repeat_a_call(name, repeated):
         for ids, expected in zip(prompts, wanted, strict=True):
             assert torch.equal(logits(model, input_ids=ids), expected)
         assert found == [False, True, True] * 2 + [True] * 3
-        kind, backend = ("native_calls", "native") if name == "native" else ("sparse_calls", "cpu")
+        kind, backend = ("own_pattern_calls", "own_pattern") if name == "own_pattern" else ("sparse_calls", "cpu")
         assert handle.stats()[kind] == 9
         assert telemetry.value("dynaxx_layer_calls_total", backend=backend, phase="prefill") == 18
 

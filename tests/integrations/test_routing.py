@@ -62,9 +62,9 @@ def test_a_step_follows_the_decode_rule():
 def test_the_models_own_pattern_follows_where_no_rule_runs(reason):
     """It never runs where somebody wants the original attention, whatever the layer's rules are."""
     for layer in (LayerRules(), RULES):
-        found = route(layer, PassState(reason), Arrived(native=True), LONG)
-        assert found.route is (Route.NATIVE if reason.keeps_native else Route.DENSE)
-    assert route(RULES, PassState(), Arrived(native=True), LONG).route is Route.RULE
+        found = route(layer, PassState(reason), Arrived(serves_own_pattern=True), LONG)
+        assert found.route is (Route.OWN_PATTERN if reason.keeps_own_pattern else Route.DENSE)
+    assert route(RULES, PassState(), Arrived(serves_own_pattern=True), LONG).route is Route.RULE
 
 
 def test_only_what_arrived_decides_on_dense_for_every_combination():

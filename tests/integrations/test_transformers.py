@@ -213,7 +213,7 @@ def test_dense_paths_are_bit_exact_and_counted():
         assert torch.equal(logits(model, input_ids=ids), dense)
         assert handle.stats() == {
             "sparse_calls": 0,
-            "native_calls": 0,
+            "own_pattern_calls": 0,
             "dense_calls": {"below dense_below": 3},
             "dense_sequences": {},
         }
@@ -241,7 +241,7 @@ def test_short_documents_in_a_long_pack_are_dense():
     with dx.apply(model, policy_for(model, dense_below=50)) as handle:
         close(logits(model, **arguments), dense)
     short = {"below dense_below": 6, "fewer queries than one block": 3}
-    assert handle.stats() == {"sparse_calls": 3, "native_calls": 0, "dense_calls": {}, "dense_sequences": short}
+    assert handle.stats() == {"sparse_calls": 3, "own_pattern_calls": 0, "dense_calls": {}, "dense_sequences": short}
 
 
 def test_lengths_around_the_border_do_not_flap():

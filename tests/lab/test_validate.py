@@ -212,7 +212,7 @@ def test_what_would_not_run_sparse_is_not_validated(model):
     assert found.perplexity.ratio == pytest.approx(1, abs=1e-6)  # the same attention, by other kernels
     assert found.layer_calls == {
         "sparse_calls": 0,
-        "native_calls": 6,
+        "own_pattern_calls": 6,
         "dense_calls": {},
         "dense_sequences": {},
     }

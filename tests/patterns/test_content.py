@@ -214,7 +214,7 @@ def test_every_row_of_a_batch_has_its_own_positions(rule):
     with dx.apply(model, policy_for(model, rule)) as handle:
         got = logits(model, input_ids=ids)
         again = model.model(ids).last_hidden_state  # the decoder by itself, ids by position
-        assert handle.stats() == {"sparse_calls": 6, "native_calls": 0, "dense_calls": {}, "dense_sequences": {}}
+        assert handle.stats() == {"sparse_calls": 6, "own_pattern_calls": 0, "dense_calls": {}, "dense_sequences": {}}
     for row in range(3):
         close(got[row], alone(model, rule, ids[row]))
     close(model.lm_head(again), got)

@@ -191,7 +191,7 @@ def test_beyond_a_limit_the_policys_action_is_taken(model, telemetry, action, ca
         assert telemetry.value("dynaxx_events_total", event="guard_widened") == 2
         assert telemetry.value("dynaxx_guard_level") == 2
     if action == "dense":
-        assert stats == {"sparse_calls": 4, "native_calls": 0, "dense_calls": {"guard": 12}, "dense_sequences": {}}
+        assert stats == {"sparse_calls": 4, "own_pattern_calls": 0, "dense_calls": {"guard": 12}, "dense_sequences": {}}
         assert torch.equal(found[-1], dense[-1])
         assert telemetry.value("dynaxx_fallbacks_total", reason="guard") == 12
         assert telemetry.value("dynaxx_guard_level") == 3

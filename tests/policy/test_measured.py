@@ -47,7 +47,7 @@ def test_prefill_and_decode_are_measured(model, telemetry):
         assert seen.gauge("dynaxx_kv_cache_bytes") == held
         del out
     calls = {(r.labels["backend"], r.labels["phase"]): r.value for r in seen.get("dynaxx_layer_calls_total")}
-    assert calls == {("cpu", "prefill"): 2, ("cpu", "decode"): 6, ("native", "prefill"): 1, ("dense", "decode"): 3}
+    assert calls == {("cpu", "prefill"): 2, ("cpu", "decode"): 6, ("own_pattern", "prefill"): 1, ("dense", "decode"): 3}
     assert sparse == 8
     assert seen.by("dynaxx_dense_calls_total", "reason") == {"no rule": 3}
     assert sum(r.count for r in seen.get("dynaxx_attention_seconds", phase="decode")) == 6

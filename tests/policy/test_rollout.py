@@ -237,7 +237,7 @@ def test_a_request_under_way_stops_at_its_next_pass(model):
         model(tokens(1, 32), past_key_values=cache)
         assert handle.stats() == {
             "sparse_calls": 2,
-            "native_calls": 0,
+            "own_pattern_calls": 0,
             "dense_calls": {"kill switch": 2},
             "dense_sequences": {},
         }

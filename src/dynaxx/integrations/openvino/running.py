@@ -78,7 +78,7 @@ class OpenVinoHandle:
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.half = half
         self.layers = 0
-        self._deployed = Deployed(policy, numbers, Background(partial(numbers.failed, "guard")), native=True)
+        self._deployed = Deployed(policy, numbers, Background(partial(numbers.failed, "guard")), own_pattern=True)
         self._causal: dict[int, bool] = {}  # whether a mask is causal, by its address, from the pass's first layer
         self._said: set[str] = set()
         PolicyEvents(numbers).in_force(self._deployed)
@@ -108,13 +108,13 @@ class OpenVinoHandle:
             return
         state = self._deployed.state(layer, blocked)
         decision = route(
-            self._deployed.rules_of(layer), state, Arrived(native=True), Sequence(seqlen_q, seqlen_k, steps)
+            self._deployed.rules_of(layer), state, Arrived(serves_own_pattern=True), Sequence(seqlen_q, seqlen_k, steps)
         )
         self._deployed.remember_length(seqlen_k, decodes=steps)
         if decision.route is Route.DENSE:
             self._dense(layer, call, decision.reason or DenseReason.NO_RULE, phase)
             return
-        stopped = self._deployed.interruption(layer, native=decision.route is Route.NATIVE)
+        stopped = self._deployed.interruption(layer, own_pattern=decision.route is Route.OWN_PATTERN)
         if stopped is not None:
             self._dense(layer, call, stopped, phase)
             return
@@ -130,11 +130,11 @@ class OpenVinoHandle:
         if decision.route is Route.RULE:
             self.counts.sparse(layer)
         else:
-            self.counts.native(phase)
+            self.counts.own_pattern(phase)
 
     def _sparse(self, layer: int, call: Arguments, chosen: Route) -> None:
         q, k, v, out = call.q, call.k, call.v, call.out
-        if chosen is Route.NATIVE and q.shape[1] == 1 and call.mask is None:
+        if chosen is Route.OWN_PATTERN and q.shape[1] == 1 and call.mask is None:
             _dense_attention(call)  # one query that sees all keys: nothing to leave out
             return
         if self.half:

@@ -33,8 +33,8 @@ class Counts:
         self.numbers = numbers
         self.probe = Probe(numbers)
         self._lock = threading.Lock()
-        self._sparse = self._native = 0
-        self._count_native: dict[str, Callable[[int], None]] = {}
+        self._sparse = self._own_pattern = 0
+        self._count_own_pattern: dict[str, Callable[[int], None]] = {}
         self._dense: Counter[DenseReason] = Counter()
         self._sequences: Counter[DenseReason] = Counter()
         self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # telemetry counters
@@ -50,14 +50,14 @@ class Counts:
         with self._lock:
             self._sparse += calls
 
-    def native(self, phase: str = "prefill", calls: int = 1) -> None:
+    def own_pattern(self, phase: str = "prefill", calls: int = 1) -> None:
         """Count calls that ran the model's own pattern on dynaxx's kernels."""
         with self._lock:
-            self._native += calls
-        count = self._count_native.get(phase)
+            self._own_pattern += calls
+        count = self._count_own_pattern.get(phase)
         if count is None:
-            labels = {"backend": "native", "phase": phase}
-            count = self._count_native[phase] = self.numbers.counter("dynaxx_layer_calls_total", **labels)
+            labels = {"backend": "own_pattern", "phase": phase}
+            count = self._count_own_pattern[phase] = self.numbers.counter("dynaxx_layer_calls_total", **labels)
         count(calls)
 
     def decoding(self, layer: int, q: Tensor) -> Call:
@@ -127,7 +127,7 @@ class Counts:
     def reset(self) -> None:
         """Start from zero."""
         with self._lock:
-            self._sparse = self._native = 0
+            self._sparse = self._own_pattern = 0
             self._dense.clear()
             self._sequences.clear()
 
@@ -136,7 +136,7 @@ class Counts:
         with self._lock:
             return {
                 "sparse_calls": self._sparse,
-                "native_calls": self._native,
+                "own_pattern_calls": self._own_pattern,
                 "dense_calls": _by_text(self._dense),
                 "dense_sequences": _by_text(self._sequences),
             }

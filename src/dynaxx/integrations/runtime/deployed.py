@@ -30,7 +30,7 @@ class Deployed:
         numbers: the recorder.
         background: the thread for the guard's measurements.
         before: the policy that this one replaces. Its guard continues if it watched the same rules.
-        native: whether the model's own pattern may run on dynaxx's kernels if no rule applies.
+        own_pattern: whether the model's own pattern may run on dynaxx's kernels if no rule applies.
         window: keys that an encoder's layers see on each side, if the caller asked for a window.
         head_share: (rank, ranks) if tensor parallelism gives this process only some heads.
 
@@ -58,12 +58,12 @@ class Deployed:
         background: Background,
         before: Deployed | None = None,
         *,
-        native: bool = False,
+        own_pattern: bool = False,
         window: tuple[int, int] | None = None,
         head_share: tuple[int, int] = (0, 1),
     ) -> None:
         self.policy = policy
-        self.native, self.window = native, window
+        self.own_pattern, self.window = own_pattern, window
         self.plans: dict[int, LayerPlan] = {i: plan.shard(*head_share) for i, plan in resolve(policy).items()}
         self.sources: dict[int, int] = selection_sources(self.plans, policy.reuse)
         self.decode: dict[int, DecodePlan] = {i: plan.shard(*head_share) for i, plan in resolve_decode(policy).items()}
@@ -102,7 +102,7 @@ class Deployed:
         self,
         layer: int,
         *,
-        native: bool = False,
+        own_pattern: bool = False,
         window: tuple[int, int] | None = None,
     ) -> DenseReason | None:
         """Return why a call must not run on dynaxx's kernels (the guard, or previous failures), or None.
@@ -111,11 +111,11 @@ class Deployed:
 
         Args:
             layer: index of the layer.
-            native: whether the call runs the model's own pattern, which the guard does not watch.
+            own_pattern: whether the call runs the model's own pattern, which the guard does not watch.
             window: the window of an encoder's layer, if the caller asked for one.
         """
         guard = self.guard
-        if guard is not None and not native and layer in self.plans and guard.level(layer) == Level.DENSE:
+        if guard is not None and not own_pattern and layer in self.plans and guard.level(layer) == Level.DENSE:
             return DenseReason.GUARD
         return DenseReason.RESTING if self.breakers[layer].resting() else None
 

@@ -154,7 +154,7 @@ class DenseReason(str, enum.ReprEnum):
         return self in _FALLBACKS
 
     @property
-    def keeps_native(self) -> bool:
+    def keeps_own_pattern(self) -> bool:
         """Return whether the model's own pattern may still run on our kernels: not if the original is required."""
         return self not in _ORIGINAL
 
@@ -182,7 +182,7 @@ class Route(enum.Enum):
 
     RULE = "rule"  # by the policy's prefill rule
     DECODE = "decode"  # by the policy's decode rule
-    NATIVE = "native"  # by the model's own pattern, on dynaxx's kernels
+    OWN_PATTERN = "own_pattern"  # by the model's own pattern, on dynaxx's kernels
     DENSE = "dense"  # by the model's original attention
 
 
@@ -221,7 +221,7 @@ class Arrived(NamedTuple):
 
     unserved: DenseReason | None = None  # why no rule can serve its tensors, mask or arguments
     own_pattern: bool = False  # whether the model gives the layer a window or chunks
-    native: bool = False  # whether dynaxx's kernels serve the model's own pattern here and are faster
+    serves_own_pattern: bool = False  # whether dynaxx's kernels serve the model's own pattern here and are faster
 
 
 class Sequence(NamedTuple):
@@ -245,9 +245,8 @@ def route(layer: LayerRules, state: PassState, arrived: Arrived, sequence: Seque
     reason = _why_no_rule(layer, state, arrived, sequence, steps)
     if reason is None:
         return Decision(Route.DECODE if steps else Route.RULE)
-    original = not reason.keeps_native or (state.blocked is not None and not state.blocked.keeps_native)
-    native = arrived.native and not original
-    return Decision(Route.NATIVE if native else Route.DENSE, reason)
+    original = not reason.keeps_own_pattern or (state.blocked is not None and not state.blocked.keeps_own_pattern)
+    return Decision(Route.OWN_PATTERN if arrived.serves_own_pattern and not original else Route.DENSE, reason)
 
 
 def _why_no_rule(

@@ -44,7 +44,7 @@ class SplitHandle:
         rank: this process's rank in the mesh.
         split: the tokens of each rank in the last sequence given to `shard`.
         kill_switch: `engage()` on any rank makes every rank run the model's own pattern, from the next `shard` on.
-        counts: attention calls, "sparse" by the policy's rules and "native" by the model's own pattern.
+        counts: attention calls, "sparse" by the policy's rules and "own_pattern" by the model's own pattern.
     """
 
     def __init__(self, decoder: Decoder, policy: Policy | None, mesh: Mesh) -> None:
@@ -170,8 +170,8 @@ class SplitHandle:
         return split.join(shards, 0).movedim(0, dim)
 
     def stats(self) -> dict[str, int]:
-        """Count attention calls since `apply`: "sparse_calls" by rules, "native_calls" by the model's own pattern."""
-        return {"sparse_calls": self.counts["sparse"], "native_calls": self.counts["native"]}
+        """Return call counts since `apply`: "sparse_calls" by rules, "own_pattern_calls" by the model's own pattern."""
+        return {"sparse_calls": self.counts["sparse"], "own_pattern_calls": self.counts["own_pattern"]}
 
     def remove(self) -> None:
         """Restore the model's attention. Further calls do nothing."""

@@ -64,9 +64,9 @@ class SplitLayer:
         options: dict[str, Any] = {"scale": scores.scale, "softcap": scores.softcap, "sinks": sinks_of(kwargs)}
         plan = self.plan
         if plan is None or not self._handle.runs_rules or _is_local(rule, split.seqlen):
-            layout = _native_layout(pattern_of(rule, split.seqlen), split.seqlen, self._handle.block, q.device)
+            layout = _own_layout(pattern_of(rule, split.seqlen), split.seqlen, self._handle.block, q.device)
             found = sparse_attention(q, k, v, layout, group, split=split, **options)
-            self._handle.counts["native"] += 1
+            self._handle.counts["own_pattern"] += 1
             return _tensor(found)
         self._handle.counts["sparse"] += 1
         if plan.is_static:
@@ -128,7 +128,7 @@ def _tensor(found: Any) -> Tensor:
 
 
 @LayoutCache
-def _native_layout(pattern: Pattern, seqlen: int, block: int, device: torch.device) -> BlockLayout:
+def _own_layout(pattern: Pattern, seqlen: int, block: int, device: torch.device) -> BlockLayout:
     return pattern.layout(seqlen, seqlen, block_size=block, device=device)
 
 

@@ -29,7 +29,7 @@ def attend_by_policy(q: Tensor, k: Tensor, v: Tensor, *, policy: str, layer: int
     plan, rules = rules_of(policy, layer)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     lengths = Sequence(seqlen_q, seqlen_k, is_step(seqlen_q, seqlen_k))
-    chosen = route(rules, PassState(None, False, False), Arrived(native=True), lengths).route
+    chosen = route(rules, PassState(None, False, False), Arrived(serves_own_pattern=True), lengths).route
     if chosen is Route.RULE and plan is not None:
         layout = plan.layout(q, k, scale=scale)
     else:

@@ -30,7 +30,7 @@ logger = logging.getLogger("dynaxx")
 
 
 @overload
-def apply(model: nn.Module, policy: Policy, *, native: bool = True, name: str = "") -> Handle: ...
+def apply(model: nn.Module, policy: Policy, *, own_pattern: bool = True, name: str = "") -> Handle: ...
 
 
 @overload
@@ -38,7 +38,7 @@ def apply(
     model: nn.Module,
     policy: None = None,
     *,
-    native: bool = True,
+    own_pattern: bool = True,
     window: int | tuple[int, int] | None = None,
     name: str = "",
 ) -> Handle | EncoderHandle: ...
@@ -53,7 +53,7 @@ def apply(
     model: nn.Module,
     policy: Policy | None = None,
     *,
-    native: bool = True,
+    own_pattern: bool = True,
     window: int | tuple[int, int] | None = None,
     name: str = "",
     mesh: Mesh | None = None,
@@ -69,7 +69,8 @@ def apply(
             it must be a decoder; without one it may also be an encoder such as ModernBERT or BERT, or Longformer, LED,
             BigBird or BigBirdPegasus.
         policy: a policy for a model of this shape; see `load_policy`.
-        native: whether calls without a rule may run on dynaxx's kernels. False leaves them to the model's attention.
+        own_pattern: whether calls without a rule may run on dynaxx's kernels, by the model's own pattern. False leaves
+            them to the model's attention.
         window: for encoders without a policy, the window of layers that have none. An int W shows W - 1 keys on each
             side; a pair is (left, right). This changes the results of the model.
         name: the label `model_name` in metrics. By default the name that the model was loaded by (the last part of a
@@ -82,20 +83,22 @@ def apply(
 
     Raises:
         TypeError: `policy` is not a policy, or `model` is not a model.
-        ValueError: the model has a handle already, or there is no policy and `native=False`, which would do nothing.
+        ValueError: the model has a handle already, or `own_pattern=False` without a policy, so nothing would change.
         ImportError: the policy's rollout names a flag, and openfeature-sdk is not installed.
         PolicyError: the policy is for another model.
         UnsupportedInputError: the model cannot be served exactly; the error lists the reasons.
     """
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
-    if policy is None and not native:
-        raise ValueError("`native` must be True without a `policy`, otherwise nothing would change")
-    if window is not None and (policy is not None or not native):
-        raise ValueError("`window` must be None with a policy or `native=False`; a policy has `SlidingWindow` rules")
+    if policy is None and not own_pattern:
+        raise ValueError("`own_pattern` must be True without a `policy`, otherwise nothing would change")
+    if window is not None and (policy is not None or not own_pattern):
+        raise ValueError(
+            "`window` must be None with a policy or `own_pattern=False`; a policy has `SlidingWindow` rules"
+        )
     if mesh is not None:
-        if window is not None or not native or name:
-            raise ValueError("`window`, `native` and `name` must be left out if a `mesh` is given")
+        if window is not None or not own_pattern or name:
+            raise ValueError("`window`, `own_pattern` and `name` must be left out if a `mesh` is given")
         from dynaxx.integrations.sequence_parallel.handle import attach
 
         return attach(model, policy, mesh)
@@ -114,7 +117,7 @@ def apply(
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
     masks.register(NAME, make_mask)
-    handle = Handle(policy, found, name, native=native, window=sides)
+    handle = Handle(policy, found, name, own_pattern=own_pattern, window=sides)
     try:
         found.owner.set_attn_implementation(name_for(handle.before))
         escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]

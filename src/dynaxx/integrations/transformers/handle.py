@@ -62,7 +62,7 @@ class Handle:
         decoder: Decoder,
         name: str = "",
         *,
-        native: bool = True,
+        own_pattern: bool = True,
         window: tuple[int, int] | None = None,
     ) -> None:
         self.kill_switch = KillSwitch(KILL_SWITCH)
@@ -74,7 +74,7 @@ class Handle:
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._tokens: TokenReader | None = None
-        self._native, self._window = native, window
+        self._own_pattern, self._window = own_pattern, window
         self._head_share = decoder.head_share
         self.before = decoder.implementation
         self._deployed = self._ready(policy, None)
@@ -190,7 +190,7 @@ class Handle:
             self._numbers,
             self.background,
             before,
-            native=self._native,
+            own_pattern=self._own_pattern,
             window=self._window,
             head_share=self._head_share,
         )
@@ -302,7 +302,7 @@ class Handle:
         """Count layer calls since `apply` or `reset_stats`.
 
         Returns:
-            "sparse_calls": calls with at least one sequence that ran by a rule. "native_calls": calls that ran the
+            "sparse_calls": calls with at least one sequence that ran by a rule. "own_pattern_calls": calls that ran the
             model's own pattern on dynaxx's kernels. "dense_calls": the others, by reason. "dense_sequences": sequences
             that ran dense in a call with sparse sequences, by reason.
         """

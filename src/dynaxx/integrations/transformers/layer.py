@@ -168,7 +168,7 @@ class Layer:
         """Run by a rule, and return (B, Lq, Hq, D), or None if the guard or a failure makes the call dense."""
         counts, deployed = self.handle.counts, current.deployed
         guard = deployed.guard if self.index in deployed.plans else None
-        stopped = deployed.interruption(self.index, native=work.route is Route.NATIVE)
+        stopped = deployed.interruption(self.index, own_pattern=work.route is Route.OWN_PATTERN)
         if stopped is not None:
             if stopped is DenseReason.GUARD and work.route is Route.RULE:
                 q, k, v = follow_autocast(q, k, v)
@@ -192,8 +192,8 @@ class Layer:
             counts.failed(self.index, error, work.phase)
             return None
         breaker.worked()
-        if work.route is Route.NATIVE:
-            counts.native(work.phase)
+        if work.route is Route.OWN_PATTERN:
+            counts.own_pattern(work.phase)
             return out
         counts.sparse(self.index)
         current.ran_sparse = True
@@ -217,7 +217,7 @@ class Layer:
         prepared = work.prepared
         if prepared is None or handle.faults or handle.watchers or not prepared.serves(q, k, v, sinks):
             return None, None
-        if work.route is Route.NATIVE:
+        if work.route is Route.OWN_PATTERN:
             return prepared(q, k, v, sinks), None
         if guard is not None and guard.level(self.index) != Level.OK:
             return None, None
@@ -269,13 +269,13 @@ class Layer:
         """Return (B, Lq, Hq, D), with one layout per sequence."""
         for fault in self.handle.faults:
             fault(self.index)
-        if work.route is Route.NATIVE:
-            return self._run_native(call, work, scores)
+        if work.route is Route.OWN_PATTERN:
+            return self._run_own_pattern(call, work, scores)
         if work.alike:
             return self._run_entry(call, work, scores, 0)
         return torch.cat([self._run_entry(call.entry(b), work, scores, b) for b in range(len(work.runs))])
 
-    def _run_native(self, call: AttentionCall, work: Work, scores: Scores) -> Tensor:
+    def _run_own_pattern(self, call: AttentionCall, work: Work, scores: Scores) -> Tensor:
         """Run the model's own pattern, (B, Lq, Hq, D)."""
         q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
         layout = work.parts[0].layout

@@ -211,9 +211,8 @@ def convert_to_nsa(
     )
     config.architectures = [NsaLlamaForCausalLM.__name__]
     weights = next(model.parameters())
-    converted = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(
-        weights.device
-    )  # frequencies stay fp32
+    converted = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
+    converted = converted.to(weights.device)  # frequencies stay fp32
     converted.load_state_dict(model.state_dict(), strict=False)
     for layer in converted.model.layers:
         layer.self_attn.reset_new_parameters()

@@ -16,7 +16,7 @@ from dynaxx.layout import BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.patterns import Causal, Documents, Full, Pattern, SlidingWindow
 
-BLOCK = {"cpu": 64, "cuda": 128}  # tokens per block of native layouts
+BLOCK = {"cpu": 64, "cuda": 128}  # tokens per block of the layouts of a model's own pattern
 
 
 Window = tuple[int, int]  # keys visible before and after the query's own

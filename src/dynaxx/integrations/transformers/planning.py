@@ -78,26 +78,26 @@ def plan_call(
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
     steps = not current.steps and is_step(seqlen_q, seqlen_k)
     phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
-    native = _native(current, q, k, mask, scores, module, is_causal)
-    if not deployed.policy.rules and (current.blocked is not None or isinstance(native, DenseReason)):
-        reason = current.blocked or native
+    own_pattern = _own_pattern(current, q, k, mask, scores, module, is_causal)
+    if not deployed.policy.rules and (current.blocked is not None or isinstance(own_pattern, DenseReason)):
+        reason = current.blocked or own_pattern
         assert isinstance(reason, DenseReason), "a call without parts must have a reason"
         return Work(Route.DENSE, phase, reason, argument=scores.argument)
-    native = () if isinstance(native, DenseReason) else native
-    arrived = Arrived(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(native))
+    own_pattern = () if isinstance(own_pattern, DenseReason) else own_pattern
+    arrived = Arrived(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(own_pattern))
     # No sequence is longer than the call. If a sequence of that length is dense, the mask need not be read.
     whole = route(rules, state, arrived, Sequence(seqlen_q, seqlen_k, steps))
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
         if whole.reason is DenseReason.BELOW:
             deployed.remember_length(seqlen_k, decodes=steps)
-        return Work(whole.route, phase, whole.reason, parts=native)
+        return Work(whole.route, phase, whole.reason, parts=own_pattern)
     unserved = (
         _sharded(current, index, module, q, k) or scores.unserved or tensors_reason(module, q, k, mask, is_causal)
     )
     if unserved is not None:
         return Work(Route.DENSE, phase, unserved, argument=scores.argument)
     if whole.reason is not None and whole.reason is not DenseReason.LENGTH_LEFT_OUT:
-        return Work(whole.route, phase, whole.reason, parts=native)
+        return Work(whole.route, phase, whole.reason, parts=own_pattern)
     if whole.route is Route.DECODE:
         return _plan_step(current, index, q, k, mask)
     runs = [[Run(0, seqlen_q, 0, min(seqlen_q, seqlen_k), True)]] * batch  # a static cache is longer than its content
@@ -106,7 +106,7 @@ def plan_call(
         if found is None:
             return Work(Route.DENSE, phase, DenseReason.MASK_KIND)
         runs = found
-    arrived = Arrived(native=bool(native))
+    arrived = Arrived(serves_own_pattern=bool(own_pattern))
 
     def why_dense(run: Run, row: int) -> DenseReason | None:
         if current.steps and run.seqlen_q == 1:  # a decoding request among prompts, without a budget
@@ -121,8 +121,10 @@ def plan_call(
     reasons = {reason for entry in dense for reason in entry}
     if None not in reasons:
         reason = _first(reasons - {DenseReason.PADDING})
-        runs_native = bool(native) and all(each is None or each.keeps_native for each in (*reasons, state.blocked))
-        return Work(Route.NATIVE if runs_native else Route.DENSE, phase, reason, parts=native)
+        runs_own_pattern = bool(own_pattern) and all(
+            each is None or each.keeps_own_pattern for each in (*reasons, state.blocked)
+        )
+        return Work(Route.OWN_PATTERN if runs_own_pattern else Route.DENSE, phase, reason, parts=own_pattern)
     plan = deployed.plans[index]
     if not plan.needs_tokens:
         return Work(Route.RULE, phase, None, runs, dense, [[plan] * len(entry) for entry in runs])
@@ -147,7 +149,7 @@ def is_dense_pass(current: ForwardContext, device: torch.device, seqlen_q: int, 
     deployed = current.deployed
     if 1 < seqlen_q < MOST_QUERIES or deployed.window is not None or current.steps:
         return False
-    if deployed.native and beats_sdpa(device.type, seqlen_q):
+    if deployed.own_pattern and beats_sdpa(device.type, seqlen_q):
         return False
     key, seqlen_k = (current.blocked, deployed.was_long, deployed.decode_was_long, seqlen_q == 1), past + seqlen_q
     most_q, most_k = deployed.dense_up_to.get(key, (0, 0))
@@ -191,7 +193,7 @@ def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: 
     return Work(Route.DECODE, "decode", rows=StepRows.of([run for (run,) in runs]))
 
 
-def _native(
+def _own_pattern(
     current: ForwardContext,
     q: Tensor,
     k: Tensor,
@@ -203,7 +205,7 @@ def _native(
     """Return the layouts of the model's own pattern, or why the model's original attention must compute it."""
     seqlen_q, device = q.shape[2], q.device
     least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
-    if not current.deployed.native:
+    if not current.deployed.own_pattern:
         return DenseReason.NO_RULE
     too_short = least is None or seqlen_q < least or not (scores.need_eager or beats_sdpa(device.type, seqlen_q))
     if asked is None and too_short:
@@ -211,7 +213,7 @@ def _native(
     unserved = scores.unserved or tensors_reason(module, q, k, mask, is_causal)
     if unserved not in (None, DenseReason.NOT_CAUSAL):
         return unserved
-    key = ("native", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager, scores.window)
+    key = ("own_pattern", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager, scores.window)
     return current.own_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, unserved is None))
 
 

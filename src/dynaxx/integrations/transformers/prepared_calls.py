@@ -73,7 +73,7 @@ class RepeatedCall:
     prepared: Prepared
     handle: Handle
     mask: Tensor | None  # see `DenseCall`
-    native: bool  # whether it is the model's own pattern
+    own_pattern: bool  # whether it is the model's own pattern
     phase: str
     names: tuple[str, ...]  # of the keyword arguments
     options: tuple[Any, ...]  # see `_options`
@@ -92,7 +92,7 @@ class RepeatedCall:
         sinks = _sinks(kwargs)
         if not self.prepared.serves(q, k, v, sinks):
             return None
-        if not self.native and handle.counts.probe.wants(q.device):
+        if not self.own_pattern and handle.counts.probe.wants(q.device):
             current.measures_next = True
             return None
         try:
@@ -104,8 +104,8 @@ class RepeatedCall:
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass."""
-        if self.native:
-            counts.native(self.phase, self.calls)
+        if self.own_pattern:
+            counts.own_pattern(self.phase, self.calls)
         elif self.calls:
             counts.sparse_calls(self.calls)
             counts.probe.counter(self.prepared.backend)(self.calls)
@@ -156,7 +156,7 @@ def keep_repeated(
     if others or kwargs.get("dropout") or torch.is_autocast_enabled(q.device.type):
         return
     current.straight[key_of(current, module, mask, kwargs)] = RepeatedCall(
-        work.prepared, layer.handle, mask, work.route is Route.NATIVE, work.phase, tuple(kwargs), _options(kwargs)
+        work.prepared, layer.handle, mask, work.route is Route.OWN_PATTERN, work.phase, tuple(kwargs), _options(kwargs)
     )
 
 
@@ -199,7 +199,7 @@ def restore_prepared(
     """
     if current.deployed.sources or not _is_whole(work, q, k):
         work.may_prepare = False
-    elif work.route is Route.NATIVE:
+    elif work.route is Route.OWN_PATTERN:
         layout = work.parts[0].layout
         assert layout is not None, "a whole part has a layout"
         work.prepared = prepared_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
@@ -240,7 +240,7 @@ def prepare(
 
 def _is_whole(work: Work, q: Tensor, k: Tensor) -> bool:
     """Return whether a call has one plan that covers all of its queries and keys."""
-    if work.route is Route.NATIVE:
+    if work.route is Route.OWN_PATTERN:
         return len(work.parts) == 1 and work.parts[0].layout is not None and work.parts[0].covers(q, k)
     if work.route is not Route.RULE or not work.alike or len(work.runs[0]) > 1:
         return False

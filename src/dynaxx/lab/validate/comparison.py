@@ -239,7 +239,7 @@ def has_sparse_rule(policy: Policy) -> bool:
 
 def _added(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Add two results of `Handle.stats`."""
-    merged: dict[str, Any] = {kind: total.get(kind, 0) + more[kind] for kind in ("sparse_calls", "native_calls")}
+    merged: dict[str, Any] = {kind: total.get(kind, 0) + more[kind] for kind in ("sparse_calls", "own_pattern_calls")}
     for kind in ("dense_calls", "dense_sequences"):
         counts = dict(total.get(kind, {}))
         for reason, count in more[kind].items():

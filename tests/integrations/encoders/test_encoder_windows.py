@@ -56,7 +56,7 @@ def test_own_pattern(make, arguments):
     wanted = run(model, arguments)
     with dx.apply(model) as handle:
         got = run(model, arguments)
-        assert handle.stats()["native_calls"] == model.config.num_hidden_layers
+        assert handle.stats()["own_pattern_calls"] == model.config.num_hidden_layers
     largest = max(float(x.abs().max()) for x in wanted.values())
     for name, want in wanted.items():
         torch.testing.assert_close(got[name], want, atol=2e-6 * largest, rtol=1e-3)
@@ -83,7 +83,7 @@ def test_a_window_by_request(window, sides, arguments):
         model.set_attn_implementation("sdpa")
         with dx.apply(model, window=window) as handle:
             got = model(**arguments).last_hidden_state
-            assert handle.stats()["native_calls"] == 2
+            assert handle.stats()["own_pattern_calls"] == 2
             short = {name: x[:, :4] for name, x in arguments.items()}
             model(**short)
             assert handle.stats()["dense_calls"] == {"too few queries to gain": 2}
@@ -108,8 +108,8 @@ def test_what_is_refused():
         dx.apply(llama, window=16)
     with pytest.raises(ValueError, match="`window` must be >= 1"):
         dx.apply(bert(), window=0)
-    with pytest.raises(ValueError, match="`native` must be True"):
-        dx.apply(llama, native=False)
+    with pytest.raises(ValueError, match="`own_pattern` must be True"):
+        dx.apply(llama, own_pattern=False)
     policy = dx.Policy(model={"model_type": "bert", "layers": 2, "q_heads": 4, "kv_heads": 4, "head_dim": 16},
                        rules=(dx.Rule.of(dx.SlidingWindow(9)),))  # fmt: skip
     with pytest.raises(dx.UnsupportedInputError, match="is not causal"):

@@ -4,7 +4,7 @@
 Layers of real models are timed as their attention calls arrive, captured from a forward pass of a model of one layer.
 Whole models have the real shape of a layer, and as many layers as `--layers` says. Times are medians of turns.
 
-python benchmarks/models/native_patterns.py [--parts layers,models,border] [--device cuda] [--quick] [--json FILE]
+python benchmarks/models/own_patterns.py [--parts layers,models,border] [--device cuda] [--quick] [--json FILE]
 """
 
 import argparse
@@ -114,7 +114,7 @@ class Captured(NamedTuple):
     """The inputs of an attention call, captured twice: without and with dynaxx."""
 
     dense: tuple
-    native: tuple
+    own_pattern: tuple
 
 
 def capture(model, ids):
@@ -138,7 +138,7 @@ def capture(model, ids):
         attend = ours.Layer.attend
 
         def see(layer, current, module, q, k, v, mask, kwargs):
-            calls["native"] = (layer, current, module, (q, k, v, mask), kwargs)
+            calls["own_pattern"] = (layer, current, module, (q, k, v, mask), kwargs)
             return attend(layer, current, module, q, k, v, mask, kwargs)
 
         ours.Layer.attend = see
@@ -147,7 +147,7 @@ def capture(model, ids):
         finally:
             ours.Layer.attend = attend
         stats = handle.stats()
-    return Captured(calls["dense"], calls["native"]), own, stats
+    return Captured(calls["dense"], calls["own_pattern"]), own, stats
 
 
 def layer_row(name, kind, seqlen, device, turns):
@@ -156,7 +156,7 @@ def layer_row(name, kind, seqlen, device, turns):
     ids = torch.randint(0, 1024, (1, seqlen), device=device)
     captured, own, stats = capture(model, ids)
     function, module, (q, k, v, mask), kwargs = captured.dense
-    layer, current, _, (_, _, _, lazy), own_kwargs = captured.native
+    layer, current, _, (_, _, _, lazy), own_kwargs = captured.own_pattern
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     do = torch.randn(q.shape[0], q.shape[2], q.shape[1], v.shape[3], device=device, dtype=q.dtype)
     calls = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the prefill of a model with real weights on a CPU: transformers' SDPA beside `dynaxx.apply(model)`, in turns.
 
-    python benchmarks/models/native_cpu.py [MODEL] [--tokens 8192] [--turns 2] [--threads 2] [--json FILE]
+    python benchmarks/models/own_pattern_cpu.py [MODEL] [--tokens 8192] [--turns 2] [--threads 2] [--json FILE]
 
 fp32, text of Python's documentation, batch of one. CPU time of the process is what neighbours on the machine disturb
 least. The logits of the last 256 tokens are compared.
