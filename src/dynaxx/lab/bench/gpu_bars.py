@@ -14,6 +14,7 @@ PER_FA4 = {  # forward, backward
     "random 20 % of 8k": (1.1, 1.0),
     "window 1024": (1.1, 1.05),
     "window 4096": (1.0, 1.0),
+    **{f"group {size}, {share}": (1.0, 1.05) for size in (7, 8) for share in ("15 % of 24k", "20 % of 8k")},
 }
 TFLOPS = {"blocks of 64": 420, "blocks of 64, 128k": 420, "density 1.0": 0.92 * 671}  # rate of FlashAttention 3, dense
 OF_MAIN = {"head_dim 64": 0.8, "head_dim 256": 0.8, "group 1": 0.8, "group 7": 0.8, "group 8": 0.8}

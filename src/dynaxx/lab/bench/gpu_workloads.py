@@ -96,6 +96,12 @@ WORKLOADS = (
     Workload("group 1", 32768, density=0.1, heads=(32, 32)),
     Workload("group 7", 32768, density=0.1, heads=(28, 4)),
     Workload("group 8", 32768, density=0.1, heads=(32, 4)),
+    Workload("group 7, 15 % of 24k", 24576, density=0.15, heads=(28, 4)),
+    Workload("group 7, 20 % of 8k", 8192, density=0.2, heads=(28, 4)),
+    Workload("group 7, every pair of 24k", 24576, heads=(28, 4)),
+    Workload("group 8, 15 % of 24k", 24576, density=0.15, heads=(32, 4)),
+    Workload("group 8, 20 % of 8k", 8192, density=0.2, heads=(32, 4)),
+    Workload("group 8, every pair of 16k", 16384, heads=(32, 4)),
     Workload("ragged", max(RAGGED), window=4096, lengths=RAGGED, dense_peers=False),
     Workload("equal", max(EQUAL), window=4096, lengths=EQUAL, dense_peers=False),
 )
