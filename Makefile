@@ -99,7 +99,7 @@ $(SERVE_ENV)/serve.stamp: pyproject.toml
 	@touch $@
 
 test-serve: $(SERVE_ENV)/serve.stamp ## Test policies in transformers' own HTTP server
-	$(SERVE_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_serve_transformers.py
+	$(SERVE_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/transformers/test_serve_transformers.py
 
 # Only its masks are used, which are plain Python.
 $(XFORMERS_ENV)/xformers.stamp: pyproject.toml
@@ -119,7 +119,7 @@ $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
 	@touch $@
 
 test-openvino: $(OPENVINO_ENV)/openvino.stamp ## Test models in OpenVINO, dense and with a policy inside
-	$(OPENVINO_ENV)/bin/python -m pytest tests/integrations/test_openvino*.py
+	$(OPENVINO_ENV)/bin/python -m pytest tests/integrations/engines/test_openvino*.py
 
 $(DEEPSPEED_ENV)/deepspeed.stamp: pyproject.toml
 	@echo "making $(DEEPSPEED_ENV): some minutes"

@@ -306,7 +306,7 @@ def test_a_policy_as_tune_writes_it_runs(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_example_of_the_guide_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "guides" / "openvino.md"
+    page = Path(__file__).parents[3] / "docs" / "guides" / "openvino.md"
     (block,) = re.findall(r"```text\n(import openvino.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(block, str(page), "exec"), names)

@@ -27,7 +27,7 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOKENS = 6
 
 

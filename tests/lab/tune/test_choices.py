@@ -19,7 +19,7 @@ TOKENS, BLOCK = 512, 32
 
 @pytest.fixture(scope="module")
 def choices():
-    path = Path(__file__).parents[2] / "benchmarks" / "quality" / "choices.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "quality" / "choices.py"
     spec = importlib.util.spec_from_file_location("choices_benchmark", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -231,7 +231,7 @@ def test_a_model_that_is_cut_off_is_named(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def finetune():
-    examples = str(Path(__file__).parents[2] / "examples")
+    examples = str(Path(__file__).parents[3] / "examples")
     sys.path.insert(0, examples)
     try:
         import finetune_nsa

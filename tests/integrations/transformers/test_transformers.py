@@ -600,7 +600,7 @@ def test_real_weights(smollm2):
 
 
 def test_the_pages_example_runs(capsys):
-    page, said = Path(__file__).parents[2] / "docs" / "guides" / "transformers.md", []
+    page, said = Path(__file__).parents[3] / "docs" / "guides" / "transformers.md", []
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         exec(compile(block, str(page), "exec"), {})
         said += re.findall(r"print\(handle.stats\(\)\) +# (.*)", block)

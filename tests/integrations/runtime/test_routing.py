@@ -81,7 +81,7 @@ def test_reasons_are_text_and_documented():
     assert DenseReason.BELOW == "below dense_below"
     assert f"{DenseReason.BELOW}" == str(DenseReason.BELOW) == "below dense_below"
     page = (
-        (Path(__file__).parents[2] / "docs" / "guides" / "why_dense.md")
+        (Path(__file__).parents[3] / "docs" / "guides" / "why_dense.md")
         .read_text(encoding="utf-8")
         .partition("## Encoders")[0]
     )
