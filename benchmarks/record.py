@@ -54,13 +54,13 @@ def result_of(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
     columns = dict(each.split("=", 1) if "=" in each else (each, each) for each in args.columns or rows[0])
     bars = [
         {
-            "bar": f"{bar['name']}, {bar['workload']}",
-            "asked": text_of(bar["bar"]),
-            "measured": text_of(bar["value"]),
-            "met": bool(bar["ok"]),
+            "bar": f"{each['name']}, {each['workload']}",
+            "asked": text_of(each.get("target", each.get("bar"))),
+            "measured": text_of(each["value"]),
+            "met": bool(each["ok"]),
         }
-        for bar in found.get("bars", [])
-        if bar["ok"] is not None
+        for each in found.get("targets", found.get("bars", []))
+        if each["ok"] is not None
     ]
     here = machine_facts()
     versions = {name: here.versions[name] for name in KEPT_VERSIONS if name in here.versions}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of models, each with a tiny random model of its real config class, and what `dynaxx.apply` does with it.
 
-`python tests/families.py` writes the table of docs/guides/models.md; tests/integrations/transformers/test_own_pattern.py checks it.
+`python tests/families.py` writes the table of docs/guides/models.md, and test_own_pattern.py checks it.
 """
 
 from __future__ import annotations

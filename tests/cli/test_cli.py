@@ -99,7 +99,7 @@ def tools(monkeypatch):
     stand_in(monkeypatch, "tune.run", tune=tune, default_block_size=lambda model: 32, calibration_ids=call("ids", None))
     stand_in(monkeypatch, "validate.run", validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report.run", write_report=write_report, FILES={"policy": "policy.json"})
-    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=call("bench", {"bars": [{"ok": True}], "rows": []}))
+    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=call("bench", {"targets": [{"ok": True}], "rows": []}))
     return calls
 
 
@@ -407,7 +407,7 @@ def test_report(tools, tmp_path):
 
 def test_bench(tools, monkeypatch, tmp_path):
     shown = dynaxx_("bench", "--quick", "--json", "--out", tmp_path / "b.json", "--seed", 3)
-    assert json.loads(shown.stdout) == {"bars": [{"ok": True}], "rows": []}
+    assert json.loads(shown.stdout) == {"targets": [{"ok": True}], "rows": []}
     assert (tmp_path / "b.json").is_file()
     options = tools["bench"][0][1]
     assert (options["quick"], options["seed"], options["threads"], options["only"]) == (True, 3, None, [])
@@ -417,7 +417,7 @@ def test_bench(tools, monkeypatch, tmp_path):
 
     def missing(progress, **options):
         progress("one figure")
-        return {"bars": [{"ok": True}, {"ok": False}]}
+        return {"targets": [{"ok": True}, {"ok": False}]}
 
     stand_in(monkeypatch, "bench.cpu", run_cpu_suite=missing)
     missed = dynaxx_("bench")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dynaxx.telemetry import Recorder, files
-from dynaxx.telemetry.overview import MOST_HISTORY, SILENT_AFTER, Layer, Overview, Watch, concerns_of
+from dynaxx.telemetry.overview import MOST_HISTORY, SILENT_AFTER, LayerEstimates, Overview, Watch, concerns_of
 from dynaxx.telemetry.snapshot import Snapshot
 from dynaxx.telemetry.sources import parse_text, read_endpoint, source_of
 from dynaxx.telemetry.web import WatchPage
@@ -80,7 +80,7 @@ def test_rates_are_of_the_window_and_means_of_what_came_in_it(telemetry, monkeyp
     assert seen.calls == {"cpu": 30}
     assert seen.selection_share == pytest.approx(0.25)
     assert seen.flops_per_second == pytest.approx(1e11)
-    assert seen.layers[2] == Layer(2, 0.1, 0.98, None, None)
+    assert seen.layers[2] == LayerEstimates(2, 0.1, 0.98, None, None)
     assert seen.policy["digest"] == "9f1c0ab3d2e4"
     assert seen.ok
     clock.now += 10

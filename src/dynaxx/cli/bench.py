@@ -113,6 +113,6 @@ def bench(
         except (RuntimeError, ValueError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
-        ok = all(bar["ok"] is not False for bar in found.get("bars", ()))
+        ok = all(target["ok"] is not False for target in found.get("targets", ()))
         write = [lambda: write_json(out, found)] if out else []
         finish(found, ok=ok, files=[plot] if plot and suite is Suite.gpu else [], write=write)

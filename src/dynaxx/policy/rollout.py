@@ -52,14 +52,14 @@ class Rollout(Document):
         return self.min_tokens <= seqlen_k and (self.max_tokens is None or seqlen_k <= self.max_tokens)
 
 
-class Request(NamedTuple):
+class DeclaredRequests(NamedTuple):
     """The requests of a forward pass, as declared with `request`."""
 
     ids: tuple[str, ...] = ()  # one id, or one per row of the batch
     sparse: bool | None = None  # the caller's decision, which overrides the share
 
 
-_CURRENT: ContextVar[Request | None] = ContextVar("dynaxx_request", default=None)
+_CURRENT: ContextVar[DeclaredRequests | None] = ContextVar("dynaxx_request", default=None)
 
 
 @contextmanager
@@ -76,19 +76,19 @@ def request(*ids: str, sparse: bool | None = None) -> Iterator[None]:
     wrong = next((each for each in ids if not isinstance(each, str)), None)
     if wrong is not None:
         raise TypeError(f"a request's id must be a string, got {type(wrong).__name__} {wrong!r}")
-    token = _CURRENT.set(Request(ids, sparse))
+    token = _CURRENT.set(DeclaredRequests(ids, sparse))
     try:
         yield
     finally:
         _CURRENT.reset(token)
 
 
-def current_request() -> Request | None:
+def current_request() -> DeclaredRequests | None:
     """Return the requests declared around this call, or None."""
     return _CURRENT.get()
 
 
-class Choice(NamedTuple):
+class ChosenRequests(NamedTuple):
     """The requests of a pass that run sparse."""
 
     sparse: tuple[bool, ...]  # one value for all rows, or one per request; requests have equal numbers of rows
@@ -105,10 +105,12 @@ class Choice(NamedTuple):
         return rows % count == 0 and self.sparse[row * count // rows]
 
 
-ALL = Choice((True,), "")
+ALL = ChosenRequests((True,), "")
 
 
-def choose(rollout: Rollout, said: Request | None, number: Callable[[], int], flags: Flags | None = None) -> Choice:
+def choose(
+    rollout: Rollout, said: DeclaredRequests | None, number: Callable[[], int], flags: Flags | None = None
+) -> ChosenRequests:
     """Decide which requests of a pass run sparse.
 
     Args:
@@ -118,12 +120,12 @@ def choose(rollout: Rollout, said: Request | None, number: Callable[[], int], fl
         flags: a flag service, which decides instead of the share if the policy names a flag.
     """
     if said is not None and said.sparse is not None:
-        return ALL if said.sparse else Choice((False,), ASKED_DENSE)
+        return ALL if said.sparse else ChosenRequests((False,), ASKED_DENSE)
     if rollout.flag is None and rollout.share == 1.0:
         return ALL
     ids = (said.ids if said is not None else ()) or (f"#{number()}",)
     chosen = tuple(_decide(rollout, each, flags) for each in ids)
-    return Choice(chosen, "" if all(chosen) else NOT_CHOSEN)
+    return ChosenRequests(chosen, "" if all(chosen) else NOT_CHOSEN)
 
 
 def _decide(rollout: Rollout, request_id: str, flags: Flags | None) -> bool:

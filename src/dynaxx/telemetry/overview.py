@@ -36,7 +36,7 @@ class Concern:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerEstimates:
     """The estimates of one layer, None where there is none yet."""
 
     layer: int
@@ -91,7 +91,7 @@ class Overview:
     output_error: float | None = None
     next_token_kl: float | None = None
     drift: float | None = None
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerEstimates] = field(default_factory=list)
     event_counts: dict[str, float] = field(default_factory=dict)
     recent_events: list[dict[str, Any]] = field(default_factory=list)
     telemetry_errors: dict[str, float] = field(default_factory=dict)
@@ -284,13 +284,13 @@ def _policy(now: Snapshot) -> dict[str, Any]:
     }
 
 
-def _layers(now: Snapshot) -> list[Layer]:
+def _layers(now: Snapshot) -> list[LayerEstimates]:
     """Return every layer that has an estimate, in order."""
     names = ("density", "recall", "output_error", "drift")
     found = {name: now.by(f"dynaxx_layer_{name}_ratio", "layer") for name in names}
     named = {layer for values in found.values() for layer in values}
     indices = sorted(int(layer) for layer in named if layer.isdecimal() and layer.isascii() and len(layer) < 10)
-    return [Layer(i, *(found[name].get(str(i)) for name in names)) for i in indices]
+    return [LayerEstimates(i, *(found[name].get(str(i)) for name in names)) for i in indices]
 
 
 def describe_event(event: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynaxx.telemetry.background_watch import BackgroundWatch
-from dynaxx.telemetry.overview import GUARD, Layer, Overview, Watch, describe_event
+from dynaxx.telemetry.overview import GUARD, LayerEstimates, Overview, Watch, describe_event
 
 MOST_LAYERS, MOST_EVENTS = 8, 5
 STYLE = {"bad": "bold red", "warn": "yellow"}
@@ -167,7 +167,7 @@ def _in_force(seen: Overview) -> list[tuple[str, str]]:
     ]
 
 
-def _layers(layers: list[Layer]) -> Table:
+def _layers(layers: list[LayerEstimates]) -> Table:
     """Return a table of layers, ordered by the ratio of their worst estimate to its limit."""
     worst = sorted(layers, key=lambda one: -one.strain)
     table = Table(box=None, padding=(0, 2), header_style="bold", pad_edge=False)

@@ -21,7 +21,7 @@ from dynaxx.integrations.onnx import export as export_module
 from dynaxx.integrations.onnx.command import export_model
 from dynaxx.integrations.onnx.operators import _trace_attention
 from dynaxx.integrations.portable.layer import attend_by_rules, bias_of
-from dynaxx.integrations.portable.plans import Heads, LayerRules
+from dynaxx.integrations.portable.plans import Heads, PortableRules
 from dynaxx.integrations.portable.rules import GatherRule
 from dynaxx.integrations.transformers import model_facts
 from dynaxx.policy import Policy, Rule
@@ -115,7 +115,7 @@ def test_folders_that_are_no_export_are_refused(tmp_path):
 @torch.no_grad()
 def test_attention_of_one_layer_runs_in_onnx_runtime():
     torch.manual_seed(0)
-    rules = LayerRules((Heads((0, 1, 2, 3), GatherRule.of(WINDOW, (64, 64), causal=True)),))
+    rules = PortableRules((Heads((0, 1, 2, 3), GatherRule.of(WINDOW, (64, 64), causal=True)),))
     node = [SimpleNamespace(shape=(None, heads, None, 16)) for heads in (4, 2, 2)]
     graph = _trace_attention(rules, [rules.parts[0].rule], 0.25, node, causal=True)
     session = onnxruntime.InferenceSession(onnx_ir.to_proto(graph).SerializeToString())

@@ -7,7 +7,7 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.integrations.transformers.batches.step import Tenant
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.telemetry import recorder
 
 transformers = pytest.importorskip("transformers")
@@ -240,7 +240,7 @@ def test_steps_are_in_the_metrics(model):
 
 
 def step(past, new=1):
-    return Run(0, new, 0, past + new, True)
+    return MaskRun(0, new, 0, past + new, True)
 
 
 def test_what_is_known_of_a_request_ends_where_its_keys_may_be_others():

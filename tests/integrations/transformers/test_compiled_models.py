@@ -8,7 +8,7 @@ from test_transformers import SPARSE, close, llama, logits, policy_for, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.border import BORDERS
-from dynaxx.integrations.transformers.masks import Run, read_window
+from dynaxx.integrations.transformers.masks import MaskRun, read_window
 
 LENGTHS = (160, 128, 96, 144, 100, 81, 90, 112)
 
@@ -135,12 +135,12 @@ def test_a_window_is_read_from_a_mask(window, cached):
     mask = (k <= q) & (k > q - window)
     pads = mask & (k >= 50)
     assert read_window(mask[None], window) == [
-        [Run(0, 130 - cached, 0 if not cached else max(0, cached - window + 1), 130, True)]
+        [MaskRun(0, 130 - cached, 0 if not cached else max(0, cached - window + 1), 130, True)]
     ]
-    own = [] if cached >= 50 else [Run(0, 50 - cached, 0, 0, False)]
-    assert read_window(pads[None], window) == [[*own, Run(50 - cached, 130 - cached, 50, 130, True)]]
+    own = [] if cached >= 50 else [MaskRun(0, 50 - cached, 0, 0, False)]
+    assert read_window(pads[None], window) == [[*own, MaskRun(50 - cached, 130 - cached, 50, 130, True)]]
     for wrong in (mask | (k == 100), mask & (k != 60), (k > q - window).expand_as(mask), mask.roll(1, 1)):
         if not torch.equal(wrong, mask):
             assert read_window(wrong[None], window) is None
     assert read_window(mask[None], window + 1) is None or window >= 130
-    assert read_window(mask.new_zeros(1, 5, 9), window) == [[Run(0, 5, 0, 0, False)]]
+    assert read_window(mask.new_zeros(1, 5, 9), window) == [[MaskRun(0, 5, 0, 0, False)]]

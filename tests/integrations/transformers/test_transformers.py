@@ -15,7 +15,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import attention_layers, full_attention_layers, model_facts
-from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
+from dynaxx.integrations.transformers.masks import MaskRun, causal_runs, read_mask
 from dynaxx.testing import oracle_attention
 
 transformers = pytest.importorskip("transformers")
@@ -556,8 +556,8 @@ def test_masks_that_are_no_sequences():
     hole_at_start[150:, 1] = False
     for mask in (window, hole, hole_at_start, torch.rand(n, n) > 0.5, causal[:, :0]):
         assert read_mask(mask[None]) is None
-    assert read_mask(causal.expand(3, n, n)) == [[Run(0, n, 0, n, True)]] * 3
-    assert read_mask(~torch.zeros(1, 4, 6, dtype=torch.bool)) == [[Run(0, 4, 0, 6, False)]]
+    assert read_mask(causal.expand(3, n, n)) == [[MaskRun(0, n, 0, n, True)]] * 3
+    assert read_mask(~torch.zeros(1, 4, 6, dtype=torch.bool)) == [[MaskRun(0, 4, 0, 6, False)]]
 
 
 def test_a_mask_is_read_once_per_pass(monkeypatch):

@@ -32,7 +32,7 @@ def test_rows_by_name(only, rows):
     names = {row["workload"] for row in found["rows"]} | {part for part in bench_cpu.PARTS if found[part]}
     assert names == rows if only else names > rows
     assert not found["decode"]
-    assert len(found["bars"]) == sum(line.startswith(("ok", "MISS")) for line in said) > 0
+    assert len(found["targets"]) == sum(line.startswith(("ok", "MISS")) for line in said) > 0
     assert all(row["density"] <= 1 and row["times_faster"] > 0 for row in found["rows"])
 
 

@@ -63,8 +63,8 @@ def test_rows_are_checked_and_timed(given: Given, monkeypatch: pytest.MonkeyPatc
     assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 and row["rounds"] == 3 for row in rows)
     table = suite.table_of(rows, suite.figure_of(1))
     assert [row["300 tokens"] for row in table] == [row["cpu_seconds"] for row in rows]
-    bars = suite.bars_of(rows)
-    assert [bar.workload for bar in bars] == ["fp32, 300 tokens"]
+    targets = suite.targets_of(rows)
+    assert [target.workload for target in targets] == ["fp32, 300 tokens"]
     with pytest.raises(ValueError, match="at most 600"):
         suite._time(ready, PROMPT, 601, 1, nullcontext, said.append)
 
@@ -112,8 +112,8 @@ def test_bars_hold_the_best_of_each_side() -> None:
         return {"precision": "fp32", "attention": attention, "seqlen": seqlen, "seconds": seconds}
 
     rows = [row("dense", 4.0), row("dense", 3.0), row("exact", 2.5), row("policy", 1.5), row("dense", 1.0, 512)]
-    (bar,) = suite.bars_of(rows)
-    assert (bar.bar, bar.value, bar.ok) == (1.6, 2.0, True)
+    (target,) = suite.targets_of(rows)
+    assert (target.target, target.value, target.ok) == (1.6, 2.0, True)
 
 
 def test_only_names_rows() -> None:

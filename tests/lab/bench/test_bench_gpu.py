@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU suite's table and bars, without a GPU: what is promised, and when nothing is said."""
+"""The GPU suite's table and targets, without a GPU: what is promised, and when nothing is said."""
 
 import pytest
 import torch
 
 from dynaxx.lab.bench import gpu as bench_gpu
-from dynaxx.lab.bench.bars import Bar
-from dynaxx.lab.bench.gpu_bars import bars_of
 from dynaxx.lab.bench.gpu_end_to_end import draw_growth
+from dynaxx.lab.bench.gpu_targets import targets_of
 from dynaxx.lab.bench.gpu_workloads import MAIN, WORKLOADS, Workload
+from dynaxx.lab.bench.targets import Target
 
 
 def row(workload, implementation, forward, backward, **more):
@@ -31,17 +31,17 @@ def test_bars_hold_our_best_backend_to_the_peers_that_ran():
         row("head_dim 256", "triton", 200, 60, ratio={}),
         {"workload": "head_dim 256", "implementation": "flex", "skipped": "out of shared memory"},
     ]
-    bars = {(bar.workload, bar.name): bar.ok for bar in bars_of({"rows": rows})}
-    assert bars["random 10 %", "forward, times FA4"] is True
-    assert bars["random 10 %", "backward, times FA4"] is False
-    assert bars["random 10 %", "forward, times FlexAttention"] is True
-    assert bars["random 10 %", "backward, times FlexAttention"] is False
-    assert bars["random 10 %", "forward, the portable kernels, times FlexAttention"] is True
-    assert bars["group 7", "forward, share of the main shape's TF/s"] is True
-    assert bars["group 7", "backward, share of the main shape's TF/s"] is False
-    assert bars["head_dim 256", "forward, share of the main shape's TF/s"] is False
-    assert bars["head_dim 256", "backward, the portable kernels, times FlexAttention"] is None
-    assert not any("FlexAttention" in name for workload, name in bars if workload == "group 7")
+    targets = {(target.workload, target.name): target.ok for target in targets_of({"rows": rows})}
+    assert targets["random 10 %", "forward, times FA4"] is True
+    assert targets["random 10 %", "backward, times FA4"] is False
+    assert targets["random 10 %", "forward, times FlexAttention"] is True
+    assert targets["random 10 %", "backward, times FlexAttention"] is False
+    assert targets["random 10 %", "forward, the portable kernels, times FlexAttention"] is True
+    assert targets["group 7", "forward, share of the main shape's TF/s"] is True
+    assert targets["group 7", "backward, share of the main shape's TF/s"] is False
+    assert targets["head_dim 256", "forward, share of the main shape's TF/s"] is False
+    assert targets["head_dim 256", "backward, the portable kernels, times FlexAttention"] is None
+    assert not any("FlexAttention" in name for workload, name in targets if workload == "group 7")
 
 
 def test_peers_by_name():
@@ -52,11 +52,11 @@ def test_peers_by_name():
 
 
 def test_a_bar_whose_peer_is_absent_is_neither_met_nor_missed():
-    bars = bars_of({"rows": [row("random 10 %", "hopper", 560, 420, ratio={})]})
-    assert bars
-    assert all(bar.ok is None for bar in bars)
-    assert "not measured" in str(bars[0])
-    assert str(Bar("time", 1.0, 2.0, "x", at_most=True)).startswith("MISS")
+    targets = targets_of({"rows": [row("random 10 %", "hopper", 560, 420, ratio={})]})
+    assert targets
+    assert all(target.ok is None for target in targets)
+    assert "not measured" in str(targets[0])
+    assert str(Target("time", 1.0, 2.0, "x", at_most=True)).startswith("MISS")
 
 
 def test_workloads_have_layouts_of_their_shape():

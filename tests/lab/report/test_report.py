@@ -15,9 +15,9 @@ import pytest
 
 import dynaxx as dx
 import report_documents as made
-from dynaxx.lab.report import charts, heatmap
-from dynaxx.lab.report.charts import Axes, Line, Point, Series
-from dynaxx.lab.report.pictures import pattern_pictures
+from dynaxx.lab.report import charts, images
+from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
+from dynaxx.lab.report.images import pattern_pictures
 from dynaxx.lab.report.run import write_report
 from dynaxx.lab.report.svg import CHAR
 from dynaxx.lab.report.verdict import change, percent, times, verdict
@@ -204,7 +204,7 @@ def test_a_file_that_lacks_any_one_field_never_breaks_the_page(tmp_path, name):
 
 
 def test_heatmaps_are_small_pngs_of_the_right_pixels():
-    uri = heatmap.heatmap_uri(bytes([0, 1, 255, 160]), 2)
+    uri = images.heatmap_uri(bytes([0, 1, 255, 160]), 2)
     png = base64.b64decode(uri.split(",")[1])
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     chunks, at = {}, 8
@@ -218,17 +218,17 @@ def test_heatmaps_are_small_pngs_of_the_right_pixels():
     assert rows[0] == rows[3] == 0, "filter bytes"
     empty, faint, full, half = rows[1], rows[2], rows[4], rows[5]
     assert empty == faint == 0
-    assert 0 < half < full == heatmap.LEVELS - 1
+    assert 0 < half < full == images.LEVELS - 1
     assert chunks[b"tRNS"][0] == 0
-    assert len(chunks[b"PLTE"]) == 3 * len(chunks[b"tRNS"]) == 3 * heatmap.LEVELS
+    assert len(chunks[b"PLTE"]) == 3 * len(chunks[b"tRNS"]) == 3 * images.LEVELS
 
 
 def test_line_charts_with_little_in_them():
     axes = Axes("x", "y", str, str, y_lines=(Line(1.0, "limit"),))
     for points in ([Point(1, 2)], [Point(1, 1), Point(1, 1)], [Point(1, 1), Point(2, 1)]):
-        ElementTree.fromstring(charts.line_chart([Series("a", points), Series("none", [])], axes, alt="a"))
+        ElementTree.fromstring(charts.line_chart([ChartLine("a", points), ChartLine("none", [])], axes, alt="a"))
     ElementTree.fromstring(
-        charts.line_chart([Series("a", [Point(64, 1.0)])], Axes("x", "y", str, str, log_x=True), alt="b")
+        charts.line_chart([ChartLine("a", [Point(64, 1.0)])], Axes("x", "y", str, str, log_x=True), alt="b")
     )
 
 
@@ -237,7 +237,7 @@ def test_words_on_a_chart_cover_neither_its_line_nor_each_other():
     points = [Point(64, 1.0), Point(512, 1.0), Point(640, 0.83), Point(1024, 1.09)]
     axes = Axes("tokens", "speed", log_x=True, y_range=(0, 1.2), y_lines=[Line(1.0, "dense")],
                 x_lines=[Line(512, "sparse from 512")])  # fmt: skip
-    drawn = ElementTree.fromstring(charts.line_chart([Series("prefill", points)], axes, alt="speed"))
+    drawn = ElementTree.fromstring(charts.line_chart([ChartLine("prefill", points)], axes, alt="speed"))
     words = {
         each.text: each.attrib for each in drawn.iter("text") if each.text in ("dense", "sparse from 512", "prefill")
     }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DENSE_BLOCK = 64  # tokens per block of layers with dense attention
 
 
-class _Attention:
+class _BigBirdAttention:
     """The base of both kinds of BigBird attention."""
 
     dynaxx: Shared  # set by `attach._sharing`
@@ -53,7 +53,7 @@ class _Attention:
             self.dynaxx.dense[reason] += 1
 
 
-class _BlockSparseAttention(_Attention):
+class _BlockSparseAttention(_BigBirdAttention):
     """The forward of block-sparse attention, for subclasses of `BigBirdBlockSparseAttention` and similar classes."""
 
     def forward(
@@ -111,7 +111,7 @@ class _BlockSparseAttention(_Attention):
         return None
 
 
-class _DenseAttention(_Attention):
+class _DenseAttention(_BigBirdAttention):
     """The forward of dense attention, for subclasses of `BigBirdSelfAttention` and similar classes."""
 
     def forward(

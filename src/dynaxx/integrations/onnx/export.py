@@ -27,7 +27,7 @@ from dynaxx.integrations.onnx.operators import (
 from dynaxx.integrations.onnx.packages import require
 from dynaxx.integrations.onnx.plans import OperatorPlan, operator_plans
 from dynaxx.integrations.portable import PortableModel
-from dynaxx.integrations.portable.plans import LayerRules, is_causal, portable_rules
+from dynaxx.integrations.portable.plans import PortableRules, is_causal, portable_rules
 from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy import Policy, policy_digest, resolve, save_policy
@@ -131,8 +131,8 @@ class _Export(NamedTuple):
 
     form: str
     causal: bool
-    rules: dict[int, LayerRules]  # rules of the portable form
-    dense: dict[int, LayerRules]  # the same without the policy
+    rules: dict[int, PortableRules]  # rules of the portable form
+    dense: dict[int, PortableRules]  # the same without the policy
     plans: dict[int, OperatorPlan]  # rules of the custom form
 
     @classmethod

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dynaxx.integrations.onnx.graph import trace
 from dynaxx.integrations.onnx.plans import OperatorPlan
 from dynaxx.integrations.portable.layer import Known, attend_by_rules, bias_of
-from dynaxx.integrations.portable.plans import LayerRules
+from dynaxx.integrations.portable.plans import PortableRules
 from dynaxx.integrations.portable.rules import GatherRule
 
 DOMAIN, OPERATOR = "dynaxx", "SparseAttention"
@@ -60,7 +60,7 @@ def with_plans(graph: Any, plans: Mapping[int, OperatorPlan]) -> Any:
     return made
 
 
-def with_plain_operators(graph: Any, rules: Mapping[int, LayerRules], *, causal: bool) -> Any:
+def with_plain_operators(graph: Any, rules: Mapping[int, PortableRules], *, causal: bool) -> Any:
     """Return a copy of a traced graph with plain operators only."""
     made = graph.clone()
     main = made.graph
@@ -106,8 +106,8 @@ class _Bias(nn.Module):
         return bias_of(self.rule, seqlen, seqlen_k, torch.float32, causal=self.causal, key_mask=mask)
 
 
-class _Attention(nn.Module):
-    def __init__(self, rules: LayerRules, needed: list[GatherRule | None], scale: float, causal: bool) -> None:
+class _OperatorAttention(nn.Module):
+    def __init__(self, rules: PortableRules, needed: list[GatherRule | None], scale: float, causal: bool) -> None:
         super().__init__()
         self.rules, self.needed, self.scale, self.causal = rules, needed, scale, causal
 
@@ -124,7 +124,7 @@ def _trace_bias(rule: GatherRule | None, causal: bool) -> Any:
 
 
 def _trace_attention(
-    rules: LayerRules, needed: list[GatherRule | None], scale: float, inputs: Any, causal: bool
+    rules: PortableRules, needed: list[GatherRule | None], scale: float, inputs: Any, causal: bool
 ) -> Any:
     seqlen_q, seqlen_k = 160, 208 if causal else 160
     q, k, v = (
@@ -141,7 +141,7 @@ def _trace_attention(
     ]
     sides = {0: "batch", 2: "seqlen"}, {0: "batch", 2: keys}
     names = ["q", "k", "v", *(f"bias{i}" for i in range(len(needed)))]
-    module = _Attention(rules, needed, scale, causal)
+    module = _OperatorAttention(rules, needed, scale, causal)
     return trace(module, (q, k, v, biases), (sides[0], sides[1], sides[1], of_bias), names, ["out"])
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.portable.attention import dense_attention, dense_bias, gather_bias, gathered_attention
-from dynaxx.integrations.portable.plans import LayerRules
+from dynaxx.integrations.portable.plans import PortableRules
 from dynaxx.integrations.portable.rules import GatherRule
 
 Known = dict[GatherRule | None, Tensor | None]  # the bias of each rule; of None, for heads that see all keys
 
 
 def attend_by_rules(
-    rules: LayerRules,
+    rules: PortableRules,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.portable.layer import Known, attend_by_rules
-from dynaxx.integrations.portable.plans import LayerRules, is_causal, own_window, portable_rules
+from dynaxx.integrations.portable.plans import PortableRules, is_causal, own_window, portable_rules
 from dynaxx.integrations.transformers.decoder import Decoder, cache_name
 from dynaxx.policy import Policy
 
@@ -72,7 +72,7 @@ class PortableModel(nn.Module):
         self.owner = found.owner
         self._cache_name = cache_name(model)  # here, since a trace of `forward` cannot read signatures
         self.windows = {index: own_window(found, index) for index in found.layers}
-        self.rules: dict[int, LayerRules] = {}
+        self.rules: dict[int, PortableRules] = {}
         if attend is None:
             self.rules = portable_rules(model, None if dense else policy, window)
         self.attend: Attend = self._attend if attend is None else attend

@@ -24,7 +24,7 @@ class Heads(NamedTuple):
     rule: GatherRule | None
 
 
-class LayerRules(NamedTuple):
+class PortableRules(NamedTuple):
     """The rules of one layer; together they cover all its q heads once."""
 
     parts: tuple[Heads, ...]
@@ -37,7 +37,7 @@ class LayerRules(NamedTuple):
 
 def portable_rules(
     model: nn.Module, policy: Policy | None = None, window: int | tuple[int, int] | None = None
-) -> dict[int, LayerRules]:
+) -> dict[int, PortableRules]:
     """Return the rules of every layer.
 
     Args:
@@ -65,10 +65,10 @@ def portable_rules(
         if index in plans:
             parts, wrong = _layer(plans[index], index, side)
             reasons += wrong
-            rules[index] = LayerRules(parts)
+            rules[index] = PortableRules(parts)
         else:
             rule = None if side is None else GatherRule.of(side, BLOCK, causal=causal)
-            rules[index] = LayerRules((Heads(heads, rule),))
+            rules[index] = PortableRules((Heads(heads, rule),))
     if reasons:
         shown = reasons[:MOST_REASONS] + [f"and {len(reasons) - MOST_REASONS} more"] * (len(reasons) > MOST_REASONS)
         raise UnsupportedInputError(f"an export of {decoder.facts.model_type} in plain operations", {"portable": shown})

@@ -152,7 +152,7 @@ class LiveGuard:
 
     @torch.no_grad()
     def _measure(self, sample: Sampled) -> None:
-        with self._beside(sample):
+        with self._on_own_stream(sample):
             rows = dense_rows(sample.q, sample.k, sample.v, sample.rows, sample.scale)
             layout = sample.plan.layout(sample.q, sample.k, scale=sample.scale)
             same = sample.ran == sample.plan
@@ -172,7 +172,7 @@ class LiveGuard:
             self._judge(sample.layer, nominal, widened, ladder)
 
     @contextlib.contextmanager
-    def _beside(self, sample: Sampled) -> Iterator[None]:
+    def _on_own_stream(self, sample: Sampled) -> Iterator[None]:
         """Use a separate stream within the block, on a GPU, so that requests do not wait."""
         if sample.ready is None:
             yield

@@ -18,9 +18,9 @@ from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.decoder import Decoder, cache_of
-from dynaxx.policy.rollout import Choice
+from dynaxx.policy.rollout import ChosenRequests
 
-COMPARISON = Choice((False,), DenseReason.COMPARISON.value)
+COMPARISON = ChosenRequests((False,), DenseReason.COMPARISON.value)
 _COMPARING: ContextVar[bool] = ContextVar("dynaxx_comparing", default=False)
 
 

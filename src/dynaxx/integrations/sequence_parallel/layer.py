@@ -18,7 +18,7 @@ from dynaxx.distributed.by_rule import sparse_attention_by_rule
 from dynaxx.distributed.heads import HeadShare, attend_by_heads
 from dynaxx.distributed.rules import chooses_row_by_row
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers.arguments import Scores, sinks_of
+from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.mask_rules import MaskRule
 from dynaxx.integrations.transformers.own_pattern import pattern_of
@@ -52,7 +52,7 @@ class SplitLayer:
             ValueError: other tokens than `shard` gave this rank.
             UnsupportedInputError: an attention call that cannot be split.
         """
-        scores = Scores.of(kwargs)
+        scores = ScoreOptions.of(kwargs)
         rule = _rule_of(mask, self.index, scores, kwargs)
         split, rank, group = self._handle.split, self._handle.rank, self._handle.group
         if not q.shape[2] == k.shape[2] == split.length(rank):
@@ -97,7 +97,7 @@ def is_row_by_row(plan: LayerPlan) -> bool:
     return len(plan.groups) == 1 and chooses_row_by_row(plan.groups[0].rule)
 
 
-def _rule_of(mask: Tensor | None, index: int, scores: Scores, kwargs: dict[str, Any]) -> MaskRule:
+def _rule_of(mask: Tensor | None, index: int, scores: ScoreOptions, kwargs: dict[str, Any]) -> MaskRule:
     """Return what the model shows each query.
 
     Raises:

@@ -38,7 +38,7 @@ HARMLESS = frozenset(
 )
 
 
-class Scores(NamedTuple):
+class ScoreOptions(NamedTuple):
     """The options of an attention call that change its scores. `sinks_of` returns the tensor of learned sinks."""
 
     scale: float | None = None
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
     argument: str = ""  # the name of an unsupported argument
 
     @classmethod
-    def of(cls, kwargs: dict[str, Any]) -> Scores:
+    def of(cls, kwargs: dict[str, Any]) -> ScoreOptions:
         """Read the keyword arguments of a call."""
         softcap, has_sinks, window, unserved, argument = None, False, None, None, ""
         for name, value in kwargs.items():

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.transformers.arguments import SINKS, Scores, sinks_of
+from dynaxx.integrations.transformers.arguments import SINKS, ScoreOptions, sinks_of
 from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def attend_compiled(
         mask: (B | 1, 1, Lq, Lk), or None.
         kwargs: the other arguments of the call from `AttentionInterface`.
     """
-    scores = Scores.of(kwargs)
+    scores = ScoreOptions.of(kwargs)
     if torch.compiler.is_exporting() or q.shape[2] == 1 or scores.unserved is not None:
         return None
     sinks = sinks_of(kwargs)

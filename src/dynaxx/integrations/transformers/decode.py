@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.identity import ByIdentity
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.ops.prepared.step import PreparedStep, prepare_step
@@ -30,7 +30,7 @@ SPARE_PAGES = 64  # pages by which summaries grow at a time
 
 
 @dataclass
-class _LayerMemory:
+class _SummarizedLayer:
     """The summaries of one layer of a cache."""
 
     summaries: PageSummaries
@@ -47,7 +47,7 @@ class StepRows(NamedTuple):
     stops: tuple[int, ...]  # number of real keys of each row
 
     @classmethod
-    def of(cls, runs: list[Run]) -> list[StepRows]:
+    def of(cls, runs: list[MaskRun]) -> list[StepRows]:
         """Group the rows of a step, given the run of each."""
         starts = [run.k_start for run in runs]
         bounds = [0, *(row for row in range(1, len(runs)) if starts[row] != starts[row - 1]), len(runs)]
@@ -61,7 +61,7 @@ class CacheMemory:
     """The summaries of one transformers cache, by layer. They live as long as the cache."""
 
     def __init__(self) -> None:
-        self._layers: dict[tuple[int, int], _LayerMemory] = {}  # by layer and first row
+        self._layers: dict[tuple[int, int], _SummarizedLayer] = {}  # by layer and first row
         self._lengths: dict[tuple[int, ...], Tensor] = {}
 
     def start_pass(self, cache: Any) -> None:
@@ -77,7 +77,7 @@ class CacheMemory:
             else:
                 memory.summarized = min(memory.summarized, past)
 
-    def of(self, layer: int, row: int) -> _LayerMemory | None:
+    def of(self, layer: int, row: int) -> _SummarizedLayer | None:
         """Return the summaries of a layer's rows from `row` on, if there are any."""
         return self._layers.get((layer, row))
 
@@ -116,7 +116,7 @@ class CacheMemory:
         else:
             cache = summarize_pages(cache, bound=bound)
         assert cache.summaries is not None, "just made"
-        self._layers[layer, row] = _LayerMemory(cache.summaries, weakref.ref(keys), start + used)
+        self._layers[layer, row] = _SummarizedLayer(cache.summaries, weakref.ref(keys), start + used)
         return cache
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.transformers.arguments import SINKS
 from dynaxx.integrations.transformers.lazy_mask import plain_mask
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.integrations.transformers.own_pattern import causal_layout
 from dynaxx.ops import sparse_attention
 
@@ -71,7 +71,7 @@ def attention_of(module: nn.Module, name: str) -> Attention:
 
 
 def dense_piece(
-    q: Tensor, k: Tensor, v: Tensor, run: Run, *, scale: float | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, run: MaskRun, *, scale: float | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Attend densely for one run of a call: (B, heads, n, D) -> (B, n, Hq, D)."""
     if run.seqlen_k == 0:

@@ -26,14 +26,14 @@ from dynaxx.integrations.transformers.batches.step import BatchStep
 from dynaxx.integrations.transformers.decode import CacheMemory
 from dynaxx.integrations.transformers.decoder import cache_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
-from dynaxx.integrations.transformers.masks import Run, causal_runs, read_mask
+from dynaxx.integrations.transformers.masks import MaskRun, causal_runs, read_mask
 from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work
 from dynaxx.integrations.transformers.prepared_calls import DenseCall, RepeatedCall
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import LayerPlan
-from dynaxx.policy.rollout import ALL, Choice
+from dynaxx.policy.rollout import ALL, ChosenRequests
 from dynaxx.telemetry.probe import RequestTimer
 
 logger = logging.getLogger("dynaxx")
@@ -41,7 +41,7 @@ logger = logging.getLogger("dynaxx")
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
 NsaParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
-Place = tuple[int, Run | None]  # a sequence of a pass, by batch entry and run
+Place = tuple[int, MaskRun | None]  # a sequence of a pass, by batch entry and run
 
 
 class ForwardContext:
@@ -87,7 +87,7 @@ class ForwardContext:
     )
 
     def __init__(
-        self, deployed: Deployed, tokens: RequestTokens = UNKNOWN, choice: Choice = ALL, *, killed: bool = False
+        self, deployed: Deployed, tokens: RequestTokens = UNKNOWN, choice: ChosenRequests = ALL, *, killed: bool = False
     ) -> None:
         self.deployed = deployed
         self.tokens = tokens
@@ -110,7 +110,7 @@ class ForwardContext:
         self._mask: weakref.ref[Tensor] | None = None
         self._parts: dict[Hashable, tuple[NsaParts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
-        self._runs: list[list[Run]] | None = None
+        self._runs: list[list[MaskRun]] | None = None
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass at its end. Later ones, as of recomputed layers, count themselves."""
@@ -121,7 +121,7 @@ class ForwardContext:
         for call in straight.values():
             call.count(counts)
 
-    def know_runs(self, mask: Tensor, runs: list[Run]) -> None:
+    def know_runs(self, mask: Tensor, runs: list[MaskRun]) -> None:
         """Store the runs of a mask with one batch entry, so that it need not be read."""
         self._mask, self._version = weakref.ref(mask), 0 if mask.is_inference() else mask._version
         self._runs = [runs]
@@ -142,7 +142,7 @@ class ForwardContext:
         if self.deployed.sources.get(layer) == layer:
             self._layouts[place] = (layer, plan, layout)
 
-    def runs(self, mask: Tensor, batch: int) -> list[list[Run]] | None:
+    def runs(self, mask: Tensor, batch: int) -> list[list[MaskRun]] | None:
         """Return the runs of each batch entry, or None if the mask has none. A mask is read once for all layers."""
         if isinstance(mask, LazyMask):
             return self._runs_of_lazy(mask, batch)
@@ -153,7 +153,7 @@ class ForwardContext:
             self._mask, self._version = weakref.ref(mask), version
         return self._runs
 
-    def _runs_of_lazy(self, mask: LazyMask, batch: int) -> list[list[Run]] | None:
+    def _runs_of_lazy(self, mask: LazyMask, batch: int) -> list[list[MaskRun]] | None:
         if self._mask is None or self._mask() is not mask:
             rule, self._mask, self._version, self._runs = mask.rule, weakref.ref(mask), 0, None
             if rule.causal and not mask.is_local:

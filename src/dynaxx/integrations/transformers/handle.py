@@ -33,7 +33,7 @@ from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
 from dynaxx.policy.drift import HeadDrift
-from dynaxx.policy.rollout import ALL, Choice, Request, choose, current_request
+from dynaxx.policy.rollout import ALL, ChosenRequests, DeclaredRequests, choose, current_request
 from dynaxx.telemetry import recorder
 from dynaxx.telemetry.caches import CacheMeter
 
@@ -81,7 +81,7 @@ class Handle:
         self._deploying = threading.Lock()
         self._follower: PolicyFollower | None = None
         self._statistics: StatisticsFile | None = None
-        self._requests: ByIdentity[tuple[Deployed, Choice]] = ByIdentity()
+        self._requests: ByIdentity[tuple[Deployed, ChosenRequests]] = ByIdentity()
         self._memories = CacheMemories()
         self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
@@ -268,7 +268,7 @@ class Handle:
         """Return the caches of requests that are still alive."""
         return self._requests.keys()
 
-    def _choose(self, said: Request | None) -> Choice:
+    def _choose(self, said: DeclaredRequests | None) -> ChosenRequests:
         deployed = self._deployed
         return choose(deployed.policy.rollout, said, lambda: next(self._unnamed), deployed.flags)
 

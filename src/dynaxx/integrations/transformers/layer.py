@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import DenseReason, Route
-from dynaxx.integrations.transformers.arguments import Scores, sinks_of
+from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.compiled import attend_compiled, remember
 from dynaxx.integrations.transformers.decode import StepsOfKind, decode_step
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dense_piece
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work, plan_call
 from dynaxx.integrations.transformers.prepared_calls import (
@@ -60,7 +60,7 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None
     guard: LiveGuard | None
     current: ForwardContext
-    place: tuple[int, Run | None] = (0, None)  # batch entry and run of a part
+    place: tuple[int, MaskRun | None] = (0, None)  # batch entry and run of a part
     drawn: Drawn | None = None  # None: each part draws
 
     def entry(self, b: int) -> AttentionCall:
@@ -68,7 +68,7 @@ class AttentionCall(NamedTuple):
         part = self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1])
         return part._replace(place=(b, None))
 
-    def part(self, run: Run) -> AttentionCall:
+    def part(self, run: MaskRun) -> AttentionCall:
         """Return the call of one run."""
         if run[:4] == (0, self.q.shape[2], 0, self.k.shape[2]):  # the run is the whole call
             return self._replace(place=(self.place[0], run))
@@ -102,7 +102,7 @@ class Layer:
         """Attend: q (B, Hq, Lq, D), k and v (B, Hk, Lk, D) -> (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:
             current = current or self.handle.unseen_pass(self.index)
-            scores = Scores.of(kwargs)
+            scores = ScoreOptions.of(kwargs)
             work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
         except Exception as error:  # an error in routing must not fail the request
             self.handle.counts.not_decided(self.index, error)
@@ -132,7 +132,7 @@ class Layer:
         q: Tensor,
         k: Tensor,
         mask: Tensor | None,
-        scores: Scores,
+        scores: ScoreOptions,
         is_causal: bool | None,
     ) -> Work:
         """Return the plan of the call, which all layers with equal calls share during a pass."""
@@ -159,7 +159,7 @@ class Layer:
         self,
         current: ForwardContext,
         work: Work,
-        scores: Scores,
+        scores: ScoreOptions,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -203,7 +203,7 @@ class Layer:
         self,
         current: ForwardContext,
         work: Work,
-        scores: Scores,
+        scores: ScoreOptions,
         guard: LiveGuard | None,
         q: Tensor,
         k: Tensor,
@@ -234,7 +234,7 @@ class Layer:
         self,
         current: ForwardContext,
         work: Work,
-        scores: Scores,
+        scores: ScoreOptions,
         guard: LiveGuard | None,
         q: Tensor,
         k: Tensor,
@@ -265,7 +265,7 @@ class Layer:
             guard.left_out("decode")
         return out
 
-    def _run(self, call: AttentionCall, work: Work, scores: Scores) -> Tensor:
+    def _run(self, call: AttentionCall, work: Work, scores: ScoreOptions) -> Tensor:
         """Return (B, Lq, Hq, D), with one layout per sequence."""
         for fault in self.handle.faults:
             fault(self.index)
@@ -275,7 +275,7 @@ class Layer:
             return self._run_entry(call, work, scores, 0)
         return torch.cat([self._run_entry(call.entry(b), work, scores, b) for b in range(len(work.runs))])
 
-    def _run_own_pattern(self, call: AttentionCall, work: Work, scores: Scores) -> Tensor:
+    def _run_own_pattern(self, call: AttentionCall, work: Work, scores: ScoreOptions) -> Tensor:
         """Run the model's own pattern, (B, Lq, Hq, D)."""
         q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
         layout = work.parts[0].layout
@@ -286,7 +286,7 @@ class Layer:
             prepare(call.current, self.index, work, scores, layout, q, k, v)
         return out
 
-    def _run_entry(self, call: AttentionCall, work: Work, scores: Scores, b: int) -> Tensor:
+    def _run_entry(self, call: AttentionCall, work: Work, scores: ScoreOptions, b: int) -> Tensor:
         pieces = []
         for run, reason, plan in zip(work.runs[b], work.dense[b], work.plans[b], strict=True):
             part = call.part(run)
@@ -299,7 +299,7 @@ class Layer:
                 pieces.append(self._sparse_piece(part, plan, work, scores))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _sparse_piece(self, part: AttentionCall, plan: LayerPlan, work: Work, scores: Scores) -> Tensor:
+    def _sparse_piece(self, part: AttentionCall, plan: LayerPlan, work: Work, scores: ScoreOptions) -> Tensor:
         """Return the result of one sequence, (B, n, Hq, D)."""
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
         runs, drawn, meter = (

@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 1024
 FEWEST_RUNS, TOKENS_PER_RUN = 16, 8  # a mask with more runs than both limits has no runs
 
 
-class Run(NamedTuple):
+class MaskRun(NamedTuple):
     """Consecutive queries that see keys `k_start : k_stop`; if causal, query `q_stop - 1 - i` misses the last `i`."""
 
     q_start: int
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 def causal_runs(
     seqlen_q: int, seqlen_k: int, offset: int, padding: Tensor | None, documents: Tensor | None, batch: int
-) -> list[list[Run]] | None:
+) -> list[list[MaskRun]] | None:
     """Return the runs of a causal mask from its parts, equal to those of `read_mask`, or None if padding has holes.
 
     Args:
@@ -53,13 +53,13 @@ def causal_runs(
     """
     if documents is not None:
         bounds = [[0, *(row.diff().nonzero().flatten() + 1).tolist(), seqlen_q] for row in documents.cpu()]
-        entries = [[Run(a, b, a, b, True) for a, b in pairwise(entry)] for entry in bounds]
+        entries = [[MaskRun(a, b, a, b, True) for a, b in pairwise(entry)] for entry in bounds]
         return entries if padding is None else None
     if padding is None:
-        return [[Run(0, seqlen_q, 0, offset + seqlen_q, True)]] * batch
+        return [[MaskRun(0, seqlen_q, 0, offset + seqlen_q, True)]] * batch
     own = padding.cpu()
     if bool(own[:, : offset + seqlen_q].all()):
-        return [[Run(0, seqlen_q, 0, offset + seqlen_q, True)]] * batch
+        return [[MaskRun(0, seqlen_q, 0, offset + seqlen_q, True)]] * batch
     start, stop, contiguous = _spans(own)
     if not contiguous:
         return None
@@ -67,20 +67,20 @@ def causal_runs(
     return [_padded(seqlen_q, offset, first, last) for first, last in spans]
 
 
-def _padded(seqlen_q: int, offset: int, first: int, last: int) -> list[Run]:
+def _padded(seqlen_q: int, offset: int, first: int, last: int) -> list[MaskRun]:
     """Return the runs of one entry whose real keys are `first : last`."""
     if first < 0 or first >= offset + seqlen_q:
-        return [Run(0, seqlen_q, 0, 0, False)]
+        return [MaskRun(0, seqlen_q, 0, 0, False)]
     begin, end = max(0, first - offset), min(seqlen_q, max(0, last - offset))
     runs = [
-        Run(0, begin, 0, 0, False),
-        Run(begin, end, first, offset + end, True),
-        Run(end, seqlen_q, first, last, False),
+        MaskRun(0, begin, 0, 0, False),
+        MaskRun(begin, end, first, offset + end, True),
+        MaskRun(end, seqlen_q, first, last, False),
     ]
     return [run for run in runs if run.seqlen_q > 0]
 
 
-def read_mask(mask: Tensor) -> list[list[Run]] | None:
+def read_mask(mask: Tensor) -> list[list[MaskRun]] | None:
     """Return the runs of each batch entry, which cover its queries in order, or None if the mask has another form.
 
     Args:
@@ -93,7 +93,7 @@ def read_mask(mask: Tensor) -> list[list[Run]] | None:
     return None if any(runs is None for runs in entries) else entries  # type: ignore[return-value]
 
 
-def read_window(mask: Tensor, window: int) -> list[list[Run]] | None:
+def read_window(mask: Tensor, window: int) -> list[list[MaskRun]] | None:
     """Return the runs of each batch entry of a causal mask with a window, or None if the mask has another form.
 
     Args:
@@ -111,7 +111,7 @@ def read_window(mask: Tensor, window: int) -> list[list[Run]] | None:
     return None if any(runs is None for runs in entries) else entries  # type: ignore[return-value]
 
 
-def _read_window(mask: Tensor, window: int) -> list[Run] | None:
+def _read_window(mask: Tensor, window: int) -> list[MaskRun] | None:
     seqlen_q, seqlen_k = mask.shape
     if seqlen_q == 0 or seqlen_k == 0:
         return None
@@ -121,7 +121,7 @@ def _read_window(mask: Tensor, window: int) -> list[Run] | None:
     start, stop = torch.cat([s for s, _, _ in spans]), torch.cat([e for _, e, _ in spans])
     first = int((start < 0).sum())
     if first == seqlen_q:
-        return [Run(0, seqlen_q, 0, 0, False)]
+        return [MaskRun(0, seqlen_q, 0, 0, False)]
     k_start, k_stop = int(start[first]), int(stop[-1])
     stops = torch.arange(k_stop - seqlen_q + 1, k_stop + 1, device=mask.device)
     nothing = torch.arange(seqlen_q, device=mask.device) < first
@@ -129,10 +129,10 @@ def _read_window(mask: Tensor, window: int) -> list[Run] | None:
     same_starts = (start == (stops - window).clamp(min=k_start).masked_fill(nothing, -1)).all()
     if not bool(same_stops & same_starts):
         return None
-    return [Run(0, first, 0, 0, False)] * (first > 0) + [Run(first, seqlen_q, k_start, k_stop, True)]
+    return [MaskRun(0, first, 0, 0, False)] * (first > 0) + [MaskRun(first, seqlen_q, k_start, k_stop, True)]
 
 
-def _read_entry(mask: Tensor) -> list[Run] | None:
+def _read_entry(mask: Tensor) -> list[MaskRun] | None:
     seqlen_q, seqlen_k = mask.shape
     if seqlen_q == 0 or seqlen_k == 0:
         return None
@@ -156,7 +156,7 @@ def _read_entry(mask: Tensor) -> list[Run] | None:
     first, last = torch.tensor(bounds[:-1], device=mask.device), torch.tensor(bounds[1:], device=mask.device) - 1
     rows = torch.stack([start[first], stop[first], stop[last]], -1).tolist()
     return [
-        Run(q_start, q_stop, max(0, k_start), k_stop, causal=k_stop > first_stop or q_stop - q_start == 1)
+        MaskRun(q_start, q_stop, max(0, k_start), k_stop, causal=k_stop > first_stop or q_stop - q_start == 1)
         for q_start, q_stop, (k_start, first_stop, k_stop) in zip(bounds[:-1], bounds[1:], rows, strict=True)
     ]
 

@@ -19,7 +19,7 @@ SPARE_BLOCKS = 64  # selection blocks by which the compressed tokens grow at a t
 
 
 @dataclass
-class _LayerMemory:
+class _CompressedLayer:
     """The compressed tokens of one layer of a cache."""
 
     compressed: CompressedPages
@@ -27,7 +27,7 @@ class _LayerMemory:
     covered: int  # number of first keys whose windows are compressed
 
 
-_memories: weakref.WeakKeyDictionary[Any, dict[int, _LayerMemory]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[Any, dict[int, _CompressedLayer]] = weakref.WeakKeyDictionary()
 
 
 class NsaMemory:
@@ -61,5 +61,5 @@ class NsaMemory:
             cache = replace(cache, compressed=replace(kept, sizes=sizes))
             cache = compress_pages(cache, sizes, compress_k, compress_v, new_tokens=used - known.covered)
         assert cache.compressed is not None, "just made"
-        self._of[self._layer] = _LayerMemory(cache.compressed, weakref.ref(keys), used)
+        self._of[self._layer] = _CompressedLayer(cache.compressed, weakref.ref(keys), used)
         return cache

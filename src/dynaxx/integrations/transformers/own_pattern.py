@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.mask_rules import MaskRule
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.patterns import Causal, Documents, Full, Pattern, SlidingWindow
@@ -78,7 +78,7 @@ def parts_of_window(window: Window, seqlen: int, device: torch.device) -> list[O
     return [OwnPart(None, slice(0, seqlen), slice(0, seqlen), layout)]
 
 
-def parts_of_runs(runs: list[list[Run]], device: torch.device, window: int | None = None) -> list[OwnPart]:
+def parts_of_runs(runs: list[list[MaskRun]], device: torch.device, window: int | None = None) -> list[OwnPart]:
     """Return the layouts of causal sequences that were read from a mask.
 
     Args:
@@ -119,7 +119,7 @@ def pattern_of(rule: MaskRule, used: int, start: int = 0, entry: int = 0) -> Pat
     return found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
 
 
-def _layout_of_run(run: Run, device: torch.device, window: int | None) -> BlockLayout | None:
+def _layout_of_run(run: MaskRun, device: torch.device, window: int | None) -> BlockLayout | None:
     if run.seqlen_k and run.causal and window is not None:
         block = BLOCK[device.type]
         return SlidingWindow(window).layout(run.seqlen_q, run.seqlen_k, block_size=block, device=device)

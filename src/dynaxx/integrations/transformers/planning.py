@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import MOST_QUERIES, Arrived, DenseReason, Route, Sequence, is_step, route
-from dynaxx.integrations.transformers.arguments import Scores, tensors_reason
+from dynaxx.integrations.transformers.arguments import ScoreOptions, tensors_reason
 from dynaxx.integrations.transformers.border import Kind, beats_sdpa, causal_kind, least_queries, wins
 from dynaxx.integrations.transformers.decode import StepRows
 from dynaxx.integrations.transformers.dense_fallback import PlainMask
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
-from dynaxx.integrations.transformers.masks import Run, read_window
+from dynaxx.integrations.transformers.masks import MaskRun, read_window
 from dynaxx.integrations.transformers.own_pattern import OwnPart, parts_of_mask, parts_of_runs, parts_of_window
 from dynaxx.ops.prepared.layer import Prepared
 from dynaxx.policy import LayerPlan
@@ -36,7 +36,7 @@ class Work:
     route: Route
     phase: str  # "prefill" or "decode"
     reason: DenseReason | None = None  # why the call does not run by a rule
-    runs: PerRun[Run] = ()
+    runs: PerRun[MaskRun] = ()
     dense: PerRun[DenseReason | None] = ()  # why each run is dense; None if it runs by a rule
     plans: PerRun[LayerPlan] = ()  # the rule of each run
     rows: Ordered[StepRows] = ()  # the rows of a decoding step
@@ -59,7 +59,7 @@ def plan_call(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
-    scores: Scores,
+    scores: ScoreOptions,
     is_causal: bool | None,
 ) -> Work:
     """Plan a call of layer `index`.
@@ -100,7 +100,9 @@ def plan_call(
         return Work(whole.route, phase, whole.reason, parts=own_pattern)
     if whole.route is Route.DECODE:
         return _plan_step(current, index, q, k, mask)
-    runs = [[Run(0, seqlen_q, 0, min(seqlen_q, seqlen_k), True)]] * batch  # a static cache is longer than its content
+    runs = [
+        [MaskRun(0, seqlen_q, 0, min(seqlen_q, seqlen_k), True)]
+    ] * batch  # a static cache is longer than its content
     if mask is not None:
         found = current.runs(mask, batch)
         if found is None:
@@ -108,7 +110,7 @@ def plan_call(
         runs = found
     arrived = Arrived(serves_own_pattern=bool(own_pattern))
 
-    def why_dense(run: Run, row: int) -> DenseReason | None:
+    def why_dense(run: MaskRun, row: int) -> DenseReason | None:
         if current.steps and run.seqlen_q == 1:  # a decoding request among prompts, without a budget
             return DenseReason.DECODE
         unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
@@ -174,7 +176,7 @@ def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bo
 def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
-    runs = [[Run(0, seqlen_q, 0, seqlen_k, True)]] * batch
+    runs = [[MaskRun(0, seqlen_q, 0, seqlen_k, True)]] * batch
     if mask is not None:
         found = current.runs(mask, batch)
         if found is None or any(not _is_one_step(entry) for entry in found):
@@ -198,7 +200,7 @@ def _own_pattern(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
-    scores: Scores,
+    scores: ScoreOptions,
     module: nn.Module,
     is_causal: bool | None,
 ) -> Ordered[OwnPart] | DenseReason:
@@ -218,7 +220,7 @@ def _own_pattern(
 
 
 def _make_parts(
-    current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores, causal: bool
+    current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None, scores: ScoreOptions, causal: bool
 ) -> Ordered[OwnPart] | DenseReason:
     (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
     asked = _asked_window(current, q, k, mask)
@@ -236,7 +238,7 @@ def _make_parts(
         if scores.window is not None and scores.window < seqlen_k:  # the window is not in the mask
             return DenseReason.MASK_KIND
         stop = min(seqlen_q, seqlen_k) if causal else seqlen_k
-        return parts_of_runs([[Run(0, seqlen_q, 0, stop, causal)]] * batch, device)
+        return parts_of_runs([[MaskRun(0, seqlen_q, 0, stop, causal)]] * batch, device)
     if scores.window is not None and not current.steps and mask.dtype == torch.bool:  # as in a compiled model
         windowed = read_window(mask[:, 0], scores.window)
         if windowed is not None:
@@ -268,5 +270,5 @@ def _sharded(current: ForwardContext, index: int, module: nn.Module, q: Tensor, 
     return None if q_heads in (None, q.shape[1]) else DenseReason.SHARDED
 
 
-def _is_one_step(entry: list[Run]) -> bool:
+def _is_one_step(entry: list[MaskRun]) -> bool:
     return len(entry) == 1 and (entry[0].causal or entry[0].seqlen_k == 0)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.routing import DenseReason, Route
-from dynaxx.integrations.transformers.arguments import HARMLESS, SINKS, Scores
+from dynaxx.integrations.transformers.arguments import HARMLESS, SINKS, ScoreOptions
 from dynaxx.integrations.transformers.lazy_mask import has_own_pattern
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.prepared.layer import Prepared, prepare_layout, prepare_rule, prepared_layout
@@ -184,7 +184,7 @@ MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new 
 
 
 def restore_prepared(
-    current: ForwardContext, layer: int, work: Work, scores: Scores, q: Tensor, k: Tensor, v: Tensor
+    current: ForwardContext, layer: int, work: Work, scores: ScoreOptions, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
     """Set `work.prepared` to the call that an earlier pass prepared, if there is one.
 
@@ -214,7 +214,7 @@ def prepare(
     current: ForwardContext,
     layer: int,
     work: Work,
-    scores: Scores,
+    scores: ScoreOptions,
     layout: BlockLayout,
     q: Tensor,
     k: Tensor,
@@ -247,6 +247,6 @@ def _is_whole(work: Work, q: Tensor, k: Tensor) -> bool:
     return work.dense[0][0] is None and work.runs[0][0] == (0, q.shape[1], 0, k.shape[1], True)
 
 
-def _key(current: ForwardContext, layer: int, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Hashable:
+def _key(current: ForwardContext, layer: int, scores: ScoreOptions, q: Tensor, k: Tensor, v: Tensor) -> Hashable:
     form = (q.shape, k.shape, v.shape, q.dtype, q.device)
     return (current.deployed.kind(layer), scores.scale, scores.softcap, *form)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.identity import ByIdentity
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.policy import LayerPlan
 
 
@@ -33,7 +33,7 @@ class RequestTokens:
         """Return the tokens without cached plans, to store them with a cache."""
         return RequestTokens(self.ids, self.reason, reorderable=self.reorderable)
 
-    def missing(self, batch: int, seqlen_k: int, runs: list[list[Run]]) -> str:
+    def missing(self, batch: int, seqlen_k: int, runs: list[list[MaskRun]]) -> str:
         """Return why these runs cannot be resolved, "" if they can."""
         if self.ids is None:
             return self.reason
@@ -41,7 +41,7 @@ class RequestTokens:
         known = self.ids.shape[0] == batch and last <= self.ids.shape[1] <= seqlen_k
         return "" if known else "token ids of other lengths"
 
-    def resolve(self, plan: LayerPlan, entry: int, run: Run) -> LayerPlan:
+    def resolve(self, plan: LayerPlan, entry: int, run: MaskRun) -> LayerPlan:
         """Return the plan for one sequence of a batch entry. Equal plans of a pass are resolved once."""
         assert self.ids is not None, "`missing` must have returned an empty reason"
         key = (plan, entry, run.k_start, run.k_stop)

@@ -79,7 +79,7 @@ class TokenBackwardArgs(Structure):
 
 
 @dataclass(frozen=True)
-class TokenPlan:
+class CpuTokenPlan:
     """A selection and its sequences, as the core reads them."""
 
     chosen: Tensor  # (T, Hs, n) int32 contiguous
@@ -89,9 +89,9 @@ class TokenPlan:
 
 
 @on_host
-def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> TokenPlan:
+def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> CpuTokenPlan:
     """Return what forward and backward share."""
-    return TokenPlan(block_indices.contiguous(), spans, torch.tensor(spans.ends_q), torch.tensor(spans.ends_k))
+    return CpuTokenPlan(block_indices.contiguous(), spans, torch.tensor(spans.ends_q), torch.tensor(spans.ends_k))
 
 
 @on_host
@@ -99,7 +99,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: TokenPlan,
+    plan: CpuTokenPlan,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -127,7 +127,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: TokenPlan,
+    plan: CpuTokenPlan,
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +203,7 @@ def _head_major(x: Tensor) -> Tensor:
 
 
 def _arguments(
-    q: Tensor, k_rows: Tensor, v_rows: Tensor, head_dim_v: int, plan: TokenPlan, scale: float, softcap: float | None
+    q: Tensor, k_rows: Tensor, v_rows: Tensor, head_dim_v: int, plan: CpuTokenPlan, scale: float, softcap: float | None
 ) -> TokenArgs:
     return TokenArgs(
         q.data_ptr(),
@@ -233,13 +233,13 @@ def _arguments(
 # ---- without a core: gathers in torch, a few queries at a time ----
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> list[slice]:
+def _chunks(q: Tensor, k: Tensor, v: Tensor, plan: CpuTokenPlan) -> list[slice]:
     keys = max(1, plan.chosen.shape[2] * plan.spans.block_size)
     step = max(1, GATHERED_BYTES // (4 * keys * max(plan.chosen.shape[1], k.shape[1]) * (k.shape[2] + v.shape[2])))
     return [slice(at, min(at + step, q.shape[0])) for at in range(0, q.shape[0], step)]
 
 
-def _chosen_keys(plan: TokenPlan, some: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
+def _chosen_keys(plan: CpuTokenPlan, some: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
     """Return rows of k (units, t, keys), and which of them are visible; units are select_heads, or kv_heads if more."""
     spans, chosen = plan.spans, plan.chosen[some].long()
     key = chosen[..., None] * spans.block_size + torch.arange(spans.block_size)
@@ -258,7 +258,7 @@ def _gathered(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _scores(
-    q: Tensor, k: Tensor, plan: TokenPlan, some: slice, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, plan: CpuTokenPlan, some: slice, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scores (units, t, G, keys), -inf where hidden, the slope of the cap, the rows and gathered keys."""
     rows, visible = _chosen_keys(plan, some, k.shape[1])
@@ -273,7 +273,7 @@ def _scores(
 
 
 def _by_chunks(
-    q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, plan: CpuTokenPlan, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
     for some in _chunks(q, k, v, plan):
@@ -290,7 +290,15 @@ def _by_chunks(
 
 
 def _gradients_by_chunks(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TokenPlan, *settings: Any
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: CpuTokenPlan,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, softcap = settings
     dq = torch.zeros(q.shape)

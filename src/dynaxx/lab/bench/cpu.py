@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dynaxx.kernels import cpu
-from dynaxx.lab.bench.bars import Bar, Report
 from dynaxx.lab.bench.cpu_decode import time_decode
 from dynaxx.lab.bench.cpu_workloads import (
     HEADS,
     QUICK_SHAPES,
     SHAPES,
     Workload,
-    bars_of,
-    bars_of_decode,
-    bars_of_half,
-    bars_of_small,
+    targets_of,
+    targets_of_decode,
+    targets_of_half,
+    targets_of_small,
     workloads,
 )
 from dynaxx.lab.bench.rows import rows_named
+from dynaxx.lab.bench.targets import Report, Target
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns import Full, SlidingWindow
@@ -66,7 +66,7 @@ def run_cpu_suite(
         "backend" (what served), "threads", "clock", "checks" (cases passed), "rows" (one dict per workload and pass:
         shape, density, milliseconds, useful GF, times faster than SDPA, GF of the matmul and of SDPA in the same
         rounds), "small" (full density against SDPA at short lengths), "half" (bf16 and fp16 against fp32) and "decode"
-        (steps over a long cache; neither with `quick`, unless named) and "bars" (each with bar, value, ok).
+        (steps over a long cache; neither with `quick`, unless named) and "targets" (each with target, value, ok).
 
     Raises:
         RuntimeError: a check failed; then there are no times.
@@ -82,7 +82,9 @@ def run_cpu_suite(
         checks = check_backend(60 if quick else 300, seed)
         say(f"{cpu.cpu_status()}; {checks['cases']} random problems within budget")
         error = relative_error(seed)
-        bars = [Bar("relative error against fp64", RELATIVE_ERROR, error, "window 512, 2048 tokens", at_most=True)]
+        targets = [
+            Target("relative error against fp64", RELATIVE_ERROR, error, "window 512, 2048 tokens", at_most=True)
+        ]
         rows = []
         for seqlen, head_dim, timed_pass, memory in shapes:
             timed = [workload for workload in workloads(seqlen, head_dim) if workload.name in wanted]
@@ -90,11 +92,11 @@ def run_cpu_suite(
         small = time_small(seed, say) if "small" in wanted else []
         half = [row for head_dim in (64, 128) for row in time_half(head_dim, seed, say)] if "half" in wanted else []
         decode = time_decode(medians, seed, say) if "decode" in wanted else []
-        bars += bars_of(rows) + bars_of_small(small) + bars_of_half(half) + bars_of_decode(decode)
+        targets += targets_of(rows) + targets_of_small(small) + targets_of_half(half) + targets_of_decode(decode)
     finally:
         torch.set_num_threads(before)
-    for bar in bars:
-        say(str(bar))
+    for target in targets:
+        say(str(target))
     return {
         "backend": str(cpu.cpu_status()),
         "threads": threads or 1,
@@ -106,7 +108,7 @@ def run_cpu_suite(
         "small": small,
         "half": half,
         "decode": decode,
-        "bars": [bar.as_dict() for bar in bars],
+        "targets": [target.as_dict() for target in targets],
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads of `dynaxx bench --suite cpu`, and the bar of each figure."""
+"""Workloads of `dynaxx bench --suite cpu`, and the target of each figure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dynaxx.lab.bench.bars import Bar
+from dynaxx.lab.bench.targets import Target
 from dynaxx.layout import BlockLayout
 from dynaxx.patterns import Full, SlidingWindow
 
@@ -71,9 +71,9 @@ def random_causal_layout(seqlen: int, density: float, block_size: int, seed: int
     return BlockLayout.from_block_indices(torch.where(rank < kept, column, -1), seqlen, block_size=block_size)
 
 
-def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Return the bars for the rows of `time_shape`. Rows with tokens first in memory have none."""
-    bars = []
+def targets_of(rows: Iterable[dict[str, Any]]) -> list[Target]:
+    """Return the targets for the rows of `time_shape`. Rows with tokens first in memory have none."""
+    targets = []
     for row in rows:
         if row["memory"] != "heads first":
             continue
@@ -81,38 +81,38 @@ def bars_of(rows: Iterable[dict[str, Any]]) -> list[Bar]:
         where = f"{name}, {row['seqlen']} x {row['head_dim']}"
         main = name in ("window 512", "window 1024", "random 10 %, blocks 64")
         if main and forward:
-            bars.append(Bar("forward, useful GF of matmul", 0.70, row["of_gemm"], where))
-            bars.append(Bar("forward, useful GF of SDPA", 0.90, row["of_sdpa"], where))
+            targets.append(Target("forward, useful GF of matmul", 0.70, row["of_gemm"], where))
+            targets.append(Target("forward, useful GF of SDPA", 0.90, row["of_sdpa"], where))
         elif main:
-            bars.append(Bar("backward, useful GF of matmul", 0.70, row["of_gemm"], where))
+            targets.append(Target("backward, useful GF of matmul", 0.70, row["of_gemm"], where))
         if forward and name in ("window 256", "random 10 %, blocks 32"):
-            bars.append(Bar("forward, small windows and blocks, of matmul", 0.60, row["of_gemm"], where))
+            targets.append(Target("forward, small windows and blocks, of matmul", 0.60, row["of_gemm"], where))
         if name == "random 10 %, blocks 64":
-            bars.append(Bar(f"{row['pass']}, times faster at 10 %", 9.0, row["times_faster"], where))
+            targets.append(Target(f"{row['pass']}, times faster at 10 %", 9.0, row["times_faster"], where))
         if forward and name == "window 512" and row["seqlen"] == 8192:
-            bars.append(Bar("forward, times faster at window 512", 8.5, row["times_faster"], where))
+            targets.append(Target("forward, times faster at window 512", 8.5, row["times_faster"], where))
         if forward and name == "full density":
-            bars.append(Bar("forward, times faster at full density", 1.1, row["times_faster"], where))
-    return bars
+            targets.append(Target("forward, times faster at full density", 1.1, row["times_faster"], where))
+    return targets
 
 
-def bars_of_small(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Return the bars of short lengths: never slower than dense attention."""
-    return [Bar("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
+def targets_of_small(rows: Iterable[dict[str, Any]]) -> list[Target]:
+    """Return the targets of short lengths: never slower than dense attention."""
+    return [Target("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
 
 
-def bars_of_half(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Return the bars of half precision: bf16 and fp16 cost no more than fp32."""
+def targets_of_half(rows: Iterable[dict[str, Any]]) -> list[Target]:
+    """Return the targets of half precision: bf16 and fp16 cost no more than fp32."""
     return [
-        Bar("speed as a share of fp32's", 0.9, row["of_fp32"], f"{row['pass']}, {row['dtype']} x {row['head_dim']}")
+        Target("speed as a share of fp32's", 0.9, row["of_fp32"], f"{row['pass']}, {row['dtype']} x {row['head_dim']}")
         for row in rows
     ]
 
 
-def bars_of_decode(rows: Iterable[dict[str, Any]]) -> list[Bar]:
-    """Return the bars of pages of 64; pages of 16 have none."""
+def targets_of_decode(rows: Iterable[dict[str, Any]]) -> list[Target]:
+    """Return the targets of pages of 64; pages of 16 have none."""
     return [
-        Bar("decode, times faster at 10 %", 9.0, row["times_faster"], f"{row['seqlen']} keys, pages of 64")
+        Target("decode, times faster at 10 %", 9.0, row["times_faster"], f"{row['seqlen']} keys, pages of 64")
         for row in rows
         if row["page_size"] == 64
     ]

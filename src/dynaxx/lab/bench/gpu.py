@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.bench import gpu_end_to_end as end_to_end
-from dynaxx.lab.bench.bars import Report
-from dynaxx.lab.bench.gpu_bars import bars_of
 from dynaxx.lab.bench.gpu_peers import PEERS
+from dynaxx.lab.bench.gpu_targets import targets_of
 from dynaxx.lab.bench.gpu_workloads import WORKLOADS, Workload
 from dynaxx.lab.bench.rows import rows_named
+from dynaxx.lab.bench.targets import Report
 from dynaxx.lab.files import write_text
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
@@ -57,7 +57,7 @@ def run_gpu_suite(
     Returns:
         "device", "versions", "checks" (problems passed by backend), "rows" (one dict per workload and implementation:
         ms, TF/s and peak MiB above the inputs, forward and backward, of ours the ratio to each peer; or "skipped" with
-        the reason), "layouts", "host", "encoder", "growth" (what was asked for of it) and "bars".
+        the reason), "layouts", "host", "encoder", "growth" (what was asked for of it) and "targets".
 
     Raises:
         RuntimeError: no GPU, or a check that failed: then there are no times.
@@ -91,10 +91,10 @@ def run_gpu_suite(
     if plot is not None:
         found["growth"] = end_to_end.time_growth(device, say)
         write_text(plot, end_to_end.draw_growth(found["growth"]))
-    bars = bars_of(found)
-    for bar in bars:
-        say(str(bar))
-    return found | {"bars": [bar.as_dict() for bar in bars]}
+    targets = targets_of(found)
+    for target in targets:
+        say(str(target))
+    return found | {"targets": [target.as_dict() for target in targets]}
 
 
 def peers_named(names: Sequence[str] | None) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dynaxx import patterns as p
-from dynaxx.lab.bench.bars import Report
-from dynaxx.lab.report.charts import Axes, Point, Series, line_chart
+from dynaxx.lab.bench.targets import Report
+from dynaxx.lab.report.charts import Axes, ChartLine, Point, line_chart
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
 
@@ -189,7 +189,7 @@ def draw_growth(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     per = lambda row, name: row[name] / first[name] / (row["seqlen"] / first["seqlen"])
     say = lambda row, name, unit: f"{row['seqlen']:,} tokens: {row[name]} {unit}"
-    line = lambda label, name, unit, style: Series(
+    line = lambda label, name, unit, style: ChartLine(
         label, [Point(row["seqlen"], per(row, name), say(row, name, unit)) for row in rows], style
     )
     series = [

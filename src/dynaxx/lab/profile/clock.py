@@ -14,7 +14,7 @@ from torch import Tensor, nn
 ATTENTION_NAME = "dynaxx_profile"  # name in transformers' AttentionInterface while the clock runs
 
 
-class Clock:
+class PartClock:
     """Sum up time by part. On a GPU it records events and synchronises once, at the end of a run."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,9 +64,9 @@ class Clock:
 
 
 @contextmanager
-def instrumented(model: Any) -> Iterator[Clock]:
+def instrumented(model: Any) -> Iterator[PartClock]:
     """Time a model's attention function, attention modules and MLPs within the block, and restore it afterwards."""
-    clock = Clock(model.device)
+    clock = PartClock(model.device)
     attention, mlps = find_parts(model)
     with ExitStack() as stack:
         for index, module in enumerate(attention):
@@ -95,7 +95,7 @@ def find_parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     return attention, mlps
 
 
-def _hook(stack: ExitStack, clock: Clock, module: nn.Module, part: str, label: str) -> None:
+def _hook(stack: ExitStack, clock: PartClock, module: nn.Module, part: str, label: str) -> None:
     started: list[tuple[Any, Any]] = []
     before = module.register_forward_pre_hook(lambda *_: started.append(clock.enter(label)))
     after = module.register_forward_hook(lambda *_: clock.leave(part, started.pop()))
@@ -104,7 +104,7 @@ def _hook(stack: ExitStack, clock: Clock, module: nn.Module, part: str, label: s
 
 
 @contextmanager
-def _timed_core(model: Any, clock: Clock) -> Iterator[None]:
+def _timed_core(model: Any, clock: PartClock) -> Iterator[None]:
     """Route attention through a wrapper that times the model's implementation.
 
     Raises:

@@ -26,7 +26,7 @@ from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.files import explain_full_disk, temporary_file
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.models import longest_prompt
-from dynaxx.lab.profile.clock import Clock, find_parts, instrumented
+from dynaxx.lab.profile.clock import PartClock, find_parts, instrumented
 from dynaxx.lab.profile.result import Decode, LengthProfile, ProfileResult, Seconds
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import encode
@@ -135,7 +135,7 @@ class _Measured(NamedTuple):
         )
 
 
-def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
+def _measure(model: Any, ids: Tensor, clock: PartClock) -> _Measured:
     """Run one to three prefills in about six seconds, take the median, then run some decode steps."""
     runs: list[Seconds] = []
     started, cache = time.perf_counter(), None
@@ -156,7 +156,7 @@ def _measure(model: Any, ids: Tensor, clock: Clock) -> _Measured:
     return _Measured(ids.shape[1], middle, len(runs), flops, linear, decode_seconds, share, read)
 
 
-def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[float, float, int]:
+def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: PartClock) -> tuple[float, float, int]:
     """Return the median seconds per token on the prefill's cache, the share of attention, and the bytes to read.
 
     Positions stay within the prompt, so that a model with learned positions can be profiled at its full length.
@@ -174,7 +174,7 @@ def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: Clock) -> tuple[
     return statistics.median(totals[1:]), statistics.median(shares[1:]), sum(weights.values()) + cached
 
 
-def _timed(model: Any, clock: Clock, run: Callable[[], Any]) -> tuple[float, Any, dict[str, float]]:
+def _timed(model: Any, clock: PartClock, run: Callable[[], Any]) -> tuple[float, Any, dict[str, float]]:
     """Return the seconds, the new cache, and seconds by part."""
     synchronize(model.device)
     started = time.perf_counter()

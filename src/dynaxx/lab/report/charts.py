@@ -27,7 +27,7 @@ class Point(NamedTuple):
     ringed: bool = False
 
 
-class Series(NamedTuple):
+class ChartLine(NamedTuple):
     """A line of a chart. `style` is "accent", "ink", "soft", or "dashed"."""
 
     name: str
@@ -58,7 +58,7 @@ class Axes:
     x_lines: Sequence[Line] = field(default_factory=tuple)
 
 
-def line_chart(series: Sequence[Series], axes: Axes, *, alt: str) -> str:
+def line_chart(series: Sequence[ChartLine], axes: Axes, *, alt: str) -> str:
     """Draw lines with their names at their ends. Points outside `y_range` are clipped."""
     series = [each for each in series if each.points]
     right = 16 + max(len(each.name) for each in series) * CHAR
@@ -175,15 +175,15 @@ def matrix(
     return document(int(left + cell * len(values)) + 2, int(rows * cell) + 40, out, alt)
 
 
-def _dot(x: float, y: float, point: Point, series: Series) -> str:
+def _dot(x: float, y: float, point: Point, series: ChartLine) -> str:
     ring = f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="8"/>' if point.ringed else ""
     title = f"<title>{escape(point.title)}</title>" if point.title else ""
     return f'{ring}<circle class="dot {series.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">{title}</circle>'
 
 
-def _apart(labels: list[tuple[float, Series]], gap: float = 15.0) -> list[tuple[float, Series]]:
+def _apart(labels: list[tuple[float, ChartLine]], gap: float = 15.0) -> list[tuple[float, ChartLine]]:
     """Move names apart, so that none covers another."""
-    placed: list[tuple[float, Series]] = []
+    placed: list[tuple[float, ChartLine]] = []
     for y, each in sorted(labels, key=lambda label: label[0]):
         placed.append((max(y, placed[-1][0] + gap) if placed else y, each))
     return placed

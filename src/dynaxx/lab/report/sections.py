@@ -11,9 +11,8 @@ import json
 from typing import Any
 
 from dynaxx.lab.report import charts
-from dynaxx.lab.report.charts import Axes, Line, Point, Series
-from dynaxx.lab.report.heatmap import heatmap_uri
-from dynaxx.lab.report.pictures import TOKENS, pattern_pictures
+from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
+from dynaxx.lab.report.images import TOKENS, heatmap_uri, pattern_pictures
 from dynaxx.lab.report.verdict import change, duration, percent, times
 
 RULE_NAMES = {
@@ -130,7 +129,7 @@ def _recall_chart(document: dict[str, Any]) -> str:
             Point(100 * density, 100 * recall, f"{words}: {percent(recall, 1)} at {percent(density, 1)} density")
             for density, recall in zip(rule["density"], rule["recall"], strict=True)
         ]
-        series.append(Series(words, points, styles.get(name, "soft")))
+        series.append(ChartLine(words, points, styles.get(name, "soft")))
     axes = Axes("density, %", "mass caught, %, mean over heads", _plain, _plain, height=280)
     return charts.line_chart(series, axes, alt="Attention mass that each rule catches, by density")
 
@@ -171,7 +170,7 @@ def _quality_chart(document: dict[str, Any]) -> str:
             )
             for trial in document[kind]
         ]
-        series.append(Series(name, points, style))
+        series.append(ChartLine(name, points, style))
     if not any(each.points for each in series):
         return ""
     changes = [point.y for each in series for point in each.points]
@@ -207,7 +206,7 @@ def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int
         y_lines=(Line(1.0, "dense"),),
         x_lines=(Line(border, f"sparse from {border:,}"),) if border and inside else (),
     )
-    return charts.line_chart([Series(name, points, "accent")], axes, alt=alt)
+    return charts.line_chart([ChartLine(name, points, "accent")], axes, alt=alt)
 
 
 def _budget_matrix(document: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most, scoring_kernels
-from dynaxx.selection.scorers.tiles import QueryTiles, TokenTiles, fused_rows, tile_scores
+from dynaxx.selection.scorers.tiles import TileMassQueries, TokenTiles, fused_rows, tile_scores
 
 
 @typed
@@ -46,7 +46,7 @@ class AntiDiagonal(Scorer):
         kernels = scoring_kernels(q)
         if grid.kv_blocks and kernels is not None:
             tokens = lambda first, last: q[:, first * size : last * size].to(k.dtype)
-            read = QueryTiles(tokens, count(q), (q.shape[0], q.shape[2]), 0)
+            read = TileMassQueries(tokens, count(q), (q.shape[0], q.shape[2]), 0)
             return fused_rows(kernels, read, k, grid, (size, size), memory_budget, parts=size, scale=scale / size)
         queries = TokenTiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
         keys = TokenTiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)

@@ -63,11 +63,11 @@ class SimHash(Scorer):
         center = _mean_token(k)
         q_block, kv_block = grid.block_size
         of_keys = self._histograms(k, kv_block, planes, center, memory_budget // 2).transpose(-1, -2)
-        origin = torch.zeros((), device=q.device)
+        no_center = torch.zeros((), device=q.device)
 
         def rows(start: int, stop: int) -> Tensor:
             some = q[:, start * q_block : stop * q_block]
-            of_queries = self._histograms(some, q_block, planes, origin, memory_budget // 2)
+            of_queries = self._histograms(some, q_block, planes, no_center, memory_budget // 2)
             return pairs(of_queries, of_keys).add_(0.5).log_()
 
         return rows

@@ -106,11 +106,11 @@ def _fused(
     made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 8).transpose(1, 2)
     tile_bytes = heads[0] * heads[1] * held.shape[3] * held.itemsize
     sizes = queries.size, keys.size
-    tiles = QueryTiles(made, queries.count, heads, tile_bytes)
+    tiles = TileMassQueries(made, queries.count, heads, tile_bytes)
     return fused_rows(kernels, tiles, held, grid, sizes, memory_budget, panel=panel)
 
 
-class QueryTiles(NamedTuple):
+class TileMassQueries(NamedTuple):
     """Tiles of queries as `tile_mass` expects them."""
 
     tokens: Callable[[int, int], Tensor]  # (first, last + 1) tile -> (B, tokens, Hq, D)
@@ -121,7 +121,7 @@ class QueryTiles(NamedTuple):
 
 def fused_rows(
     kernels: SelectionKernels,
-    queries: QueryTiles,
+    queries: TileMassQueries,
     keys: Tensor,
     grid: BlockGrid,
     sizes: tuple[int, int],

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Sequence, route
-from dynaxx.integrations.transformers.arguments import Scores, sinks_of
+from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.batches.decode import page_size_reason
 from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep
 from dynaxx.integrations.transformers.forward_context import ForwardContext
 from dynaxx.integrations.transformers.layer import Layer
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 
 # Arguments that `cache.update` has used, or that attention does not need.
 DONE_WITH = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
@@ -78,7 +78,7 @@ class BatchCall(NamedTuple):
             return None
         if self.k.shape[1] * self.module.num_key_value_groups != self.q.shape[1]:  # type: ignore[operator]
             return DenseReason.SHARDED
-        scores = Scores.of(for_attention(self.arguments))
+        scores = ScoreOptions.of(for_attention(self.arguments))
         return scores.unserved or page_size_reason(self.allocator, plan.page_size)
 
     def _decode(self, rows: list[BatchRow], dense: Counter[DenseReason]) -> Tensor | None:
@@ -95,7 +95,7 @@ class BatchCall(NamedTuple):
             q = self.q[0].transpose(0, 1)[at][:, None]
             measured = counts.decoding(index, q)
             memory = self.layer.handle.batches.of(self.allocator)
-            scores, sinks = Scores.of(kwargs), sinks_of(kwargs)
+            scores, sinks = ScoreOptions.of(kwargs), sinks_of(kwargs)
             found = memory.decode(
                 q, self.allocator, index, step, rows, scores.scale, softcap=scores.softcap, sinks=sinks
             )
@@ -133,7 +133,15 @@ class BatchCall(NamedTuple):
         return key, value, for_attention(kwargs)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, runs: list[Run], kwargs: dict[str, Any], *, dense: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor,
+        runs: list[MaskRun],
+        kwargs: dict[str, Any],
+        *,
+        dense: bool,
     ) -> Tensor:
         """Run prompts by the prefill rules and single tokens dense, or everything dense."""
         if dense:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.transformers.masks import Run
+from dynaxx.integrations.transformers.masks import MaskRun
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Tenant:
     generates: bool = False  # whether its prompt is complete
     summarized: dict[int, int] = field(default_factory=dict)  # by layer, number of first keys that summaries cover
 
-    def advance(self, row: Run, blocks: list[int], page_size: int, *, generates: bool) -> bool:
+    def advance(self, row: MaskRun, blocks: list[int], page_size: int, *, generates: bool) -> bool:
         """Record a step of the request.
 
         Args:
@@ -53,7 +53,7 @@ class Tenant:
 class BatchRow:
     """One request of a step."""
 
-    run: Run  # its queries, and its keys in `read_index`
+    run: MaskRun  # its queries, and its keys in `read_index`
     tenant: Tenant
     decodes: bool
 
@@ -80,11 +80,11 @@ class Tenants:
         """
         q, k = arguments["cu_seq_lens_q"].tolist(), arguments["cu_seq_lens_k"][allocator.layer_type].tolist()
         bounds = zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)
-        runs = [Run(*each, True) for each in bounds if each[0] < each[1]]
+        runs = [MaskRun(*each, True) for each in bounds if each[0] < each[1]]
         last = torch.tensor([run.q_stop - 1 for run in runs])
         written = arguments["write_index"][allocator.index]
         last_blocks = (written[last.to(written.device)] // allocator.block_physical_stride).tolist()
-        making = set(arguments["logits_indices"].tolist())
+        sampled = set(arguments["logits_indices"].tolist())
         known, page_size = allocator.block_table, allocator.tokens_per_page
         owners = {block: name for name, blocks in known.items() for block in blocks[-2:]}
         self._by_id = {name: tenant for name, tenant in self._by_id.items() if name in known}
@@ -93,7 +93,7 @@ class Tenants:
             name = owners.get(last_block)
             tenant = Tenant([]) if name is None else self._by_id.setdefault(name, Tenant([]))
             blocks = [] if name is None else known[name][: -(-run.seqlen_k // page_size)]
-            decodes = tenant.advance(run, list(blocks), page_size, generates=run.q_stop - 1 in making)
+            decodes = tenant.advance(run, list(blocks), page_size, generates=run.q_stop - 1 in sampled)
             rows.append(BatchRow(run, tenant, decodes))
         return rows
 
@@ -123,11 +123,11 @@ class BatchStep:
         return self._visible
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[MaskRun]:
         """Return the runs of all queries. Padding sees nothing."""
         runs, seqlen_q = [row.run for row in self.rows], self.mask.shape[2]
         q_stop, k_stop = (runs[-1].q_stop, runs[-1].k_stop) if runs else (0, 0)
-        return runs + ([Run(q_stop, seqlen_q, k_stop, k_stop, False)] if q_stop < seqlen_q else [])
+        return runs + ([MaskRun(q_stop, seqlen_q, k_stop, k_stop, False)] if q_stop < seqlen_q else [])
 
     def page_table(self, rows: Sequence[BatchRow], page_size: int) -> Tensor:
         """Return (rows, pages) int32, the page table of some decoding rows, padded with -1.
@@ -165,7 +165,7 @@ class PartOfStep:
     """Some requests of a step, as a smaller step."""
 
     rows: tuple[BatchRow, ...]
-    runs: list[Run]  # within the part
+    runs: list[MaskRun]  # within the part
     queries: Tensor  # (n,) int64 indices of its queries in the step
     read_index: Tensor  # (m,) int64 rows of its keys in the cache
     visible: Tensor  # (1, 1, n, m) bool
@@ -175,7 +175,7 @@ class PartOfStep:
         """Return the part of a step with these requests."""
         runs, q_stop, k_stop = [], 0, 0
         for row in rows:
-            runs.append(Run(q_stop, q_stop + row.run.seqlen_q, k_stop, k_stop + row.run.seqlen_k, True))
+            runs.append(MaskRun(q_stop, q_stop + row.run.seqlen_q, k_stop, k_stop + row.run.seqlen_k, True))
             q_stop, k_stop = q_stop + row.run.seqlen_q, k_stop + row.run.seqlen_k
         device, nothing = step.mask.device, torch.arange(0)
         queries = torch.cat([nothing, *(torch.arange(row.run.q_start, row.run.q_stop) for row in rows)]).to(device)

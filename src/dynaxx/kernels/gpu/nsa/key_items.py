@@ -59,10 +59,10 @@ class Items:
 
 
 @triton.jit
-def _first_above(p_sorted, value, size, turns, STRICT: tl.constexpr):
-    """Find by `turns` bisections the first of `size` ascending numbers that is >= value (> if STRICT)."""
+def _first_above(p_sorted, value, size, bisections, STRICT: tl.constexpr):
+    """Find by bisection the first of `size` ascending numbers that is >= value (> if STRICT)."""
     low, high = value * 0, value * 0 + size
-    for _ in range(turns):
+    for _ in range(bisections):
         middle = low + (high - low) // 2
         found = tl.load(p_sorted + middle, mask=low < high, other=0)
         below = (found <= value) if STRICT else (found < value)
@@ -95,11 +95,11 @@ def _cells_kernel(
 
 
 @kernel_launcher
-@triton.jit(do_not_specialize=["total", "cells", "turns"])
-def _starts_kernel(p_sorted, p_starts, total, cells, turns, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["total", "cells", "bisections"])
+def _starts_kernel(p_sorted, p_starts, total, cells, bisections, BLOCK: tl.constexpr):
     """Find where the entries of each cell begin, (chunks * cells + 1,)."""
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(p_starts + cell, _first_above(p_sorted, cell, total, turns, False), mask=cell <= cells)
+    tl.store(p_starts + cell, _first_above(p_sorted, cell, total, bisections, False), mask=cell <= cells)
 
 
 @kernel_launcher
@@ -120,14 +120,14 @@ def _first_items_kernel(p_starts, p_first_item, cells, length, BLOCK: tl.constex
 
 
 @kernel_launcher
-@triton.jit(do_not_specialize=["cells", "items", "length", "turns"])
+@triton.jit(do_not_specialize=["cells", "items", "length", "bisections"])
 def _items_kernel(
-    p_starts, p_first_item, p_cell, p_begin, p_end, cells, items, length, turns, BLOCK: tl.constexpr
+    p_starts, p_first_item, p_cell, p_begin, p_end, cells, items, length, bisections, BLOCK: tl.constexpr
 ):  # fmt: skip
     item, chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     p_starts += chunk * cells
     p_first_item += chunk * (cells + 1)
-    cell = _first_above(p_first_item + 1, item, cells, turns, True)
+    cell = _first_above(p_first_item + 1, item, cells, bisections, True)
     known = cell < cells
     done = (item - tl.load(p_first_item + cell, mask=known, other=0)) * length
     begin = tl.load(p_starts + cell, mask=known, other=0) + tl.where(known, done, 0)
@@ -173,7 +173,7 @@ def items(indices: Tensor, spans: NsaSpans, step: int, length: int) -> Items:
         starts,
         total=total,
         cells=chunks * cells,
-        turns=total.bit_length(),
+        bisections=total.bit_length(),
         BLOCK=WIDTH,
     )
     first_item = indices.new_empty(chunks, cells + 1)
@@ -188,7 +188,7 @@ def items(indices: Tensor, spans: NsaSpans, step: int, length: int) -> Items:
         cells=cells,
         items=most,
         length=length,
-        turns=cells.bit_length(),
+        bisections=cells.bit_length(),
         BLOCK=WIDTH,
     )
     return Items(step, entries.int(), first_item, cell, begin, end)

@@ -157,7 +157,7 @@ class RowTiles:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreTensors:
     """Tensors for the scores of some queries, split by where the contributing tokens start."""
 
     own: Tensor  # (T, Hs, C) fp32, from tokens that start in the block
@@ -168,7 +168,7 @@ class Scores:
 
 
 # A function (q, k_cmp, lse, spans, scores, scale) that fills `scores`.
-Scorer = Callable[[Tensor, Tensor, Tensor | None, NsaSpans, Scores, float], None]
+Scorer = Callable[[Tensor, Tensor, Tensor | None, NsaSpans, ScoreTensors, float], None]
 
 _tiles: WeakKeyDictionary[NsaSpans, dict[int, RowTiles]] = WeakKeyDictionary()
 
@@ -189,7 +189,9 @@ def _tiles_of(spans: NsaSpans, rows: int) -> RowTiles:
     return known[rows]
 
 
-def score_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, scores: Scores, scale: float) -> None:
+def score_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, scores: ScoreTensors, scale: float
+) -> None:
     """Fill `scores` for tiles of QUERIES rows; this is a `Scorer`."""
     heads, blocks = scores.own.shape[1:]
     per_token, per_block = strides_per(spans.sizes)
@@ -262,7 +264,7 @@ def select_blocks(
         own = torch.empty(count, heads, blocks, dtype=torch.float32, device=q.device)
         behind = torch.empty_like(own) if per_token > 1 else own
         if k_cmp.shape[0]:
-            scores = Scores(own, behind, first, tiles, some)
+            scores = ScoreTensors(own, behind, first, tiles, some)
             scorer(q, k_cmp, lse, spans, scores, scale)
         top_blocks(own, behind, indices, spans.num_blocks, spans.num_cmp, first, sizes, lse is None)
     return indices

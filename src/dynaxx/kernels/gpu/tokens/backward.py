@@ -128,7 +128,7 @@ def _token_bwd_kernel(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     EXACT: tl.constexpr,
-    TURNS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     i_tile, i_unit, i_part = tl.program_id(0) + first_tile, tl.program_id(1) + first_unit, tl.program_id(2)
     rows = tile_rows(lists.p_tiles, i_tile, i_unit, i_part, group_size, PART, ROWS, ROWS)
@@ -151,7 +151,7 @@ def _token_bwd_kernel(
     for first in range(0, count * GRAIN, BLOCK_N):
         key, there = keys_of(block, first, last, GRAIN, BLOCK_N)
         k_a, k_b, v_a, v_b = key_value_parts(
-            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, False, TURNS
+            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, False, PREFETCH
         )
         visible = visible_pairs(key, there, marks, rows.place, position, PER_TILE, GRAIN) & rows.inside[:, None]
         block, marks = list_entries(own.p_blocks, own.p_marks, first + BLOCK_N, count, GRAIN, PER_TILE, BLOCK_N)

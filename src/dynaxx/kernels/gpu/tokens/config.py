@@ -32,15 +32,15 @@ class LaunchSizes:
 
     block_n: int
     num_warps: int
-    turns: int  # iterations that rows of k and v are loaded ahead; 0: not
+    prefetch: int  # iterations that rows of k and v are loaded ahead; 0: not
     max_registers: int | None = None  # per thread
 
     @property
     def options(self) -> dict[str, int]:
         """Return the launch options of the kernel."""
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
-        sizes = {"BLOCK_N": self.block_n, "TURNS": self.turns}
-        return sizes | {"num_warps": self.num_warps, "num_stages": self.turns + 1} | limit
+        sizes = {"BLOCK_N": self.block_n, "PREFETCH": self.prefetch}
+        return sizes | {"num_warps": self.num_warps, "num_stages": self.prefetch + 1} | limit
 
 
 @lru_cache(maxsize=256)

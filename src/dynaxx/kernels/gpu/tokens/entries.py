@@ -21,7 +21,7 @@ PLACES = 1024  # of a list that a program writes
 KEYS, SLABS = 128, 16  # of the table that a program reads at once
 
 
-class Entries(NamedTuple):
+class KeyPlaces(NamedTuple):
     """The places of each key."""
 
     entries: Tensor  # int32: slab * width + place, by (choice, key)
@@ -100,7 +100,7 @@ def _token_entries_kernel(
         tl.store(p_begin + 1 + at, done, mask=key < keys)
 
 
-def entries_of_keys(plan: TokenPlan, heads: range, tiles: range, keys: int, kv_heads: int) -> Entries:
+def entries_of_keys(plan: TokenPlan, heads: range, tiles: range, keys: int, kv_heads: int) -> KeyPlaces:
     """Return the places of each key in the lists of some tiles, for each of some kv heads or for all of them.
 
     Nothing is read back from the device.
@@ -143,4 +143,4 @@ def entries_of_keys(plan: TokenPlan, heads: range, tiles: range, keys: int, kv_h
         )
         if not write:
             begin = begin.cumsum(0, dtype=torch.int32)
-    return Entries(entries, begin, choices, slabs, width)
+    return KeyPlaces(entries, begin, choices, slabs, width)

@@ -60,7 +60,7 @@ def _token_fwd_kernel(
     CAPPED: tl.constexpr,
     EXACT: tl.constexpr,
     LATENT: tl.constexpr,  # values are the first part of the keys
-    TURNS: tl.constexpr,  # how far ahead rows of k and v are loaded
+    PREFETCH: tl.constexpr,  # how far ahead rows of k and v are loaded
 ):
     i_tile, i_unit = tl.program_id(0), tl.program_id(1)
     rows = tile_rows(lists.p_tiles, i_tile, i_unit, tl.program_id(2), group_size, PART, ROWS, ROWS)
@@ -79,7 +79,7 @@ def _token_fwd_kernel(
     for first in range(0, own.count * GRAIN, BLOCK_N):
         key, there = keys_of(block, first, last, GRAIN, BLOCK_N)
         k_a, k_b, v_a, v_b = key_value_parts(
-            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, LATENT, TURNS
+            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, LATENT, PREFETCH
         )
         scores, _ = capped(products(q_a, q_b, k_a, k_b, D_B) * scale, softcap, CAPPED)
         visible = visible_pairs(key, there, marks, rows.place, position, PER_TILE, GRAIN)

@@ -17,7 +17,7 @@ from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.kernels.gpu.tokens.config import WIDE, backward_launch, sum_launch, wide_launches, widths
-from dynaxx.kernels.gpu.tokens.entries import Entries, entries_of_keys
+from dynaxx.kernels.gpu.tokens.entries import KeyPlaces, entries_of_keys
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.gpu.tokens.sums import _token_sum_kernel
 from dynaxx.kernels.gpu.tokens.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
@@ -226,12 +226,12 @@ def _wide_rows(
         **where,
         BLOCK_N=by_key.block_n,
         num_warps=by_key.num_warps,
-        num_stages=by_key.turns + 1,
+        num_stages=by_key.prefetch + 1,
     )
     return buffer, parts // together
 
 
-def _add(sums: list[Tensor], rows: Tensor, found: Entries, heads: range, parts: int, add: bool) -> None:
+def _add(sums: list[Tensor], rows: Tensor, found: KeyPlaces, heads: range, parts: int, add: bool) -> None:
     """Add the rows of each key, of some kv heads and all parts of a tile, to dk (M, Hk, D) and dv, or to dk alone."""
     keys, kv_heads, dim = sums[0].shape
     first, rest = widths(rows.shape[1])
@@ -254,7 +254,7 @@ def _add(sums: list[Tensor], rows: Tensor, found: Entries, heads: range, parts: 
         W_B=rest,
         PARTS=parts,
         BLOCK_R=launch.block_n,
-        TURNS=launch.turns,
+        PREFETCH=launch.prefetch,
         ADD=add,
         num_warps=launch.num_warps,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.gpu.prefetch import ahead
+from dynaxx.kernels.gpu.prefetch import prefetched
 from dynaxx.kernels.gpu.primitives import exp_rounded, tanh
 
 
@@ -115,22 +115,22 @@ def visible_pairs(key, there, marks, place, position, PER_TILE: tl.constexpr, GR
 
 
 @triton.jit
-def row_parts(p_rows, mask, D: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, TURNS: tl.constexpr = 0):
+def row_parts(p_rows, mask, D: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr, PREFETCH: tl.constexpr = 0):
     """Return rows of pointers [R] as tiles [R, D_A] and [R, max(D_B, 16)]; zeros where masked and behind D.
 
-    In a loop, TURNS > 0 starts the loads so many iterations ahead.
+    In a loop, PREFETCH > 0 starts the loads so many iterations ahead.
     """
     o_a = tl.arange(0, D_A)
     within = mask[:, None] if D >= D_A else mask[:, None] & (o_a < D)[None, :]
     b_a = tl.load(p_rows[:, None] + o_a[None, :], mask=within, other=0.0)
-    if TURNS:
-        b_a = ahead(b_a, TURNS)
+    if PREFETCH:
+        b_a = prefetched(b_a, PREFETCH)
     if D_B:
         o_b = D_A + tl.arange(0, D_B)
         within = mask[:, None] if D == D_A + D_B else mask[:, None] & (o_b < D)[None, :]
         b_b = tl.load(p_rows[:, None] + o_b[None, :], mask=within, other=0.0)
-        if TURNS:
-            b_b = ahead(b_b, TURNS)
+        if PREFETCH:
+            b_b = prefetched(b_b, PREFETCH)
     else:
         b_b = b_a
     return b_a, b_b
@@ -139,14 +139,14 @@ def row_parts(p_rows, mask, D: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexp
 @triton.jit
 def key_value_parts(
     p_k, p_v, row, there, k_strides, v_strides, D: tl.constexpr, E: tl.constexpr, D_A: tl.constexpr, D_B: tl.constexpr,
-    E_A: tl.constexpr, E_B: tl.constexpr, LATENT: tl.constexpr, TURNS: tl.constexpr,
+    E_A: tl.constexpr, E_B: tl.constexpr, LATENT: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Return `row_parts` of keys and of values; if LATENT, values are the first part of the keys."""
-    k_a, k_b = row_parts(p_k + row * k_strides.n, there, D, D_A, D_B, TURNS)
+    k_a, k_b = row_parts(p_k + row * k_strides.n, there, D, D_A, D_B, PREFETCH)
     if LATENT:
         v_a, v_b = k_a, k_b
     else:
-        v_a, v_b = row_parts(p_v + row * v_strides.n, there, E, E_A, E_B, TURNS)
+        v_a, v_b = row_parts(p_v + row * v_strides.n, there, E, E_A, E_B, PREFETCH)
     return k_a, k_b, v_a, v_b
 
 

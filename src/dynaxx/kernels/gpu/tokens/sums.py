@@ -42,7 +42,7 @@ def _token_sum_kernel(
     W_B: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    TURNS: tl.constexpr,  # rows are loaded so many iterations ahead
+    PREFETCH: tl.constexpr,  # rows are loaded so many iterations ahead
     ADD: tl.constexpr,
 ):
     W: tl.constexpr = D + E
@@ -53,7 +53,7 @@ def _token_sum_kernel(
     o_r, o_a = tl.arange(0, BLOCK_R), tl.arange(0, W_A)
     acc_a = tl.zeros([BLOCK_R, W_A], tl.float32)
     acc_b = tl.zeros([BLOCK_R, W_B if W_B else 16], tl.float32)
-    for start in tl.range(begin, end, BLOCK_R, num_stages=TURNS + 1):
+    for start in tl.range(begin, end, BLOCK_R, num_stages=PREFETCH + 1):
         there = start + o_r < end
         entry = tl.load(p_entries + start + o_r, mask=there, other=0)
         for i_part in tl.static_range(PARTS):

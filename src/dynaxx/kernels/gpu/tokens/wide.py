@@ -13,7 +13,7 @@ p and ds hold 2 numbers per pair, less than the 1,088 products that computing th
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.gpu.prefetch import ahead
+from dynaxx.kernels.gpu.prefetch import prefetched
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.tokens.backward import queries_and_gradients, weights_and_gradients
 from dynaxx.kernels.gpu.tokens.primitives import (
@@ -71,7 +71,7 @@ def _token_scores_kernel(
     CAPPED: tl.constexpr,
     EXACT: tl.constexpr,
     LATENT: tl.constexpr,
-    TURNS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     i_tile, i_unit, i_part = tl.program_id(0) + first_tile, tl.program_id(1) + first_unit, tl.program_id(2)
     rows = tile_rows(lists.p_tiles, i_tile, i_unit, i_part, group_size, PART, ROWS, ROWS)
@@ -91,7 +91,7 @@ def _token_scores_kernel(
     for first in range(0, own.count * GRAIN, BLOCK_N):
         key, there = keys_of(block, first, last, GRAIN, BLOCK_N)
         k_a, k_b, v_a, v_b = key_value_parts(
-            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, LATENT, TURNS
+            p_k, p_v, own.first_key + key, there, k_strides, v_strides, D, E, D_A, D_B, E_A, E_B, LATENT, PREFETCH
         )
         visible = visible_pairs(key, there, marks, rows.place, position, PER_TILE, GRAIN) & rows.inside[:, None]
         block, marks = list_entries(own.p_blocks, own.p_marks, first + BLOCK_N, own.count, GRAIN, PER_TILE, BLOCK_N)
@@ -131,7 +131,7 @@ def _token_dq_kernel(
     BOTH: tl.constexpr,  # rows that a program computes: one or more parts
     BLOCK_N: tl.constexpr,
     HALVES: tl.constexpr,
-    TURNS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     PARTS: tl.constexpr = BOTH // ROWS
     i_tile, i_unit = tl.program_id(0) + first_tile, tl.program_id(1) + first_unit
@@ -156,13 +156,13 @@ def _token_dq_kernel(
         at = first + tl.arange(0, BLOCK_N)
         ds = tl.load(p_ds + from_row[:, None] + at[None, :], mask=(at < count * GRAIN)[None, :], other=0.0)
         k_a = tl.load(p_rows[:, None] + o_a[None, :], mask=there[:, None] & (o_a < D)[None, :], other=0.0)
-        if TURNS:
-            ds, k_a = ahead(ds, TURNS), ahead(k_a, TURNS)
+        if PREFETCH:
+            ds, k_a = prefetched(ds, PREFETCH), prefetched(k_a, PREFETCH)
         acc_a = tl.dot(ds, k_a, acc_a, input_precision="ieee")
         if D_B:
             k_b = tl.load(p_rows[:, None] + o_b[None, :], mask=there[:, None] & (o_b < D)[None, :], other=0.0)
-            if TURNS:
-                k_b = ahead(k_b, TURNS)
+            if PREFETCH:
+                k_b = prefetched(k_b, PREFETCH)
             acc_b = tl.dot(ds, k_b, acc_b, input_precision="ieee")
     p_row, inside = (p_dq + rows.t * dq_strides.n + rows.head * dq_strides.h)[:, None], rows.inside
     tl.store(p_row + o_a[None, :], acc_a.to(p_dq.dtype.element_ty), mask=inside[:, None] & (o_a < D)[None, :])

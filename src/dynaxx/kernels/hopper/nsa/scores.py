@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import mbarrier
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from dynaxx.kernels.gpu.device import processors
-from dynaxx.kernels.gpu.nsa.select import FIELDS, Scores
+from dynaxx.kernels.gpu.nsa.select import FIELDS, ScoreTensors
 from dynaxx.kernels.gpu.nsa.top import strides_per
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
@@ -190,7 +190,9 @@ def _nsa_scores_hopper_kernel(
     ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def score_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, scores: Scores, scale: float) -> None:
+def score_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, scores: ScoreTensors, scale: float
+) -> None:
     """Fill `scores` for tiles of 64 rows; this is an `nsa.select.Scorer`. lse must not be None."""
     assert lse is not None, "Triton computes raw scores"
     heads, blocks = scores.own.shape[1:]

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.gpu.prefetch import ahead
+from dynaxx.kernels.gpu.prefetch import prefetched
 from dynaxx.kernels.gpu.runtime.arguments import RUNTIME_SIZES
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import (
@@ -22,7 +22,6 @@ from dynaxx.kernels.triton.attention.backward_rows import (
     load_row_values,
     weights_of,
 )
-from dynaxx.kernels.triton.primitives.prefetch import load_prefetched
 from dynaxx.kernels.triton.primitives.tiles import (
     BOUNDS,
     block_ahead,
@@ -33,6 +32,13 @@ from dynaxx.kernels.triton.primitives.tiles import (
     tile_positions,
 )
 from dynaxx.kernels.triton.primitives.visible import in_block, load_band, masks_of, shown_by_bits, visible_elements
+
+
+@triton.jit
+def _load_rows(head, start, TILE: tl.constexpr, BLOCK_DIM: tl.constexpr, PREFETCH: tl.constexpr):
+    """Load [TILE, BLOCK_DIM] rows of `HeadRows`, from row `start`, by TMA, started PREFETCH iterations ahead."""
+    rows = prefetched(head.source.load([head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]), PREFETCH)
+    return rows.reshape(TILE, BLOCK_DIM)
 
 
 @triton.jit
@@ -90,11 +96,11 @@ def _accumulate_dkv(
                 tables, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
             )
         if STAGED and not MASKED:  # q has three buffers and do two; Triton waits for each where it is loaded
-            b_q = load_prefetched(q, start, BLOCK_M, BLOCK_D, 2)
+            b_q = _load_rows(q, start, BLOCK_M, BLOCK_D, 2)
             scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
-            b_do = load_prefetched(do, start, BLOCK_M, BLOCK_E, 1)
+            b_do = _load_rows(do, start, BLOCK_M, BLOCK_E, 1)
             dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
-            pairs = ahead(row_values.load([q.i_b.to(tl.int32), q.i_h.to(tl.int32), start.to(tl.int32) * 2]), 1)
+            pairs = prefetched(row_values.load([q.i_b.to(tl.int32), q.i_h.to(tl.int32), start.to(tl.int32) * 2]), 1)
             lse, delta = tl.split(pairs.reshape(BLOCK_M, 2))
         else:
             b_q = load_tile(q, start, offsets, D, BLOCK_D, BLOCK_M, True, TMA)

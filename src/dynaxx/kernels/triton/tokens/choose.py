@@ -85,7 +85,7 @@ def index_tokens(
         SAMPLES=min(SAMPLED_KEYS, capacity) // shared["BLOCK_K"],
         BLOCK_S=min(1024, power_of_two(slots)),
         HEADS=q.shape[1] if held else 0,
-        TURNS=int(held),
+        PREFETCH=int(held),
         num_stages=2 if fits else 1,
         **({} if MOST_REGISTERS is None else {"maxnreg": MOST_REGISTERS}),
     )

@@ -16,7 +16,7 @@ Legend: T queries, M keys, Hi heads of the indexer, D their width, n slots.
 import triton
 import triton.language as tl
 
-from dynaxx.kernels.gpu.prefetch import ahead
+from dynaxx.kernels.gpu.prefetch import prefetched
 from dynaxx.kernels.gpu.primitives import ordered_bits
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
@@ -60,12 +60,12 @@ def _add_head(total, head, k):
 @triton.jit
 def index_scores(
     held, p_q, p_k, p_weights, p_k_scale, row, known, key, inside, heads, o_d,
-    D: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, TURNS: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Return scores of queries `row` [BLOCK_Q] for keys `key` [BLOCK_K], in fp32, by the heads held or by all."""
     k = tl.load(p_k + key[:, None] * D + o_d[None, :], mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
-    if TURNS:
-        k = ahead(k, TURNS)
+    if PREFETCH:
+        k = prefetched(k, PREFETCH)
     total = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
     if HEADS:
         total = _add_head(total, held[0], k)
@@ -223,7 +223,7 @@ def _index_tokens_kernel(
     SAMPLES: tl.constexpr,  # tiles of keys in the sample
     BLOCK_S: tl.constexpr,
     SCALED: tl.constexpr,
-    TURNS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = BLOCK_K // GRAIN  # of a tile of keys
     i_program = tl.program_id(0).to(tl.int64)
@@ -257,7 +257,7 @@ def _index_tokens_kernel(
                 key = first + o_k
                 scores = index_scores(
                     held, p_q, p_k, p_weights, p_k_scale, row, known, first_key + key, key >= 0, heads, o_d,
-                    D, HEADS, SCALED, TURNS,
+                    D, HEADS, SCALED, PREFETCH,
                 )  # fmt: skip
                 bits, visible = block_scores(scores, key, key >= 0, position, GRAIN, True)
                 counts = _append(p_lists, counts, thresholds, bits, visible, first // GRAIN, CAPACITY)

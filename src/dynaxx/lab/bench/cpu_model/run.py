@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.transformers import apply, model_facts
-from dynaxx.lab.bench.bars import Bar, Report
 from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.lab.bench.cpu_model.libraries import facts_of_torch, libraries_of_torch
 from dynaxx.lab.bench.cpu_model.llama_rows import llama_rows
@@ -29,6 +28,7 @@ from dynaxx.lab.bench.cpu_model.onnx_rows import onnx_rows
 from dynaxx.lab.bench.cpu_model.openvino_rows import openvino_rows
 from dynaxx.lab.bench.cpu_model.torch_rows import torch_rows
 from dynaxx.lab.bench.rows import rows_named
+from dynaxx.lab.bench.targets import Report, Target
 from dynaxx.lab.machine import load_average
 from dynaxx.lab.models import PACKAGES, load_model
 from dynaxx.lab.texts import load_text
@@ -82,7 +82,7 @@ def run_cpu_model_suite(
         "rows" (one per engine, attention, precision and length: seconds, cpu_seconds, tokens_per_second), "table"
         (the same, a column per length: seconds, on one thread those of CPU time), "missing"
         (rows that could not run, with the reason), "libraries" and "torch" (what computes torch's products), "policy",
-        "threads", "load" and "bars".
+        "threads", "load" and "targets".
 
     Raises:
         RuntimeError: a row is wrong; then it has no time.
@@ -105,9 +105,9 @@ def run_cpu_model_suite(
     finally:
         torch.set_num_threads(before)
     figure = figure_of(threads or before)
-    bars = bars_of(rows, figure)
-    for bar in bars:
-        say(str(bar))
+    targets = targets_of(rows, figure)
+    for target in targets:
+        say(str(target))
     return {
         "model": model,
         "policy": "30 % of the blocks, all heads" if policy is None else str(policy),
@@ -118,7 +118,7 @@ def run_cpu_model_suite(
         "rows": rows,
         "table": table_of(rows, figure),
         "missing": missing,
-        "bars": [bar.as_dict() for bar in bars],
+        "targets": [target.as_dict() for target in targets],
     }
 
 
@@ -282,16 +282,16 @@ def table_of(rows: list[dict[str, Any]], figure: str) -> list[dict[str, Any]]:
     return list(table.values())
 
 
-def bars_of(rows: list[dict[str, Any]], figure: str = "seconds") -> list[Bar]:
+def targets_of(rows: list[dict[str, Any]], figure: str = "seconds") -> list[Target]:
     """Hold dynaxx's best row of each precision against the best dense engine."""
-    bars = []
+    targets = []
     for precision in ("fp32", "bf16"):
         for seqlen in sorted({row["seqlen"] for row in rows}):
             here = [row for row in rows if row["precision"] == precision and row["seqlen"] == seqlen]
             dense = [row[figure] for row in here if row["attention"] == "dense"]
             ours = [row[figure] for row in here if row["attention"] != "dense"]
-            bar = 1.6 if seqlen >= 8192 else 1.1 if seqlen >= 2048 else 1.0
+            target = 1.6 if seqlen >= 8192 else 1.1 if seqlen >= 2048 else 1.0
             if dense and ours:
                 where = f"{precision}, {seqlen} tokens"
-                bars.append(Bar("times faster than the best dense engine", bar, min(dense) / min(ours), where))
-    return bars
+                targets.append(Target("times faster than the best dense engine", target, min(dense) / min(ours), where))
+    return targets

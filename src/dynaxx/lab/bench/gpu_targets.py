@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of the GPU suite on an H200: ratios to peers in the same process, rates, and times."""
+"""Targets of the GPU suite on an H200: ratios to peers in the same process, rates, and times."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dynaxx.lab.bench.bars import Bar
+from dynaxx.lab.bench.targets import Target
 
 FLEX, FLEX_PORTABLE = 1.45, 1.15
 PER_FA4 = {  # forward, backward
@@ -23,45 +23,49 @@ CACHED_MS, FRESH_MS, HOST_US = 0.05, 0.5, 40.0
 ENCODER = {"time": 0.37, "memory": 0.38}  # share of eager attention's time and memory
 
 
-def bars_of(found: dict[str, Any]) -> list[Bar]:
-    """Return every bar whose row was asked for."""
+def targets_of(found: dict[str, Any]) -> list[Target]:
+    """Return every target whose row was asked for."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for row in found["rows"]:
         rows.setdefault(row["workload"], {})[row["implementation"]] = row
     best = {name: _best(each) for name, each in rows.items()}
-    bars = []
+    targets = []
     for name, row in best.items():
         kinds = ("forward", "backward")
-        for kind, bar in zip(kinds, PER_FA4.get(name, ()), strict=False):
-            bars.append(Bar(f"{kind}, times FA4", bar, _ratio(row, "fa4", kind), name))
+        for kind, target in zip(kinds, PER_FA4.get(name, ()), strict=False):
+            targets.append(Target(f"{kind}, times FA4", target, _ratio(row, "fa4", kind), name))
             if "random" in name:
-                bars.append(Bar(f"{kind}, times FlexAttention", FLEX, _ratio(row, "flex", kind), name))
+                targets.append(Target(f"{kind}, times FlexAttention", FLEX, _ratio(row, "flex", kind), name))
         if name in TFLOPS:
-            bars.append(Bar("forward, TF/s", TFLOPS[name], row.get("forward_tflops"), name))
+            targets.append(Target("forward, TF/s", TFLOPS[name], row.get("forward_tflops"), name))
         for kind in kinds:
             if name in OF_MAIN:
-                bars.append(Bar(f"{kind}, share of the main shape's TF/s", OF_MAIN[name],
+                targets.append(Target(f"{kind}, share of the main shape's TF/s", OF_MAIN[name],
                                 _share(row, best.get("random 10 %", {}), kind), name))  # fmt: skip
             if name == "ragged":
-                bars.append(Bar(f"{kind}, share of an equal batch's TF/s", OF_EQUAL,
+                targets.append(Target(f"{kind}, share of an equal batch's TF/s", OF_EQUAL,
                                 _share(row, best.get("equal", {}), kind), name))  # fmt: skip
             if "flex" in rows[name]:
                 ratio = _ratio(rows[name]["triton"], "flex", kind)
-                bars.append(Bar(f"{kind}, the portable kernels, times FlexAttention", FLEX_PORTABLE, ratio, name))
+                targets.append(Target(f"{kind}, the portable kernels, times FlexAttention", FLEX_PORTABLE, ratio, name))
     for row in found.get("layouts", ()):
-        bars.append(Bar("layout, cached, ms", CACHED_MS, row["cached_ms"], row["pattern"], at_most=True))
-        bars.append(Bar("layout, fresh, ms", FRESH_MS, row["fresh_ms"], row["pattern"], at_most=True))
+        targets.append(Target("layout, cached, ms", CACHED_MS, row["cached_ms"], row["pattern"], at_most=True))
+        targets.append(Target("layout, fresh, ms", FRESH_MS, row["fresh_ms"], row["pattern"], at_most=True))
     for row in found.get("host", ()):
-        bars.append(Bar("host time of a call, us", HOST_US, row["us"], row["call"], at_most=True))
+        targets.append(Target("host time of a call, us", HOST_US, row["us"], row["call"], at_most=True))
     if "encoder" in found:
         encoder = {row["attention"]: row for row in found["encoder"]}
         ours, eager, sdpa = encoder["dynaxx"], encoder["eager"], encoder["sdpa"]
-        bars.append(Bar("encoder, time of eager's", ENCODER["time"], ours["ms"] / eager["ms"], "BERT", at_most=True))
-        bars.append(
-            Bar("encoder, peak memory of eager's", ENCODER["memory"], ours["mib"] / eager["mib"], "BERT", at_most=True)
+        targets.append(
+            Target("encoder, time of eager's", ENCODER["time"], ours["ms"] / eager["ms"], "BERT", at_most=True)
         )
-        bars.append(Bar("encoder, times faster than SDPA", 1.0, sdpa["ms"] / ours["ms"], "BERT"))
-    return bars
+        targets.append(
+            Target(
+                "encoder, peak memory of eager's", ENCODER["memory"], ours["mib"] / eager["mib"], "BERT", at_most=True
+            )
+        )
+        targets.append(Target("encoder, times faster than SDPA", 1.0, sdpa["ms"] / ours["ms"], "BERT"))
+    return targets
 
 
 def _best(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
