@@ -12,6 +12,8 @@ the rows of all.
 import argparse
 import contextlib
 import json
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 
 BLOCK = 32
+STARTED = time.monotonic()
 TOGETHER = 6  # prompts whose caches are held at once, since applying a policy takes time
 FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(2)
 UNIFORM = {
@@ -127,12 +130,10 @@ def tuned_policies(model, tokenizer, texts, names, args):
         yield "tuned on texts and tasks", *tuned_policy(model, both, args.tokens, density)
 
 
-def perplexity_rise(model, tokenizer, policy, texts, tokens):
-    """Return the relative rise of perplexity on each text."""
+def perplexity_rise(model, policy, texts, dense):
+    """Return the relative rise of perplexity on each text of token ids, given its dense losses."""
     found = []
-    for text in texts:
-        ids = encode(tokenizer, text, tokens + 1)
-        before = token_losses(model, ids)
+    for ids, before in zip(texts, dense, strict=True):
         with apply(model, policy):
             found.append(float((token_losses(model, ids) - before).double().mean().expm1()))
     return found
@@ -273,6 +274,11 @@ def methods_of(model, tokenizer, texts, args, remember):
     return [(name, dx.Policy.model_validate(policy), density) for name, policy, density in remember("methods", make)]
 
 
+def shown(what):
+    """Print a finished step and the seconds since the start on stderr."""
+    print(f"{time.monotonic() - STARTED:.1f} s: {what}", file=sys.stderr, flush=True)
+
+
 def measured_rows(args):
     """Measure all methods on all tasks."""
     if args.threads:
@@ -287,9 +293,12 @@ def measured_rows(args):
     haystack = Haystack(held_out[0])
     with evaluating(model):
         methods = methods_of(model, tokenizer, texts, args, steps.remember)
+        ids = [encode(tokenizer, each, args.tokens + 1) for each in held_out]
+        losses = [token_losses(model, each) for each in ids]
         for name, policy, density in methods:
-            rise = lambda policy=policy: perplexity_rise(model, tokenizer, policy, held_out, args.tokens)
+            rise = lambda policy=policy: perplexity_rise(model, policy, ids, losses)
             steps.remember(f"perplexity {name}|{density}", rise)
+            shown(f"perplexity of {name} at {density:.1%}")
         tasks = () if args.only_policies else named_tasks(tuple(args.tasks.split(",")))
         for task in tasks:  # a run that is stopped has whole tasks
             make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023
@@ -303,6 +312,7 @@ def measured_rows(args):
                     return asdict(judged(task, args.tokens, dense, sparse, known, 0.1))  # noqa: B023
 
                 steps.remember(f"{task} {name}|{density}", compared)
+                shown(f"{task} of {name} at {density:.1%}")
     return stored_rows([args.state])
 
 
