@@ -37,6 +37,7 @@ from dynaxx.lab.tune.sensitivity import measure_head_costs
 
 BLOCK = 32
 STARTED = time.monotonic()
+LEFT_OUT = "tuned on the other texts"
 TOGETHER = 6  # prompts whose caches are held at once, since applying a policy takes time
 FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(2)
 UNIFORM = {
@@ -84,9 +85,11 @@ def uniform_policies(model, tokens, density):
 
 
 def head_costs(model, ids, rules, last=None):
-    """Return the costs of budgets on a text, or on a prompt whose `last` tokens count."""
-    measured = measure_head_costs(model, ids, rules, block_size=BLOCK, last=last)
-    plain = Costs.plain(measured)
+    """Return the costs of budgets on a text, or on a prompt whose `last` tokens count, as JSON data."""
+    return Costs.plain(measure_head_costs(model, ids, rules, block_size=BLOCK, last=last))
+
+
+def costs_from(plain):
     scorer = dx.MeanQuery()
     return Costs(
         tuple(plain["layers"]), {scorer: torch.tensor(plain["density"])}, {scorer: torch.tensor(plain["loss"])}
@@ -113,14 +116,21 @@ def task_costs(model, tokenizer, text, names, tokens, samples, seed):
         for index in range(samples):
             sample = make_task(name, tokenizer, haystack, tokens, seed=seed, index=index)
             ids = torch.cat([sample.prompt, sample.answer[None]], 1)
-            found.append(head_costs(model, ids, budget_rules(tokens, BUDGETS), last=len(sample.answer)))
+            plain = head_costs(model, ids, budget_rules(tokens, BUDGETS), last=len(sample.answer))
+            found.append(costs_from(plain))
     return Costs.mean(found)
 
 
-def tuned_policies(model, tokenizer, texts, names, args):
-    """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
+def text_costs(model, tokenizer, texts, args, remember):
+    """Return the costs on each text."""
     ids = [encode(tokenizer, each, args.tokens + 1) for each in texts]
-    by_text = Costs.mean([head_costs(model, each, budget_rules(args.tokens, BUDGETS)) for each in ids])
+    make = lambda: [head_costs(model, each, budget_rules(args.tokens, BUDGETS)) for each in ids]
+    return [costs_from(each) for each in remember("costs", make)]
+
+
+def tuned_policies(model, tokenizer, texts, costs, names, args):
+    """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
+    by_text = Costs.mean(costs)
     by_task = task_costs(model, tokenizer, texts[0], names, args.tokens, args.cost_samples, args.seed + 1000)
     scorer = dx.MeanQuery()
     share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
@@ -128,6 +138,16 @@ def tuned_policies(model, tokenizer, texts, names, args):
     for density in args.density:
         yield "tuned", *tuned_policy(model, by_text, args.tokens, density)
         yield "tuned on texts and tasks", *tuned_policy(model, both, args.tokens, density)
+
+
+def left_out_rises(model, costs, held_out, losses, tokens, density):
+    """Return the rise of perplexity on each text, under a policy from the costs on all other texts."""
+    found = []
+    for index, (ids, before) in enumerate(zip(held_out, losses, strict=True)):
+        others = Costs.mean([each for other, each in enumerate(costs) if other != index])
+        policy, _ = tuned_policy(model, others, tokens, density)
+        found += perplexity_rise(model, policy, [ids], [before])
+    return found
 
 
 def perplexity_rise(model, policy, texts, dense):
@@ -261,12 +281,12 @@ def stored_rows(paths):
     return found
 
 
-def methods_of(model, tokenizer, texts, args, remember):
+def methods_of(model, tokenizer, texts, costs, args, remember):
     """Return (name, policy, density) of every method at every density."""
     names = named_tasks(tuple(args.cost_tasks.split(",")))
 
     def make():
-        found = [*tuned_policies(model, tokenizer, texts, names, args)]
+        found = [*tuned_policies(model, tokenizer, texts, costs, names, args)]
         for density in args.density:
             found += reversed([*uniform_policies(model, args.tokens, density)])
         return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]
@@ -292,13 +312,20 @@ def measured_rows(args):
     steps = Steps(args.state, fingerprint(model, ids, **{name: getattr(args, name) for name in kept}))
     haystack = Haystack(held_out[0])
     with evaluating(model):
-        methods = methods_of(model, tokenizer, texts, args, steps.remember)
+        costs = text_costs(model, tokenizer, texts, args, steps.remember)
+        shown("costs of the texts")
+        methods = methods_of(model, tokenizer, texts, costs, args, steps.remember)
+        shown("policies of the methods")
         ids = [encode(tokenizer, each, args.tokens + 1) for each in held_out]
         losses = [token_losses(model, each) for each in ids]
         for name, policy, density in methods:
             rise = lambda policy=policy: perplexity_rise(model, policy, ids, losses)
             steps.remember(f"perplexity {name}|{density}", rise)
             shown(f"perplexity of {name} at {density:.1%}")
+        for density in args.density if len(costs) > 1 else ():
+            rise = lambda density=density: left_out_rises(model, costs, ids, losses, args.tokens, density)
+            steps.remember(f"perplexity {LEFT_OUT}|{density}", rise)
+            shown(f"perplexity of {LEFT_OUT} at {density:.1%}")
         tasks = () if args.only_policies else named_tasks(tuple(args.tasks.split(",")))
         for task in tasks:  # a run that is stopped has whole tasks
             make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023

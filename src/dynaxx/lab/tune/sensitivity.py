@@ -206,8 +206,9 @@ def _probe(
 ) -> tuple[Tensor, None]:
     """Attend densely, (1, H, N, D) -> (1, N, H, E), and call the visitor once the layer's gradient is known."""
     scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else float(kwargs["scaling"])
-    # SDPA's only fp32 kernel for grouped heads on a GPU stores N x N probabilities for the backward pass.
-    group = query.shape[1] // key.shape[1] if query.is_cuda and query.dtype == torch.float32 else 1
+    # On a GPU, SDPA's only kernel for grouped heads in fp32 or under a mask stores N x N probabilities.
+    stored = query.is_cuda and (query.dtype == torch.float32 or attention_mask is not None)
+    group = query.shape[1] // key.shape[1] if stored else 1
     keys, values = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale, enable_gqa=True
