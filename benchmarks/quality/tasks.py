@@ -40,11 +40,19 @@ STARTED = time.monotonic()
 LEFT_OUT = "tuned on the other texts"
 TOGETHER = 6  # prompts whose caches are held at once, since applying a policy takes time
 FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(2)
+TUNED, BY_TASKS, WINDOW = "tuned", "tuned on texts and tasks", "window and sink"
 UNIFORM = {
-    "vertical and slash lines of the last queries (MInference)": dx.LastQueryProbe(),
-    "anti-diagonals (XAttention)": dx.AntiDiagonal(),
-    "bounds of keys (Quest)": dx.MinMax(),
-    "mean query": dx.MeanQuery(),
+    "mean query": (FORCED, dx.MeanQuery()),
+    "bounds of keys (Quest)": (FORCED, dx.MinMax()),
+    "anti-diagonals (XAttention)": (FORCED, dx.AntiDiagonal()),
+    "vertical and slash lines of the last queries (MInference)": (FORCED, dx.LastQueryProbe()),
+    "mean query, forced blocks of tune": (rule_of(dx.MeanQuery(), 0.0, BLOCK, 64, 0).pattern, dx.MeanQuery()),
+}
+METHODS = {
+    "tuned": TUNED,
+    "tasks": BY_TASKS,
+    **dict(zip(("mean", "quest", "xattention", "minference", "forced"), UNIFORM, strict=True)),
+    "window": WINDOW,
 }
 COST_TASKS = "niah_multikey_1,niah_multivalue,vt,cwe,qa_1"
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt,cwe"
@@ -71,17 +79,20 @@ def at_density(model, make, tokens, density, low, high):
     return make(low), density_of(model, make(low), tokens)
 
 
-def uniform_policies(model, tokens, density):
+def uniform_policies(model, tokens, density, methods):
     """Yield name, policy and density of every method with one budget for all heads."""
-    window = lambda x: dx.Sink(BLOCK) | dx.SlidingWindow(max(1, int(x)))
-    spans = [BLOCK * n for n in range(1, tokens // BLOCK + 1)]
-    static = lambda w: window(w).layout(tokens, causal=True, block_size=BLOCK).density()
-    span = max((w for w in spans if static(w) <= density), default=spans[0])
-    yield "window and sink", policy_of(model, [dx.Rule.of(window(span))]), static(span)
-    for name, scorer in UNIFORM.items():
-        make = lambda budget, scorer=scorer: FORCED | dx.TopK(float(budget), scorer)
-        rule, found = at_density(model, make, tokens, density, 0.0, 1.0)
-        yield name, policy_of(model, [dx.Rule.of(rule)]), found
+    for name in methods:
+        if name == WINDOW:
+            window = lambda x: dx.Sink(BLOCK) | dx.SlidingWindow(max(1, int(x)))
+            spans = [BLOCK * n for n in range(1, tokens // BLOCK + 1)]
+            static = lambda w: window(w).layout(tokens, causal=True, block_size=BLOCK).density()  # noqa: B023
+            span = max((w for w in spans if static(w) <= density), default=spans[0])
+            yield name, policy_of(model, [dx.Rule.of(window(span))]), static(span)
+        elif name in UNIFORM:
+            forced, scorer = UNIFORM[name]
+            make = lambda budget, forced=forced, scorer=scorer: forced | dx.TopK(float(budget), scorer)
+            rule, found = at_density(model, make, tokens, density, 0.0, 1.0)
+            yield name, policy_of(model, [dx.Rule.of(rule)]), found
 
 
 def head_costs(model, ids, rules, last=None):
@@ -128,16 +139,20 @@ def text_costs(model, tokenizer, texts, args, remember):
     return [costs_from(each) for each in remember("costs", make)]
 
 
-def tuned_policies(model, tokenizer, texts, costs, names, args):
+def tuned_policies(model, tokenizer, texts, costs, methods, args):
     """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
     by_text = Costs.mean(costs)
+    for density in args.density if TUNED in methods else ():
+        yield TUNED, *tuned_policy(model, by_text, args.tokens, density)
+    if BY_TASKS not in methods:
+        return
+    names = named_tasks(tuple(args.cost_tasks.split(",")))
     by_task = task_costs(model, tokenizer, texts[0], names, args.tokens, args.cost_samples, args.seed + 1000)
     scorer = dx.MeanQuery()
     share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
     both = by_text._replace(loss={scorer: share(by_text) + share(by_task)})
     for density in args.density:
-        yield "tuned", *tuned_policy(model, by_text, args.tokens, density)
-        yield "tuned on texts and tasks", *tuned_policy(model, both, args.tokens, density)
+        yield BY_TASKS, *tuned_policy(model, both, args.tokens, density)
 
 
 def left_out_rises(model, costs, held_out, losses, tokens, density):
@@ -212,6 +227,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--density", type=float, nargs="+", default=[0.35])
     parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--methods", default=",".join(METHODS), help=f"some of {', '.join(METHODS)}, by ','")
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2)
@@ -283,12 +299,12 @@ def stored_rows(paths):
 
 def methods_of(model, tokenizer, texts, costs, args, remember):
     """Return (name, policy, density) of every method at every density."""
-    names = named_tasks(tuple(args.cost_tasks.split(",")))
+    methods = [METHODS[each] for each in args.methods.split(",")]
 
     def make():
-        found = [*tuned_policies(model, tokenizer, texts, costs, names, args)]
+        found = [*tuned_policies(model, tokenizer, texts, costs, methods, args)]
         for density in args.density:
-            found += reversed([*uniform_policies(model, args.tokens, density)])
+            found += uniform_policies(model, args.tokens, density, methods)
         return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]
 
     return [(name, dx.Policy.model_validate(policy), density) for name, policy, density in remember("methods", make)]
@@ -308,7 +324,7 @@ def measured_rows(args):
     parts = [split_text(load_text(each)) for each in args.text or ["pydoc"]]
     texts, held_out = [each.calibration for each in parts], [each.held_out for each in parts]
     ids = encode(tokenizer, texts[0], args.tokens + 1)
-    kept = ("tokens", "density", "samples", "seed", "dtype", "cost_tasks", "cost_samples")
+    kept = ("tokens", "density", "samples", "seed", "dtype", "methods", "cost_tasks", "cost_samples")
     steps = Steps(args.state, fingerprint(model, ids, **{name: getattr(args, name) for name in kept}))
     haystack = Haystack(held_out[0])
     with evaluating(model):
