@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/quality/choices.py emulates the library: the same blocks, the same losses, the same costs."""
+"""benchmarks/quality/choices emulates the library: the same blocks, the same losses, the same costs."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.quality.choices import masked, trials, ways
+from benchmarks.quality.choices.__main__ import STUDIES
 
 import dynaxx as dx
 from dynaxx.lab.perplexity import token_losses
@@ -15,16 +14,6 @@ from dynaxx.lab.tune.sensitivity import measure_head_costs
 from tiny import save_tiny_model
 
 TOKENS, BLOCK = 512, 32
-
-
-@pytest.fixture(scope="module")
-def choices():
-    path = Path(__file__).parents[3] / "benchmarks" / "quality" / "choices.py"
-    spec = importlib.util.spec_from_file_location("choices_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +41,13 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_emulated_choices_are_those_of_the_library(choices, model, ids, rule):
+def test_emulated_choices_are_those_of_the_library(model, ids, rule):
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
     make, amount = RULES[rule]
-    choice = replace(choices.MEAN, rule=rule, local=32)
+    choice = replace(ways.MEAN, rule=rule, local=32)
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    found, density = choices.losses_of(model, ids, choices.Plan((choice,), torch.full((1, layers, heads), amount)))
+    found, density = trials.losses_of(model, ids, trials.Plan((choice,), torch.full((1, layers, heads), amount)))
     policy = dx.Policy(model=model_facts(model), block_size=BLOCK, rules=(dx.Rule.of(make(amount)),))
     seen = []
     with dx.apply(model, policy) as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
@@ -68,67 +57,67 @@ def test_emulated_choices_are_those_of_the_library(choices, model, ids, rule):
     assert float(density.mean()) < 0.9
 
 
-def test_emulated_costs_are_those_of_the_library(choices, model, ids):
-    choice = replace(choices.MEAN, local=32)
-    loss, density = choices.costs_of(model, ids, [choice])[choice]
-    candidates = [RULES["share"][0](amount) for amount in choices.GRIDS["share"]]
+def test_emulated_costs_are_those_of_the_library(model, ids):
+    choice = replace(ways.MEAN, local=32)
+    loss, density = trials.costs_of(model, ids, [choice])[choice]
+    candidates = [RULES["share"][0](amount) for amount in ways.GRIDS["share"]]
     expected = measure_head_costs(model, ids, candidates, block_size=BLOCK)
     for each in expected:
         torch.testing.assert_close(loss[:, each.layer], each.loss, atol=1e-9, rtol=1e-3)
         torch.testing.assert_close(density[:, each.layer], each.density, atol=1e-5, rtol=1e-5)
 
 
-def test_a_negative_amount_leaves_a_head_to_the_other_choice(choices):
+def test_a_negative_amount_leaves_a_head_to_the_other_choice():
     q, k, v = torch.randn(4, 128, 16), torch.randn(2, 128, 16), torch.randn(2, 128, 16)
-    p = choices.probabilities(q, k, 0.25)
-    choice = replace(choices.MEAN, last=0)
-    values = choices.ranked(choice, q, k, v, p, 0.25)
-    kept = choices.kept_blocks(choice, values, torch.tensor([-1.0, 0.0, 0.5, 1.0]), 128)
+    p = masked.probabilities(q, k, 0.25)
+    choice = replace(ways.MEAN, last=0)
+    values = ways.ranked(choice, q, k, v, p, 0.25)
+    kept = ways.kept_blocks(choice, values, torch.tensor([-1.0, 0.0, 0.5, 1.0]), 128)
     counts = kept.sum((1, 2)).tolist()
     assert counts[0] == 0
     assert counts[1] <= counts[2] <= counts[3] == 10
-    dense = choices.attend(choices.Dense(q, k, choices.with_ones(v), p, 0.25), None, choice)
+    dense = masked.attend(masked.Dense(q, k, masked.with_ones(v), p, 0.25), None, choice)
     torch.testing.assert_close(dense, p @ v.repeat_interleave(2, 0))
 
 
-@pytest.mark.parametrize("study", ["tiles", "forms", "bounds", "scored", "decode"])
-def test_every_choice_keeps_everything_at_its_largest_amount(choices, study):
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_choice_keeps_everything_at_its_largest_amount(study):
     q, k, v = torch.randn(4, 128, 16), torch.randn(2, 128, 16), torch.randn(2, 128, 16)
-    p = choices.probabilities(q, k, 0.25)
-    for name, several in choices.STUDIES[study].items():
+    p = masked.probabilities(q, k, 0.25)
+    for name, several in STUDIES[study].items():
         for choice in several:
-            values = choices.ranked(choice, q, k, v, p, 0.25)
-            everything = torch.full((4,), max(choices.GRIDS[choice.rule]))
-            visible = choices.grid_of(choice, 128, q.device)[0]
-            assert torch.equal(choices.kept_blocks(choice, values, everything, 128), visible.expand(4, -1, -1)), name
+            values = ways.ranked(choice, q, k, v, p, 0.25)
+            everything = torch.full((4,), max(ways.GRIDS[choice.rule]))
+            visible = ways.grid_of(choice, 128, q.device)[0]
+            assert torch.equal(ways.kept_blocks(choice, values, everything, 128), visible.expand(4, -1, -1)), name
 
 
 @pytest.mark.parametrize("omitted", ["means", "query", "query share", "row"])
-def test_what_stands_in_is_exact_where_a_block_is_alike(choices, omitted):
+def test_what_stands_in_is_exact_where_a_block_is_alike(omitted):
     """Blocks of equal keys and values are their means, and rows of equal queries are their mean query."""
     alike = lambda heads: torch.randn(heads, 4, 1, 16).expand(-1, -1, 32, -1).reshape(heads, 128, 16).contiguous()
     q, k, v = alike(4), alike(2), alike(2)
-    choice = replace(choices.MEAN, omitted=omitted, local=0, last=0)
-    p = choices.probabilities(q, k, 0.25)
-    dense = choices.Dense(q, k, choices.with_ones(v), p, 0.25)
-    values = choices.ranked(choice, q, k, v, p, 0.25)
-    blocks = choices.kept_blocks(choice, values, torch.zeros(4), 128)
-    exact = choices.attend(dense, None, choice)
+    choice = replace(ways.MEAN, omitted=omitted, local=0, last=0)
+    p = masked.probabilities(q, k, 0.25)
+    dense = masked.Dense(q, k, masked.with_ones(v), p, 0.25)
+    values = ways.ranked(choice, q, k, v, p, 0.25)
+    blocks = ways.kept_blocks(choice, values, torch.zeros(4), 128)
+    exact = masked.attend(dense, None, choice)
     rows = slice(96, 112) if omitted == "row" else slice(96, 128) if omitted == "means" else slice(127, 128)
-    assert float((choices.attend(dense, blocks, replace(choice, omitted="")) - exact)[:, rows].abs().max()) > 0.01
+    assert float((masked.attend(dense, blocks, replace(choice, omitted="")) - exact)[:, rows].abs().max()) > 0.01
     if omitted == "means" or omitted == "query":
-        torch.testing.assert_close(choices.attend(dense, blocks, choice)[:, rows], exact[:, rows])
+        torch.testing.assert_close(masked.attend(dense, blocks, choice)[:, rows], exact[:, rows])
     else:  # the shares of another query, which sees more or fewer keys of its own block
         torch.testing.assert_close(
-            choices.attend(dense, blocks, choice)[:, 112 if omitted == "row" else 127],
+            masked.attend(dense, blocks, choice)[:, 112 if omitted == "row" else 127],
             exact[:, 112 if omitted == "row" else 127],
         )
 
 
-def test_dense_layers_see_everything(choices):
-    grid = len(choices.GRIDS["share"])
+def test_dense_layers_see_everything():
+    grid = len(ways.GRIDS["share"])
     density = torch.linspace(0.1, 1, grid).double()[:, None, None].expand(-1, 3, 4)
-    costs = {choices.MEAN: ((1 - density) ** 2, density)}
-    amounts = choices.allocation((replace(choices.MEAN, dense_layers=(0, -1)),), costs, 0.8, 2)
+    costs = {ways.MEAN: ((1 - density) ** 2, density)}
+    amounts = trials.allocation((replace(ways.MEAN, dense_layers=(0, -1)),), costs, 0.8, 2)
     assert amounts[0, 0].tolist() == amounts[0, 2].tolist() == [1.0] * 4
     assert float(amounts[0, 1].max()) < 1.0

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of a decode step: bounds of keys, by share and by mass."""
+
+from dataclasses import replace
+
+from benchmarks.quality.choices.ways import Choice
+
+PAGE = Choice(q_block=1, kv_block=32, scorer="bound 1.0", sharpness=1.0, local=255, group=True, last=0, decode=True)
+CHOICES = {
+    "bounds, share, one budget": (PAGE,),
+    "bounds, share": (PAGE,),
+    "bounds, top-p, one mass": (replace(PAGE, rule="top_p"),),
+    "bounds, top-p": (replace(PAGE, rule="top_p"),),
+    "bounds of half the range, top-p": (replace(PAGE, rule="top_p", scorer="bound 0.5"),),
+    "bounds of half the range, share": (replace(PAGE, scorer="bound 0.5"),),
+    "true mass, share": (replace(PAGE, scorer="mass"),),
+    "true mass, top-p": (replace(PAGE, scorer="mass", rule="top_p"),),
+    "bounds of half the range, top-p, 64 recent tokens": (replace(PAGE, rule="top_p", scorer="bound 0.5", local=64),),
+    "bounds, top-p, pages of 16": (replace(PAGE, rule="top_p", scorer="bound 0.5", kv_block=16),),
+    "bounds, top-p, pages of 64": (replace(PAGE, rule="top_p", scorer="bound 0.5", kv_block=64),),
+}

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to choose blocks: scores of blocks, and the blocks that a head keeps by them.
+
+H / Hk q and kv heads, N tokens, D head_dim, R / C rows and columns of blocks.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+LAST = 64  # queries at the end that see everything
+GRIDS = {
+    "share": (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0),
+    "top_p": (0.0, 0.5, 0.65, 0.75, 0.83, 0.89, 0.93, 0.96, 0.98, 0.993, 1.0),
+    "even": (0.0, 0.06, 0.12, 0.25, 0.5, 0.8, 1.3, 2.2, 4.0, 10.0, math.inf),  # 1 / share of an even spread
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to choose blocks.
+
+    Attributes:
+        q_block, kv_block: tokens per block.
+        scorer: "mass" for true attention, "mean N" for mean queries of N tokens, "spread N" with the variance of their
+            logits, "bound" for bounds of keys.
+        rule: "share" keeps a share of the visible blocks of every row, "top_p" blocks up to a share of the mass, "even"
+            blocks with a multiple of the mass of an even spread.
+        local: tokens before each q block that are always visible.
+        sharpness: factor on the scores.
+        group: whether the q heads of a kv head choose together, with one budget.
+        values: whether a block's mass counts by the length of its mean value.
+        last: queries at the end that see everything.
+        decode: whether only queries of the second half choose, and all others see everything.
+        omitted: what stands in for omitted blocks in the same softmax: "" for nothing, "means" for the mean key and
+            value of each, "query" for what the row's mean query reads in them, with its logits, "query share" with its
+            share of the mass, "row" for what the row's middle query reads in them, with its share.
+        dense_layers: layers that see everything; negative ones count from the last.
+    """
+
+    q_block: int = 32
+    kv_block: int = 32
+    scorer: str = "mean 32"
+    rule: str = "share"
+    local: int = 96
+    sharpness: float = 0.75
+    group: bool = False
+    values: bool = False
+    last: int = LAST
+    decode: bool = False
+    omitted: str = ""
+    dense_layers: tuple[int, ...] = ()
+
+
+MASS, MEAN = Choice(scorer="mass"), Choice()
+TILE = {"q_block": 16, "kv_block": 16, "local": 112}  # a smaller tile with as many local tokens
+
+
+@lru_cache(maxsize=32)
+def grid_of(choice, tokens, device):
+    """Return (visible, forced) (R, C) bool and (R,) the number of visible blocks."""
+    rows = torch.arange(-(-tokens // choice.q_block), device=device)
+    cols = torch.arange(-(-tokens // choice.kv_block), device=device)
+    first, last = rows * choice.q_block, (rows * choice.q_block + choice.q_block).clamp(max=tokens) - 1
+    visible = cols * choice.kv_block <= last[:, None]
+    forced = (cols + 1) * choice.kv_block > first[:, None] - choice.local
+    forced |= (cols * choice.kv_block < 32) | (last[:, None] >= tokens - choice.last)
+    if choice.decode:
+        forced |= (first < tokens // 2)[:, None]
+    return visible, forced & visible, visible.sum(1)
+
+
+def block_mass(choice, p):
+    """Return the mean share of every block's mass over the queries of its row, (H, R, C)."""
+    heads, tokens, _ = p.shape
+    return p.view(heads, tokens // choice.q_block, choice.q_block, -1, choice.kv_block).sum((2, 4)) / choice.q_block
+
+
+def estimated(choice, q, k, scale):
+    """Return the mass of every block as a scorer estimates it, (H, R, C), of sum 1 per row."""
+    heads, tokens, dim = q.shape
+    visible = grid_of(choice, tokens, q.device)[0]
+    kind, _, size = choice.scorer.partition(" ")
+    if kind in ("mean", "spread"):
+        tile = int(size)
+        tiles = q.view(heads, tokens // tile, tile, dim)
+        queries = tiles.mean(2) * (scale * choice.sharpness)
+        logits = torch.matmul(queries.view(k.shape[0], -1, dim), k.transpose(1, 2)).view(heads, -1, tokens)
+        if kind == "spread":  # the mean of an exponential of normal logits; dimensions count as independent
+            spread = tiles.var(2) * (scale * choice.sharpness) ** 2 / 2
+            logits += torch.matmul(spread.view(k.shape[0], -1, dim), k.square().transpose(1, 2)).view_as(logits)
+        ends = (torch.arange(tokens // tile, device=q.device) + 1) * tile
+        logits.masked_fill_(torch.arange(tokens, device=q.device) >= ends[:, None], -torch.inf)
+        mass = torch.softmax(logits, -1).view(heads, tokens // tile, -1, choice.kv_block).sum(-1)
+        return mass.view(heads, tokens // choice.q_block, -1, mass.shape[-1]).mean(2)
+    queries = q.view(heads, tokens // choice.q_block, choice.q_block, dim).mean(2) * (scale * choice.sharpness)
+    blocks = k.view(k.shape[0], -1, choice.kv_block, dim)
+    largest, smallest, mean = blocks.amax(2), blocks.amin(2), blocks.mean(2)
+    part = float(size or 1.0)
+    largest, smallest = mean + part * (largest - mean), mean + part * (smallest - mean)
+    grouped = queries.view(k.shape[0], -1, dim)
+    logits = grouped.clamp(min=0) @ largest.transpose(1, 2) + grouped.clamp(max=0) @ smallest.transpose(1, 2)
+    return logits.view(heads, -1, blocks.shape[1]).masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def ranked(choice, q, k, v, p, scale):
+    """Return V (H, R, C) so that a block is kept if V < the head's amount."""
+    tokens = q.shape[1]
+    visible, forced, count = grid_of(choice, tokens, q.device)
+    mass = block_mass(choice, p) if choice.scorer == "mass" else estimated(choice, q, k, scale)
+    if choice.values:
+        size = v.view(v.shape[0], -1, choice.kv_block, v.shape[2]).mean(2).norm(dim=-1)
+        mass = mass * size.repeat_interleave(mass.shape[0] // v.shape[0], 0)[:, None]
+        mass = mass / mass.sum(-1, keepdim=True)
+    if choice.group:
+        heads, group = mass.shape[0], mass.shape[0] // k.shape[0]
+        mass = mass.view(k.shape[0], group, *mass.shape[1:]).mean(1).repeat_interleave(group, 0)
+        assert mass.shape[0] == heads
+    if choice.rule == "even":
+        return 1 / (mass * count[:, None]).clamp(min=1e-9)
+    best, where = mass.masked_fill(forced | ~visible, -1.0).sort(dim=-1, descending=True)
+    if choice.rule == "share":
+        floor = 0 if choice.decode else tokens // choice.kv_block // 2
+        before = torch.arange(mass.shape[-1], device=q.device) / count.clamp(min=floor)[:, None]
+        before = before.expand_as(best)
+    else:
+        best = best.clamp(min=0)
+        covered = mass.masked_fill(~forced, 0.0).sum(-1, keepdim=True)
+        before = covered + best.cumsum(-1) - best
+    return torch.empty_like(mass).scatter_(-1, where, before.contiguous())
+
+
+def kept_blocks(choice, values, amounts, tokens):
+    """Return (H, R, C) bool: the blocks that each head visits, for amounts (H,); nothing for a negative amount."""
+    visible, forced, _ = grid_of(choice, tokens, values.device)
+    amounts = amounts.to(values)[:, None, None]
+    chosen = (values < amounts) | (amounts >= max(GRIDS[choice.rule])) | forced
+    return chosen & visible & (amounts >= 0)
+
+
+def extra_pairs(choice, density):
+    """Return the pairs that stand-ins cost, as a density."""
+    if not choice.omitted:
+        return 0.0
+    return (1 - density) / choice.kv_block if choice.omitted == "means" else 1 / choice.q_block
