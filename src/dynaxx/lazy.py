@@ -24,6 +24,7 @@ class lazy(Generic[T]):
         self.__doc__ = compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
+        """Store the name of the attribute."""
         self.name = name
 
     @overload
@@ -33,6 +34,7 @@ class lazy(Generic[T]):
     def __get__(self, instance: object, owner: type) -> T: ...
 
     def __get__(self, instance: Any, owner: type) -> Any:
+        """Return the value, which is computed at first use; on a class, return the descriptor."""
         if instance is None:
             return self
         return instance.__dict__.setdefault(self.name, self.compute(instance))

@@ -34,6 +34,7 @@ class CpuStatus:
     why: str
 
     def __str__(self) -> str:
+        """Return the code that runs and the reason, in words."""
         return f"C++ core for {self.isa} ({self.why})" if self.isa else f"gathers in torch ({self.why})"
 
 

@@ -34,6 +34,7 @@ class ShardedLayout:
     rank: int
 
     def __post_init__(self) -> None:
+        """Check that both splits have the same ranks and that the layout has this rank's rows."""
         if self.q_split.ranks != self.kv_split.ranks or not 0 <= self.rank < self.q_split.ranks:
             raise ValueError(
                 "`q_split` and `kv_split` must have equal numbers of ranks, and `rank` must be one of them, "

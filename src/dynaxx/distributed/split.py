@@ -39,6 +39,7 @@ class SequenceSplit:
     ranks: int
 
     def __post_init__(self) -> None:
+        """Check the lengths, and that every chunk has an owner."""
         if self.seqlen < 0 or self.chunk < 1 or self.ranks < 1:
             raise ValueError(
                 f"`seqlen` must be >= 0, `chunk` and `ranks` >= 1, got {self.seqlen}, {self.chunk} and {self.ranks}"

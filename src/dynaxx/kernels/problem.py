@@ -31,6 +31,7 @@ class AttentionProblem:
         return self.q_heads // self.kv_heads
 
     def __str__(self) -> str:
+        """Return the problem in words, for error messages and `explain`."""
         cap = "" if self.softcap is None else f", scores capped at {self.softcap:g}"
         grad = ", with gradients" if self.needs_grad else ""
         return (
@@ -58,6 +59,7 @@ class DecodeProblem:
     paged: bool
 
     def __str__(self) -> str:
+        """Return the problem in words, for error messages and `explain_decode`."""
         name = lambda dtype: str(dtype).removeprefix("torch.")
         kind = "a paged" if self.paged else "a contiguous"
         return (
@@ -78,6 +80,7 @@ class SelectionProblem:
     by_amount: bool = True  # whether the rule is a number, a share or a threshold per row or head
 
     def __str__(self) -> str:
+        """Return the problem in words, for error messages and `explain_selection`."""
         return f"selection on {self.device}: {self.rule} among {self.q_blocks} x {self.kv_blocks} blocks"
 
 
@@ -94,6 +97,7 @@ class IndexerProblem:
     slots: int
 
     def __str__(self) -> str:
+        """Return the problem in words, for error messages."""
         return (
             f"choice of {self.slots} blocks of {self.block_size} for {self.queries} queries on {self.device} by an "
             f"indexer of {self.heads} heads of {self.dim} in {str(self.dtype).removeprefix('torch.')}"

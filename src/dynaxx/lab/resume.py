@@ -86,6 +86,7 @@ class Steps:
             logger.warning("%s cannot be read; starting over", self._path)
 
     def __contains__(self, name: str) -> bool:
+        """Return whether a step has a result."""
         return name in self._results
 
     def remember(self, name: str, compute: Callable[[], Any]) -> Any:

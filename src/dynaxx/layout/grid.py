@@ -47,6 +47,7 @@ class BlockGrid:
     causal: bool = True
 
     def __post_init__(self) -> None:
+        """Check the lengths and the block size, and convert lengths to int."""
         if type(self.seqlen_q) is not int or type(self.seqlen_k) is not int:
             for name in ("seqlen_q", "seqlen_k"):
                 object.__setattr__(self, name, as_integer(name, getattr(self, name)))

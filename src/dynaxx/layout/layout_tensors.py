@@ -36,6 +36,7 @@ class LayoutTensors:
     derived: DerivedValues = field(default_factory=DerivedValues, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        """Check the tensors, and register them with the derived values."""
         check_form(self)
         self.derived.watch(self.tensors)
 
@@ -213,5 +214,6 @@ class LayoutTensors:
         return {name: value for name, value in vars(self).items() if name != "derived"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled layout. Derived values are computed again."""
         vars(self).update(state, derived=DerivedValues())
         self.derived.watch(self.tensors)

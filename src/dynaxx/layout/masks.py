@@ -34,6 +34,7 @@ class ElementMasks:
     kv_block: int
 
     def __len__(self) -> int:
+        """Return the number of masks."""
         return self.bits.shape[0]
 
     @classmethod

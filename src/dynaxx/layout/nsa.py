@@ -58,6 +58,7 @@ class NsaSizes:
     pool: Literal["sum", "max"] = "sum"
 
     def __post_init__(self) -> None:
+        """Check that the sizes fit each other."""
         if self.slc_block not in BLOCK_SIZES:
             raise ValueError(f"`slc_block` must be one of {BLOCK_SIZES}, got {self.slc_block}")
         if self.cmp_stride < 1 or self.cmp_block % self.cmp_stride or self.slc_block % self.cmp_stride:

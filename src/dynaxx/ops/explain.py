@@ -30,6 +30,7 @@ class Explanation:
     density: float | None = None  # visited / causally visible blocks of the layout, if there is one
 
     def __str__(self) -> str:
+        """Return a line per backend: whether it would run, or the reasons against it."""
         lines = [str(self.problem)]
         if self.density is not None:
             lines.append(f"visited blocks: {self.density:.1%} of the causally visible blocks")

@@ -170,6 +170,7 @@ class SelectedExplanation(Explanation):
     overlap: float = 0.0  # share of a query's blocks that the previous query also selected
 
     def __str__(self) -> str:
+        """Return a line per backend: whether it would run, or the reasons against it."""
         lines = [str(self.problem), f"neighbouring queries share {self.overlap:.0%} of their blocks"]
         for name, why in self.reasons.items():
             verdict = f"would run, {self.schedule}" if name == self.chosen else "; ".join(why) or "could serve too"

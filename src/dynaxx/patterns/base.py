@@ -179,9 +179,11 @@ class Pattern(ABC):
         return Kinds(np.arange(len(q_pos)), np.concatenate([packed(each.numpy()) for each in shown]))
 
     def __or__(self, other: object) -> Pattern:
+        """Return the pattern that shows a pair if either pattern does."""
         return Union(_flat(Union, self) + _flat(Union, other)) if isinstance(other, Pattern) else NotImplemented
 
     def __and__(self, other: object) -> Pattern:
+        """Return the pattern that shows a pair if both patterns do."""
         return (
             Intersection(_flat(Intersection, self) + _flat(Intersection, other))
             if isinstance(other, Pattern)
@@ -259,6 +261,7 @@ class Union(Combined):
         return Visited(any_of(touched), any_of(filled))
 
     def __repr__(self) -> str:
+        """Return the parts, joined by `|`."""
         return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
 
 
@@ -278,6 +281,7 @@ class Intersection(Combined):
         return Visited(all_of(touched), all_of(filled))
 
     def __repr__(self) -> str:
+        """Return the parts, joined by `&`."""
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
 
 

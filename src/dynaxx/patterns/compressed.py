@@ -36,6 +36,7 @@ class Compressed(Pattern):
     first: int = 0
 
     def __post_init__(self) -> None:
+        """Check the sizes and the position."""
         if not (1 <= self.block < MOST and 1 <= self.stride < MOST):
             raise ValueError(f"`block` and `stride` must be from 1 to below 2^31, got {self.block} and {self.stride}")
         if not -MOST < self.first < MOST:

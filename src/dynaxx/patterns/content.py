@@ -41,6 +41,7 @@ class GlobalContent(Pattern):
     symmetric: bool = False
 
     def __post_init__(self) -> None:
+        """Sort and check the tokens and sequences, so that equal rules have equal hashes."""
         object.__setattr__(self, "token_ids", tuple(sorted({int(token) for token in self.token_ids})))
         sequences = {tuple(int(token) for token in sequence) for sequence in self.sequences}
         object.__setattr__(self, "sequences", tuple(sorted(sequences)))

@@ -31,6 +31,7 @@ class Documents(Pattern):
     cu_seqlens: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Convert the ends to a tuple of int and check them."""
         given = self.cu_seqlens.tolist() if isinstance(self.cu_seqlens, Tensor) else self.cu_seqlens
         ends = tuple(as_integer("cu_seqlens", end) for end in given)
         if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):

@@ -35,6 +35,7 @@ class GlobalTokens(Pattern):
     symmetric: bool = False
 
     def __post_init__(self) -> None:
+        """Convert the tokens to a number or a sorted tuple, and check them."""
         if not isinstance(self.tokens, Iterable) or getattr(self.tokens, "ndim", 1) == 0:
             count = as_integer("tokens", self.tokens)
             if count < 0:
@@ -94,6 +95,7 @@ class Sink(GlobalTokens):
         super().__init__(tokens)
 
     def __repr__(self) -> str:
+        """Return the constructor call."""
         return f"Sink({self.tokens})"
 
 

@@ -30,6 +30,7 @@ class LastQueries(Pattern):
     queries: int
 
     def __post_init__(self) -> None:
+        """Check the number of queries."""
         object.__setattr__(self, "queries", as_integer("queries", self.queries))
         if self.queries < 0:
             raise ValueError(f"`queries` must be >= 0, got {self.queries}")

@@ -55,6 +55,7 @@ class SlidingWindow(DistanceRule):
     window: int | tuple[int, int]
 
     def __post_init__(self) -> None:
+        """Convert the window to an int or a pair, and check it."""
         given: Any = self.window
         one = not isinstance(given, tuple | list)
         try:
@@ -112,6 +113,7 @@ class Dilated(DistanceRule):
     dilation: int
 
     def __post_init__(self) -> None:
+        """Check the window and the dilation."""
         object.__setattr__(self, "window", as_integer("window", self.window))
         object.__setattr__(self, "dilation", as_integer("dilation", self.dilation))
         if self.window < 1 or self.dilation < 1:
@@ -159,6 +161,7 @@ class Strided(DistanceRule):
     stride: int
 
     def __post_init__(self) -> None:
+        """Check the stride."""
         object.__setattr__(self, "stride", as_integer("stride", self.stride))
         if self.stride < 1:
             raise ValueError(f"`stride` must be >= 1, got {self.stride}")

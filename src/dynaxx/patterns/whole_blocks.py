@@ -31,6 +31,7 @@ class LocalBlocks(Pattern):
     blocks: int
 
     def __post_init__(self) -> None:
+        """Check the number of blocks."""
         object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
         if self.blocks < 1:
             raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
@@ -79,6 +80,7 @@ class RandomBlocks(Pattern):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Check the number of blocks and the seed."""
         object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
         object.__setattr__(self, "seed", as_integer("seed", self.seed))
         if self.blocks < 0:

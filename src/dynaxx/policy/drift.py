@@ -47,6 +47,7 @@ class HeadDrift(NamedTuple):
     running_mean: float
 
     def __str__(self) -> str:
+        """Return a line with both means, the distance and its p-value."""
         return (
             f"layer {self.layer} head {self.head}: {self.statistic} {self.reference_mean:.3f} -> "
             f"{self.running_mean:.3f}, distance {self.distance:.2f} (p = {self.p_value:.1e}, "

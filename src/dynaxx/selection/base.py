@@ -86,6 +86,7 @@ class Selector(ABC):
         return _select(q, k, None, self, causal, block_size, scale, memory_budget)
 
     def __ror__(self, pattern: object) -> Hybrid:
+        """Return the hybrid `pattern | selector`."""
         return Hybrid(pattern, self) if isinstance(pattern, Pattern) else NotImplemented
 
 
@@ -121,6 +122,7 @@ class Hybrid:
         return Hybrid(self.pattern.resolve(input_ids), self.selector)
 
     def __repr__(self) -> str:
+        """Return the pattern and the selector, joined by `|`."""
         return f"{self.pattern!r} | {self.selector!r}"
 
 

@@ -43,6 +43,7 @@ class TopK(Selector):
     budget_field: ClassVar[str] = "budget"
 
     def __post_init__(self) -> None:
+        """Check the budgets."""
         checked_per(self.per)
         if self.floor < 0:
             raise ValueError(f"`floor` must be >= 0 blocks, got {self.floor}")
@@ -99,6 +100,7 @@ class TopP(Selector):
     budget_field: ClassVar[str] = "mass"
 
     def __post_init__(self) -> None:
+        """Check the masses."""
         checked_per(self.per)
         for mass in _per_head(self.mass):
             if not 0 <= mass <= 1:
@@ -147,6 +149,7 @@ class Threshold(Selector):
     everything: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
+        """Check the shares and their reference."""
         checked_per(self.per)
         for share in _per_head(self.share):
             if not share >= 0:

@@ -44,6 +44,7 @@ class ClusterGlobals(Selector):
     everything: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
+        """Check the numbers of blocks, and make the scorer."""
         for blocks in self._counts():
             if not blocks >= 0:
                 raise ValueError(f"`per_cluster` must be a number of blocks >= 0, got {blocks}")

@@ -45,6 +45,7 @@ class PageBudget:
     bound: float = 1.0
 
     def __post_init__(self) -> None:
+        """Check the budgets and the tokens that are always read."""
         for budget in self.budgets:
             if budget < 0 or (isinstance(budget, float) and not budget <= 1):
                 raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")

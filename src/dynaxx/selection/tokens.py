@@ -36,6 +36,7 @@ class TopKTokens:
     block_size: int = 1
 
     def __post_init__(self) -> None:
+        """Check the block size and the number of tokens."""
         if self.block_size not in (*TOKEN_BLOCKS, *BLOCK_SIZES):
             raise ValueError(f"`block_size` must be one of {(*TOKEN_BLOCKS, *BLOCK_SIZES)}, got {self.block_size}")
         if not 1 <= self.k <= MOST_TOKENS or self.k % self.block_size:

@@ -34,6 +34,7 @@ class Metric:
     combine: Literal["sum", "min", "max", "last"] = "last"
 
     def __post_init__(self) -> None:
+        """Check the name and the buckets against the conventions of Prometheus."""
         assert self.name.startswith("dynaxx_"), self.name
         assert (self.kind == "counter") == self.name.endswith("_total"), f"{self.name}: counters end in _total"
         assert (self.kind == "info") == self.name.endswith("_info"), f"{self.name}: infos end in _info"

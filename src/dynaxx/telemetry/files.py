@@ -76,9 +76,11 @@ class SnapshotFile:
             self.write()
 
     def __enter__(self) -> SnapshotFile:
+        """Return the writer. The end of the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Write the file once more and stop."""
         self.close()
 
 

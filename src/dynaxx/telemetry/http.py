@@ -104,9 +104,11 @@ class HttpServer:
             self._thread.join()
 
     def __enter__(self) -> HttpServer:
+        """Return the server. The end of the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the server."""
         self.close()
 
 

@@ -64,9 +64,11 @@ class Server:
         self._server.close()
 
     def __enter__(self) -> Server:
+        """Return the endpoint. The end of the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the endpoint."""
         self.close()
 
 

@@ -63,9 +63,11 @@ class WatchPage:
         self._watch.close()
 
     def __enter__(self) -> WatchPage:
+        """Return the page. The end of the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the page."""
         self.close()
 
     def _respond(self, path: str) -> Answer:

@@ -91,6 +91,7 @@ class ErrorReport:
         return self.error <= self.budget  # False for NaN
 
     def __str__(self) -> str:
+        """Return a line with the error, its budget, and its position if it is too large."""
         said = f"{self.name}: error {self.error:.2e}, budget {self.budget:.2e} "
         return said + ("(ok)" if self.ok else f"(FAIL){self.at and ' at '}{self.at}")
 

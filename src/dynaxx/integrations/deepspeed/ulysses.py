@@ -55,9 +55,11 @@ class UlyssesHandle:
         self.handle.remove()
 
     def __enter__(self) -> UlyssesHandle:
+        """Return the handle. The end of the block removes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Remove the handle."""
         self.remove()
 
 

@@ -111,12 +111,15 @@ class EncoderHandle:
             setattr(parent, name, ours)
 
     def __enter__(self) -> EncoderHandle:
+        """Return the handle. The end of the block removes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the original attention."""
         self.remove()
 
     def __repr__(self) -> str:
+        """Return the number of layers, and whether the handle is active."""
         state = "active" if self.active else "removed"
         return f"<dynaxx attention in {len(self._hooks)} layers, {state}>"
 

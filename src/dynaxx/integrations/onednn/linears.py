@@ -74,11 +74,13 @@ class OneDnnHandle:
             setattr(parent, name, child)
 
     def __enter__(self) -> OneDnnHandle:
+        """Return the handle. The end of the block removes it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Restore the original layers."""
         self.remove()
 
 

@@ -39,4 +39,5 @@ class ByIdentity(Generic[Value]):
         return [key for key in alive if key is not None]
 
     def __len__(self) -> int:
+        """Return the number of keys that still exist."""
         return len(self._kept)

@@ -182,9 +182,11 @@ class SplitHandle:
             owner.set_attn_implementation(self.before)
 
     def __enter__(self) -> SplitHandle:
+        """Return the handle. The end of the block removes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the model."""
         self.remove()
 
     def _agree(self, batch: int, seqlen: int, device: torch.device) -> bool:

@@ -42,6 +42,7 @@ class EngineSettings:
     max_cache: int = 8192
 
     def __post_init__(self) -> None:
+        """Check the cards and the shapes."""
         cards = self.compute_capability
         if not isinstance(cards, tuple) or not cards or set(cards) - set(CARDS) or len(set(cards)) < len(cards):
             raise ValueError(f"`compute_capability` must be some of {', '.join(CARDS)}, got {cards!r}")

@@ -342,12 +342,15 @@ class Handle:
             self.watchers.remove(watcher)
 
     def __enter__(self) -> Handle:
+        """Return the handle. The end of the block removes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Remove the policy from the model."""
         self.remove()
 
     def __repr__(self) -> str:
+        """Return the model, the number of sparse layers, and whether the handle is active."""
         facts = self.policy.model
         state = "active" if self.active else "removed"
         if not self.policy.rules:

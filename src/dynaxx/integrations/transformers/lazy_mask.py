@@ -115,6 +115,7 @@ class LazyMask(Tensor):
         return function(*tree_map(made, args), **tree_map(made, dict(kwargs or {})))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Return the shape and the rule, without computing the mask."""
         return f"LazyMask(shape={tuple(self.shape)}, {self.rule})"
 
 

@@ -100,6 +100,7 @@ class RepositorySettings:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        """Check the settings."""
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name, flags=re.ASCII):
             raise ValueError(f"`name` must be letters, digits, '.', '-' and '_', got {self.name!r}")
         for field, least in (("max_batch_size", 1), ("max_batch_tokens", 1), ("queue_delay", 0)):

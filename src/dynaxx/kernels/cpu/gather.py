@@ -33,6 +33,7 @@ class Units:
     count: Tensor  # (U,) int64, number of visited blocks
 
     def __getitem__(self, chosen: Tensor) -> Units:
+        """Return the chosen rows."""
         return Units(self.batch[chosen], self.head[chosen], self.row[chosen], self.start[chosen], self.count[chosen])
 
 

@@ -35,6 +35,7 @@ class Target:
         return {"name": self.name, "workload": self.workload, "target": self.target, "value": self.value, "ok": self.ok}
 
     def __str__(self) -> str:
+        """Return a line with the verdict, the measured value and the threshold."""
         said = {True: "ok  ", False: "MISS", None: "?   "}[self.ok]
         sign = "<=" if self.at_most else ">="
         value = "not measured" if self.value is None else f"{self.value:.4g}"

@@ -30,6 +30,7 @@ class Example:
     pieces: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        """Check that each answer ends its piece of the text."""
         assert len(self.answers) == len(self.pieces), "an answer is without a piece"
         assert all(piece.endswith(answer) for piece, answer in zip(self.pieces, self.answers, strict=True)), self.pieces
 

@@ -34,6 +34,7 @@ class SuitePlan:
     generate: bool = True
 
     def __post_init__(self) -> None:
+        """Check the names of the tasks, the number of samples and the lengths."""
         named_tasks(self.tasks)
         if self.samples < 1:
             raise ValueError(f"`samples` must be at least 1, got {self.samples}")

@@ -66,6 +66,7 @@ class Trial:
     aim: float = 0.0
 
     def __post_init__(self) -> None:
+        """Use the measured density as the aim if none was recorded."""
         if not self.aim:
             object.__setattr__(self, "aim", self.density)
 

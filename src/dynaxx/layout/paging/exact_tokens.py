@@ -39,6 +39,7 @@ class ExactTokens:
     sinks: int = SINKS
 
     def __post_init__(self) -> None:
+        """Check the shapes, and that both sinks and window have tokens."""
         if self.k.ndim != 4 or self.v.ndim != 4 or self.k.shape[:3] != self.v.shape[:3]:
             raise ValueError(
                 "`k` and `v` must be (batch, sinks + window, kv_heads, head_dim) and may differ in head_dim only, "

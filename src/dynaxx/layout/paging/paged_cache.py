@@ -58,6 +58,7 @@ class PagedCache:
     compressed: CompressedPages | None = None
 
     def __post_init__(self) -> None:
+        """Take `page_size` from `k` if it is not given, and check tensors of a new form."""
         if self.page_table is not None and self.page_size == 0 and self.k.ndim == 4:
             object.__setattr__(self, "page_size", self.k.shape[1])
         if not self.form.checked:

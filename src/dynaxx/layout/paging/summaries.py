@@ -44,6 +44,7 @@ class PageSummaries:
     scale: Tensor | None = None
 
     def __post_init__(self) -> None:
+        """Check `bound` and the shapes."""
         if not 0 <= self.bound <= 1:
             raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
         if self.low.shape != self.high.shape or self.low.ndim not in (3, 4):

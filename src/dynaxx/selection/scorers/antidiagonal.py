@@ -34,6 +34,7 @@ class AntiDiagonal(Scorer):
     stride: int = 16
 
     def __post_init__(self) -> None:
+        """Check the stride."""
         if self.stride < 1:
             raise ValueError(f"`stride` must be >= 1 tokens, got {self.stride}")
 

@@ -43,6 +43,7 @@ class KeyClusters(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Check the numbers of clusters and iterations, and the seed."""
         for name, most in (("clusters", MOST_CLUSTERS), ("nearest", MOST_CLUSTERS), ("iterations", MOST_ITERATIONS)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"`{name}` must be from 1 to {most}, got {getattr(self, name)}")

@@ -37,6 +37,7 @@ class MeanPool(Scorer):
     pool: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the pool size."""
         if self.pool is not None and self.pool < 1:
             raise ValueError(f"`pool` must be >= 1 tokens, got {self.pool}")
 
@@ -85,6 +86,7 @@ class MinMax(Scorer):
     pool: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the bound and the pool size."""
         if not 0 <= self.bound <= 1:
             raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
         if self.pool is not None and self.pool < 1:

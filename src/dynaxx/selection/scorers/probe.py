@@ -34,6 +34,7 @@ class LastQueryProbe(Scorer):
     queries: int = 64
 
     def __post_init__(self) -> None:
+        """Check the number of queries."""
         if self.queries < 1:
             raise ValueError(f"`queries` must be >= 1, got {self.queries}")
 

@@ -48,6 +48,7 @@ class MeanQuery(Scorer):
     precision: Literal["full", "int8"] = "full"
 
     def __post_init__(self) -> None:
+        """Check the precision and the sharpness."""
         if self.precision not in ("full", "int8"):
             raise ValueError(f"`precision` must be 'full' or 'int8', got {self.precision!r}")
         if not self.sharpness > 0:

@@ -49,6 +49,7 @@ class SimHash(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Check the numbers of tables and bits, and the seed."""
         if not 1 <= self.tables <= MOST_TABLES:
             raise ValueError(f"`tables` must be from 1 to {MOST_TABLES}, got {self.tables}")
         checked_seed(self.seed)

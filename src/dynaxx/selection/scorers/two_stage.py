@@ -41,6 +41,7 @@ class TwoStage(Scorer):
     panel: int = 32
 
     def __post_init__(self) -> None:
+        """Check the share of candidates and the panel size."""
         if self.keep < 0 or (isinstance(self.keep, float) and self.keep > 1):
             raise ValueError(f"`keep` must be a count >= 0 or a share from 0.0 to 1.0, got {self.keep}")
         if self.panel < 1 or self.panel & (self.panel - 1):

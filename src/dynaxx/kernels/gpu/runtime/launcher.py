@@ -63,9 +63,11 @@ class KernelLauncher:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the jitted kernel."""
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """Return a function that launches the kernel on this grid."""
         if compiles_only():
             return partial(self._compile, grid)
         return partial(self._launch, (*grid, 1, 1)[:3]) if self._bypasses_triton else self.kernel[grid]

@@ -116,6 +116,7 @@ class Allocations(TorchDispatchMode):
         self.are_all = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch, and record what it allocates."""
         found = func(*args, **(kwargs or {}))
         if func.overloadpacket in EMPTY:
             self.made.append(found)
