@@ -37,7 +37,7 @@ class Compiled:
 
 
 class _Hopper:
-    """A driver that answers what Triton asks when it compiles."""
+    """A driver that answers Triton's questions during compilation."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)

@@ -16,7 +16,7 @@ from interpreter import DEVICE, INTERPRETED, NAME, start_interpreted, stop_inter
 
 
 def pytest_configure(config):
-    """Workers side by side share the cores: with all of them each, small tensors wait for threads that do not run."""
+    """Divide the cores among pytest's workers, because with too many threads small tensors wait for each other."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
@@ -50,7 +50,7 @@ def telemetry():
 
 @pytest.fixture
 def never_waits():
-    """`with never_waits():` whatever waits for the GPU within raises, on every stream of it."""
+    """Return a context manager in which any wait for the GPU raises, on every stream."""
 
     @contextmanager
     def within():

@@ -32,7 +32,7 @@ class Family(NamedTuple):
     untrained: bool = False  # gradients are not compared: recurrent layers beside attention are slow
 
     def build(self) -> Any:
-        """Make the model, fp32, in eval mode."""
+        """Return the model in fp32 and eval mode."""
         import transformers
 
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ def row(family: Family, said: str) -> str:
 
 
 def refusal(family: Family) -> str:
-    """Why a family is refused, as `dynaxx.apply` says it."""
+    """Return the reason for which `dynaxx.apply` refuses a family."""
     import dynaxx as dx
 
     try:

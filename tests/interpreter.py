@@ -29,7 +29,7 @@ GIVE_WAY = "import os, sys, pytest; hasattr(os, 'nice') and os.nice(19); sys.exi
 
 
 def run_interpreted(file: str) -> None:
-    """Run a file's tests under the interpreter, or wait for those that run already."""
+    """Run a file's tests under the interpreter, or wait for the run that was started."""
     path = Path(file).resolve()
     code, said = _started.pop(path).result() if path in _started else _run(path)
     assert code == 0, said
@@ -37,19 +37,19 @@ def run_interpreted(file: str) -> None:
 
 
 def start_interpreted(files: set[Path]) -> None:
-    """Begin with some files in the background, in order."""
+    """Start running some files in the background, in order."""
     _started.update({path: _pool.submit(_run, path) for path in sorted(files)})
 
 
 def stop_interpreted() -> None:
-    """End what runs in the background."""
+    """Stop the background runs."""
     _pool.shutdown(wait=False, cancel_futures=True)
     for process in _running:
         process.kill()
 
 
 def _run(path: Path) -> tuple[int, str]:
-    """Exit code and output."""
+    """Return the exit code and the output."""
     with subprocess.Popen(
         [sys.executable, "-c", GIVE_WAY, "-x", "-p", "no:cacheprovider", str(path)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native Sparse Attention by loops over sequences, queries and heads, straight from the paper's equations."""
+"""Native Sparse Attention as loops over sequences, queries and heads, following the paper's equations."""
 
 import torch
 
@@ -39,7 +39,7 @@ def block_scores(weights, blocks, sizes):
 
 
 def select_one(scores, position, sizes):
-    """Forced blocks, then the best of the visible ones."""
+    """Return the forced blocks, then the best of the visible blocks."""
     seen = position // sizes.slc_block + 1 if position >= 0 else 0
     forced = [j for j in range(seen) if j < sizes.first_blocks or j >= seen - sizes.local_blocks]
     others = sorted((j for j in range(seen) if j not in forced), key=lambda j: -scores[j])

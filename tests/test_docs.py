@@ -32,7 +32,7 @@ def examples(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page) and page.name not in SLOW], ids=name_of)
 def test_examples_run(page, tmp_path, monkeypatch):
-    """In the page's order: a later one may use what an earlier one made."""
+    """Run a page's examples in order, since a later one may use names of an earlier one."""
     monkeypatch.chdir(tmp_path)  # some write files
     names = {}
     for block in examples(page):
@@ -55,7 +55,7 @@ def test_the_readme_runs_a_model_as_it_says(tmp_path, monkeypatch):
 
 
 def commands(page):
-    """Return what a page tells a reader to type: lines of unnamed code blocks, and code within a line."""
+    """Return the commands of a page: lines of unnamed code blocks, and code within a line."""
     text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in fences if not language]
@@ -77,7 +77,7 @@ def with_helpers(script):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_exist(page):
-    """Of dynaxx, make, and our scripts: their names and options."""
+    """Commands of dynaxx, make targets and scripts exist, with the options that pages name."""
     known = typer.main.get_command(app).commands
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for words in commands(page):
@@ -138,7 +138,7 @@ def test_tables_of_benchmarks_equal_their_results():
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_files_exist(page):
-    """A page that names a source file names one that is there, by the end of its path."""
+    """Source files that a page names exist; a page may name the end of a path."""
     folders = ("src", "tests", "benchmarks", "examples", "docs")
     files = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     named = re.findall(r"`([\w*/.-]+\.(?:py|cpp|h|j2|yml))`", page.read_text(encoding="utf-8"))

@@ -58,7 +58,7 @@ def may_import(room: str) -> tuple[str, ...]:
 
 
 def imported_rooms(path: Path) -> set[str]:
-    """Rooms that a file imports from, at its top or within a function."""
+    """Return the rooms that a file imports from, at its top or within a function."""
     found = set()
     package = ("dynaxx", *path.relative_to(SOURCE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -87,7 +87,9 @@ def test_rooms_import_only_from_rooms_before_them():
 
 
 def imports_of(path: Path) -> list[str]:
-    """Modules of this package that a file imports, anywhere but for type checking; names of a module included."""
+    """Return the modules of this package that a file imports, except for type checking; names of a module are
+    included.
+    """
     found: list[str] = []
     package = ("dynaxx", *path.relative_to(SOURCE).parts[:-1])
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -193,7 +195,7 @@ def test_using_the_library_loads_no_extra():
 
 
 def test_import_costs_at_most_50_ms_beyond_torch():
-    """CPU time of this process alone, the best of some: neighbours on the machine can only lengthen it."""
+    """Measure CPU time of this process, the best of several runs, because other processes can only lengthen it."""
     code = (
         "import json, time, torch; a = time.process_time(); import dynaxx; b = time.process_time();"
         "print(json.dumps(b - a))"

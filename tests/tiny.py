@@ -24,7 +24,7 @@ def llama():
 
 
 def tokens(*shape, seed=1):
-    """Ids for it."""
+    """Return random token ids."""
     return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 

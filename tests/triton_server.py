@@ -60,7 +60,7 @@ class TritonServer:
             )
 
     def wait(self, seconds=120):
-        """Until it is ready."""
+        """Wait until the server is ready."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text(errors="replace")[-6000:]
@@ -72,7 +72,7 @@ class TritonServer:
         raise AssertionError(self.log.read_text(errors="replace")[-6000:])
 
     def stop(self, seconds=300):
-        """Ask it to end, as an orchestrator does; returns the exit code."""
+        """Send SIGTERM, as an orchestrator does; return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

@@ -73,7 +73,7 @@ def stand_in(monkeypatch, name, **functions):
 
 @pytest.fixture
 def tools(monkeypatch):
-    """Stand-ins for the slow tools; returns what they were called with."""
+    """Replace the slow tools by stand-ins; return a list of their calls."""
     calls = {}
 
     def call(name, result):
@@ -207,7 +207,7 @@ def test_help_has_examples(command):
 
 
 def test_the_list_of_commands_fits_a_terminal():
-    """One whole sentence each, at 80 columns."""
+    """The list of commands has one whole sentence per command, at 80 columns."""
     shown = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "80"}).stdout
     assert "..." not in shown.replace("[ARGS]...", "")
 
@@ -544,7 +544,7 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
 
 
 def test_tune_for_real(monkeypatch, tiny, tmp_path):
-    """With every tool as it is, on a tiny model: what each writes, the next can read."""
+    """Run every tool on a tiny model: each can read what the one before has written."""
     monkeypatch.setattr("dynaxx.lab.tune.search.time_lengths", lambda *_, **__: [])
     args = tune_args(tiny, tmp_path, "--block-size", 16, "--time-budget", "5s", "--quiet")
     shown = dynaxx_(*args)
@@ -564,7 +564,7 @@ def test_times(text, seconds):
 
 
 def test_the_command_starts_in_a_moment():
-    """No torch for --help: CPU time, best of three."""
+    """--help does not import torch. This measures CPU time, the best of three runs."""
     code = (
         "import sys, time; sys.argv = ['dynaxx', '--help']\n"
         "from dynaxx.__main__ import main\n"

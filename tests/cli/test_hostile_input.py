@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input ends with exit code 2 and one line; a full disk costs a file and not the work."""
+"""Bad input ends with exit code 2 and a message of one line; a full disk loses a file, but not the result."""
 
 import errno
 import json

@@ -77,7 +77,7 @@ def hold(reports):
 
 
 def check(ranks, q, k, v, layout, split=None, **options):
-    """Hold results and gradients to their budgets on rank 0; the other ranks only compute."""
+    """Compare results and gradients with their error budgets on rank 0; the other ranks only compute."""
     q, k, v, layout = (x.to(ranks.device) for x in (q, k, v, layout))
     attend = split_attend(ranks, split, **options)
     if ranks.rank == 0:

@@ -37,7 +37,7 @@ def batch_of(rows=2, length=LENGTH):
 
 
 def rows_of(ranks, step, rank):
-    """Return the rows that a rank trains on in a step."""
+    """Return the rows on which a rank trains in a step."""
     ids = torch.randint(1, 64, (2, TRAINED[ranks.device]), generator=torch.Generator().manual_seed(100 * step + rank))
     return ids.to(ranks.device)
 
@@ -60,7 +60,7 @@ def own(ranks, x):
 
 
 def compare(ranks, model, policy, ids, positions, *, before=None, calls="sparse_calls", **options):
-    """Hold logits and gradients under Ulysses to those of the whole sequence in one process."""
+    """Compare logits and gradients under Ulysses with those of the whole sequence in one process."""
     start(ranks)
     said = lambda name: lambda text: f"{name}: {text}"
     model, ids, positions = (x.to(ranks.device) for x in (model, ids, positions))
@@ -136,7 +136,7 @@ def case_windows_of_the_model(ranks: Ranks):
 
 
 def case_packed_documents(ranks: Ranks):
-    """Documents that end within a share, and just where one ends."""
+    """Documents end within a rank's share, and exactly at its end."""
     for lengths in ((100, 50, 150), (70, 230), (299, 1)):
         model, (ids, _) = llama(), batch_of(rows=1)
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -194,7 +194,7 @@ def case_what_is_refused(ranks: Ranks):
 
 
 def train(ranks, engine, steps=3):
-    """Losses of some steps; each rank has its own rows."""
+    """Return the losses of some steps; each rank has its own rows."""
     losses = []
     for step in range(steps):
         ids = rows_of(ranks, step, ranks.rank)
@@ -276,7 +276,7 @@ def _trains_nsa(ranks, stage):
 
 
 def case_the_example_of_the_guide(ranks: Ranks):
-    """Run it as it is written, with a shorter sequence. It is the last case, since its model stays under Ulysses."""
+    """Run the guide's example with a shorter sequence. This is the last case, because its model stays under Ulysses."""
     page = Path(__file__).parents[2] / "docs" / "guides" / "deploy_deepspeed.md"
     (block,) = re.findall(r"```text\n(import deepspeed.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     names = {}

@@ -56,7 +56,7 @@ def case_ulysses_with_packed_documents(ranks: Ranks):
 
 
 def case_bf16_training_lowers_the_loss(ranks: Ranks):
-    """ZeRO 3 in bf16 with native sparse attention of real sizes: rows that are shown again are learnt."""
+    """ZeRO 3 in bf16 with native sparse attention of real sizes: the model learns rows that are repeated."""
     import deepspeed
 
     from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
@@ -89,7 +89,7 @@ def case_bf16_training_lowers_the_loss(ranks: Ranks):
 
 
 def case_a_policy_under_ulysses_in_bf16(ranks: Ranks):
-    """Heads of 64 in bf16, 8,192 tokens on two GPUs, beside the whole sequence on one."""
+    """Compare 8,192 tokens on two GPUs with the whole sequence on one, with heads of 64 in bf16."""
     if ranks.count == 1:
         return
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,

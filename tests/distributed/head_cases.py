@@ -38,7 +38,7 @@ def case_layouts_and_rules(ranks: Ranks):
 
 
 def case_native_sparse_attention(ranks: Ranks):
-    """Any function of the whole sequence runs on the heads of one rank."""
+    """Each rank runs a function of the whole sequence on its own heads."""
     sizes = dx.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
     q, k, v = make_qkv(1, 120, 120, 8, 4, 16, device=ranks.device)
     gates = torch.rand(1, 120, 8, 3, generator=torch.Generator().manual_seed(2)).to(ranks.device)

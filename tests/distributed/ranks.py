@@ -24,7 +24,7 @@ COLLECTIVE_SECONDS = 90 if SECONDS <= 400 else 300  # a busy machine with many r
 
 @dataclass
 class Ranks:
-    """What a case knows about its process group."""
+    """The process group of a case, and this process's rank."""
 
     mesh: object
     rank: int

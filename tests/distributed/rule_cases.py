@@ -26,7 +26,7 @@ def splits(seqlen, ranks, chunk):
 
 
 def close(got, whole, split, ranks, dim=1):
-    """Compare with the tolerance of fp32 sums in another order."""
+    """Compare with a tolerance for fp32 sums in another order."""
     torch.testing.assert_close(got, split.shard(whole, ranks.rank, dim), rtol=2e-5, atol=2e-5)
 
 

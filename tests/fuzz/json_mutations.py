@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies that spoil documents: as trees, and as bytes."""
+"""Hypothesis strategies that damage documents, as trees and as bytes."""
 
 import copy
 import json
@@ -118,7 +118,7 @@ def spoiled(draw, documents):
 
 @st.composite
 def spoiled_text(draw, documents):
-    """Return a spoiled document as bytes, possibly cut, with bytes changed or inserted."""
+    """Return a damaged document as bytes, possibly truncated, with bytes changed or inserted."""
     data = json.dumps(draw(spoiled(documents))).encode("utf-8", "surrogatepass")
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 3)))):
         start, stop = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))
@@ -127,7 +127,7 @@ def spoiled_text(draw, documents):
 
 
 def check_words(error):
-    """Fail over a message that is empty, endless, or would do something to a terminal."""
+    """Fail if a message is empty, very long, or has control characters."""
     said = str(error)
     assert said
     assert len(said) < 100_000
@@ -135,7 +135,7 @@ def check_words(error):
 
 
 def run(target, share, examples=30):
-    """Run a `given` test with a few examples, or again and again for its share of the minutes that are asked for."""
+    """Run a `given` test with a few examples, or repeatedly for its share of the requested minutes."""
     once = settings(
         max_examples=200 if MINUTES else examples,
         deadline=None,

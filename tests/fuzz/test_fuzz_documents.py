@@ -83,7 +83,7 @@ def policies():
 
 
 class Soon:
-    """Fail where a block takes too long."""
+    """Fail if the block takes too long."""
 
     def __enter__(self):
         self.started = time.process_time()
@@ -151,7 +151,7 @@ def snapshot():
 
 
 def look_twice(read):
-    """Read twice, and show the overview in every form."""
+    """Read a source twice, and render the overview in every form."""
     terminal = pytest.importorskip("dynaxx.telemetry.terminal")
     watch = Watch(read, "here")
     for _ in range(2):

@@ -85,7 +85,7 @@ def selected(
 
 
 def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_heads: int = 2) -> None:
-    """Attention over chosen tokens, forward and backward; narrower values are the first part of the keys."""
+    """Run attention over chosen tokens, forward and backward; narrower values are the first part of the keys."""
     if backend == "hopper":
         from dynaxx.kernels.hopper.tokens import operators
     else:

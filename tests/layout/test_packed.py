@@ -30,7 +30,7 @@ def ragged_case(seed):
 
 
 def attend_each(q, k, v, ends_q, ends_k, layout_of):
-    """Call the reference once per sequence."""
+    """Run the reference once per sequence."""
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0)]
     for s in range(len(ends_q) - 1):
         (a, b), (c, d) = ends_q[s : s + 2], ends_k[s : s + 2]

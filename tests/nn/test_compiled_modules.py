@@ -9,7 +9,7 @@ from dynaxx.nn import SparseAttention
 
 
 class Two(torch.nn.Module):
-    """Two layers of different patterns."""
+    """A model of two layers with different patterns."""
 
     def __init__(self):
         super().__init__()

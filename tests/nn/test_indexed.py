@@ -66,7 +66,7 @@ def test_packed_in_evaluation_only():
 
 
 def test_positions():
-    """With as many columns as attention has, an indexer turns as attention does; other columns stay."""
+    """An indexer rotates as many columns as attention does; further columns are not rotated."""
     x = torch.randn(2, 9, 3, 12)
     torch.testing.assert_close(turned(x, rotary(9)), rotate(x, rotary(9)))
     wide = torch.randn(2, 9, 3, 20)

@@ -55,7 +55,7 @@ def test_decoding_is_training_token_by_token(kind, dense):
 
 @pytest.mark.parametrize("kind", ["mean", "weighted", "mlp"])
 def test_decoding_sequences_of_their_own_lengths(kind):
-    """Prompts come packed; then beams are reordered; each goes on as if it were alone."""
+    """Prompts are packed, then beams are reordered; each sequence continues as if it were alone."""
     module, ends, more = modules(head_dim_v=5)[kind], (0, 21, 21, 28), 30
     x, y = torch.randn(28, 24), torch.randn(3, more, 24)
     alone = lambda i, tail: torch.cat([x[ends[i] : ends[i + 1]], tail])[None]
@@ -78,7 +78,7 @@ def test_decoding_sequences_of_their_own_lengths(kind):
 
 
 def test_a_choice_for_several_steps():
-    """Where every block is selected, an earlier choice is as good as a new one; else it is made every so many steps."""
+    """An earlier choice equals a new one if every block is selected; otherwise it is renewed every few steps."""
     module, x = modules()["mean"], torch.randn(2, 80, 24)
     with torch.no_grad():
         for count in (5, 3):
@@ -120,7 +120,7 @@ def test_every_parameter_gets_a_gradient(kind):
 
 @pytest.mark.parametrize("kind", modules())
 def test_fully_sharded_gradients_are_the_same(kind):
-    """FSDP2, on a mesh of one."""
+    """Use FSDP2 on a mesh of one rank."""
     alone = modules()[kind]
     sharded, x = copy.deepcopy(alone), torch.randn(2, 60, 24)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -135,7 +135,7 @@ def test_fully_sharded_gradients_are_the_same(kind):
 
 
 def test_near_dense_gates_start_near_dense():
-    """Up to slc_count * slc_block tokens the selected branch is dense attention, and its gate nearly one."""
+    """Up to slc_count * slc_block tokens the selected branch is dense attention, and its gate is nearly 1."""
     x = torch.randn(1, 48, 24)
     near = nn.NativeSparseAttention(24, 6, 2, sizes=SIZES, gate_init=(0.001, 0.998, 0.001))
     dense = copy.deepcopy(near)
@@ -158,7 +158,9 @@ def test_a_larger_count_is_closer_to_dense():
 
 
 def test_switchable_attention_is_dense_while_it_selects_every_block():
-    """Up to slc_count * slc_block tokens it runs as dense attention; beyond, its first queries still see everything."""
+    """Up to slc_count * slc_block tokens the module is dense attention; in longer sequences its first queries still
+    see everything.
+    """
     module, x = nn.SwitchableAttention(24, 6, 2, sizes=replace(SIZES, slc_count=4)), torch.randn(1, 65, 24)
     with torch.no_grad():
         sparse = module(x)

@@ -97,7 +97,7 @@ def test_training_goes_on_where_no_checkpoint_can_be_written(example, tmp_path, 
 
 
 def test_a_run_that_is_done_is_measured_again(example, tmp_path):
-    """A checkpoint is left at the end, whole, and what a killed write left beside it is no matter."""
+    """The last checkpoint is complete, and a partial file of a killed write does not matter."""
     command = [*COMMAND, "--out", str(tmp_path)]
     first = example.run(example.arguments(command))
     (tmp_path / ".checkpoint.pt.1.0.tmp").write_bytes(b"half of")
@@ -158,7 +158,7 @@ def test_tiny_gives_way_to_what_is_named(example):
 
 @pytest.mark.parametrize(("part", "asks"), [("train", 4), ("held_out", 1)])
 def test_needles(examples, text, part, asks):
-    """A held-out question has one pair before it and nothing else that tells; the pair's value is the target."""
+    """The answer to a held-out question occurs once before the question, and is the target."""
     data = examples["nsa_data"]
     source = data.Needles(data.Text(text))
     tokens, targets = source.batch(3, 512, 5, part)

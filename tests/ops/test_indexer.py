@@ -21,7 +21,7 @@ def draw(queries, keys, heads=3, dim=12, batch=2, seed=0):
 
 
 def whole(x):
-    """Few different scores, so that many are equal; products are exact."""
+    """Draw few different scores, so that many are equal; products are exact."""
     return x.mul(1.3).round()
 
 
@@ -63,7 +63,7 @@ def test_packed_is_each_sequence_alone(isa, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
 def test_precision(precision):
-    """Most choices agree with those of fp32, and the core with the definition on the rounded numbers."""
+    """Most choices agree with those of fp32, and the core agrees with the definition on rounded numbers."""
     inputs = draw(80, 80)
     choice = dx.TopKTokens(16)
     got, exact = (dx.index_tokens(*inputs, choice, precision=p) for p in (precision, "fp32"))
@@ -75,7 +75,7 @@ def test_precision(precision):
 
 
 def divergence(index_q, index_k, weights, q, k, scale, index_scale, visible):
-    """The formula, whole."""
+    """Compute the divergence in one step, by the formula."""
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
     logits = torch.einsum("bthd,bmhd->bhtm", q, keys) * scale
@@ -111,7 +111,7 @@ def test_loss_and_gradients(sparse, piece, monkeypatch):
 
 
 def test_it_learns():
-    """An indexer that can copy attention's own q and k finds most of its mass."""
+    """An indexer that can copy attention's q and k learns to find most of the attention mass."""
     torch.manual_seed(0)
     x = torch.randn(1, 96, 24)
     q, k = (x @ torch.randn(24, 24) * 0.5).unflatten(-1, (2, 12)), (x @ torch.randn(24, 12))[:, :, None]

@@ -16,7 +16,7 @@ def inputs():
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_views_of_the_negative(backend):
-    """Tensors that torch stores with a pending sign, such as the imaginary part of a conjugate, are read with it."""
+    """Tensors with a pending sign, such as the imaginary part of a conjugate, are read with their sign."""
     q, k, v = inputs()
     negative = lambda x: torch.complex(x, x).conj().imag
     assert negative(q).is_neg()

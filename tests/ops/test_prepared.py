@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prepared call gives, bit by bit, the results of the call that it repeats, and refuses any other call."""
+"""A prepared call gives the same bits as the call that it repeats, and refuses any other call."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def drawn(seed=0, seqlen=1200, head_dim=64, dtype=torch.bfloat16, batch=1, devic
 
 
 def replays():
-    """Return how many prepared calls have recordings; the launches within calls that are not repeated have others."""
+    """Return the number of prepared calls that have recordings."""
     from dynaxx.kernels.gpu.runtime import launch_cache
 
     nothing = (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE)

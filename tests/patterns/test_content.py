@@ -98,7 +98,7 @@ def test_policies_hold_it():
 
 
 def test_a_clause_on_the_last_page_reaches_its_definition():
-    """One head: the last query looks for what only the definition's key has. A window loses it, content does not."""
+    """The last query looks for the key of the definition. A window does not show it, a rule by content does."""
     seqlen, place = 1024, 40
     ids = torch.randint(20, 60, (seqlen,), generator=torch.Generator().manual_seed(0))
     ids[place - 5 : place - 2] = torch.tensor(HEADING)
@@ -121,7 +121,7 @@ def test_a_clause_on_the_last_page_reaches_its_definition():
 
 
 class WordTokenizer:
-    """Words by id; a space belongs to the word after it, as in byte-level tokenisers."""
+    """A tokenizer of words, in which a space belongs to the next word, as in byte-level tokenizers."""
 
     unk_token_id, unk_token = 0, "<unk>"
     words = ("<unk>", "DEF", " DEF", "INED", "\n", ":", ":\n", "a", " a", "b", " ", "(", "(DEF")
@@ -184,7 +184,7 @@ def policy_for(model, rule=CONTENT, **fields):
 
 
 def documents(*places, seqlen=200, seed=1):
-    """Random tokens, one row per given places, with a heading at each place of its row."""
+    """Draw random tokens, one row per list of places, with a heading at each place."""
     ids = torch.randint(20, 64, (len(places), seqlen), generator=torch.Generator().manual_seed(seed))
     for row, own in zip(ids, places, strict=True):
         for place in own:
@@ -254,7 +254,9 @@ def in_chunks(model, ids, sizes, cache=None):
 @needs_transformers
 @pytest.mark.parametrize("given", [False, True])
 def test_chunks_remember_the_tokens_before_them(given):
-    """A heading cut in two by a chunk's end, too; with a cache of the caller's, and with one that the model made."""
+    """Chunks remember earlier tokens, even if a chunk ends within a heading, with a cache of the caller and of the
+    model.
+    """
     import transformers
 
     model, ids = llama(), documents((5, 79), (33,))
@@ -322,7 +324,7 @@ def test_generate(cache, chunk):
 @needs_transformers
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_of_two_passes_at_once(checkpointing):
-    """Checkpointed layers run again in the backward pass, after another pass had other tokens."""
+    """Checkpointed layers run again in the backward pass, after another pass with other tokens."""
     model, one, two = llama().train(), documents((5,)), documents((90, 40), seed=3)
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -344,7 +346,7 @@ def test_gradients_of_two_passes_at_once(checkpointing):
 
 @needs_transformers
 def test_a_definition_on_the_first_page_changes_the_last_page():
-    """Three layers of windows carry 60 tokens far. Further back nothing arrives, unless it stands under a heading."""
+    """Three layers of windows pass information over 60 tokens. Information from further back needs a heading."""
     model, ids = llama(), documents((5,), seqlen=400)
     other = ids.clone()
     other[0, 9] = 20 + (ids[0, 9] - 19) % 40  # the definition under the heading is another one

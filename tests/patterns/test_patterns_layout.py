@@ -75,7 +75,9 @@ def test_the_compiled_core_builds_what_numpy_defines(seed, compiled_core):
 
 
 def test_the_compiled_core_at_length(compiled_core):
-    """Windows and globals far from the start, more kinds of masks than one table holds, positions beyond all ends."""
+    """Cover windows and global tokens far from the start, more kinds of masks than a table holds, and positions
+    beyond the end.
+    """
     tokens = 20_000
     documents = (*tuple(range(0, tokens, 701)), tokens)
     of_any_length = (0, *sorted(random.Random(0).sample(range(tokens), 150)), tokens)
@@ -140,7 +142,7 @@ def test_runs_are_sets_of_blocks(seed):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_one_rule_at_many_lengths(seed):
-    """Masks that were evaluated at another length are those of this one, too."""
+    """Masks that were evaluated at another length are reused correctly."""
     rng = random.Random(seed)
     rule = random_pattern(rng, 200) & (dx.LastQueries(rng.randint(1, 60)) | random_pattern(rng, 200))
     block_size = (rng.choice((16, 32, 64)), rng.choice((16, 32, 64)))
@@ -166,7 +168,7 @@ def test_lengths_in_turn():
 
 
 class OnGpu(BlockLayout):
-    """Says that it lies on a GPU, so that nobody reads how many of its slots are used."""
+    """Claim to be on a GPU, so that the number of used slots is not read."""
 
     device = property(lambda self: torch.device("cuda"))
 
@@ -224,7 +226,7 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("rule", PATTERNS.values(), ids=PATTERNS)
 def test_a_layout_asks_little_of_torch(rule):
-    """What it costs the host beyond numpy: its memory, one copy where it goes to a GPU, and a view per tensor."""
+    """A layout needs few torch operations: its memory, one copy to a GPU, and a view per tensor."""
     with Counted() as counted:
         build_layout(rule, BlockGrid(LENGTH, LENGTH, (128, 128), True))
     assert counted.count <= 10
@@ -232,7 +234,7 @@ def test_a_layout_asks_little_of_torch(rule):
 
 @dataclass(frozen=True)
 class Parity(dx.Pattern):
-    """Keys at even positions, and at odd ones for queries from a position on: a rule with no more than it must have."""
+    """A rule with only the required methods: even keys, and odd keys for queries from a position on."""
 
     since: int
 

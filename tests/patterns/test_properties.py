@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws that hold for every rule and layout, on examples that hypothesis searches for. The same examples every time."""
+"""Laws that hold for every rule and layout, on examples that hypothesis draws. The examples are the same in every
+run.
+"""
 
 from itertools import pairwise
 
@@ -99,7 +101,7 @@ def test_conversions_go_there_and_back(rule, grid):
 
 
 def turned(layout):
-    """Keys ask queries: the layout that `transposed` describes."""
+    """Return the layout that `transposed` describes, from keys to queries."""
     by_key = layout.transposed
     masks = ElementMasks.from_dense(layout.masks.to_dense().transpose(1, 2))
     fields = (by_key.q_indptr, by_key.q_num_partial, by_key.q_indices, by_key.q_masks)

@@ -44,7 +44,7 @@ def logits(model, ids, **inputs):
 
 
 def serve(model, handle, times, seqlen=100):
-    """Requests one after the other, each measured before the next."""
+    """Run requests one after the other, each measured before the next."""
     found = []
     for seed in range(times):
         found.append(logits(model, tokens(1, seqlen, seed=seed)))
@@ -168,7 +168,7 @@ def test_more_of_the_same_rule():
 
 @pytest.mark.parametrize("action", ["count", "warn", "widen", "dense"])
 def test_beyond_a_limit_the_policys_action_is_taken(model, telemetry, action, caplog):
-    """A window that is far too narrow, held to a recall it cannot have."""
+    """A window that is far too narrow misses the required recall."""
     dense = [logits(model, tokens(1, 100, seed=seed)) for seed in range(8)]
     policy = policy_for(model, least_recall=0.6 if action == "widen" else 0.95, widen=4.0, action=action)
     with caplog.at_level(logging.WARNING, "dynaxx"), dx.apply(model, policy) as handle:
@@ -198,7 +198,7 @@ def test_beyond_a_limit_the_policys_action_is_taken(model, telemetry, action, ca
 
 
 def test_a_layer_that_recovers_is_sparse_again(model, telemetry):
-    """Dense while prompts are long; what would have run is measured on, so short ones bring it back."""
+    """A layer is dense while prompts are long. The rule is still measured, so short prompts make it sparse again."""
     policy = policy_for(model, dx.Rule.of(dx.SlidingWindow(64)), least_recall=0.8, action="dense")
     with dx.apply(model, policy) as handle:
         serve(model, handle, 4, seqlen=400)

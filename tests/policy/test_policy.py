@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy document: round trips, every refusal with its field and fix, files that are whole, plans per layer."""
+"""The policy document: round trips, refusals that name the field and the fix, complete files, plans per layer."""
 
 import errno
 import json

@@ -34,7 +34,7 @@ def probe(telemetry):
 
 
 def neighbours(layout: BlockLayout) -> float:
-    """Shared over all blocks of neighbouring rows, by the definition."""
+    """Return the share of blocks that neighbouring rows have in common, by the definition."""
     shared = union = 0
     for head in range(layout.layout_heads):
         ends = layout.kv_indptr[0, head].tolist()
@@ -162,7 +162,7 @@ def test_tiny_layouts(telemetry, probe, layout):
 
 
 class LateClock:
-    """A device that is never ready, until the test says so."""
+    """A device that is not ready until the test says so."""
 
     arrived = False
 

@@ -133,7 +133,7 @@ def test_layers_and_lengths(model):
 
 
 def test_a_request_keeps_its_route_over_chunks_and_unnamed_ones_are_numbered(model):
-    """Without ids, requests are numbered as they start; a chunk follows the cache of its first one."""
+    """Requests without ids are numbered as they start; a chunk follows the decision of its cache."""
     policy = policy_for(model, rollout={"share": 0.5})
     with dx.apply(model, policy) as handle, torch.no_grad():
         for number in range(8):

@@ -38,7 +38,7 @@ def check(code: int) -> None:
 
 
 def programs(draw: random.Random) -> None:
-    """Rules as numbers, well formed and not; layouts that are taken, refused and dropped."""
+    """Build layouts from valid and invalid rules as numbers; take some layouts and free others."""
     program: list[int] = []
     for _ in range(draw.randint(1, 4)):
         op = draw.choice((*range(9), draw.choice(ANY)))
@@ -64,7 +64,7 @@ def programs(draw: random.Random) -> None:
 
 
 def plans(draw: random.Random) -> None:
-    """Index ranges with numbers out of range, and impossible sizes."""
+    """Make plans from index ranges with numbers out of range, and from impossible sizes."""
     library, layout = active_library(), PATTERN.layout(draw.randint(1, 200), block_size=16)
     tensors = [x.clone() for x in layout.tensors[:4]]
     for _ in range(draw.randint(0, 3)):
@@ -100,7 +100,7 @@ def attention(draw: random.Random) -> None:
 
 
 def decoding(draw: random.Random) -> None:
-    """Page tables, lengths, selected pages and budgets out of range, and fields that contradict the others."""
+    """Draw page tables, lengths, selected pages and budgets out of range, and fields that contradict the others."""
     k, v = torch.randn(12, 16, 2, 16), torch.randn(12, 16, 2, 16)
     table = torch.tensor([[draw.choice((*INT32, *range(12))) for _ in range(6)] for _ in range(2)], dtype=torch.int32)
     used, pad = (torch.tensor([draw.choice((*INT32, 20, 90)) for _ in range(2)], dtype=torch.int32) for _ in range(2))
@@ -141,7 +141,9 @@ def decoding(draw: random.Random) -> None:
 
 
 def token_lists(draw: random.Random) -> None:
-    """Chosen tokens out of range, in any order and twice, lengths that fall, and fields that contradict the others."""
+    """Draw chosen tokens out of range, in any order and twice, decreasing lengths, and fields that contradict the
+    others.
+    """
     library, rows, slots = active_library(), 40, draw.randint(0, 9)
     q, kv = torch.randn(rows, 4, 16), torch.randn(2, 50, 16)
     chosen = torch.tensor([draw.choice((*INT32, *range(50))) for _ in range(rows * 2 * slots)], dtype=torch.int32)

@@ -40,7 +40,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def blocks_of(block: int, seqlen_q: int, seqlen_k: int, backend: str, head_dim: int = 64) -> None:
-    """Forward and backward over partial, full and empty blocks, with gradients through lse."""
+    """Run forward and backward over partial, full and empty blocks, with gradients through lse."""
     layout = PATTERN.layout(seqlen_q, seqlen_k, causal=True, block_size=block, device="cuda")
     q, k, v = (draw(1, length, heads, head_dim) for length, heads in ((seqlen_q, 6), (seqlen_k, 2), (seqlen_k, 2)))
     out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
@@ -48,7 +48,7 @@ def blocks_of(block: int, seqlen_q: int, seqlen_k: int, backend: str, head_dim: 
 
 
 def attention(backend: str) -> None:
-    """Forward and backward over blocks of each size, ragged ends, a packed batch."""
+    """Run forward and backward over blocks of each size, ragged ends and a packed batch."""
     blocks_of(64, 200, 333, backend)
     blocks_of(128, 333, 333, backend)
     ends = torch.tensor([0, 70, 70, 201], dtype=torch.int32)

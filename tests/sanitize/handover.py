@@ -21,5 +21,5 @@ def _handover_kernel(p_out, at):
 
 
 def hand_over() -> None:
-    """Run it once, with enough programs to overlap."""
+    """Run the kernel once, with enough programs to overlap."""
     _handover_kernel[(64,)](torch.zeros(2, dtype=torch.int32, device="cuda"), 0, num_warps=4)

@@ -13,7 +13,7 @@ BLOCK = 16
 
 
 def columns(q, k, rule, **options):
-    """(heads, q_blocks, kv_blocks) bool: visited blocks."""
+    """Return the visited blocks as bool (heads, q_blocks, kv_blocks)."""
     layout = dx.select_blocks(q, k, rule, **{"block_size": BLOCK, "causal": False, **options}).validate()
     dense = layout.to_dense()[0]
     pad = (0, -dense.shape[2] % BLOCK, 0, -dense.shape[1] % BLOCK)
@@ -21,7 +21,7 @@ def columns(q, k, rule, **options):
 
 
 def planted(homes, strays=3, blocks=12):
-    """Keys of one direction per cluster, a home block full of them and strays in other blocks; the rest is noise."""
+    """Return keys of one direction per cluster: most in one home block, some in other blocks; other keys are noise."""
     q, k, v = make_qkv(1, blocks * BLOCK, blocks * BLOCK, 2, 1, 16)
     k = k * 0.05
     generator = torch.Generator().manual_seed(1)
@@ -45,7 +45,7 @@ def test_every_cluster_keeps_its_home_in_sight():
 
 
 def test_it_is_the_blocks_with_most_keys_of_each_cluster():
-    """Counted by hand from the same centroids."""
+    """Count the keys of each block from the same centroids."""
     q, k, _ = make_qkv(1, 200, 200, 4, 2, 16, seed=3)
     for most in (1, 2, 5):
         rule = dx.ClusterGlobals(most, clusters=6, seed=2)
@@ -93,7 +93,9 @@ def test_numbers_per_head_nothing_and_everything():
 
 
 def test_globals_keep_the_answers_that_lie_far_away():
-    """Each query looks for one of the clusters: with their homes in sight it finds most of its attention mass."""
+    """Each query looks for one cluster; if the clusters' home blocks are visible, it keeps most of its attention
+    mass.
+    """
     homes = (1, 4, 8)
     q, k, _ = planted(homes, blocks=32)
     q = torch.zeros_like(q)

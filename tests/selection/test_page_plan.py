@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of pages: rows against the rule's own mask, and one plan for all steps of a sequence that grows."""
+"""Page plans equal the rule's mask, and one plan serves all steps of a growing sequence."""
 
 import random
 
@@ -21,7 +21,7 @@ RULES = (
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 def test_a_row_lists_the_pages_that_the_rule_shows(rule, page_size):
-    """Of a step whose last token is anywhere in the row's page; RandomBlocks depends on the size of blocks."""
+    """A row covers steps whose last token is anywhere in its page; RandomBlocks depends on the block size."""
     for seqlen, seqlen_q in ((1, 1), (300, 1), (517, 20), (517, 70)):
         plan = dx.PagePlan.of(rule, seqlen, page_size=page_size, seqlen_q=seqlen_q)
         mask = rule.layout(seqlen, block_size=min(page_size, 128)).to_dense()[0, 0]
@@ -33,7 +33,7 @@ def test_a_row_lists_the_pages_that_the_rule_shows(rule, page_size):
 
 
 def follow(device, steps):
-    """Sequences that grow by one token, one plan made before: out of each step, and what it must be."""
+    """Grow sequences by one token at a time under one plan; return each step's output and the expected output."""
     rng, gen = random.Random(0), torch.Generator().manual_seed(0)
     seqlen, batch, kv_heads, rule = 700, 3, 2, dx.Dilated(24, 15) | dx.SlidingWindow(40) | dx.Sink(4)
     k, v = torch.randn(2, batch, seqlen, kv_heads, 32, generator=gen).to(device)
@@ -49,7 +49,7 @@ def follow(device, steps):
         return dx.sparse_decode(q, cache, plan.pages(used, kv_heads))
 
     def wanted():
-        """Attention over the pages that the rule shows to any query of the last one's page."""
+        """Return attention over the pages that the rule shows to any query in the page of the last query."""
         outs = []
         for b, length in enumerate(used.tolist()):
             page = (length - 1) // 32

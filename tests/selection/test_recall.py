@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall: exact against the dense map, its interval covers the truth, and its sampling is the layout's own."""
+"""Recall equals that of the dense map, and its interval covers the true value."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dynaxx.testing import make_qkv
 
 
 def direct(q, k, layout, causal=True):
-    """(batch, heads, rows that see anything)."""
+    """Return the recall (batch, heads, rows that see anything), from the dense map."""
     scores = q.transpose(1, 2) @ k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2).transpose(-1, -2)
     scores = scores.double() * q.shape[-1] ** -0.5
     dense = torch.ones(scores.shape[-2:], dtype=torch.bool)

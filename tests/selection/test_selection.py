@@ -146,7 +146,7 @@ def test_mean_query_sums_what_each_visible_key_gets(causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", [0.0, 0.3, 3.0, 20.0])
 def test_int8_scores_are_those_of_rounded_vectors(causal, size):
-    """Of vectors as they are stored, in fp64: the bits of a sum of floats are off by what the line in 2 ** x is."""
+    """Compare with rounded vectors in fp64; the tolerance is the error of the linear approximation of 2 ** x."""
     q, k, _ = make_qkv(1, 75, 107, 2, 1, 16)
     q, k = q * size, k + 7
     grid = dx.layout.BlockGrid(75, 107, (16, 32), causal)
@@ -307,7 +307,7 @@ def test_ties_keep_the_budget_and_repeat(scorer):
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 def test_values_past_the_tensors_are_not_read(scorer):
-    """Odd lengths, strided inputs: what lies around q and k does not matter."""
+    """With odd lengths and strided inputs, memory around q and k does not matter."""
     q, k, _ = make_qkv(1, 77, 93, 4, 2, 16)
     around = [torch.full((1, x.shape[1] + 40, 8, 20), float("nan")) for x in (q, k)]
     views = [a[:, 7 : 7 + x.shape[1], 1 : 1 + x.shape[2], 2:18].copy_(x) for a, x in zip(around, (q, k), strict=True)]
@@ -447,7 +447,7 @@ def test_bad_input_is_refused(build, message):
 
 
 def test_queries_without_data_are_refused_or_computed_without_the_core():
-    """The core reads addresses, so it must not get tensors that have none, or that do not match."""
+    """The core reads addresses, so it must not receive tensors without data or with other shapes."""
     q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
     assert block_scores.serves_scores(q.transpose(1, 2), k)
     for queries, keys in ((q.to("meta"), k), (q, k.to("meta")), (q[..., :8], k), (q[:, :, :3], k), (q, k[:0])):

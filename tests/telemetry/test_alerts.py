@@ -44,7 +44,7 @@ def queries() -> list[str]:
 
 
 def unknown(query: str) -> set[str]:
-    """Names in a query that are no series of ours, and labels that its metrics do not have."""
+    """Return names in a query that are not dynaxx's series, and labels that its metrics do not have."""
     found, labels = set(), set(PROMETHEUS_LABELS)
     for name in re.findall(r"dynaxx_\w+", query):
         base = re.sub(r"_(bucket|sum|count)$", "", name)
@@ -142,7 +142,7 @@ def ask(port: int, path: str, **parameters: str) -> dict:
 
 
 def serve_everything(numbers: Recorder) -> None:
-    """Serve every series with a sane value, but with the kill switch on and with calls that fall back."""
+    """Serve every series with a plausible value, with the kill switch on and with fallbacks."""
     view = numbers.bind(model_name="smollm2")
     for metric in CATALOG.values():
         labels = {label: {"layer": "3", "route": "sparse", "result": "ok"}.get(label, "x") for label in metric.labels}
@@ -160,7 +160,7 @@ def serve_everything(numbers: Recorder) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(PROMETHEUS is None, reason="needs prometheus: apt-get install prometheus")
 def test_prometheus_scrapes_a_process_and_its_alerts_fire(telemetry, tmp_path):
-    """The rules with their minutes made seconds; every query of the dashboard, answered."""
+    """Shorten the minutes of the rules to seconds; run every query of the dashboard."""
     prometheus = pytest.importorskip("dynaxx.telemetry.prometheus")
     faster = re.sub(r"\b(\d+)(m|h)\b", lambda found: f"{found[1]}s", RULES.read_text())
     faster = re.sub(r"\[(\d+)s\]", lambda found: f"[{max(5, int(found[1]))}s]", faster)

@@ -15,7 +15,7 @@ LAYERS, HEADS = 6, 4
 
 
 def draw(generator, shift=0.0, heads=HEADS):
-    """(statistics, heads) shares of one call, beta-like around 0.7."""
+    """Draw shares (statistics, heads) of one call, around 0.7."""
     noise = torch.randn(len(STATISTICS), heads, generator=generator) * 0.5
     return torch.sigmoid(0.8 + shift + noise)
 
@@ -45,7 +45,7 @@ def run(detector, generator, calls, shift=lambda call, layer: 0.0):
 
 
 def test_p_values_are_kolmogorovs():
-    """Against the table of the limiting distribution (Smirnov 1948)."""
+    """p-values agree with the table of the limiting distribution (Smirnov 1948)."""
     for at, p in ((0.828, 0.4999), (1.224, 0.0999), (1.358, 0.05), (1.628, 0.00998), (1.949, 0.001)):
         root = 1e4  # large samples: no correction to speak of
         assert ks_p_value(at / root, 2 * 10**8, 2 * 10**8) == pytest.approx(p, rel=2e-2)
@@ -62,7 +62,7 @@ def test_the_critical_distance_is_where_the_p_value_is():
 
 
 def test_the_test_keeps_its_level():
-    """Of 2,000 pairs of samples from one distribution, at most 5 % reject at 5 %, but for chance."""
+    """At most 5 % of 2,000 pairs of samples from one distribution are rejected at the level of 5 %, up to chance."""
     generator = torch.Generator().manual_seed(3)
     rejected = 0
     for _ in range(500):
@@ -90,13 +90,13 @@ def test_bins_are_finer_at_the_ends_and_count_everything():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_alarm_where_nothing_changes(seed):
-    """40 windows of every layer: by its bound, a report has a chance of 1e-6 per pair of windows."""
+    """40 windows of every layer raise no alarm: the bound per pair of windows is 1e-6."""
     detector = DriftDetector(reference(), Drift(window=32))
     assert run(detector, torch.Generator().manual_seed(100 + seed), 32 * 40) is None
 
 
 def test_single_rounds_keep_their_bound():
-    """With a bound of 20 % a round, of 30 rounds at most about 6 find something; Bonferroni leaves fewer."""
+    """With a bound of 20 % per round, at most about 6 of 30 rounds report a change."""
     detector = DriftDetector(reference(), Drift(window=32, false_alarms=0.2, confirm=1, least_distance=0.0))
     generator, rounds = torch.Generator().manual_seed(5), 0
     for _ in range(30):

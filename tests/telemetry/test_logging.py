@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs can be structured, and contain nothing of the prompts."""
+"""Logs can be structured, and never contain parts of prompts."""
 
 import io
 import json

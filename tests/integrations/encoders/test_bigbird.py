@@ -58,7 +58,9 @@ def test_block_sparse(length, padding, training, global_keys):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_lengths_with_a_plan_of_their_own(training):
-    """1,024 tokens draw from the plan of the longest sequence, and may draw the last block, which is global, too."""
+    """1,024 tokens use the plan of the longest sequence, which may draw the last block, although that block is
+    global.
+    """
     model = bigbird(max_position_embeddings=4096, block_size=64).train(training)
     assert_as_exact_as_transformers(model, inputs_of(1024, "right", batch=1))
 

@@ -65,7 +65,7 @@ def test_own_pattern(make, arguments):
 @pytest.mark.parametrize(("window", "sides"), [(9, (8, 8)), ((20, 3), (20, 3))])
 @pytest.mark.parametrize("arguments", batches())
 def test_a_window_by_request(window, sides, arguments):
-    """BERT's attention under its padding and the window, beside the definition."""
+    """BERT's attention with padding and a window equals the definition."""
     model, distance = bert(), torch.arange(150)[:, None] - torch.arange(150)
     band = (distance <= sides[0]) & (-distance <= sides[1])
 

@@ -135,7 +135,7 @@ def test_one_training_step_after_inference_mode_on_the_same_inputs():
 
 @pytest.mark.parametrize("globals_", ["cls", "all"])
 def test_few_global_tokens_need_no_projected_sequence(globals_, monkeypatch):
-    """Few are served by absorbed projections, many by projecting; where a projection is more than its weight, too."""
+    """Few global tokens use absorbed projections; many, and projections with hooks, use projected keys."""
     model, inputs = longformer(), inputs_of(40, "none", globals_)
     own = hidden(model, inputs)
     called = []
@@ -232,7 +232,7 @@ def test_what_is_applied_shares_everything_and_comes_off():
 
 
 def test_changes_made_while_applied_stay():
-    """New children and weights, as adapters and loading make them, are the model's, not ours."""
+    """Children and weights that adapters or loading add while dynaxx is applied stay in the model after removal."""
     model, inputs = longformer(), inputs_of(40)
     handle = apply_to_encoder(model)
     model.encoder.layer[0].attention.self.query = torch.nn.Sequential(model.encoder.layer[0].attention.self.query)

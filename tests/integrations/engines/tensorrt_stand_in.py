@@ -71,7 +71,7 @@ class Registry:
 
 
 class Shape(tuple):
-    """The sizes of a tensor."""
+    """Sizes of a tensor."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ def dimensions(trt):
     """Return a maker of dimensions, and the builder of expressions over them."""
 
     class Dimension(trt.IDimensionExpr):
-        """A number that is known, or becomes known when lengths do."""
+        """A size that is known now, or when the lengths are known."""
 
         def is_constant(self):
             return self.fixed
@@ -117,13 +117,13 @@ def dimensions(trt):
 
 
 class Network:
-    """A network that makes its plugins and keeps what they were given."""
+    """A network that creates its plugins and stores their arguments."""
 
     def __init__(self, trt):
         self.trt, self.layers = trt, []
 
     def add_input(self, name, dtype, shape):
-        """Return a tensor of TensorRT's class, which nobody else constructs."""
+        """Return a tensor of TensorRT's class, which only TensorRT can construct."""
         kind = type("Input", (self.trt.ITensor,), {})
         return kind.__new__(kind)
 
@@ -165,7 +165,7 @@ class Driven:
         return SimpleNamespace(name=name, data=data)
 
     def shapes(self, dtypes, sizes, fixed=lambda tensor, at: at == 3):
-        """Return dtypes and shapes of the outputs, for inputs of these."""
+        """Return dtypes and shapes of the outputs for these inputs."""
         self.dtypes, self.sizes = list(dtypes), [tuple(each) for each in sizes]
         self.output_dtypes = self.plugin.get_output_data_types(self.dtypes, [len(each) for each in sizes])
         inputs = [
@@ -196,7 +196,7 @@ class Driven:
 
 
 class Numbers(dict):
-    """A record of the numbers of a launch."""
+    """The numbers of a launch."""
 
     nbSymExprs = 0
 

@@ -20,7 +20,7 @@ def draw(*shape, grad=False, seed=0):
 
 
 def mask_of(seqlen_q, seqlen_k, causal, window_size):
-    """Pairs that flash-attn shows: bottom-right aligned."""
+    """Return the pairs that flash-attn shows, aligned to the bottom right."""
     distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
     left, right = window_size
     right = 0 if causal else right
@@ -30,7 +30,7 @@ def mask_of(seqlen_q, seqlen_k, causal, window_size):
 
 
 def expected_of(q, k, v, seen, *, scale=None, softcap=0.0):
-    """Dense attention over (batch, seqlen, heads, head_dim) in fp64; rows that see nothing are 0."""
+    """Compute dense attention over (batch, seqlen, heads, head_dim) in fp64; rows that see nothing are 0."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2).double() for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     if softcap:
@@ -111,7 +111,7 @@ def test_varlen(window_size, causal):
 
 
 def ragged_reference(q, k_cache, v_cache, used, causal, window_size, *, leftpad=None, softcap=0.0):
-    """Attention over each sequence's own keys."""
+    """Compute attention over each sequence's own keys."""
     outs = []
     for b, length in enumerate(used):
         start = 0 if leftpad is None else leftpad[b]
@@ -167,7 +167,7 @@ def test_kvcache_rotary(causal, interleaved):
     new_k, new_v = draw(1, 2, 2, 16, seed=3), draw(1, 2, 2, 16, seed=4)
 
     def turned(x, positions):
-        """Complex numbers turned by their angle."""
+        """Rotate pairs of columns by an angle, as complex numbers."""
         part = x[..., :8]
         pairs = part.unflatten(-1, (4, 2)) if interleaved else part.unflatten(-1, (2, 4)).transpose(-1, -2)
         spun = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(()), angle[positions])[:, None]
@@ -185,7 +185,7 @@ def test_kvcache_rotary(causal, interleaved):
 
 
 def test_arguments_are_flash_attns():
-    """Names and order of flash-attn 2.8."""
+    """The arguments have the names and the order of flash-attn 2.8."""
     names = lambda function: list(inspect.signature(function).parameters)
     tail = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
             "return_attn_probs"]  # fmt: skip

@@ -38,7 +38,7 @@ def test_the_package_names_no_dynaxx_and_holds_all_that_it_imports(package):
 
 
 def test_it_loads_from_its_path_beside_dynaxx(package):
-    """As `kernels` loads it: by a path, under a name of its own."""
+    """Load the package as `kernels` does: by its path, under another name."""
     variant = package / "build" / "torch-universal"
     name = json.loads((variant / "metadata.json").read_text())["id"]
     spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")

@@ -104,7 +104,7 @@ def test_bf16_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def masked_model(model: Any) -> Any:
-    """Convert as a user does, with transformers' own mask as an input of attention."""
+    """Convert a model in the usual way, so that transformers' mask is an input of attention."""
 
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
@@ -285,7 +285,9 @@ def test_exports_refuse_what_they_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_a_policy_as_tune_writes_it_runs(caplog: pytest.LogCaptureFixture) -> None:
-    """Budgets by head, the last queries see everything, and a guard, which is left out with a warning."""
+    """A tuned policy has budgets by head, last queries that see everything, and a guard, which is left out with a
+    warning.
+    """
     from dynaxx.integrations.openvino import cpu_config, insert_policy, to_openvino
 
     model = tiny()

@@ -53,7 +53,7 @@ def layout_of(seqlen_q, seqlen_k, block=32):
 
 
 def driven(trt, q, k, v, layout, *, capability=89):
-    """Return the plugin as TensorRT would hold it, after its shapes were asked for."""
+    """Return the plugin in the state after TensorRT has asked for its shapes."""
     tables = layout_tensors(layout)
     block = layout.block_size
     attributes = {"scale": 0.125, "q_block": block[0], "kv_block": block[1], "capability": capability}
@@ -145,7 +145,7 @@ def test_a_policy_attends_in_the_memory_of_tensorrt(trt, ops, monkeypatch, dtype
 
 
 def on_cpu(memory, device):
-    """Return a tensor on memory of the CPU where the plugin asks for the GPU's."""
+    """Return a tensor in CPU memory instead of the GPU memory that the plugin asks for."""
     told = memory.__cuda_array_interface__
     size, (address, _) = int(told["typestr"][2]), told["data"]
     strides = [stride // size for stride in told["strides"]]
@@ -217,7 +217,7 @@ def test_layouts_are_inputs_that_are_never_empty():
 
 
 def interpreted_launch(q, k, v, layout, scale):
-    """Run the kernel's entry under Triton's interpreter with the arguments that the plugin gives."""
+    """Run the kernel's entry under Triton's interpreter with the plugin's arguments."""
     from dynaxx.integrations.tensorrt import plugin_kernel as kernels
 
     tables = layout_tensors(layout)
@@ -286,7 +286,7 @@ def test_the_ptx_computes_attention_on_a_gpu(request, dtype, dims, block):
 
 
 def launch_of(q, k, v, layout):
-    """Return what the plugin gives TensorRT, where its bindings are not installed."""
+    """Return the plugin's arguments for TensorRT, without TensorRT's bindings."""
     from dynaxx.integrations.tensorrt.plugin_kernel import KernelShape, compile_kernel
 
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[q.dtype]

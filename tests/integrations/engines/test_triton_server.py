@@ -98,7 +98,7 @@ def server(place):
 
 
 def inputs(module, **values):
-    """Triton's inputs of a request."""
+    """Return Triton's inputs of a request."""
     kinds = {"input_ids": "INT64", "max_tokens": "INT32", "stream": "BOOL", "temperature": "FP32", "top_p": "FP32",
              "seed": "INT64", "text_input": "BYTES"}  # fmt: skip
     types = {"INT64": np.int64, "INT32": np.int32, "BOOL": bool, "FP32": np.float32, "BYTES": object}
@@ -160,7 +160,7 @@ def post(address, path, **body):
 
 
 def numbers(server):
-    """Lines of /metrics."""
+    """Return the lines of /metrics."""
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as answer:
         return answer.read().decode()
 

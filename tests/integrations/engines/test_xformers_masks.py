@@ -39,7 +39,7 @@ def padded(name, q_lengths, k_starts, k_lengths, **fields):
 
 
 def band(q_length, k_length, lo=None, hi=None, from_start=False):
-    """Pairs lo <= query - key <= hi."""
+    """Return the mask of pairs with lo <= query - key <= hi."""
     distance = torch.arange(q_length)[:, None] - torch.arange(k_length)
     distance = distance if from_start else distance + k_length - q_length
     seen = torch.ones(q_length, k_length, dtype=torch.bool)

@@ -170,7 +170,9 @@ def test_a_dynamic_policy_exported_equals_torch_and_generates_the_same(tmp_path)
 
 @torch.no_grad()
 def test_a_policy_as_tune_writes_it_equals_torch(tmp_path, caplog):
-    """Budgets by head, the last queries see everything, and a guard, which is left out with a warning."""
+    """A tuned policy has budgets by head, last queries that see everything, and a guard, which is left out with a
+    warning.
+    """
     model, ids = llama(), tokens(1, 700)
     rule = dx.Sink(32) | dx.LocalBlocks(4) | dx.LastQueries(64) | dx.TopK((0.1, 0.3, 0.0, 0.5, 0.2, 1.0), per="head")
     tuned = Policy(model=model_facts(model), block_size=32, rules=[Rule.of(rule)], guard={})

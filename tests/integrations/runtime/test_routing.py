@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`route`: one decision for every engine, and one list of reasons."""
+"""`route` makes the decision for every engine, with one list of reasons."""
 
 import itertools
 import re
@@ -60,7 +60,7 @@ def test_a_step_follows_the_decode_rule():
 
 @pytest.mark.parametrize("reason", DenseReason)
 def test_the_models_own_pattern_follows_where_no_rule_runs(reason):
-    """It never runs where somebody wants the original attention, whatever the layer's rules are."""
+    """The model's own pattern never runs if the caller wants the original attention, whatever the layer's rules are."""
     for layer in (LayerRules(), RULES):
         found = route(layer, PassState(reason), Arrived(serves_own_pattern=True), LONG)
         assert found.route is (Route.OWN_PATTERN if reason.keeps_own_pattern else Route.DENSE)

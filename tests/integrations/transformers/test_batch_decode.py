@@ -47,7 +47,7 @@ def settings(**fields):
 
 
 def served(model, asked, *, page_size=32, num_blocks=64, max_batch_tokens=1024, **fields):
-    """New tokens by request, all requests at once."""
+    """Return the new tokens by request, with all requests at once."""
     config = transformers.ContinuousBatchingConfig(
         page_size=page_size, num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, **fields
     )
@@ -84,7 +84,7 @@ def test_each_request_decodes_as_it_would_alone(model, page_size):
 
 
 def test_prompts_and_tokens_in_one_step(model):
-    """Requests come later than others, so that steps mix prompts, chunks of them and single tokens."""
+    """Some requests arrive later, so that steps mix prompts, chunks of prompts and single tokens."""
     rules = dx.Rule.of(dx.SlidingWindow(24)), decode_rule()
     with dx.apply(model, policy_of(model, *rules)) as handle:
         asked = prompts()
@@ -95,7 +95,7 @@ def test_prompts_and_tokens_in_one_step(model):
 
 @pytest.mark.parametrize("tokens", [48, 33])
 def test_chunks_of_prompts_are_no_decoding(model, tokens):
-    """Also where one token of a prompt is left over."""
+    """A chunk is not a decoding step, even if it is a single token."""
     with dx.apply(model, policy_of(model)) as handle:
         asked = prompts((*LENGTHS, 49, 34))
         expected = alone(model, asked)
@@ -136,7 +136,7 @@ def test_prefixes_that_requests_share(model):
 
 @pytest.mark.parametrize("sharing", [True, False])
 def test_forked_requests(model, sharing):
-    """Several answers to a prompt: its blocks are shared, or copied to others that were somebody's before."""
+    """Several answers share the blocks of a prompt, or copy them to blocks that another request used before."""
     asked = prompts((150, 131, 140, 90), seed=4)
     batching = transformers.ContinuousBatchingConfig(
         page_size=64, num_blocks=24, max_batch_tokens=300, allow_block_sharing=sharing
@@ -215,7 +215,7 @@ def test_a_kernel_that_fails_gives_the_answer_of_dense(model):
 
 
 def test_a_policy_that_comes_while_requests_run_is_followed(model):
-    """Other pages and bounds: summaries are made anew."""
+    """A policy with other pages and bounds makes new summaries."""
     asked = prompts()
     with dx.apply(model, policy_of(model)) as handle, handle.continuous_batching():
         served(model, asked)

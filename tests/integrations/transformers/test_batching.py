@@ -38,7 +38,7 @@ def settings():
 
 
 def served(model, max_batch_tokens=1024):
-    """Tokens by prompt, all prompts at once."""
+    """Return the tokens by prompt, with all prompts at once."""
     batching = transformers.ContinuousBatchingConfig(page_size=32, num_blocks=64, max_batch_tokens=max_batch_tokens)
     found = model.generate_batch(prompts(), generation_config=settings(), continuous_batching_config=batching)
     assert len(found) == len(LENGTHS)
@@ -46,7 +46,7 @@ def served(model, max_batch_tokens=1024):
 
 
 def alone(model):
-    """Tokens by prompt, one prompt at a time."""
+    """Return the tokens by prompt, one prompt at a time."""
     return {
         tuple(ids): model.generate(torch.tensor([ids]), generation_config=settings())[0, len(ids) :].tolist()
         for ids in prompts()

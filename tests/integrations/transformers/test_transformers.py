@@ -108,7 +108,7 @@ def test_a_policy_that_keeps_everything_is_dense(make, inputs):
 @pytest.mark.parametrize("rule", [SPARSE, dx.SlidingWindow(20) | dx.Sink(3)])
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_sparse_is_the_mask_and_each_sequences_own_layout(inputs, rule):
-    """Against eager attention under (mask and layout): the layout of every sequence as if it were alone."""
+    """Compare with eager attention under mask and layout, with the layout that every sequence has alone."""
     model = llama()
     arguments, real = inputs(model)
     rules = (dx.Rule.of(rule, heads=(0, 2, 3)), dx.Rule.of(dx.SlidingWindow(33), heads=[4]))
@@ -157,7 +157,7 @@ def in_chunks(model, ids, sizes, cache=None):
 
 @pytest.mark.parametrize("make", [llama, gemma3])
 def test_chunked_prefill_and_decode(make):
-    """A static pattern does not care how a prompt is cut; decode and short chunks are dense, which a window is not."""
+    """A static pattern gives the same result however a prompt is cut; decoding and short chunks run dense."""
     model, ids = make(), tokens(2, 140)
     dense = logits(model, input_ids=ids)
     with dx.apply(model, policy_for(model)) as handle:
@@ -254,7 +254,7 @@ def test_lengths_around_the_border_do_not_flap():
 
 
 def test_gemma_keeps_its_windows():
-    """A rule for all layers leaves the local ones alone: bit-exact, whatever the length."""
+    """A rule for all layers does not change the local layers, which stay bit-exact at any length."""
     model = gemma3()
     rules = [dx.Rule.of(dx.SlidingWindow(8), layers=[0, 2])]
     for seqlen in (30, 100):
@@ -479,7 +479,7 @@ def test_a_policy_for_another_model_is_refused(field):
 
 
 def test_other_families():
-    """Models whose attention arrives in the common way are served; the answer is checked, not assumed."""
+    """Models whose attention uses transformers' interface are served, with correct results."""
     t = transformers
     for config, model_class in (
         (t.Qwen3Config, t.Qwen3ForCausalLM),
@@ -498,7 +498,7 @@ def test_other_families():
 
 
 def test_sinks_and_softcap_are_never_dropped():
-    """SDPA would ignore them: where a call is dense it is eager, and a rule computes with them."""
+    """SDPA would ignore sinks and softcap, so dense calls run eager attention, and rules compute with both."""
     model, ids = llama(), tokens(1, 60)
     model.set_attn_implementation("eager")
     arguments = {"softcap": 0.5}  # which Llama's eager attention does not know
@@ -511,7 +511,7 @@ def test_sinks_and_softcap_are_never_dropped():
 
 
 def random_runs(rng, seqlen_k):
-    """Rows of a mask and the runs they make: padding, documents, a chunk of a longer sequence, a prefix."""
+    """Draw rows of a mask and their runs: padding, documents, a chunk of a longer sequence, a prefix."""
     rows, runs, key = [], [], rng.choice((0, 0, 5))
     seen = lambda start, stop: (torch.arange(seqlen_k) >= start) & (torch.arange(seqlen_k) < stop)
     for _ in range(rng.randint(0, 5)):  # left padding sees nothing
@@ -583,7 +583,7 @@ def smollm2():
 
 
 def test_real_weights(smollm2):
-    """SmolLM2 on real text: exact where it must be, and close in what it predicts at half the attention."""
+    """SmolLM2 on real text is exact at full density, and its predictions are close at half of the blocks."""
     from dynaxx.lab.texts import encode, pydoc_text
 
     model, ids = smollm2.model, encode(smollm2.tokenizer, pydoc_text(), 320)

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 class Hopper:
-    """A driver that answers what Triton asks when it compiles."""
+    """A driver that answers Triton's questions during compilation."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)

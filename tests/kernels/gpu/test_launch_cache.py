@@ -161,7 +161,7 @@ def test_a_layout_that_moves_in_memory(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_first_call_in_a_graph(backend):
-    """Compile the kernels, but for a layout and shapes with which nothing was launched."""
+    """Use compiled kernels with a layout and shapes for which nothing was launched before."""
     both_ways(*inputs(), window(), backend)
     layout = window()
     q, k, v = inputs(seed=5)

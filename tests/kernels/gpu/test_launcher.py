@@ -54,7 +54,7 @@ STARTED = []
 
 
 def address(x):
-    """Return the address of a tensor, also inside of a tuple; anything else as it is."""
+    """Return the address of a tensor, also inside a tuple; return anything else unchanged."""
     if isinstance(x, tuple):
         return tuple(address(each) for each in x)
     return x.data_ptr() if isinstance(x, torch.Tensor) else x

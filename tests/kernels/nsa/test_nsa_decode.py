@@ -47,7 +47,7 @@ def paged(rng, sizes, lengths, k, v):
 
 
 def problem(seed, group, dtype=torch.float32):
-    """Sequences, the training result for each of their tokens, and how their windows are compressed."""
+    """Return sequences, the training result for each of their tokens, and the weights of their compression."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sizes, heads = random_sizes(rng), rng.choice((1, 2))

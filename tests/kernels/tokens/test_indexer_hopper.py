@@ -20,7 +20,7 @@ def small(monkeypatch):
 
 
 def draw(queries, keys, heads=4, dim=64, kind=torch.bfloat16, most=1.3):
-    """Whole numbers: few different scores, many of them equal, and products are exact."""
+    """Draw whole numbers: products are exact, and many scores are equal."""
     normal = lambda *shape: torch.randn(*shape, device="cuda").mul(most).round().to(kind)
     return normal(1, queries, heads, dim), normal(1, keys, dim), normal(1, queries, heads)
 
@@ -46,7 +46,7 @@ def test_choices_are_those_of_sorting(queries, keys, count, heads, dim, kind):
 @pytest.mark.parametrize("count", [64, 2048])
 @pytest.mark.parametrize("heads", [4, 32])
 def test_thresholds_of_a_sample(where, count, heads):
-    """Samples that tell the truth, that promise too much, and that promise too little; lists that overflow."""
+    """The sampled keys are representative, have too high scores, or too low scores; and lists overflow."""
     torch.manual_seed(5)
     keys = 40000 if count == 2048 else 6000
     q, k, weights = (x.abs() for x in draw(200, keys, heads))
@@ -83,7 +83,7 @@ def test_large_and_missing_numbers():
 
 
 def test_every_slot_is_written(monkeypatch):
-    """Results lie in memory that held other numbers."""
+    """Every slot is written, even in memory that held other numbers."""
     torch.manual_seed(1)
     inputs = draw(200, 150)
     want = dx.index_tokens(*inputs, dx.TopKTokens(170), backend="hopper")

@@ -16,13 +16,13 @@ def test_under_the_interpreter():
 
 
 def draw(queries, keys, heads=3, dim=12, batch=1, dtype=torch.float32):
-    """Few different scores, so that many are equal; products are exact."""
+    """Draw few different scores, so that many are equal; products are exact."""
     normal = lambda *shape: torch.randn(*shape, device=DEVICE).mul(1.3).round().to(dtype)
     return normal(batch, queries, heads, dim), normal(batch, keys, dim), normal(batch, queries, heads)
 
 
 def both_ways(monkeypatch):
-    """Yield after setting each way: streaming, and sorting."""
+    """Select streaming, then sorting, and yield after each."""
     from dynaxx.kernels.triton.tokens import choose
 
     for processors, score_bytes in ((0, 1 << 28), (1 << 20, 1 << 13)):
@@ -76,7 +76,7 @@ def test_packed_int8_and_many_heads(monkeypatch):
 @runs_here
 @pytest.mark.parametrize("where", ["anywhere", "sampled", "elsewhere"])
 def test_thresholds_of_a_sample(where, monkeypatch):
-    """Samples that tell the truth, that promise too much, and that promise too little."""
+    """The sampled keys are representative, have too high scores, or too low scores."""
     from dynaxx.kernels.triton.tokens import choose
 
     torch.manual_seed(5)
@@ -110,7 +110,7 @@ def test_large_negative_scores_and_nothing_to_see(monkeypatch):
     ("queries", "keys", "count", "size"), [(4000, 9000, 512, 1), (1, 70000, 2048, 1), (3000, 5000, 2048, 4)]
 )
 def test_long_sequences(queries, keys, count, size, precision):
-    """On whole numbers up to 5 fp32 and bf16 are exact; scales of 8 bits round."""
+    """fp32 and bf16 are exact for whole numbers up to 5; scales of 8 bits round."""
     torch.manual_seed(0)
     inputs = draw(queries, keys, heads=4, dim=64)
     choice = dx.TopKTokens(count, block_size=size)

@@ -20,7 +20,7 @@ def test_under_the_interpreter():
 
 
 def moved(cache):
-    """Put a cache on the device of these tests."""
+    """Move a cache to the device of these tests."""
     parts = {field.name: getattr(cache, field.name) for field in fields(cache)}
     parts = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
     if cache.exact is not None:
@@ -69,7 +69,7 @@ def test_latent_cache():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "dims"), [((128, 1), (576, 512)), ((32, 8), (128, 128)), ((8, 8), (64, 64))])
 def test_models_caches(heads, dims, dtype):
-    """Three calls: as it is, recorded, and replayed."""
+    """Call three times: the first call runs, the second is recorded, the third is replayed."""
     rng = random.Random(1)
     torch.manual_seed(1)
     cache = random_cache(rng, heads[1], dims, dtype)

@@ -18,13 +18,13 @@ SMALL = ((8, 8), (24, 16), (64, 64))
 
 
 def choose(queries, keys, heads, count, size=1, seed=0):
-    """(1, queries, heads, count) for one sequence."""
+    """Draw block indices (1, queries, heads, count) for one sequence."""
     spans = TokenSpans((0, queries), (0, keys), size)
     return random_token_choice(random.Random(seed), spans, heads, count)[None]
 
 
 def by_loops(q, k, v, indices, size, scale, softcap=None, sinks=None):
-    """One sequence, query by query and head by head."""
+    """Compute one sequence, query by query and head by head."""
     queries, q_heads, _ = q.shape
     out, lse = q.new_zeros(queries, q_heads, v.shape[2]), q.new_full((q_heads, queries), -math.inf)
     for t in range(queries):
@@ -112,7 +112,7 @@ def test_large_blocks_are_selected_attention(size):
 
 
 def test_latent_attention_shares_memory_and_gradients():
-    """Values are the first columns of the keys: a view, read once, whose gradients add up."""
+    """Values are a view of the first columns of the keys, which is read once; the gradients add up."""
     latent = torch.randn(1, 90, 1, 144, requires_grad=True)
     q, indices = torch.randn(1, 90, 16, 144, requires_grad=True), choose(90, 90, 1, 20)
     seen = []

@@ -14,7 +14,7 @@ SCALE = 0.05
 
 
 def draw(queries, keys, heads, slots, dtype=torch.bfloat16):
-    """Lists in any order with empty slots; the first queries stand before all keys, and see nothing."""
+    """Draw lists in any order with empty slots; the first queries are before all keys and see nothing."""
     torch.manual_seed(queries + slots)
     latent = torch.randn(1, keys, 1, 576, device="cuda").to(dtype).requires_grad_()
     q = torch.randn(1, queries, heads, 576, device="cuda").to(dtype).requires_grad_()
@@ -64,7 +64,7 @@ def test_packed_sequences_sinks_and_rows_that_nobody_chose():
 
 
 def test_others_are_served_too():
-    """Softcap, and values in memory of their own, go to the kernels of any GPU."""
+    """Softcap, and values that are not a view of the keys, run on the portable kernels."""
     q, latent, chosen = draw(6, 80, 128, 16)
     got, want = (run(q, latent, chosen, dtype, backend, softcap=5.0) for dtype, backend in
                  ((torch.bfloat16, "hopper"), (torch.float64, "reference")))  # fmt: skip

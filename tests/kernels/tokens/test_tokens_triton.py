@@ -24,7 +24,7 @@ def check(case):
 @runs_here
 @pytest.mark.parametrize("seed", range(5))
 def test_random_cases(seed):
-    """fp32 and fp16, since the interpreter does not multiply bf16."""
+    """Use fp32 and fp16, because the interpreter does not multiply bf16."""
     sizes = {"head_dims": ((8, 8), (24, 16)), "lengths": (0, 1, 7), "groups": (1, 2, 3, 5, 17), "slots": (1, 5, 20)}
     check(random_token_case(seed, dtype=torch.float16 if seed % 2 else torch.float32, device=DEVICE, **sizes))
 
@@ -40,7 +40,7 @@ def test_random_cases_in_bf16(seed, head_dim):
 
 @runs_here
 def test_latent_widths():
-    """576 = 512 + 64: rows in two parts."""
+    """Rows of 576 are read in two parts, 512 and 64."""
     sizes = {"head_dims": ((576, 512),), "lengths": (3,), "groups": (3,), "slots": (3,), "block_sizes": (1,)}
     check(random_token_case(3, device=DEVICE, **sizes))
 
@@ -76,7 +76,7 @@ def test_numbers_out_of_range_are_not_read():
 
 
 def in_steps(monkeypatch, wide):
-    """Send small widths through the steps of the wide backward."""
+    """Use the wide backward for small widths."""
     from dynaxx.kernels.gpu.tokens import gradients, operators
 
     for module in (gradients, operators) if wide else ():
@@ -88,7 +88,9 @@ def in_steps(monkeypatch, wide):
     ("heads", "select_heads", "wide"), [((8, 2), 1, False), ((8, 2), 4, False), ((4, 2), 4, True), ((40, 1), 1, True)]
 )
 def test_rows_of_gradients_in_pieces(heads, select_heads, wide, monkeypatch):
-    """A small workspace takes kv heads one by one and tiles a few at a time; 40 heads are parts of a tile."""
+    """With a small workspace, kv heads are processed one by one and tiles a few at a time; 40 heads fill parts of a
+    tile.
+    """
     from dynaxx.kernels.gpu.tokens import gradients
 
     in_steps(monkeypatch, wide)
@@ -117,7 +119,7 @@ def test_rows_of_gradients_in_pieces(heads, select_heads, wide, monkeypatch):
 @runs_here
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.float16, True)])
 def test_latent_rows_are_read_once(dtype, wide, monkeypatch):
-    """Values that are a view of the keys: their gradients meet in the latent vectors."""
+    """If values are a view of the keys, the latent vectors get the sum of both gradients."""
     compare_latent((144, 128), dtype, wide, monkeypatch)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suite of whole models: rows are checked before they are timed, and what is missing says so."""
+"""The suite of whole models checks rows before it times them, and names engines that are not installed."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

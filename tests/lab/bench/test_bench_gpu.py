@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU suite's table and targets, without a GPU: what is promised, and when nothing is said."""
+"""The GPU suite's table and targets, without a GPU: targets are met, missed, or not measured."""
 
 import pytest
 import torch

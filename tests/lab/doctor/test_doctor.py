@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""doctor: asks every backend, checks those that can serve, survives broken ones."""
+"""doctor asks every backend, checks those that can serve, and survives broken ones."""
 
 import json
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from dynaxx.ops import dispatch
 
 @pytest.fixture
 def only_reference(monkeypatch):
-    """Other backends have their own tests; here they would only take time."""
+    """Use the reference only, because other backends have their own tests and take time."""
     monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
 
 

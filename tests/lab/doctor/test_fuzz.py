@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzer: it checks, it finds a wrong backend, and its line shows the case again."""
+"""The fuzzer finds a wrong backend, and the command that it prints repeats the case."""
 
 import pytest
 import torch

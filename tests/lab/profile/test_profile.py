@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""profile: the parts add up, the model is unchanged afterwards, and the verdict follows the numbers."""
+"""profile's parts add up, the model is unchanged afterwards, and the verdict follows from the numbers."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def ceilings(monkeypatch):
-    """Measuring takes seconds; one test does it for real. One thread: a tiny model gains nothing from more."""
+    """Replace the measured ceilings, which take seconds; use one thread, since a tiny model does not gain from more."""
     monkeypatch.setattr(tool, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -138,7 +138,7 @@ def test_default_lengths_stay_within_the_model(loaded):
 
 
 def test_a_trace_that_cannot_be_written_is_said_and_leaves_nothing(tmp_path, monkeypatch):
-    """torch's profiler raises nothing on a full disk: it logs, and leaves what it wrote under another name."""
+    """On a full disk torch's profiler only logs, and leaves a partial file under another name."""
 
     def export(profiler, path):
         Path(path + ".tmp").write_text("{")

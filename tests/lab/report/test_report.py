@@ -30,7 +30,7 @@ SUBSETS = [names for count in range(len(DOCUMENTS) + 1) for names in combination
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects what a test asks for."""
+    """Check that tags nest, and collect the elements that a test asks for."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -233,7 +233,7 @@ def test_line_charts_with_little_in_them():
 
 
 def test_words_on_a_chart_cover_neither_its_line_nor_each_other():
-    """A line that goes up and down through the reference at its end: the words go to where it is quiet."""
+    """Labels avoid a line that crosses the reference line several times."""
     points = [Point(64, 1.0), Point(512, 1.0), Point(640, 0.83), Point(1024, 1.09)]
     axes = Axes("tokens", "speed", log_x=True, y_range=(0, 1.2), y_lines=[Line(1.0, "dense")],
                 x_lines=[Line(512, "sparse from 512")])  # fmt: skip
@@ -293,7 +293,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_browser_shows_it_without_sideways_scrolling(tmp_path, width):
-    """The page's own measure of itself, read back through the title: no element may stick out of the window."""
+    """The page measures itself and writes the result into its title: no element may extend beyond the window."""
     folder = write_documents(tmp_path / "run", analysis=SMALL)
     page = write_report(folder).read_text()
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)

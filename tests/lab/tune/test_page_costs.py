@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of page shares: the pages are those of decoding, dense costs nothing, and shares follow the costs."""
+"""Page shares use the pages of decoding, dense attention costs nothing, and shares follow the costs."""
 
 import pytest
 import torch

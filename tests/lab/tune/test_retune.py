@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy renewed from records: each head back at its recall, nothing else changed, and the difference shown."""
+"""A policy renewed from records restores the recall of each head, changes nothing else, and shows the difference."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def loaded(folder):
 
 @pytest.fixture(scope="module")
 def policy(loaded):
-    """Layer 0 selects by head, layer 1 has a window beside a dense head."""
+    """Return a policy: layer 0 selects by head, layer 1 has a head with a window and a dense head."""
     rules = (
         dx.Rule.of(dx.Sink(2) | dx.TopK((0.1, 0.2, 0.3)), layers=[0], heads=(0, 1, 3)),
         dx.Rule.of(dx.SlidingWindow(32), layers=[1], heads=(0, 1, 2)),

@@ -153,7 +153,7 @@ SCORERS = (dx.MeanQuery(), dx.MinMax(bound=0.5))
 
 @pytest.fixture
 def small(monkeypatch):
-    """Let a policy of 512 tokens have something to choose from."""
+    """Use small blocks, so that a policy has blocks to choose from at 512 tokens."""
     monkeypatch.setattr(trials_module, "LAST_QUERIES", 16)
     monkeypatch.setattr(costs_module, "LOCAL_TOKENS", 32)
 

@@ -168,7 +168,7 @@ def test_one_budget_for_all_heads_wins_where_it_is_sparser(loaded, tmp_path, mon
 
 @pytest.mark.parametrize("budget", [300.0, 100.0, 45.0])
 def test_a_time_budget_is_held_on_a_slow_machine(loaded, tmp_path, monkeypatch, budget):
-    """A clock that goes on by ten seconds with every layer, evaluation and length."""
+    """The clock advances by ten seconds with every layer, evaluation and length."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
     for module in (budget_module, trials_module, retune_module, crossover_module):
@@ -287,7 +287,7 @@ def test_captured_steps_that_cannot_be(loaded, tmp_path):
 
 
 def test_texts_are_decoded_together_or_one_by_one(loaded):
-    """A step of both is one step of each, in their order."""
+    """A step of several texts equals one step of each text, in order."""
     texts = [torch.randint(3, 300, (1, 60)) for _ in range(2)]
     read = lambda ids: decode_module._read(loaded.model, ids[:, :40])
     each = [decode_module._decoded(loaded.model, read(ids), ids[:, 40:], None) for ids in texts]
@@ -306,7 +306,7 @@ def test_a_model_writes_the_end_of_a_text(loaded):
 
 
 def test_written_text_decides_too(loaded, monkeypatch):
-    """A share that only loses on text that the model wrote is not taken."""
+    """A share that loses quality only on generated text is not accepted."""
     calls = []
 
     def decoded(model, cache, ids, policy):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`validate` on a tiny model measures correctly, and fails what should fail."""
+"""`validate` measures correctly on a tiny model, and fails a bad policy."""
 
 import copy
 import json
