@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 import torch
-from benchmarks.quality.choices import bounds, decode, forms, scored, tiles
+from benchmarks.quality.choices import bounds, decode, forms, heads, scored, tiles
 from benchmarks.quality.choices.predict import predicted
 from benchmarks.quality.choices.setting import Setting, common_arguments, stored_rows
 from benchmarks.quality.choices.trials import START, costs_of, curve, mean_costs, measured, needed, trial
@@ -28,6 +28,7 @@ STUDIES = {
     "forms": forms.CHOICES,
     "bounds": bounds.CHOICES,
     "scored": scored.CHOICES,
+    "heads": heads.CHOICES,
     "decode": decode.CHOICES,
 }
 

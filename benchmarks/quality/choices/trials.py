@@ -2,12 +2,12 @@
 """Costs of heads, budgets from them, and trials on held-out text for any way to choose."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from benchmarks.quality.choices.masked import Dense, attend, heads_first, probabilities, with_ones
-from benchmarks.quality.choices.ways import GRIDS, Choice, extra_pairs, grid_of, kept_blocks, ranked
+from benchmarks.quality.choices.ways import GRIDS, Choice, OwnMasses, extra_pairs, grid_of, kept_blocks, ranked
 
 from dynaxx.lab.attention_route import routed
 from dynaxx.lab.perplexity import token_losses
@@ -27,6 +27,7 @@ class Plan:
 
     choices: tuple[Choice, ...]
     amounts: torch.Tensor  # (choices, layers, heads)
+    masses: OwnMasses = field(default_factory=OwnMasses)
 
 
 @torch.no_grad()
@@ -37,11 +38,12 @@ def losses_of(model, ids, plan):
     def run(module, query, key, value, attention_mask, **kwargs):
         q, k, v = heads_first(query, key, value)
         scale, tokens = q.shape[2] ** -0.5, q.shape[1]
-        p = probabilities(q, k, scale)
+        p, layer = probabilities(q, k, scale), module.layer_idx
+        plan.masses.read(layer, plan.choices, q, k, scale)
         blocks = None
         for i, choice in enumerate(plan.choices):
-            amounts = plan.amounts[i, module.layer_idx]
-            kept = kept_blocks(choice, ranked(choice, q, k, v, p, scale), amounts, tokens)
+            values = ranked(choice, plan.masses.of(layer, choice, q, k, p, scale), k, v)
+            kept = kept_blocks(choice, values, plan.amounts[i, layer], tokens)
             blocks = kept if blocks is None else blocks | kept
         visible, _, count = grid_of(plan.choices[0], tokens, q.device)
         rows = slice(len(count) // 2, None) if plan.choices[0].decode else slice(None)
@@ -55,8 +57,9 @@ def losses_of(model, ids, plan):
     return losses, torch.stack(visited)
 
 
-def costs_of(model, ids, choices, seed=0):
+def costs_of(model, ids, choices, seed=0, masses=None):
     """Return per choice (loss, density), each (amounts, layers, heads), by one forward and one backward pass."""
+    masses = masses or OwnMasses()
     layers = model.config.num_hidden_layers
     found = {choice: [None] * layers for choice in choices}
 
@@ -67,6 +70,8 @@ def costs_of(model, ids, choices, seed=0):
         if not out.requires_grad:
             out.requires_grad_()
         saved = [each.detach() for each in (query, key, value)]
+        q, k, _ = heads_first(*saved)
+        masses.read(module.layer_idx, choices, q, k, q.shape[2] ** -0.5)
         out.register_hook(lambda grad: measure(module.layer_idx, saved, grad))
         return out, None
 
@@ -82,7 +87,7 @@ def costs_of(model, ids, choices, seed=0):
         out = attend(dense, None, choices[0])
         for choice in choices:
             visible, _, count = grid_of(choice, tokens, q.device)
-            values = ranked(choice, q, k, v, p, scale)
+            values = ranked(choice, masses.of(layer, choice, q, k, p, scale), k, v)
             rows = slice(len(count) // 2, None) if choice.decode else slice(None)
             loss, density = [], []
             for amount in GRIDS[choice.rule]:

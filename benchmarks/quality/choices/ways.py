@@ -25,7 +25,8 @@ class Choice:
     Attributes:
         q_block, kv_block: tokens per block.
         scorer: "mass" for true attention, "mean N" for mean queries of N tokens, "spread N" with the variance of their
-            logits, "bound" for bounds of keys.
+            logits, "bound" for bounds of keys, "anti N" for anti-diagonals of tiles of N tokens, "probe N" for
+            vertical and slash lines of the last N queries, several joined by " + " for the mean of their masses.
         rule: "share" keeps a share of the visible blocks of every row, "top_p" blocks up to a share of the mass, "even"
             blocks with a multiple of the mass of an even spread.
         local: tokens before each q block that are always visible.
@@ -38,6 +39,7 @@ class Choice:
             value of each, "query" for what the row's mean query reads in them, with its logits, "query share" with its
             share of the mass, "row" for what the row's middle query reads in them, with its share.
         dense_layers: layers that see everything; negative ones count from the last.
+        lag: number of layers back whose scores choose (`sharing.py`).
     """
 
     q_block: int = 32
@@ -52,6 +54,7 @@ class Choice:
     decode: bool = False
     omitted: str = ""
     dense_layers: tuple[int, ...] = ()
+    lag: int = 0
 
 
 MASS, MEAN = Choice(scorer="mass"), Choice()
@@ -78,38 +81,110 @@ def block_mass(choice, p):
     return p.view(heads, tokens // choice.q_block, choice.q_block, -1, choice.kv_block).sum((2, 4)) / choice.q_block
 
 
-def estimated(choice, q, k, scale):
-    """Return the mass of every block as a scorer estimates it, (H, R, C), of sum 1 per row."""
+def estimated(choice, q, k, scale, gate=None):
+    """Return the mass of every block as a scorer estimates it, (H, R, C), of sum 1 per row.
+
+    Args:
+        choice: the way to choose.
+        q: (H, N, D).
+        k: (Hk, N, D).
+        scale: the softmax scale.
+        gate: (H, D, D) matrices that mean queries are multiplied by (`gates.py`).
+    """
+    found = [_ESTIMATES[name.split()[0]](choice, name, q, k, scale, gate) for name in choice.scorer.split(" + ")]
+    return torch.stack(found).mean(0) if len(found) > 1 else found[0]
+
+
+def mean_queries(choice, scorer, q, scale):
+    """Return tiles (H, tiles, tokens, D) of queries, and the mean of each times the scale and the sharpness."""
+    tiles = q.view(q.shape[0], -1, int(scorer.split()[1]), q.shape[2])
+    return tiles, tiles.mean(2) * (scale * choice.sharpness)
+
+
+def _of_mean_queries(choice, scorer, q, k, scale, gate):
+    heads, tokens, dim = q.shape
+    tiles, queries = mean_queries(choice, scorer, q, scale)
+    if gate is not None:
+        queries = queries @ gate
+    logits = torch.matmul(queries.view(k.shape[0], -1, dim), k.transpose(1, 2)).view(heads, -1, tokens)
+    if scorer.startswith("spread"):  # the mean of an exponential of normal logits; dimensions count as independent
+        spread = tiles.var(2) * (scale * choice.sharpness) ** 2 / 2
+        logits += torch.matmul(spread.view(k.shape[0], -1, dim), k.square().transpose(1, 2)).view_as(logits)
+    ends = (torch.arange(queries.shape[1], device=q.device) + 1) * tiles.shape[2]
+    logits.masked_fill_(torch.arange(tokens, device=q.device) >= ends[:, None], -torch.inf)
+    mass = torch.softmax(logits, -1).view(heads, queries.shape[1], -1, choice.kv_block).sum(-1)
+    return mass.view(heads, tokens // choice.q_block, -1, mass.shape[-1]).mean(2)
+
+
+def _of_bounds(choice, scorer, q, k, scale, gate):
     heads, tokens, dim = q.shape
     visible = grid_of(choice, tokens, q.device)[0]
-    kind, _, size = choice.scorer.partition(" ")
-    if kind in ("mean", "spread"):
-        tile = int(size)
-        tiles = q.view(heads, tokens // tile, tile, dim)
-        queries = tiles.mean(2) * (scale * choice.sharpness)
-        logits = torch.matmul(queries.view(k.shape[0], -1, dim), k.transpose(1, 2)).view(heads, -1, tokens)
-        if kind == "spread":  # the mean of an exponential of normal logits; dimensions count as independent
-            spread = tiles.var(2) * (scale * choice.sharpness) ** 2 / 2
-            logits += torch.matmul(spread.view(k.shape[0], -1, dim), k.square().transpose(1, 2)).view_as(logits)
-        ends = (torch.arange(tokens // tile, device=q.device) + 1) * tile
-        logits.masked_fill_(torch.arange(tokens, device=q.device) >= ends[:, None], -torch.inf)
-        mass = torch.softmax(logits, -1).view(heads, tokens // tile, -1, choice.kv_block).sum(-1)
-        return mass.view(heads, tokens // choice.q_block, -1, mass.shape[-1]).mean(2)
     queries = q.view(heads, tokens // choice.q_block, choice.q_block, dim).mean(2) * (scale * choice.sharpness)
     blocks = k.view(k.shape[0], -1, choice.kv_block, dim)
     largest, smallest, mean = blocks.amax(2), blocks.amin(2), blocks.mean(2)
-    part = float(size or 1.0)
+    part = float(scorer.partition(" ")[2] or 1.0)
     largest, smallest = mean + part * (largest - mean), mean + part * (smallest - mean)
     grouped = queries.view(k.shape[0], -1, dim)
     logits = grouped.clamp(min=0) @ largest.transpose(1, 2) + grouped.clamp(max=0) @ smallest.transpose(1, 2)
     return logits.view(heads, -1, blocks.shape[1]).masked_fill(~visible, -torch.inf).softmax(-1)
 
 
-def ranked(choice, q, k, v, p, scale):
-    """Return V (H, R, C) so that a block is kept if V < the head's amount."""
-    tokens = q.shape[1]
-    visible, forced, count = grid_of(choice, tokens, q.device)
-    mass = block_mass(choice, p) if choice.scorer == "mass" else estimated(choice, q, k, scale)
+def _of_anti_diagonals(choice, scorer, q, k, scale, gate):
+    heads, tokens, dim = q.shape
+    size = min(int(scorer.split()[1]), choice.q_block, choice.kv_block)
+    read = q.view(heads, -1, size, dim).flip(2).reshape(k.shape[0], -1, size * dim) * (scale / size)
+    logits = torch.matmul(read, k.reshape(k.shape[0], -1, size * dim).transpose(1, 2))
+    logits = logits.view(heads, tokens // size, tokens // size)
+    row = torch.arange(tokens // size, device=q.device)
+    logits.masked_fill_(row > row[:, None], -torch.inf)
+    mass = torch.softmax(logits, -1).view(heads, -1, choice.q_block // size, tokens // choice.kv_block,
+                                          choice.kv_block // size)  # fmt: skip
+    return mass.sum(-1).mean(2)
+
+
+def _of_lines(choice, scorer, q, k, scale, gate):
+    heads, tokens, dim = q.shape
+    count = min(int(scorer.split()[1]), tokens)
+    logits = torch.matmul(q[:, -count:].reshape(k.shape[0], -1, dim) * scale, k.transpose(1, 2))
+    position = torch.arange(tokens, device=q.device)
+    distance = position[-count:, None] - position  # (count, N)
+    p = logits.view(heads, count, tokens).masked_fill(distance < 0, -torch.inf).softmax(-1)
+    vertical = p.sum(1).view(heads, 1, -1, choice.kv_block).sum(-1)  # (H, 1, C)
+    by_distance = p.new_zeros(heads, tokens).scatter_add_(
+        1, distance.clamp(min=0).flatten().expand(heads, -1), p.flatten(1)
+    )
+    below = torch.nn.functional.pad(by_distance.cumsum(1), (1, 0))  # (H, N + 1), of distances less than the index
+    first = position[:: choice.q_block, None] - position[:: choice.kv_block] - choice.kv_block + 1
+    last = first + choice.q_block + choice.kv_block - 2
+    slash = below[:, (last + 1).clamp(0, tokens)] - below[:, first.clamp(0, tokens)]  # (H, R, C)
+    found = (vertical + slash) * grid_of(choice, tokens, q.device)[0]
+    return found / found.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+_ESTIMATES = {
+    "mean": _of_mean_queries,
+    "spread": _of_mean_queries,
+    "bound": _of_bounds,
+    "anti": _of_anti_diagonals,
+    "probe": _of_lines,
+}
+
+
+class OwnMasses:
+    """The masses of a layer's blocks from the layer's own queries and keys."""
+
+    def read(self, layer, choices, q, k, scale):
+        """Take the queries and keys of a layer, in the order of the forward pass."""
+
+    def of(self, layer, choice, q, k, p, scale):
+        """Return the mass of every block (H, R, C)."""
+        return block_mass(choice, p) if choice.scorer == "mass" else estimated(choice, q, k, scale)
+
+
+def ranked(choice, mass, k, v):
+    """Return V (H, R, C) so that a block of a mass (H, R, C) is kept if V < the head's amount."""
+    tokens = k.shape[1]
+    visible, forced, count = grid_of(choice, tokens, k.device)
     if choice.values:
         size = v.view(v.shape[0], -1, choice.kv_block, v.shape[2]).mean(2).norm(dim=-1)
         mass = mass * size.repeat_interleave(mass.shape[0] // v.shape[0], 0)[:, None]
@@ -123,7 +198,7 @@ def ranked(choice, q, k, v, p, scale):
     best, where = mass.masked_fill(forced | ~visible, -1.0).sort(dim=-1, descending=True)
     if choice.rule == "share":
         floor = 0 if choice.decode else tokens // choice.kv_block // 2
-        before = torch.arange(mass.shape[-1], device=q.device) / count.clamp(min=floor)[:, None]
+        before = torch.arange(mass.shape[-1], device=k.device) / count.clamp(min=floor)[:, None]
         before = before.expand_as(best)
     else:
         best = best.clamp(min=0)

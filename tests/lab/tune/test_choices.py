@@ -57,6 +57,24 @@ def test_emulated_choices_are_those_of_the_library(model, ids, rule):
     assert float(density.mean()) < 0.9
 
 
+@pytest.mark.parametrize(
+    ("name", "scorer"),
+    [("anti 16", dx.AntiDiagonal(16)), ("anti 8", dx.AntiDiagonal(8)), ("probe 64", dx.LastQueryProbe(64))],
+)
+def test_emulated_scorers_are_those_of_the_library(model, ids, name, scorer):
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+
+    choice = replace(ways.MEAN, scorer=name, local=32)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    found, density = trials.losses_of(model, ids, trials.Plan((choice,), torch.full((1, layers, heads), 0.2)))
+    rule = FORCED | dx.TopK(0.2, scorer, TOKENS // BLOCK // 2, per="head")
+    policy = dx.Policy(model=model_facts(model), block_size=BLOCK, rules=(dx.Rule.of(rule),))
+    with dx.apply(model, policy):
+        expected = token_losses(model, ids)[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert float(density.mean()) < 0.9
+
+
 def test_emulated_costs_are_those_of_the_library(model, ids):
     choice = replace(ways.MEAN, local=32)
     loss, density = trials.costs_of(model, ids, [choice])[choice]
@@ -71,7 +89,7 @@ def test_a_negative_amount_leaves_a_head_to_the_other_choice():
     q, k, v = torch.randn(4, 128, 16), torch.randn(2, 128, 16), torch.randn(2, 128, 16)
     p = masked.probabilities(q, k, 0.25)
     choice = replace(ways.MEAN, last=0)
-    values = ways.ranked(choice, q, k, v, p, 0.25)
+    values = ways.ranked(choice, ways.OwnMasses().of(0, choice, q, k, p, 0.25), k, v)
     kept = ways.kept_blocks(choice, values, torch.tensor([-1.0, 0.0, 0.5, 1.0]), 128)
     counts = kept.sum((1, 2)).tolist()
     assert counts[0] == 0
@@ -86,7 +104,7 @@ def test_every_choice_keeps_everything_at_its_largest_amount(study):
     p = masked.probabilities(q, k, 0.25)
     for name, several in STUDIES[study].items():
         for choice in several:
-            values = ways.ranked(choice, q, k, v, p, 0.25)
+            values = ways.ranked(choice, ways.OwnMasses().of(0, choice, q, k, p, 0.25), k, v)
             everything = torch.full((4,), max(ways.GRIDS[choice.rule]))
             visible = ways.grid_of(choice, 128, q.device)[0]
             assert torch.equal(ways.kept_blocks(choice, values, everything, 128), visible.expand(4, -1, -1)), name
@@ -100,7 +118,7 @@ def test_what_stands_in_is_exact_where_a_block_is_alike(omitted):
     choice = replace(ways.MEAN, omitted=omitted, local=0, last=0)
     p = masked.probabilities(q, k, 0.25)
     dense = masked.Dense(q, k, masked.with_ones(v), p, 0.25)
-    values = ways.ranked(choice, q, k, v, p, 0.25)
+    values = ways.ranked(choice, ways.OwnMasses().of(0, choice, q, k, p, 0.25), k, v)
     blocks = ways.kept_blocks(choice, values, torch.zeros(4), 128)
     exact = masked.attend(dense, None, choice)
     rows = slice(96, 112) if omitted == "row" else slice(96, 128) if omitted == "means" else slice(127, 128)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that take the scores of an earlier layer: which layers choose comes from dynamic programming.
+
+    python -m benchmarks.quality.choices.sharing smollm2 --device cuda --stretches 1 --out sharing.json
+
+A head of a layer that does not choose takes the scores of the head of the choosing layer whose scores are the most
+alike (Bhattacharyya coefficient over blocks that are not always visible), with a budget of its own. Costs are measured
+for every layer and every earlier layer within `--reach`. Dynamic programming then finds the K layers that choose with
+the smallest cost, where a layer takes the scores of the last one before it. Which heads are alike and which layers
+choose comes from the calibration halves of all kinds of text; budgets come from the other four kinds.
+"""
+
+from dataclasses import replace
+
+import torch
+from benchmarks.quality.choices.masked import heads_first
+from benchmarks.quality.choices.setting import Setting, common_arguments, stored_rows
+from benchmarks.quality.choices.trials import NAME, START, Plan, allocation, costs_of, curve, mean_costs, needed, tried
+from benchmarks.quality.choices.ways import MEAN, TILE, OwnMasses, estimated, grid_of
+
+from dynaxx.lab.attention_route import evaluating, routed
+
+SHAPES = {"16 x 16": replace(MEAN, scorer="mean 16", **TILE), "32 x 32": MEAN}
+AT = 0.25  # density at which the costs of sharing are compared
+
+
+class SharedMasses(OwnMasses):
+    """Masses of an earlier layer's blocks, by matched heads.
+
+    Args:
+        matches: (layers, layers, H), the head of an earlier layer (second index) for each head of a layer.
+        sources: the layer whose scores each layer takes, or None to go back by the choice's lag.
+    """
+
+    def __init__(self, matches, sources=None):
+        self._matches, self._sources, self._masses = matches, sources, {}
+
+    def read(self, layer, choices, q, k, scale):
+        self._masses[layer] = estimated(choices[0], q, k, scale)
+
+    def of(self, layer, choice, q, k, p, scale):
+        source = max(0, layer - choice.lag) if self._sources is None else self._sources[layer]
+        return self._masses[source][self._matches[layer, source]]
+
+
+@torch.no_grad()
+def likeness(model, ids, choice):
+    """Return how alike the scores of any two heads are, (layers, H, layers, H), at most 1."""
+    found = []
+
+    def run(module, query, key, value, attention_mask, **kwargs):
+        q, k, _ = heads_first(query, key, value)
+        visible, forced, _ = grid_of(choice, q.shape[1], q.device)
+        mass = estimated(choice, q, k, q.shape[2] ** -0.5) * (visible & ~forced)
+        found.append((mass / mass.sum(-1, keepdim=True).clamp(min=1e-9)).sqrt().flatten(1))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    with routed(model, NAME, run):
+        model.base_model(ids[:, :-1].to(model.device), use_cache=False)
+    flat = torch.cat(found)
+    counted = (visible_rows := grid_of(choice, ids.shape[1] - 1, flat.device))[0] & ~visible_rows[1]
+    alike = flat @ flat.T / max(1, int(counted.any(1).sum()))
+    return alike.view(len(found), -1, len(found), alike.shape[0] // len(found))
+
+
+def matched(alike):
+    """Return the most alike head of an earlier layer, (layers, layers, H); a layer's own heads match themselves."""
+    best = alike.argmax(3).permute(0, 2, 1).clone()
+    for layer in range(best.shape[0]):
+        best[layer, layer] = torch.arange(best.shape[2])
+    return best
+
+
+def layer_costs(costs, density):
+    """Return the cost of each layer by lag, (lags, layers), at the price of blocks that gives a density without lag.
+
+    Args:
+        costs: per lag (loss, density), each (amounts, layers, heads).
+        density: the mean density without lag.
+    """
+    best = lambda loss, visited, price: (loss + price * visited).min(0)
+    low, high = 1e-12, 1e3
+    for _ in range(100):
+        price = (low * high) ** 0.5
+        index = best(*costs[0], price).indices
+        low, high = (price, high) if float(costs[0][1].gather(0, index[None]).mean()) > density else (low, price)
+    return torch.stack([best(*each, high).values.sum(-1) for each in costs])
+
+
+def choosing_layers(table, count):
+    """Return `count` layers that choose, with the smallest total cost.
+
+    Args:
+        table: (lags, layers) cost of a layer that takes the scores of the layer that many before it.
+        count: number of layers that choose; the first layer always does.
+    """
+    lags, layers = table.shape
+    reach = torch.full((layers, layers + 1), torch.inf)  # [a, b]: layers a .. b - 1 with the scores of a
+    for a in range(layers):
+        total = 0.0
+        for b in range(a, min(layers, a + lags)):
+            total += float(table[b - a, b])
+            reach[a, b + 1] = total
+    best = torch.full((count + 1, layers + 1), torch.inf)
+    best[0, 0] = 0
+    before = {}
+    for used in range(1, count + 1):
+        for b in range(1, layers + 1):
+            options = best[used - 1, :b] + reach[:b, b]
+            best[used, b], before[used, b] = options.min(0).values, int(options.argmin())
+    if best[count, layers].isinf():
+        raise ValueError(f"{count} layers cannot serve {layers} within a reach of {lags - 1}")
+    found, end = [], layers
+    for used in range(count, 0, -1):
+        end = before[used, end]
+        found.append(end)
+    return found[::-1]
+
+
+def sources_of(choosing, layers):
+    """Return the choosing layer whose scores each layer takes."""
+    return [max(each for each in choosing if each <= layer) for layer in range(layers)]
+
+
+def measured_rows(setting, shape, args, done):
+    """Yield a row for each number of choosing layers."""
+    choice, model = SHAPES[shape], setting.model
+    layers = model.config.num_hidden_layers
+    alike = [likeness(model, ids[0], choice) for ids in setting.tune_on.values()]
+    matches = matched(torch.stack(alike).mean(0)).cpu()
+    setting.say(f"{shape}: alike heads")
+    lagged = [replace(choice, lag=lag) for lag in range(args.reach + 1)]
+    masses = SharedMasses(matches)
+    costs = {kind: costs_of(model, setting.tune_on[kind][0], lagged, masses=masses) for kind in setting.kinds}
+    setting.say(f"{shape}: costs")
+    together = mean_costs(costs, setting.kinds)
+    table = layer_costs([together[each] for each in lagged], AT)
+    for lag in range(1, len(table)):
+        table[lag, :lag] = torch.inf
+    plans = {f"{count} of {layers} layers choose": choosing_layers(table, count) for count in args.choosing}
+    for step in args.steps:
+        plans[f"every {step} layers"] = list(range(0, layers, step))
+    for name, choosing in plans.items():
+        name = f"sharing: {shape}, {name}"
+        if name in done or setting.late():
+            continue
+        sources = sources_of(choosing, layers)
+        if max(layer - source for layer, source in enumerate(sources)) > args.reach:
+            raise ValueError(f"`--reach` must be at least the distance of choosing layers, got {args.reach}")
+        one = lambda density, sources=sources: shared_trial(setting, choice, matches, costs, sources, density)
+        trials = curve(one, args.tolerance, START[False])
+        row = {"name": name, "needed": needed(trials, args.tolerance), "trials": trials}
+        yield {**row, "choosing": choosing, "cost": float(sum(table[i - s, i] for i, s in enumerate(sources)))}
+
+
+def shared_trial(setting, choice, matches, costs, sources, density):
+    """Return the trial of a density where each layer takes the scores of its source."""
+
+    def plan_for(kind):
+        others = mean_costs(costs, [each for each in setting.kinds if each != kind] or [kind])
+        pick = lambda part: torch.stack(
+            [others[replace(choice, lag=layer - source)][part][:, layer] for layer, source in enumerate(sources)], 1
+        )
+        amounts = allocation((choice,), {choice: (pick(0), pick(1))}, density, setting.model.config.num_key_value_heads)
+        return Plan((choice,), amounts.to(setting.model.device), SharedMasses(matches, sources))
+
+    return tried(setting, plan_for, density)
+
+
+def main():
+    parser = common_arguments("python -m benchmarks.quality.choices.sharing", __doc__)
+    parser.add_argument("--shape", action="append", choices=[*SHAPES], default=None)
+    parser.add_argument("--reach", type=int, default=5, help="most layers back")
+    parser.add_argument("--choosing", type=int, nargs="*", default=[15, 10], help="numbers of layers that choose")
+    parser.add_argument("--steps", type=int, nargs="*", default=[2], help="distances of layers that choose regularly")
+    args = parser.parse_args()
+    setting, rows = Setting.of(args), stored_rows(args.out)
+    with evaluating(setting.model), torch.no_grad():
+        setting.measure_dense()
+        for shape in args.shape or SHAPES:
+            for row in measured_rows(setting, shape, args, {row["name"] for row in rows}):
+                rows.append(row)
+                setting.store(rows)
+
+
+if __name__ == "__main__":
+    main()
