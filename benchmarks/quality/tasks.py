@@ -255,27 +255,37 @@ SHORT = {
 }
 
 
+MARKS = {"holds": " ✓", "fails": " ✗"}
+
+
 def side_by_side(rows, densities):
     """Return one row per density and task. A cell is what a method finds, and the nats that it loses per token.
 
-    Rows with the task "perplexity" have the rise of perplexity on each text instead.
+    Rows with the task "perplexity" have the rise of perplexity on each text instead, and rows with the task "all" the
+    number of tasks that hold, are unclear and fail.
     """
-    found = {}
+    found, verdicts = {}, {}
     for row in rows:
         density = min(densities, key=lambda each: abs(each - float(row["density"].rstrip("%")) / 100))
-        task = found.setdefault((density, row["task"]), {"density": f"{density:.0%}", "task": row["task"]})
+        new = lambda name, density=density: found.setdefault(
+            (density, name), {"blocks": f"{density:.0%}", "task": name}
+        )
+        method, task = SHORT.get(row["method"], row["method"]), new(row["task"])
         if row["task"] == "perplexity":
-            cell = row["rise"]
-        else:
-            task["dense"] = row["dense finds"] + (", not informative" if row["verdict"] == "not informative" else "")
-            low, high = map(float, row["95 % interval"].split(" to "))
-            cell = f"{row['finds']}, {row['nats lost per answer token']} ± {(high - low) / 2:.2f}"
-            cell += f", {row['verdict']}" if row["verdict"] in ("holds", "fails") else ""
-        task[SHORT.get(row["method"], row["method"])] = cell
-    columns = list(dict.fromkeys(name for row in found.values() for name in row))
-    order = {name: index for index, name in enumerate(DEFINITIONS)}
-    ordered = sorted(found.items(), key=lambda each: (each[0][0], order.get(each[0][1], -1)))
-    return [{name: row.get(name, "") for name in columns} for _, row in ordered]
+            task[method] = row["rise"]
+            continue
+        task["dense"] = row["dense finds"]
+        low, high = map(float, row["95 % interval"].split(" to "))
+        cell = f"{row['finds']}, {row['nats lost per answer token']} ± {(high - low) / 2:.2f}"
+        task[method] = cell + MARKS.get(row["verdict"], "" if row["verdict"] == "unclear" else f" {row['verdict']}")
+        verdicts.setdefault((density, method), []).append(row["verdict"])
+        counts = [verdicts[density, method].count(each) for each in ("holds", "unclear", "fails")]
+        new("all")[method] = "{} hold, {} unclear, {} fail".format(*counts)
+    order = {name: index for index, name in enumerate(("all", "perplexity", *DEFINITIONS))}
+    methods = dict.fromkeys(name for row in found.values() for name in row if name not in ("blocks", "task", "dense"))
+    shown = sorted(methods, key=lambda name: (not name.startswith("tuned"), name))
+    ordered = sorted(found.items(), key=lambda each: (each[0][0], order[each[0][1]]))
+    return [{name: row.get(name, "") for name in ("blocks", "task", "dense", *shown)} for _, row in ordered]
 
 
 def stored_rows(paths):
