@@ -87,7 +87,7 @@ def distilled(found, choice, tokens, steps, rate):
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - step / steps)
         loss = entropy(gates, found[step % len(found)], choice, ends, free)
-        losses.append(float(loss.mean()))
+        losses.append(float(loss.detach().mean()))
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()

@@ -20,7 +20,8 @@ from benchmarks.quality.choices.ways import MEAN, TILE, OwnMasses, estimated, gr
 
 from dynaxx.lab.attention_route import evaluating, routed
 
-SHAPES = {"16 x 16": replace(MEAN, scorer="mean 16", **TILE), "32 x 32": MEAN}
+SMALL = replace(MEAN, scorer="mean 16", **TILE)
+SHAPES = {"16 x 16": SMALL, "32 x 32": MEAN, "16 x 4": replace(SMALL, kv_block=4)}
 AT = 0.25  # density at which the costs of sharing are compared
 
 

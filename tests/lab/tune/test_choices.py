@@ -2,10 +2,11 @@
 """benchmarks/quality/choices emulates the library: the same blocks, the same losses, the same costs."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
-from benchmarks.quality.choices import masked, trials, ways
+from benchmarks.quality.choices import gates, masked, sharing, trials, ways
 from benchmarks.quality.choices.__main__ import STUDIES
 
 import dynaxx as dx
@@ -139,3 +140,49 @@ def test_dense_layers_see_everything():
     amounts = trials.allocation((replace(ways.MEAN, dense_layers=(0, -1)),), costs, 0.8, 2)
     assert amounts[0, 0].tolist() == amounts[0, 2].tolist() == [1.0] * 4
     assert float(amounts[0, 1].max()) < 1.0
+
+
+def test_layers_that_choose_are_the_best_ones_of_all():
+    table = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
+    table[0] = 0
+    for lag in range(1, 4):
+        table[lag, :lag] = torch.inf
+
+    def cost(choosing):
+        lags = [layer - source for layer, source in enumerate(sharing.sources_of(choosing, 7))]
+        return sum(float(table[lag, layer]) if lag < 4 else torch.inf for layer, lag in enumerate(lags))
+
+    for count in (2, 3, 5, 7):
+        best = min(cost([0, *some]) for some in combinations(range(1, 7), count - 1))
+        found = sharing.choosing_layers(table, count)
+        assert len(found) == count
+        assert cost(found) == pytest.approx(best)
+    with pytest.raises(ValueError, match="within a reach of 3"):
+        sharing.choosing_layers(table, 1)
+
+
+def test_layers_that_share_with_themselves_choose_as_before(model, ids):
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    matches = sharing.matched(sharing.likeness(model, ids, ways.MEAN))
+    amounts = torch.full((1, layers, heads), 0.2)
+    own, density = trials.losses_of(model, ids, trials.Plan((ways.MEAN,), amounts))
+    same = sharing.SharedMasses(matches, list(range(layers)))
+    found, visited = trials.losses_of(model, ids, trials.Plan((ways.MEAN,), amounts, same))
+    torch.testing.assert_close(found, own)
+    torch.testing.assert_close(visited, density)
+    shared, _ = trials.losses_of(
+        model, ids, trials.Plan((ways.MEAN,), amounts, sharing.SharedMasses(matches, [0] * layers))
+    )
+    assert float((shared - own).abs().max()) > 1e-4
+
+
+def test_a_gate_learns_the_mass_of_other_queries(model, ids):
+    found = gates.examples(model, ids, ways.MEAN)
+    before = torch.eye(found[0].shape[-1]).expand(*found[0].shape[:2], -1, -1)
+    visible, forced, count = ways.grid_of(ways.MEAN, TOKENS, found[0].device)
+    ends = (torch.arange(len(count)) + 1) * ways.MEAN.q_block
+    loss = gates.entropy(before, found, ways.MEAN, ends, visible & ~forced)
+    learned, first, last = gates.distilled([found], ways.MEAN, TOKENS, 40, 0.01)
+    assert first == pytest.approx(float(loss.mean()))
+    assert last < first
+    assert learned.shape == before.shape
