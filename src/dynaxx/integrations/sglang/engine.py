@@ -6,29 +6,24 @@ This module uses SGLang's objects by field names and does not import SGLang.
 
 from __future__ import annotations
 
-import logging
-import os
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.background import Background
-from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import Sequences, Softmax
-from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
-from dynaxx.integrations.runtime.policy_events import PolicyEvents
-from dynaxx.policy import KILL_SWITCH, KillSwitch, ModelFacts, Policy, load_policy, policy_digest
+from dynaxx.integrations.runtime.paged import Softmax
+from dynaxx.integrations.runtime.paged_layer import PagedLayer
+from dynaxx.integrations.runtime.served import POLICY_VARIABLE, ServedPolicy, policy_path
+from dynaxx.policy import ModelFacts, Policy, load_policy
 from dynaxx.telemetry import recorder
-from dynaxx.telemetry.snapshot import Snapshot
 
-POLICY_VARIABLE = "DYNAXX_POLICY"  # the policy file
 SERVED_CACHES = ("torch.float16", "torch.bfloat16", "torch.float32")
 
-logger = logging.getLogger("dynaxx")
 
-
-class Engine:
+class Engine(ServedPolicy):
     """The policy in one SGLang process.
 
     Args:
@@ -38,8 +33,6 @@ class Engine:
         decode_graphs: whether SGLang captures decoding in CUDA graphs.
 
     Attributes:
-        counts: the outcomes of layer calls.
-        kill_switch: `engage()` makes everything dense from the next step on.
         layers: the layers that have run, by index.
 
     Raises:
@@ -53,46 +46,26 @@ class Engine:
         policy.model.check(ModelFacts.of(runner.model_config.hf_text_config))
         name = str(getattr(runner.server_args, "served_model_name", None) or policy.model.model_type)
         numbers = recorder().bind(model_name=name, engine="0")
-        self.path, self.layers = path, dict[int, PagedLayer]()
-        self.kill_switch = KillSwitch(KILL_SWITCH)
-        self.counts = Counts(numbers)
-        self._numbers, self._policy_events = numbers, PolicyEvents(numbers)
+        super().__init__(path, numbers)
         reasons = refusals(policy, runner, share[1])
         if not reasons:
             background = Background(partial(numbers.failed, "guard"))
-            self.deployed = Deployed(policy, numbers, background, head_share=share)
-            reasons = deployed_refusals(self.deployed, runner, decode_graphs=decode_graphs)
+            self._deployed = Deployed(policy, numbers, background, head_share=share)
+            reasons = deployed_refusals(self._deployed, runner, decode_graphs=decode_graphs)
         if reasons:
             raise UnsupportedInputError(f"{path} with {policy.model.model_type}", {"sglang": reasons})
-        self._policy_events.in_force(self.deployed)
+        self._policy_events.in_force(self._deployed)
 
     @property
-    def policy(self) -> Policy:
-        """The policy in force."""
-        return self.deployed.policy
+    @override
+    def deployed(self) -> Deployed:
+        return self._deployed
 
     def layer(self, index: int, softmax: Softmax) -> PagedLayer:
         """Return the object that runs a layer, made at its first call."""
         if index not in self.layers:
             self.layers[index] = PagedLayer(index, softmax, self.counts)
         return self.layers[index]
-
-    def step(self, sequences: Sequences) -> Step:
-        """Return a step with the policy and state that apply to it."""
-        return Step(sequences, self.deployed, killed=self._policy_events.killed(self.kill_switch.engaged()))
-
-    def status(self) -> dict[str, Any]:
-        """Return the state and the counts as plain data."""
-        return {
-            "active": bool(self.layers),
-            "policy": self.path,
-            "digest": policy_digest(self.policy),
-            "killed": self.kill_switch.engaged(),
-            "sparse_layers": sorted(self.layers),
-            "layers": self.policy.model.layers,
-            "density": Snapshot.of(self._numbers).mean("dynaxx_density_ratio"),
-            **self.counts.to_dict(),
-        }
 
 
 def refusals(policy: Policy, runner: Any, ranks: int) -> list[str]:
@@ -131,11 +104,6 @@ def deployed_refusals(deployed: Deployed, runner: Any, *, decode_graphs: bool) -
 
 
 _current: Engine | None = None
-
-
-def policy_path() -> str | None:
-    """Return the policy file that the environment names."""
-    return os.environ.get(POLICY_VARIABLE) or None
 
 
 def current() -> Engine | None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynaxx.integrations.runtime import served
 from dynaxx.integrations.sglang import engine as sglang_engine
-from dynaxx.integrations.sglang.engine import POLICY_VARIABLE, logger
 from dynaxx.policy import load_policy
 from dynaxx.telemetry import prometheus
+
+NOT_STARTED = "no backend was created"
 
 BACKENDS = {
     "dynaxx": "flashattention_backend.FlashAttentionBackend",
@@ -35,7 +37,7 @@ def register() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    path = sglang_engine.policy_path()
+    path = served.policy_path()
     if path is None:
         return
     load_policy(path)
@@ -46,12 +48,8 @@ def register() -> None:
 
 
 def status() -> dict[str, Any]:
-    """Return the state of the policy in this process as plain data; see `dynaxx.integrations.vllm.status`."""
-    engine = sglang_engine.current()
-    if engine is None:
-        reason = "no backend was created" if sglang_engine.policy_path() else f"{POLICY_VARIABLE} is not set"
-        return {"active": False, "reason": reason}
-    return engine.status()
+    """Return the state of the policy in this process as plain data; see `runtime.served.status_of`."""
+    return served.status_of(sglang_engine.current(), NOT_STARTED)
 
 
 def switch(enabled: bool) -> dict[str, Any]:
@@ -60,15 +58,7 @@ def switch(enabled: bool) -> dict[str, Any]:
     Raises:
         RuntimeError: no policy is active in this process.
     """
-    engine = sglang_engine.current()
-    if engine is None:
-        raise RuntimeError(f"no policy is active in this process: {status()['reason']}")
-    if enabled:
-        engine.kill_switch.release()
-    else:
-        engine.kill_switch.engage()
-    logger.info("sparse attention is switched %s", "on" if enabled else "off")
-    return engine.status()
+    return served.switch(sglang_engine.current(), enabled, NOT_STARTED)
 
 
 def _creator(name: str) -> Any:

@@ -6,7 +6,6 @@ This module uses vLLM's configuration by field names and does not import vLLM.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -14,13 +13,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from dynaxx.errors import PolicyError, UnsupportedInputError
 from dynaxx.integrations.runtime.background import Background
-from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import Sequences, Softmax
-from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step, Watcher
-from dynaxx.integrations.runtime.policy_events import PolicyEvents
+from dynaxx.integrations.runtime.paged import Softmax
+from dynaxx.integrations.runtime.paged_layer import PagedLayer, Watcher
+from dynaxx.integrations.runtime.served import ServedPolicy, policy_path
 from dynaxx.integrations.vllm.refusals import (
     config_refusals,
     deployed_refusals,
@@ -28,33 +28,23 @@ from dynaxx.integrations.vllm.refusals import (
     policy_refusals,
 )
 from dynaxx.policy import (
-    KILL_SWITCH,
-    KillSwitch,
     LayerPlan,
     ModelFacts,
     Policy,
     PolicyFollower,
     load_policy,
-    policy_digest,
 )
 from dynaxx.policy.decode import DecodePlan
 from dynaxx.telemetry import recorder
-from dynaxx.telemetry.snapshot import Snapshot
 
-POLICY_VARIABLE = "DYNAXX_POLICY"  # the policy file
 FOLLOW_VARIABLE = "DYNAXX_FOLLOW"  # "1": a changed file comes into force while the engine runs
 
-logger = logging.getLogger("dynaxx")
 
-
-class Engine:
+class Engine(ServedPolicy):
     """The policy of one engine in this process.
 
     Attributes:
-        path: the policy file.
         layers: the layers that may run sparse, by index; all others belong to vLLM.
-        counts: the outcomes of layer calls.
-        kill_switch: `engage()` makes everything dense from the next step on.
         watchers: functions called with the layer and the layout of every sequence that runs sparse.
         prepared: rules whose kernels are compiled.
         captured: whether CUDA graphs contain the decode rules, which then cannot change.
@@ -67,19 +57,14 @@ class Engine:
 
     def __init__(self, path: str, vllm_config: Any, rank: int) -> None:
         policy = load_policy(path)
-        self.path = path
-        self.layers: dict[int, PagedLayer] = {}
-        self.kill_switch = KillSwitch(KILL_SWITCH)
+        name = str(getattr(vllm_config.model_config, "served_model_name", None) or policy.model.model_type)
+        super().__init__(path, recorder().bind(model_name=name, engine=str(_engine_number(vllm_config))))
         self.watchers: list[Watcher] = []
         self.captured = False
         self.prepared: set[Hashable] = set()
         self._config = weakref.ref(vllm_config)
         self._shard = (rank, vllm_config.parallel_config.tensor_parallel_size)
-        name = str(getattr(vllm_config.model_config, "served_model_name", None) or policy.model.model_type)
-        self._numbers = recorder().bind(model_name=name, engine=str(_engine_number(vllm_config)))
         self._background = Background(partial(self._numbers.failed, "guard"))
-        self.counts = Counts(self._numbers)
-        self._policy_events = PolicyEvents(self._numbers)
         self._deploying = threading.Lock()
         self._in_force: Deployed | None = None
         self._in_force = self._ready(policy)
@@ -87,27 +72,23 @@ class Engine:
         if os.environ.get(FOLLOW_VARIABLE) == "1":
             self._follower = PolicyFollower(path, self.replace, self._policy_events.refused)
             self._follower.start()
-        self._policy_events.in_force(self._deployed)
+        self._policy_events.in_force(self.deployed)
 
     @property
-    def _deployed(self) -> Deployed:
+    @override
+    def deployed(self) -> Deployed:
         assert self._in_force is not None, "the constructor must have set it"
         return self._in_force
 
     @property
-    def policy(self) -> Policy:
-        """The policy in force."""
-        return self._deployed.policy
-
-    @property
     def plans(self) -> Mapping[int, LayerPlan]:
         """This process's share of the prefill rules in force, by layer."""
-        return self._deployed.plans
+        return self.deployed.plans
 
     @property
     def decode_plans(self) -> Mapping[int, DecodePlan]:
         """This process's share of the decode rules in force, by layer."""
-        return self._deployed.decode
+        return self.deployed.decode
 
     @property
     def config(self) -> Any:
@@ -118,7 +99,7 @@ class Engine:
 
     def decoding(self, layers: Sequence[PagedLayer]) -> list[int]:
         """Return the layers that have a decode rule, in the order in which a pass runs them."""
-        return sorted(paged.index for paged in layers if paged.index in self._deployed.decode)
+        return sorted(paged.index for paged in layers if paged.index in self.deployed.decode)
 
     def serves(self, vllm_config: Any) -> bool:
         """Return whether this engine belongs to that configuration."""
@@ -135,7 +116,7 @@ class Engine:
         Returns:
             The object that runs the layer, or None if no rule covers it or the model gives it a window.
         """
-        deployed = self._deployed
+        deployed = self.deployed
         if (index not in deployed.plans and index not in deployed.decode) or layer.sliding_window is not None:
             return None
         reasons, decode = layer_refusals(layer, guarded=deployed.guard is not None), deployed.decode.get(index)
@@ -147,10 +128,6 @@ class Engine:
             )
         self.layers[index] = PagedLayer(index, softmax_of(layer.impl), self.counts, self.watchers)
         return self.layers[index]
-
-    def step(self, sequences: Sequences) -> Step:
-        """Return a step with the policy and state that apply to it."""
-        return Step(sequences, self._deployed, killed=self._policy_events.killed(self.kill_switch.engaged()))
 
     def replace(self, policy: Policy) -> bool:
         """Put another policy in force from the next step on.
@@ -171,24 +148,11 @@ class Engine:
             new = sorted({*deployed.plans, *deployed.decode} - set(self.layers))
             if new:
                 raise PolicyError(f"rules for layers {new}, which had none when the engine started; restart the engine")
-            if self.captured and deployed.decode != self._deployed.decode:
+            if self.captured and deployed.decode != self.deployed.decode:
                 raise PolicyError("the decode rules differ from those in the captured CUDA graphs; restart the engine")
             self._in_force = deployed
         self._policy_events.reloaded(deployed)
         return True
-
-    def status(self) -> dict[str, Any]:
-        """Return the state and the counts as plain data."""
-        return {
-            "active": bool(self.layers),
-            "policy": self.path,
-            "digest": policy_digest(self.policy),
-            "killed": self.kill_switch.engaged(),
-            "sparse_layers": sorted(self.layers),
-            "layers": self.policy.model.layers,
-            "density": Snapshot.of(self._numbers).mean("dynaxx_density_ratio"),
-            **self.counts.to_dict(),
-        }
 
     def _ready(self, policy: Policy) -> Deployed:
         config = self.config
@@ -210,11 +174,6 @@ def softmax_of(impl: Any) -> Softmax:
 
 
 _current: Engine | None = None
-
-
-def policy_path() -> str | None:
-    """Return the policy file that the environment names."""
-    return os.environ.get(POLICY_VARIABLE) or None
 
 
 def current() -> Engine | None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.runtime import served
 from dynaxx.integrations.vllm import engine as vllm_engine
-from dynaxx.integrations.vllm.engine import POLICY_VARIABLE, logger
 from dynaxx.policy import load_policy
 from dynaxx.telemetry import prometheus
+
+NOT_STARTED = "no layer asked for the backend"
 
 
 def register() -> None:
@@ -29,7 +31,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = vllm_engine.policy_path()
+    path = served.policy_path()
     if path is not None:
         load_policy(path)
         prometheus.register()
@@ -44,18 +46,8 @@ def register() -> None:
 
 
 def status() -> dict[str, Any]:
-    """Return the state of the policy in this process as plain data.
-
-    Returns:
-        "active": whether layers follow it, otherwise "reason". "policy": its file, with its "digest". "killed": what
-        engages the kill switch, or None. "sparse_layers": indices of the sparse layers among "layers". "density": the
-        mean of sampled sparse calls. "sparse_calls", "dense_calls", "dense_sequences": see `Handle.stats`.
-    """
-    engine = vllm_engine.current()
-    if engine is None:
-        reason = "no layer asked for the backend" if vllm_engine.policy_path() else f"{POLICY_VARIABLE} is not set"
-        return {"active": False, "reason": reason}
-    return engine.status()
+    """Return the state of the policy in this process as plain data; see `runtime.served.status_of`."""
+    return served.status_of(vllm_engine.current(), NOT_STARTED)
 
 
 def switch(enabled: bool) -> dict[str, Any]:
@@ -64,15 +56,7 @@ def switch(enabled: bool) -> dict[str, Any]:
     Raises:
         RuntimeError: no policy is active in this process.
     """
-    engine = vllm_engine.current()
-    if engine is None:
-        raise RuntimeError(f"no policy is active in this process: {status()['reason']}")
-    if enabled:
-        engine.kill_switch.release()
-    else:
-        engine.kill_switch.engage()
-    logger.info("sparse attention is switched %s", "on" if enabled else "off")
-    return engine.status()
+    return served.switch(vllm_engine.current(), enabled, NOT_STARTED)
 
 
 class WorkerExtension:
