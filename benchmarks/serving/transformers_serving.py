@@ -42,14 +42,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-def save_model(folder: Path, shape: str, device: str) -> None:
-    """Write random weights, and SmolLM2's tokenizer."""
+def save_model(folder: Path, shape: str, device: str, tokenizer_folder: str) -> None:
+    """Write random weights, and a tokenizer: SmolLM2's if no folder is named."""
     import torch
     import transformers
 
     from dynaxx.lab.models import resolve_model
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model("smollm2"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder or resolve_model("smollm2"))
     tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), max_position_embeddings=140_000, tie_word_embeddings=True, **SHAPES[shape]
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=8192, help="tokens of their prompts")
     parser.add_argument("--answer", type=int, default=16, help="tokens of their answers")
     parser.add_argument("--blocks", type=int, default=0, help="of the cache of continuous batching; 0 for its default")
+    parser.add_argument("--tokenizer", default="", help="folder of a tokenizer; SmolLM2's by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
@@ -211,7 +212,7 @@ def main() -> None:
     result = Result(arguments.out)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(folder / "model", arguments.shape, arguments.device)
+        save_model(folder / "model", arguments.shape, arguments.device, arguments.tokenizer)
         save_policy(folder / "model", folder / "policy.json")
         for part in (alone, together) if arguments.clients else (alone,):
             for kind in ("dense", "policy"):

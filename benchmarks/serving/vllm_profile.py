@@ -5,8 +5,8 @@
 
 Starts the servers of `vllm_serving.py` with torch's profiler (vLLM's `/start_profile`), which records the kernels of
 one prompt of each length. Before that, it sends prompts of these lengths without the profiler, so that the file says
-how much the profiler slows them. For each length it writes the seconds in which the GPU ran kernels, the seconds in which
-it waited for the host, and the kernels by their share of the time.
+how much the profiler slows them. For each length it writes how long the GPU ran kernels, how long it waited for the
+host, and the kernels by their share of the time.
 
     python benchmarks/serving/vllm_profile.py --trace TRACE.json.gz ...          # only sums up such traces
 """
@@ -31,7 +31,7 @@ from vllm_traffic import Server, one_at_a_time
 
 
 def kernels_of(path: Path) -> list[tuple[str, float, float]]:
-    """Return name, start and duration, in microseconds, of a trace's kernels and copies, in the order of their starts."""
+    """Return name, start and duration, in microseconds, of a trace's kernels and copies, by their starts."""
     read = gzip.open if path.suffix == ".gz" else open
     with read(path, "rt") as file:
         events = json.load(file)["traceEvents"]

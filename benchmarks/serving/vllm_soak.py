@@ -6,8 +6,9 @@
 
 Prompts are random tokens, from one token to `--longest`; half of them begin with a prefix that others share, and one
 request in ten is cut off by the client while the server streams its answer. Prints a line every 10 s, and at the end
-whether every other request was answered and by how much the process tree of `--pid` grew in the second half. Exits with
-1 if a request failed, or memory grew by more than `--most-growth` MiB.
+whether every other request was answered, by how much the process tree of `--pid` grew in the second half, and the
+memory of both the tree and the first visible GPU over time. Exits with 1 if a request failed, or memory grew by more
+than `--most-growth` MiB.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import random
+import subprocess
 import threading
 import time
 import urllib.parse
@@ -87,6 +90,17 @@ def resident(pid: int) -> float:
     return float(sum(each.memory_info().rss for each in tree if each.is_running())) / 2**20
 
 
+def used_gpu_memory() -> int:
+    """MiB in use on the first visible GPU; 0 without a GPU."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={card}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return int(found.stdout.strip() or 0)
+
+
 def soak(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all clients; returns what happened."""
     begun, counts = time.monotonic(), Counter[str]()
@@ -94,14 +108,17 @@ def soak(arguments: argparse.Namespace) -> dict[str, Any]:
     clients = [Client(arguments, at, until, counts) for at in range(arguments.concurrent)]
     for client in clients:
         client.start()
-    memory = []
+    memory, gpu = list[float](), list[int]()
     while any(client.is_alive() for client in clients):
         time.sleep(min(10.0, max(0.2, 6 * arguments.minutes)))
         memory.append(resident(arguments.pid))
-        print(f"{time.monotonic() - begun:6.0f} s  {dict(counts)}  {memory[-1]:,.0f} MiB", flush=True)
-    half = memory[len(memory) // 2 :] or [0.0]
+        gpu.append(used_gpu_memory())
+        sizes = f"{memory[-1]:,.0f} MiB, GPU {gpu[-1]:,} MiB"
+        print(f"{time.monotonic() - begun:6.0f} s  {dict(counts)}  {sizes}", flush=True)
+    half, gpu_half = (each[len(each) // 2 :] or [0] for each in (memory, gpu))
     errors = [error for client in clients for error in client.errors]
-    return {**counts, "grew_mib": round(half[-1] - half[0], 1), "errors": errors[:5]}
+    return {**counts, "grew_mib": round(half[-1] - half[0], 1), "gpu_grew_mib": gpu_half[-1] - gpu_half[0],
+            "errors": errors[:5], "memory_mib": [round(each) for each in memory], "gpu_mib": gpu}  # fmt: skip
 
 
 def main() -> None:
@@ -120,7 +137,9 @@ def main() -> None:
     found = soak(arguments)
     print(json.dumps(found))
     raise SystemExit(
-        bool(found.get("failed")) or not found.get("answered") or found["grew_mib"] > arguments.most_growth
+        bool(found.get("failed"))
+        or not found.get("answered")
+        or max(found["grew_mib"], found["gpu_grew_mib"]) > arguments.most_growth
     )
 
 
