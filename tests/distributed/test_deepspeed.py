@@ -23,7 +23,7 @@ def test_on_two_ranks(results, case):
     assert not results[case], "\n".join(results[case])
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda count: f"{count} GPUs")
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda count: f"gpus{count}")
 def on_gpus(request):
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs")
