@@ -101,7 +101,7 @@ def compile_library(isa: str, target: Path, compiler: str, more: Path | None = N
     sources = [str(path) for folder in (SOURCE, more) if folder for path in sorted(folder.glob("*.cpp"))]
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
     os.close(handle)
-    flags = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden"]
+    flags = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread"]
     define = f'-DDYNAXX_SOURCE_HASH="{source_hash(more)}"'
     flags += [f"-I{SOURCE}"] if more else []
     try:
@@ -110,7 +110,7 @@ def compile_library(isa: str, target: Path, compiler: str, more: Path | None = N
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda source: _run([*command, source], build), sources))
             objects = [str(path) for path in sorted(Path(build).glob("*.o"))]
-            _run([*shlex.split(compiler), "-shared", *objects, "-o", temporary], build)
+            _run([*shlex.split(compiler), "-shared", "-pthread", *objects, "-o", temporary], build)
         os.chmod(temporary, 0o755)
         os.replace(temporary, target)
     finally:

@@ -190,6 +190,7 @@ def _declare(library: CDLL) -> CDLL:
         "mark_best": [pointer, size, size, pointer, size, pointer],
         "static_layout": [pointer, size, pointer, pointer, pointer],
         "take_layout": [pointer, pointer, size],
+        "own_threads": [size],
     }
     for name, types in arguments.items():
         function = getattr(library, f"dynaxx_cpu_{name}")

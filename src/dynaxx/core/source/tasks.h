@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distribution of tasks to the threads of torch's OpenMP runtime: threads take tasks from a shared counter.
+// Distribution of tasks to the threads of torch's OpenMP runtime, or to the core's own: threads take tasks from a shared
+// counter.
 #pragma once
 #include <unistd.h>
 
@@ -7,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "own_threads.h"
 #include "status.h"
 
 // The entry point of all OpenMP runtimes that support code from GCC (libgomp, and LLVM's libomp). Calling it directly,
@@ -43,7 +45,11 @@ void for_each_task(int64_t num_tasks, int64_t threads, std::atomic<int>& status,
     }
   };
   threads = std::min({threads, num_tasks, MOST_THREADS});
-  if (threads > 1 && GOMP_parallel && getpid() == HOME_PROCESS)
+  if (threads <= 1 || getpid() != HOME_PROCESS)
+    work(&shared);
+  else if (wants_own_threads())
+    run_on_own_threads(work, &shared, threads);
+  else if (GOMP_parallel)
     GOMP_parallel(work, &shared, unsigned(threads), 0);
   else
     work(&shared);

@@ -120,7 +120,8 @@ class OpenVinoHandle:
             return
         breaker = self._deployed.breakers[layer]
         try:
-            self._sparse(layer, call, decision.route)
+            with cpu.own_threads():  # OpenVINO's go on at once on the same cores
+                self._sparse(layer, call, decision.route)
         except Exception as error:  # an error in a kernel must not fail the request
             breaker.failed()
             self.counts.failed(layer, error, phase)
@@ -137,17 +138,17 @@ class OpenVinoHandle:
         if chosen is Route.OWN_PATTERN and q.shape[1] == 1 and call.mask is None:
             _dense_attention(call)  # one query that sees all keys: nothing to leave out
             return
-        if self.half:
-            q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-        if chosen is Route.RULE:
-            probe = self.counts.probe.start(layer, q)
-            layout = self._deployed.plans[layer].layout(q, k, scale=call.scale)
+        probe = self.counts.probe.start(layer, q) if chosen is Route.RULE else None
+        if probe is not None:
+            layout = self._deployed.plans[layer].layout(q, k, scale=call.scale)  # in fp32, which the core scores
             probe.selected(layout)
-            _forward(q, k, v, layout, call.scale, out)
-            probe.done(k, v)
         else:
             layout = EXACT.layout(q.shape[1], k.shape[1], block_size=EXACT_BLOCK)
-            _forward(q, k, v, layout, call.scale, out)
+        if self.half:
+            q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        _forward(q, k, v, layout, call.scale, out)
+        if probe is not None:
+            probe.done(call.k, call.v)
 
     def _dense(self, layer: int, call: Arguments, reason: DenseReason, phase: str) -> None:
         self.counts.dense(layer, reason, phase)

@@ -5,5 +5,6 @@ from dynaxx.core.library import CpuStatus, cpu_status
 from dynaxx.kernels.cpu.backward import attention_backward
 from dynaxx.kernels.cpu.forward import attention_forward
 from dynaxx.kernels.cpu.support import unsupported_reasons
+from dynaxx.kernels.cpu.threads import own_threads
 
-__all__ = ["CpuStatus", "attention_backward", "attention_forward", "cpu_status", "unsupported_reasons"]
+__all__ = ["CpuStatus", "attention_backward", "attention_forward", "cpu_status", "own_threads", "unsupported_reasons"]

@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.cpu.threads import num_threads
+
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # equal to those in core/source/elements.h
 
 
@@ -67,7 +69,7 @@ def forward_args(
         plan,
         scale,
         softcap or 0.0,
-        torch.get_num_threads(),
+        num_threads(),
         0 if sinks is None else sinks.data_ptr(),
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
+from dynaxx.kernels.cpu.threads import num_threads
 from dynaxx.layout.host import on_host
 
 
@@ -85,7 +86,7 @@ def block_scores(queries: Tensor, k: Tensor, ends: Tensor, kv_block: int) -> Ten
         head_dim,
         tokens,
         kv_block,
-        torch.get_num_threads(),
+        num_threads(),
     )
     raise_for_status(library.dynaxx_cpu_block_scores(byref(args)))
     return sums.log_().add_(best)
@@ -101,6 +102,6 @@ def mark_best(scores: Tensor, counts: Tensor) -> Tensor:
     assert library is not None, "`serves` says whether there is a core"
     marked = torch.zeros(scores.shape, dtype=torch.bool)
     width = scores.shape[-1]
-    pointers = scores.data_ptr(), counts.numel(), width, counts.data_ptr(), torch.get_num_threads(), marked.data_ptr()
+    pointers = scores.data_ptr(), counts.numel(), width, counts.data_ptr(), num_threads(), marked.data_ptr()
     raise_for_status(library.dynaxx_cpu_mark_best(*pointers))
     return marked
