@@ -14,6 +14,7 @@ import random
 import struct
 import sys
 import threading
+from contextlib import nullcontext
 from ctypes import byref, c_int64, c_void_p
 
 import torch
@@ -21,6 +22,7 @@ import torch
 import dynaxx as dx
 from dynaxx.core.library import active_library
 from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
+from dynaxx.kernels import cpu
 from dynaxx.kernels.cpu import block_scores, decode, indexer, token_decode, tokens
 from dynaxx.kernels.cpu.arguments import forward_args
 from dynaxx.kernels.cpu.plan import plan_of
@@ -282,7 +284,8 @@ def main() -> int:
         for kind in (programs, plans, attention, decoding, token_lists):
             draw = random.Random(f"{asked.seed} {case} {kind.__name__}")
             try:
-                kind(draw)
+                with cpu.own_threads() if case % 2 else nullcontext():
+                    kind(draw)
             except AssertionError as error:
                 print(f"case {case} of {kind.__name__}: {error}")
                 return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads a launch of the core uses, and whose they are: those of torch's OpenMP runtime, or the core's own."""
+"""The threads of a launch of the core: how many, and whether they are OpenMP's, as torch's, or the core's own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def own_threads() -> Iterator[None]:
     """Run the calling thread's launches on threads of the core's own, as many as `torch.get_num_threads()`.
 
     For callers on the threads of another runtime, such as operators inside OpenVINO: OpenMP's workers spin for
-    milliseconds after each launch, on cores that the other runtime wants to go on with. Meanwhile torch's own operations,
-    and those of MKL inside it, use one thread. Without a core, nothing changes.
+    milliseconds after each launch, on cores that the other runtime needs. Meanwhile torch's own operations, and MKL's
+    inside torch, use one thread. Without a core, nothing changes.
     """
     library = active_library()
     if library is None or _here.count:
@@ -53,7 +53,7 @@ def own_threads() -> Iterator[None]:
 
 @cache
 def _threads_of_mkl() -> Callable[[int], Any]:
-    """Return a function that sets MKL's threads of the calling thread, 0 for the process's, and returns those before."""
+    """Return MKL's function that sets how many threads it uses for the calling thread, 0 for the default."""
     try:
         found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).MKL_Set_Num_Threads_Local
     except (OSError, AttributeError):  # a build of torch without MKL
