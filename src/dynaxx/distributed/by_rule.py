@@ -198,10 +198,12 @@ class _RuleAttention(torch.autograd.Function):
                     settings.scale, **score_options(settings.softcap),
                 )  # fmt: skip
                 of_runs.append((grads, run.keys))
+            dims = [k.shape[-1], v.shape[-1]]
+            like = keys.new_empty(settings.split.seqlen, k.shape[0], keys.shape[2], 0)
             del keys, values, seen
-            total = sum_of_runs(of_runs, settings.split.seqlen)
+            total = sum_of_runs(of_runs, dims, like)
             del of_runs, grads
             own_sum = return_gradients(total, settings.split, settings.rank, settings.group).transpose(0, 1)
-            dk[:, :, some], dv[:, :, some] = own_sum.split([k.shape[-1], v.shape[-1]], dim=-1)
+            dk[:, :, some], dv[:, :, some] = own_sum.split(dims, dim=-1)
             del total, own_sum
         return dq, dk, dv, None

@@ -7,6 +7,7 @@ keys. The one-device function can therefore compute it, because that function al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,9 +99,7 @@ class GatherRuns(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         runs, split, rank, group = ctx.settings
-        total = ctx.like.new_empty(*ctx.like.shape[:3], sum(ctx.dims))
-        for i, part in enumerate(total.transpose(0, 1).split(ctx.dims, dim=-1)):
-            _add_runs(part, [(grad, run.keys) for grad, run in zip(grads[i::2], runs, strict=True) if grad is not None])
+        total = sum_of_runs([(grads[2 * i : 2 * i + 2], run.keys) for i, run in enumerate(runs)], ctx.dims, ctx.like)
         own = return_gradients(total, split, rank, group).transpose(0, 1).split(ctx.dims, dim=-1)
         return *own, None, None, None, None, None
 
@@ -116,18 +115,18 @@ def _add_runs(total: Tensor, grads: list[tuple[Tensor, int]]) -> None:
     total[:, written:] = 0
 
 
-def sum_of_runs(of_runs: list[tuple[list[Tensor], int]], seqlen: int) -> Tensor:
+def sum_of_runs(of_runs: Sequence[tuple[Sequence[Tensor | None], int]], dims: Sequence[int], like: Tensor) -> Tensor:
     """Return the sum of the gradients of all runs, (seqlen, batch, heads, head_dim + head_dim_v).
 
     Args:
-        of_runs: for each run dk and dv of the keys that it sees, and the number of these keys.
-        seqlen: number of keys of the whole sequence.
+        of_runs: for each run dk and dv of the keys that it sees, either of which may be None, and their number.
+        dims: head_dim and head_dim_v.
+        like: a tensor (seqlen, batch, heads, anything) of the sum's dtype and device.
     """
-    (dk, dv), _ = of_runs[0]
-    dims = [dk.shape[-1], dv.shape[-1]]
-    total = dk.new_empty(seqlen, dk.shape[0], dk.shape[2], sum(dims))
-    for i, part in enumerate(total.transpose(0, 1).split(dims, dim=-1)):
-        _add_runs(part, [(grads[i], keys) for grads, keys in of_runs])
+    total = like.new_empty(*like.shape[:3], sum(dims))
+    for i, part in enumerate(total.transpose(0, 1).split(list(dims), dim=-1)):
+        found = ((grads[i], keys) for grads, keys in of_runs)
+        _add_runs(part, [(grad, keys) for grad, keys in found if grad is not None])
     return total
 
 

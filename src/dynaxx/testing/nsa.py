@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random problems for selected attention, checked against fp64 with derived budgets."""
+"""Random problems for selected attention, over blocks or tokens, checked against fp64 with derived budgets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.reference.nsa import selected_mask
+from dynaxx.kernels.reference.tokens import token_mask
 from dynaxx.layout.nsa import NsaSizes, NsaSpans, nsa_spans
+from dynaxx.layout.tokens import TokenSpans
 from dynaxx.ops.selected import selected_attention
 from dynaxx.testing.cases import make_qkv
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
@@ -27,16 +29,22 @@ class SelectedCase:
     k: Tensor
     v: Tensor
     block_indices: Tensor  # (tokens_q, select_heads, slots) int32
-    spans: NsaSpans
+    spans: NsaSpans | TokenSpans  # of blocks from 16 tokens on, or of smaller ones
     label: str
+    softcap: float | None = None
 
     def to_dense(self) -> Tensor:
         """Return which pairs are visible, (1, q_heads, seqlen_q, seqlen_k) bool."""
-        mask = selected_mask(self.block_indices, self.spans)
+        if isinstance(self.spans, TokenSpans):
+            mask = token_mask(self.block_indices, self.spans)
+        else:
+            mask = selected_mask(self.block_indices, self.spans)
         return mask.repeat_interleave(self.q.shape[2] // mask.shape[0], 0)[None]
 
     def attend(self, backend: str) -> Any:
         """Return a function for `check_forward` and `check_gradients`."""
+        spans = self.spans
+        block_size = spans.block_size if isinstance(spans, TokenSpans) else spans.sizes.slc_block
 
         def run(q: Tensor, k: Tensor, v: Tensor, case: Any) -> tuple[Tensor, Tensor]:
             result = selected_attention(
@@ -44,9 +52,10 @@ class SelectedCase:
                 k[0],
                 v[0],
                 self.block_indices,
-                block_size=self.spans.sizes.slc_block,
-                cu_seqlens_q=self.spans.ends_q,
-                cu_seqlens_k=self.spans.ends_k,
+                block_size=block_size,
+                cu_seqlens_q=spans.ends_q,
+                cu_seqlens_k=spans.ends_k,
+                softcap=self.softcap,
                 return_lse=True,
                 backend=backend,
             )
@@ -57,8 +66,10 @@ class SelectedCase:
     def check(self, backend: str, gradients: bool = True) -> list[ErrorReport]:
         """Report the errors of a backend against fp64, with their budgets."""
         parts: tuple[Any, ...] = (self.attend(backend), self.q, self.k, self.v, self)
-        reports = check_forward(*parts)
-        return reports + check_gradients(*parts) if gradients and min(self.q.shape[1], self.k.shape[1]) else reports
+        reports = check_forward(*parts, softcap=self.softcap)
+        if not gradients or not min(self.q.shape[1], self.k.shape[1]):
+            return reports
+        return reports + check_gradients(*parts, softcap=self.softcap)
 
 
 def random_selected_case(

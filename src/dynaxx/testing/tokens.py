@@ -1,67 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw random problems of attention over chosen tokens, and check them against fp64 with derived budgets."""
+"""Draw random problems of attention over chosen tokens."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.reference.tokens import token_mask
 from dynaxx.layout.tokens import TokenSpans
-from dynaxx.ops.selected import selected_attention
 from dynaxx.testing.cases import make_qkv
-from dynaxx.testing.nsa import random_choices
-from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
-
-
-@dataclass(frozen=True)
-class TokenCase:
-    """One packed random problem. It stands in for a layout where the oracle asks for a mask."""
-
-    q: Tensor  # (1, tokens_q, q_heads, head_dim)
-    k: Tensor
-    v: Tensor
-    block_indices: Tensor  # (tokens_q, select_heads, slots) int32
-    spans: TokenSpans
-    softcap: float | None
-    label: str
-
-    def to_dense(self) -> Tensor:
-        """Return which pairs are visible, (1, q_heads, seqlen_q, seqlen_k) bool."""
-        mask = token_mask(self.block_indices, self.spans)
-        return mask.repeat_interleave(self.q.shape[2] // mask.shape[0], 0)[None]
-
-    def attend(self, backend: str) -> Any:
-        """Return a function for `check_forward` and `check_gradients`."""
-
-        def run(q: Tensor, k: Tensor, v: Tensor, case: Any) -> tuple[Tensor, Tensor]:
-            result = selected_attention(
-                q[0],
-                k[0],
-                v[0],
-                self.block_indices,
-                block_size=self.spans.block_size,
-                cu_seqlens_q=self.spans.ends_q,
-                cu_seqlens_k=self.spans.ends_k,
-                softcap=self.softcap,
-                return_lse=True,
-                backend=backend,
-            )
-            return result[0][None], result[1][None]
-
-        return run
-
-    def check(self, backend: str, gradients: bool = True) -> list[ErrorReport]:
-        """Report errors of a backend against fp64, with their budgets."""
-        parts: tuple[Any, ...] = (self.attend(backend), self.q, self.k, self.v, self)
-        reports = check_forward(*parts, softcap=self.softcap)
-        if not gradients or not min(self.q.shape[1], self.k.shape[1]):
-            return reports
-        return reports + check_gradients(*parts, softcap=self.softcap)
+from dynaxx.testing.nsa import SelectedCase, random_choices
 
 
 def random_token_case(
@@ -75,7 +24,7 @@ def random_token_case(
     block_sizes: tuple[int, ...] = (1, 1, 2, 4, 8),
     slots: tuple[int, ...] = (1, 3, 30, 70),
     softcaps: tuple[float | None, ...] = (None, None, 5.0),
-) -> TokenCase:
+) -> SelectedCase:
     """Draw ragged sequences by seed: any group, heads that choose together or apart, empty rows, keys of the future."""
     rng = random.Random(seed)
     lengths_q = [rng.choice(lengths) for _ in range(rng.choice((1, 1, 3)))]
@@ -93,7 +42,7 @@ def random_token_case(
         f"seed {seed}: lengths {lengths_q} x {lengths_k} heads {q.shape[2]}/{kv_heads}, {heads} selecting, "
         f"dims {head_dim}/{head_dim_v}, {indices.shape[2]} blocks of {spans.block_size}, softcap {softcap}"
     )
-    return TokenCase(q, k, v, indices.to(device), spans, softcap, label)
+    return SelectedCase(q, k, v, indices.to(device), spans, label, softcap)
 
 
 def random_token_choice(rng: random.Random, spans: TokenSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:
