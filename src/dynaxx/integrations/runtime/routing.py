@@ -20,6 +20,9 @@ MOST_QUERIES = 16  # a call with more queries is a chunk of a prompt, not a deco
 class DenseReason(str, enum.ReprEnum):
     """The reason why a call, or one of its sequences, does not run by a policy's rule. Counters show the value.
 
+    To add a reason, add a member here, return it from `_why_no_rule` or pass it as `Arrived.unserved`, and add its row
+    to docs/guides/why_dense.md; a test compares the two.
+
     Attributes:
         meaning: when it happens and the remedy; one row of the table in the documentation.
     """
