@@ -43,7 +43,7 @@ FIELDS = {
     "setting": str,  # shapes, dtypes, and what is counted
     "columns": list,
     "rows": list,  # lists of strings, as long as `columns`
-    "bars": list,  # {"bar", "asked", "measured", "met"}
+    "bars": list,  # the targets: {"bar", "asked", "measured", "met"}
 }
 
 
@@ -85,7 +85,7 @@ def _escape(cell: str) -> str:
 
 
 def render(name: str) -> str:
-    """Return the Markdown of one result: its title, table, bars and origin."""
+    """Return the Markdown of one result: its title, table, targets and origin."""
     result = load_result(name)
     lines = [f"**{result['title']}.** {result['setting']}.".replace("..", "."), ""]
     lines += table(result["columns"], result["rows"])
@@ -93,7 +93,7 @@ def render(name: str) -> str:
         rows = [
             [bar["bar"], bar["asked"], bar["measured"], "met" if bar["met"] else "missed"] for bar in result["bars"]
         ]
-        lines += ["", *table(["bar", "asked", "measured", "result"], rows)]
+        lines += ["", *table(["target", "asked", "measured", "result"], rows)]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     origin = [result["device"], versions, f"commit {result['commit']}", result["date"]]
     recorded = "" if result["recorded"] == "measured" else f" ({result['recorded']})"

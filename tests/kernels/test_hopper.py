@@ -433,12 +433,12 @@ def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, 
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(("q_heads", "pieces"), [(16, 4), (16, 2), (14, 7), (14, 4), (14, 2)])
-@pytest.mark.parametrize("joint", [True, False])
-def test_groups_in_pieces(q_heads, pieces, joint, monkeypatch):
+@pytest.mark.parametrize("fused", [True, False])
+def test_groups_in_pieces(q_heads, pieces, fused, monkeypatch):
     """Split groups into pieces of one size or two; long columns are also split if pieces have one size."""
     from dynaxx.kernels.hopper.attention import backward, backward_dkv
 
-    monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: joint)
+    monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: fused)
     monkeypatch.setattr(backward_dkv, "backward_pieces", lambda *sizes: pieces)
     q, k, v = make_qkv(1, 1900, 2100, q_heads, 2, 128, dtype=torch.bfloat16, device="cuda")
     for pattern in (dx.SlidingWindow(150) | dx.Strided(37), dx.SlidingWindow(150) | dx.GlobalTokens(70)):
