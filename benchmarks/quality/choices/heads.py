@@ -11,6 +11,7 @@ PROBE = replace(MEAN, scorer="probe 64")
 SMALL = replace(MEAN, scorer="mean 16", **TILE)
 NARROW = replace(SMALL, kv_block=4)
 CHOICES = {
+    "mean query": (MEAN,),
     "anti-diagonals of 16": (ANTI,),
     "mean query or anti-diagonals by head": (MEAN, ANTI),
     "mean of both": (replace(MEAN, scorer="mean 32 + anti 16"),),

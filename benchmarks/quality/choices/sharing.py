@@ -8,6 +8,8 @@ alike (Bhattacharyya coefficient over blocks that are not always visible), with 
 for every layer and every earlier layer within `--reach`. Dynamic programming then finds the K layers that choose with
 the smallest cost, where a layer takes the scores of the last one before it. Which heads are alike and which layers
 choose comes from the calibration halves of all kinds of text; budgets come from the other four kinds.
+
+With `--lists`, heads take whole lists of blocks: a head has the budget of the head whose list it takes.
 """
 
 from dataclasses import replace
@@ -16,9 +18,10 @@ import torch
 from benchmarks.quality.choices.masked import heads_first
 from benchmarks.quality.choices.setting import Setting, common_arguments, stored_rows
 from benchmarks.quality.choices.trials import NAME, START, Plan, allocation, costs_of, curve, mean_costs, needed, tried
-from benchmarks.quality.choices.ways import MEAN, TILE, OwnMasses, estimated, grid_of
+from benchmarks.quality.choices.ways import GRIDS, MEAN, TILE, OwnMasses, estimated, grid_of
 
 from dynaxx.lab.attention_route import evaluating, routed
+from dynaxx.lab.tune.allocation import Allocator
 
 SMALL = replace(MEAN, scorer="mean 16", **TILE)
 SHAPES = {"16 x 16": SMALL, "32 x 32": MEAN, "16 x 4": replace(SMALL, kv_block=4)}
@@ -142,31 +145,48 @@ def measured_rows(setting, shape, args, done):
     plans = {f"{count} of {layers} layers choose": choosing_layers(table, count) for count in args.choosing}
     for step in args.steps:
         plans[f"every {step} layers"] = list(range(0, layers, step))
+    if args.lists:
+        plans |= {f"{name}, whole lists": each for name, each in plans.items()}
     for name, choosing in plans.items():
-        name = f"sharing: {shape}, {name}"
+        lists, name = "lists" in name, f"sharing: {shape}, {name}"
         if name in done or setting.late():
             continue
         sources = sources_of(choosing, layers)
         if max(layer - source for layer, source in enumerate(sources)) > args.reach:
             raise ValueError(f"`--reach` must be at least the distance of choosing layers, got {args.reach}")
-        one = lambda density, sources=sources: shared_trial(setting, choice, matches, costs, sources, density)
+        one = lambda density, some=(sources, lists): shared_trial(setting, choice, matches, costs, *some, density)
         trials = curve(one, args.tolerance, START[False])
         row = {"name": name, "needed": needed(trials, args.tolerance), "trials": trials}
         yield {**row, "choosing": choosing, "cost": float(sum(table[i - s, i] for i, s in enumerate(sources)))}
 
 
-def shared_trial(setting, choice, matches, costs, sources, density):
-    """Return the trial of a density where each layer takes the scores of its source."""
+def shared_trial(setting, choice, matches, costs, sources, lists, density):
+    """Return the trial of a density where each layer takes the scores of its source, or its lists of blocks."""
 
     def plan_for(kind):
         others = mean_costs(costs, [each for each in setting.kinds if each != kind] or [kind])
         pick = lambda part: torch.stack(
             [others[replace(choice, lag=layer - source)][part][:, layer] for layer, source in enumerate(sources)], 1
         )
-        amounts = allocation((choice,), {choice: (pick(0), pick(1))}, density, setting.model.config.num_key_value_heads)
+        found = (pick(0), pick(1))
+        if lists:
+            amounts = list_amounts(choice, found, matches, sources, density)
+        else:
+            amounts = allocation((choice,), {choice: found}, density, setting.model.config.num_key_value_heads)
         return Plan((choice,), amounts.to(setting.model.device), SharedMasses(matches, sources))
 
     return tried(setting, plan_for, density)
+
+
+def list_amounts(choice, costs, matches, sources, density):
+    """Return amounts (1, layers, heads), equal for all heads that take the list of the same head."""
+    loss, visited = costs  # (amounts, layers, heads)
+    layers, heads = loss.shape[1:]
+    owner = torch.stack([sources[layer] * heads + matches[layer, sources[layer]] for layer in range(layers)]).flatten()
+    owners, index = owner.unique(return_inverse=True)
+    add = lambda each: each.new_zeros(each.shape[0], len(owners)).index_add_(1, index, each.flatten(1))
+    found = Allocator(add(visited), add(loss)).at(density * layers * heads / len(owners))
+    return torch.tensor(GRIDS[choice.rule])[found.choice][index].view(1, layers, heads)
 
 
 def main():
@@ -175,6 +195,7 @@ def main():
     parser.add_argument("--reach", type=int, default=5, help="most layers back")
     parser.add_argument("--choosing", type=int, nargs="*", default=[15, 10], help="numbers of layers that choose")
     parser.add_argument("--steps", type=int, nargs="*", default=[2], help="distances of layers that choose regularly")
+    parser.add_argument("--lists", action="store_true", help="measure each plan with whole lists, too")
     args = parser.parse_args()
     setting, rows = Setting.of(args), stored_rows(args.out)
     with evaluating(setting.model), torch.no_grad():

@@ -186,3 +186,17 @@ def test_a_gate_learns_the_mass_of_other_queries(model, ids):
     assert first == pytest.approx(float(loss.mean()))
     assert last < first
     assert learned.shape == before.shape
+
+
+def test_heads_with_one_list_have_one_budget():
+    grid = torch.tensor(ways.GRIDS["share"]).double()
+    weight = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    costs = ((1 - grid[:, None, None]) ** 2 * weight, grid[:, None, None].expand(-1, 4, 3))
+    matches = torch.arange(3).expand(4, 4, 3).clone()
+    own = sharing.list_amounts(ways.MEAN, costs, matches, [0, 1, 2, 3], 0.4)
+    torch.testing.assert_close(own, trials.allocation((ways.MEAN,), {ways.MEAN: costs}, 0.4, 3))
+    matches[1, 0] = matches[3, 2] = torch.tensor([2, 0, 0])
+    found = sharing.list_amounts(ways.MEAN, costs, matches, [0, 0, 2, 2], 0.4)[0]
+    assert torch.equal(found[1], found[0][matches[1, 0]])
+    assert torch.equal(found[3], found[2][matches[3, 2]])
+    assert 0.3 < float(found.mean()) <= 0.4
