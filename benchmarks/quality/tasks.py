@@ -236,7 +236,7 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--state", type=Path, default=Path("benchmarks-tasks-state.json"))
-    parser.add_argument("--only-policies", action="store_true", help="run no task, for a state to start others from")
+    parser.add_argument("--only-policies", action="store_true", help="run no task: only perplexity, by text")
     parser.add_argument("--show", type=Path, nargs="+", help="print the rows of these states and measure nothing")
     parser.add_argument("--side-by-side", action="store_true", help="one row per task and density, methods as columns")
     parser.add_argument("--json", action="store_true")
@@ -244,7 +244,19 @@ def main():
     rows = stored_rows(args.show) if args.show else measured_rows(args)
     if args.side_by_side:
         rows = side_by_side(rows, args.density)
+    elif args.only_policies:
+        rows = by_text(rows, args.text or ["pydoc"])
     print(json.dumps({"rows": rows}) if args.json else "\n".join(map(str, rows)))
+
+
+def by_text(rows, texts):
+    """Return one row per method and density with the rise of perplexity on each text as a column."""
+    names = [Path(each).stem for each in texts]
+    shown = [row for row in rows if row["task"] == "perplexity"]
+    return [
+        {"method": row["method"], "blocks": row["density"], **dict(zip(names, row["rise"].split(), strict=True))}
+        for row in shown
+    ]
 
 
 SHORT = {
