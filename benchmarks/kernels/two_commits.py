@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -130,6 +131,28 @@ def row_of(call: str, turns: dict[str, list[Figures]]) -> dict[str, Any]:
     return row | {"after / before": middle["after", "ms"] / middle["before", "ms"]}
 
 
+def kind_of(call: str) -> str:
+    """Return the kind of a call: its name without sizes, and its pass if it has one."""
+    timed = next((f", {each}" for each in ("forward", "backward") if each in call), "")
+    half = ", half precision" if "float16" in call else ""
+    short = "short sequences, " if call.endswith("tokens") else ""
+    name = re.sub(r"\s*\d.*", "", call.split(",")[0])
+    return f"{short}{name}{timed}{half}"
+
+
+def kinds_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Summarize rows by kind: their number, and the geometric mean and the range of the ratios."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(kind_of(row["call"]), []).append(row["after / before"])
+    ratios["all"] = [row["after / before"] for row in rows]
+    return [
+        {"calls": kind, "number": len(found), "after / before": statistics.geometric_mean(found),
+         "least": min(found), "largest": max(found)}
+        for kind, found in ratios.items()
+    ]  # fmt: skip
+
+
 def main() -> None:
     """Measure in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -158,7 +181,7 @@ def main() -> None:
     for each in rows:
         print(f"{each['call']:58}{each['before, ms']:10.4f}{each['after, ms']:10.4f}{each['after / before']:8.3f}")
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({"rows": rows, "kinds": kinds_of(rows)}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
