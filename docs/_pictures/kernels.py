@@ -298,7 +298,7 @@ DIAGRAMS = {
             "list": Box(2.3, 0, "global", "list of a tile\nascending, with marks"),
             "kv": Box(2.3, 1.15, "global", "k, v\nrows anywhere"),
             "attend": Box(3.5, 0, "warps", "attention\nqueries x heads of a tile\nonline softmax", 0.95),
-            "rows": Box(3.5, 1.15, "shared", "rows of k and v\nloaded turns ahead", 0.95),
+            "rows": Box(3.5, 1.15, "shared", "rows of k and v\nloaded ahead", 0.95),
             "out": Box(4.9, 0, "global", "out, lse"),
         },
         [
