@@ -341,7 +341,7 @@ def test_a_kernel_that_fails_makes_the_step_dense_and_the_layer_rest(telemetry, 
     def broken(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.sparse_attention", broken)
+    monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.attend_in_place", broken)
     for _ in range(FAILURES_IN_A_ROW):
         assert not run(batch, Step(batch.sequences, ready), layer)[1]
     step = Step(batch.sequences, ready)

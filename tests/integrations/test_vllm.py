@@ -311,7 +311,7 @@ def test_a_kernel_that_fails_costs_a_request_nothing(served, own, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.sparse_attention", broken)
+    monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.attend_in_place", broken)
     same(engine_run.generate(llm, PROMPTS["failing"], 8), own("failing"))
     assert vllm_engine.current().counts.to_dict()["dense_calls"]["kernel failed"] > 0
 
@@ -455,7 +455,7 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
     impl = object.__new__(vllm_cuda.CudaImpl)
     impl.paged = paged
     if case == "failing":
-        monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.sparse_attention", lambda *args, **kwargs: 1 / 0)
+        monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.attend_in_place", lambda *args, **kwargs: 1 / 0)
     out = torch.full_like(batch.q, torch.nan)
     keys, memory, queries = torch.zeros(len(batch.q), 2, 16), batch.pages.memory, batch.q
     layer = SimpleNamespace(_k_scale=batch.pages.k_scale, _v_scale=batch.pages.v_scale, _q_scale=torch.tensor(0.02))

@@ -322,9 +322,18 @@ class SelectionKernels(Protocol):
         """Return the mean, minimum or maximum of each block of `size` tokens."""
 
     def query_scores(
-        self, queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+        self,
+        queries: Tensor,
+        k: Tensor,
+        first_row: int,
+        grid: BlockGrid,
+        candidates: Candidates | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
-        """Return the log of the attention mass that one query per row gives to each block."""
+        """Return the log of the attention mass that one query per row gives to each block.
+
+        With `places`, (kv blocks,) int32, block i of the keys is block places[i] of k.
+        """
 
     def quantised_keys(self, k: Tensor, center: Tensor, kv_block: int) -> Any:
         """Return keys in 8 bits, for `int8_scores`."""

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
+from dynaxx.layout.paging import SequenceKeys
 from dynaxx.lazy import lazy
 from dynaxx.patterns import Pattern
 from dynaxx.policy.rule_parts import for_heads
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import Hybrid, select_blocks
+from dynaxx.selection.device import select_in_place, serves_in_place
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,26 @@ class LayerPlan:
             )
             layouts.append(_repeat(part, q.shape[0], len(group.heads)))
         return _side_by_side(layouts, self.groups)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def layout_in_place(self, q: Tensor, keys: SequenceKeys, *, scale: float | None = None) -> BlockLayout | None:
+        """Return `layout` of queries over keys in the pages of a cache; None if a rule needs the keys in order.
+
+        Args:
+            q: (1, seqlen_q, q_heads, head_dim), aligned to the last keys.
+            keys: the keys of the sequence.
+            scale: softmax scale, default head_dim ** -0.5.
+        """
+        if self.is_static:
+            return _static_layout(self, q.shape[1], keys.seqlen_k, q.device)
+        rule = self.groups[0].rule
+        if len(self.groups) > 1 or isinstance(rule, Pattern):
+            return None
+        pattern, selector = (rule.pattern, rule.selector) if isinstance(rule, Hybrid) else (None, rule)
+        if not serves_in_place(q, keys, selector, self.block_size):
+            return None
+        return select_in_place(q, keys, pattern, selector, self.block_size, scale)
 
 
 @LayoutCache

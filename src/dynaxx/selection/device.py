@@ -15,12 +15,14 @@ from torch import Tensor
 
 from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
+from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.host_metadata import set_form
+from dynaxx.layout.paging import SequenceKeys
 from dynaxx.layout.signature import Form, form_of
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.groups import heads_alike
-from dynaxx.selection.scorers.base import Scorer, pieces
+from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
 
 if TYPE_CHECKING:
@@ -60,17 +62,45 @@ class SelectionInputs(NamedTuple):
         return BYTES_PER_SCORE * q.shape[0] * q.shape[2] * grid.kv_blocks * grid.q_blocks <= memory_budget // 2
 
 
+def serves_in_place(q: Tensor, keys: SequenceKeys, selector: Selector, block_size: tuple[int, int]) -> bool:
+    """Return whether the kernels can make this choice among keys that stay in the pages of a cache."""
+    grid = BlockGrid(q.shape[1], keys.seqlen_k, block_size, causal=True)
+    return selector.scorer.reads_places and serves(q, grid, selector)
+
+
+def select_in_place(
+    q: Tensor,
+    keys: SequenceKeys,
+    pattern: Pattern | None,
+    selector: Selector,
+    block_size: tuple[int, int],
+    scale: float | None,
+    memory_budget: int = GPU_MEMORY_BUDGET,
+) -> BlockLayout:
+    """Choose blocks of a causal sequence as `select_blocks` does. `serves_in_place` must have accepted the inputs."""
+    grid = BlockGrid(q.shape[1], keys.seqlen_k, block_size, causal=True)
+    scale = softmax_scale(scale, q.shape[3])
+    return select_on_device(q, keys.k, pattern, selector, grid, scale, memory_budget, keys.places)
+
+
 def select_on_device(
-    q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float, memory_budget: int
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern | None,
+    selector: Selector,
+    grid: BlockGrid,
+    scale: float,
+    memory_budget: int,
+    places: Tensor | None = None,
 ) -> BlockLayout:
     """Choose blocks as `select_blocks` does. `serves` must have accepted the inputs."""
     from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 
     given, capacity = selection_inputs(pattern, selector, grid, q, k)
     if given.is_recorded(q, memory_budget):
-        chosen = record_or_replay(_choose, given, (q, k), scale, memory_budget)
+        chosen = record_or_replay(_choose, given, (q, k, places), scale, memory_budget)
     else:
-        chosen = _choose(given, q, k, scale, memory_budget)
+        chosen = _choose(given, q, k, places, scale, memory_budget)
     return _layout(given, capacity, *chosen)
 
 
@@ -96,7 +126,7 @@ def select_within(
     given: SelectionInputs, q: Tensor, k: Tensor, scale: float, memory_budget: int, capacity: int
 ) -> BlockLayout:
     """Choose blocks as a part of a call that is recorded as a whole."""
-    return _layout(given, capacity, *_choose(given, q, k, scale, memory_budget))
+    return _layout(given, capacity, *_choose(given, q, k, None, scale, memory_budget))
 
 
 def _layout(given: SelectionInputs, capacity: int, bits: Tensor, counts: Tensor, partials: Tensor) -> BlockLayout:
@@ -119,21 +149,25 @@ def _layout(given: SelectionInputs, capacity: int, bits: Tensor, counts: Tensor,
 
 
 def _choose(
-    given: SelectionInputs, q: Tensor, k: Tensor, scale: float, memory_budget: int
+    given: SelectionInputs, q: Tensor, k: Tensor, places: Tensor | None, scale: float, memory_budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the bits, counts and partial counts that `choose_rows` writes, for all rows."""
     from dynaxx.kernels.triton.selection.select import choose_rows
 
     scorer, alike, grid, rule, static = given[:5]
     batch, q_heads = q.shape[0], q.shape[2]
-    score_rows = scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
+    most = max(1, memory_budget // 2)
+    if places is None:
+        score_rows = scorer.prepare(q, k, grid, scale, memory_budget=most)
+    else:
+        score_rows = scorer.prepare_in_place(q, k, places, grid, scale, memory_budget=most)
     serves_heads = 1 if rule.amounts.numel() > 1 else alike
     shape = (batch, q_heads // serves_heads, grid.q_blocks)
     bits = torch.empty(*shape, -(-grid.kv_blocks // 32), dtype=torch.int32, device=q.device)
     counts = torch.empty(batch, q_heads, 1 + grid.q_blocks, dtype=torch.int32, device=q.device)
     partials = torch.empty(batch, q_heads, grid.q_blocks, dtype=torch.int32, device=q.device)
     row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
-    for start, stop in pieces(grid.q_blocks, row_bytes, max(1, memory_budget // 2)):
+    for start, stop in pieces(grid.q_blocks, row_bytes, most):
         choose_rows(score_rows(start, stop).float(), start, grid, rule, alike, static, bits, counts, partials)
     return bits, counts, partials
 

@@ -285,7 +285,7 @@ def test_the_kill_switch_and_failing_kernels_run_dense(sglang, monkeypatch, tmp_
     def broken(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.sparse_attention", broken)
+    monkeypatch.setattr("dynaxx.integrations.runtime.paged_layer.attend_in_place", broken)
     batch = Batch(runner, ((200, 200),), seed=2)
     torch.testing.assert_close(batch.run(backend, layer_of()), dense(runner, batch.q, layer_of(), batch), **CLOSE)
     assert plugin.status()["dense_calls"]["kernel failed"] == 1

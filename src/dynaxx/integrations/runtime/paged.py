@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import MOST_QUERIES
-from dynaxx.layout.paging import PagedCache, PageSummaries
+from dynaxx.layout.paging import PagedCache, PageSummaries, SequenceKeys, places_of, rows_of
 from dynaxx.lazy import lazy
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.decode import sparse_decode
@@ -54,6 +54,11 @@ class Pages(NamedTuple):
         """Return the cache for `sparse_decode`."""
         k, v = self.tokens_first()
         return PagedCache(k, v, seqused_k, page_table, k_scale=self.k_scale, v_scale=self.v_scale, summaries=summaries)
+
+    @property
+    def read_in_place(self) -> bool:
+        """Return whether kernels may read sequences where the pages are."""
+        return self.k_scale is None
 
     def sequence(self, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return k and v of one sequence, each (1, seqlen_k, kv_heads, head_dim), as views of one contiguous copy.
@@ -94,6 +99,11 @@ class TokenPages(NamedTuple):
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.k.shape[1]
+
+    @property
+    def read_in_place(self) -> bool:
+        """Return whether kernels may read sequences where the pages are."""
+        return True
 
     def tokens_first(self) -> tuple[Tensor, Tensor]:
         """Return k and v, (num_pages, page_size, kv_heads, head_dim)."""
@@ -155,6 +165,7 @@ class Sequences:
         self.page_table = page_table
         self.seqused_k = seqused_k
         self._parts: dict[tuple[tuple[SequenceRow, ...], int], Part] = {}
+        self._places: dict[tuple[int, int, int, int], Tensor] = {}
         self.rows = tuple(
             SequenceRow(index, starts[index], starts[index + 1] - starts[index], seqlen_k)
             for index, seqlen_k in enumerate(seqlens_k)
@@ -180,6 +191,47 @@ class Sequences:
             places = starts[:, None] + torch.arange(rows[0].seqlen_q, device=starts.device)
             found = self._parts[key] = Part(seqused_k, self.page_table[which], places)
         return found
+
+    def keys(self, pages: AnyPages, row: SequenceRow, dtype: torch.dtype) -> SequenceKeys:
+        """Return copies of a sequence's keys and values in one layer, in order."""
+        k, v = pages.sequence(self.page_table[row.index], row.seqlen_k, dtype)
+        return SequenceKeys(k, v, row.seqlen_k)
+
+    def keys_in_place(self, pages: AnyPages, row: SequenceRow, kv_block: int) -> SequenceKeys | None:
+        """Return a sequence's keys and values in one layer where the pages are, for kernels that read whole blocks.
+
+        Values behind the last key of the last page are set to zero: masked weights are zero, but zero times an
+        infinite value of a former sequence is not. No other sequence reads that page, since it is not full.
+
+        Args:
+            pages: the cache.
+            row: the sequence.
+            kv_block: tokens of a block.
+
+        Returns:
+            The keys and values; None if pages are no whole number of blocks, or memory is not read as it is.
+        """
+        page_size = pages.page_size
+        if not pages.read_in_place or page_size % kv_block:
+            return None
+        k, v = pages.tokens_first()
+        found, values = rows_of(k), rows_of(v)
+        if found is None or values is None or found[1] != values[1]:
+            return None
+        places = self._places_of(row, page_size, found[1], kv_block)
+        tail = row.seqlen_k % page_size
+        if tail:
+            last = self.page_table[row.index, row.seqlen_k // page_size].reshape(1).long()
+            v[:, tail:].index_fill_(0, last, 0)
+        return SequenceKeys(found[0], values[0], row.seqlen_k, places)
+
+    def _places_of(self, row: SequenceRow, page_size: int, step: int, kv_block: int) -> Tensor:
+        key = (row.index, page_size, step, kv_block)
+        if key not in self._places:
+            used = self.page_table[row.index, : -(-row.seqlen_k // page_size)]
+            blocks = -(-row.seqlen_k // kv_block)
+            self._places[key] = places_of(used, page_size, step, kv_block)[:blocks]
+        return self._places[key]
 
     @lazy
     def with_new_keys(self) -> list[tuple[Part, int]]:

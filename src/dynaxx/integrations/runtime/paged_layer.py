@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
+from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
 from dynaxx.integrations.runtime.paged import AnyPages, SequenceRow, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
@@ -18,7 +19,6 @@ from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, is_
 from dynaxx.integrations.runtime.routing import Sequence as Lengths
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import PageSummaries
-from dynaxx.ops import sparse_attention
 
 Watcher = Callable[[int, BlockLayout], None]
 
@@ -197,18 +197,23 @@ class PagedLayer:
 
     def _sparse_row(self, q: Tensor, pages: AnyPages, step: Step, row: SequenceRow, out: Tensor) -> None:
         queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
-        k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
-        runs = plan if guard is None else guard.plan(self.index, plan)
+        runs, scale = plan if guard is None else guard.plan(self.index, plan), self.softmax.scale
         call = self.counts.probe.start(self.index, queries)
-        layout = runs.layout(queries, k, scale=self.softmax.scale)
+        keys, layout = step.sequences.keys_in_place(pages, row, runs.block_size[1]), None
+        if keys is not None and serves_in_place(queries, keys, runs.block_size, self.softmax.softcap):
+            layout = runs.layout_in_place(queries, keys, scale=scale)
+        if keys is None or layout is None:
+            keys = step.sequences.keys(pages, row, q.dtype)
+            layout = runs.layout(queries, keys.k, scale=scale)
         call.selected(layout)
-        found = sparse_attention(queries, k, v, layout, **self.softmax.arguments)
-        call.done(k, v)
-        out[row.tokens] = found[0]
+        found = out[None, row.tokens]
+        backend = attend_in_place(queries, keys, layout, found, **self.softmax.arguments)
+        call.done(keys.k[:, : row.seqlen_k], keys.v[:, : row.seqlen_k], backend=backend)
         for watcher in self.watchers:
             watcher(self.index, layout)
         if guard is not None and guard.wants_call():
-            guard.take(self.index, queries, k, v, self.softmax.scale, plan, runs, found)
+            k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
+            guard.take(self.index, queries, k, v, scale, plan, runs, found)
 
     def _summarized(self, pages: AnyPages, step: Step) -> PageSummaries | None:
         """Return the page summaries for decoding, including pages that dense sequences wrote."""

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
 from dynaxx.integrations.runtime.paged import FP8, Pages, Softmax
 from dynaxx.integrations.runtime.routing import MOST_QUERIES
-from dynaxx.layout.paging import PagedCache
-from dynaxx.ops import sparse_attention
+from dynaxx.layout.paging import PagedCache, SequenceKeys
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
@@ -67,13 +68,14 @@ def prefill_shapes(q_block: int, sparse_from: int, chunk: int, longest: int) -> 
     return sorted(shapes, reverse=True)  # the largest first, so that later ones reuse its memory
 
 
-def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]]) -> None:
+def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]], *, in_place: bool = False) -> None:
     """Select and attend once for each (queries, keys), as a layer of the engine does.
 
     Args:
         plan: the layer's plan; its rules must not depend on token ids.
         shape: the layer's shape.
         shapes: the result of `prefill_shapes`.
+        in_place: whether the engine's pages are whole numbers of blocks, which kernels read where they are.
     """
     if not shapes:
         return
@@ -81,11 +83,27 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
     draw = torch.Generator(shape.device).manual_seed(0)
     random = lambda *size: torch.empty(size, dtype=shape.dtype, device=shape.device).normal_(generator=draw)
     queries = random(1, most_q, shape.q_heads, shape.head_dim)
-    both = random(shape.kv_heads, most_k, 2 * shape.head_dim).transpose(0, 1)[None]  # strides as of ordered pages
+    ordered = lambda keys: random(shape.kv_heads, keys, 2 * shape.head_dim).transpose(0, 1)[None].chunk(2, dim=-1)
+    placed = _placed(plan, shape, queries, most_k, *ordered(plan.block_size[1])) if in_place else None
+    k, v = ordered(most_k) if placed is None else (placed.k, placed.v)
+    out, kv_block, softmax = torch.empty_like(queries), plan.block_size[1], shape.softmax
     for seqlen_q, seqlen_k in shapes:
-        q, (k, v) = queries[:, :seqlen_q], both[:, :seqlen_k].chunk(2, dim=-1)
-        layout = plan.layout(q, k, scale=shape.softmax.scale)
-        sparse_attention(q, k, v, layout, **shape.softmax.arguments)
+        q, written = queries[:, :seqlen_q], out[:, :seqlen_q]
+        keys, layout = SequenceKeys(k[:, :seqlen_k], v[:, :seqlen_k], seqlen_k), None
+        if placed is not None and placed.places is not None:
+            keys = SequenceKeys(k, v, seqlen_k, placed.places[: -(-seqlen_k // kv_block)])
+            layout = plan.layout_in_place(q, keys, scale=softmax.scale)
+        layout = plan.layout(q, keys.k, scale=softmax.scale) if layout is None else layout
+        attend_in_place(q, keys, layout, written, **softmax.arguments)
+
+
+def _placed(plan: LayerPlan, shape: LayerShape, q: Tensor, seqlen_k: int, k: Tensor, v: Tensor) -> SequenceKeys | None:
+    """Return keys whose blocks all lie in one place, k and v; None if the plan needs keys in order."""
+    places = torch.zeros(-(-seqlen_k // plan.block_size[1]), dtype=torch.int32, device=shape.device)
+    keys = SequenceKeys(k, v, seqlen_k, places)
+    if not serves_in_place(q, keys, plan.block_size, shape.softmax.softcap):
+        return None
+    return None if plan.layout_in_place(q, keys, scale=shape.softmax.scale) is None else keys
 
 
 def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:

@@ -60,7 +60,9 @@ def prepare_prefill(
         log.info("compiling prefill kernels: layer %d, steps of %d tokens, prompts of %d", index, chunk, longest)
     engine.prepared |= {plan, kind}
     shape = shape_of(layer, query.device, dtype)
-    _told(partial(run_prefill, plan, shape, shapes), f"prefill kernels of layer {index}", log)
+    cache = config.cache_config
+    in_place = not cache.cache_dtype.startswith("fp8") and int(cache.block_size or 1) % plan.block_size[1] == 0
+    _told(partial(run_prefill, plan, shape, shapes, in_place=in_place), f"prefill kernels of layer {index}", log)
 
 
 def prepare_decode(

@@ -45,6 +45,17 @@ class Scorer(ABC):
                 all keys and one row of scores cannot be split and may exceed it.
         """
 
+    @property
+    def reads_places(self) -> bool:
+        """Return whether `prepare_in_place` is there: scores on a GPU of keys that stay in the pages of a cache."""
+        return False
+
+    def prepare_in_place(
+        self, q: Tensor, k: Tensor, places: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        """Do what `prepare` does for keys whose block i is block places[i] of k; see `layout.paging.SequenceKeys`."""
+        raise NotImplementedError(f"{self!r} needs the keys of a sequence in order")
+
 
 def checked_seed(seed: int) -> int:
     """Return a seed for torch's generators. Raise ValueError unless it is a 64-bit integer."""

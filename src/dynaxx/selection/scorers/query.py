@@ -60,6 +60,20 @@ class MeanQuery(Scorer):
     ) -> ScoreRows:
         return self.among(None, q, k, grid, scale, memory_budget=memory_budget)
 
+    @property
+    @override
+    def reads_places(self) -> bool:
+        return self.precision == "full"
+
+    @override
+    def prepare_in_place(
+        self, q: Tensor, k: Tensor, places: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        kernels = scoring_kernels(q)
+        assert kernels is not None, "a caller with places must have asked `serves`"
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, k.dtype).vectors
+        return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid, places=places)
+
     def among(
         self,
         candidates: Candidates | None,

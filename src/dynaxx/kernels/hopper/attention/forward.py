@@ -194,7 +194,7 @@ def _start_forward(
     consumers = heads * q_block // 64
     programs = 2 if consumers == 1 and width <= 128 else 1  # per multiprocessor, at once
     step = forward_step(width, kv_block, consumers)
-    together = forward_heads_together(seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
+    together = forward_heads_together(layout.seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
     split = split or {**no_split(lse), "p_sums_lse": lse}
     units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     order, ordered = order_argument(layout)

@@ -24,8 +24,10 @@ from dynaxx.layout import BlockGrid
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", "slots", "seqlen_k", "kv_blocks",
-                 "kv_heads", "group_size", "offset", "q_block"]  # fmt: skip
-TILES_PER_PROGRAM = 16  # few enough to balance causal rows, many enough to reuse the queries
+                 "kv_heads", "group_size", "offset", "q_block", "tiles"]  # fmt: skip
+MOST_TILES = 16  # per program: few enough to balance causal rows, many enough to reuse the queries
+LEAST_TILES = 4
+PROGRAMS = 512  # that fill a GPU; with fewer, programs process fewer tiles each
 
 
 @kernel_launcher
@@ -35,6 +37,7 @@ def _query_scores_kernel(
     p_k,
     p_scores,  # (B, Hq, R, C) fp32 contiguous
     p_candidates,  # (B, Hk, panels, slots) int32
+    p_places,  # (C,) int32: block of k that holds each block
     rows,
     first_row,
     base,
@@ -48,11 +51,12 @@ def _query_scores_kernel(
     group_size,
     offset,
     q_block,
+    tiles,  # of keys per program
     k_strides,
     LISTED: tl.constexpr,
+    PLACED: tl.constexpr,
     CAUSAL: tl.constexpr,
     KV_BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
@@ -74,13 +78,13 @@ def _query_scores_kernel(
         end = tl.minimum((first_row + i_row + 1) * q_block + offset, seqlen_k)
     end = tl.where(m_m, end, 0)
     shortest = tl.min(tl.where(m_m, end, seqlen_k), 0)
-    begin = tl.program_id(0) * TILES
+    begin = tl.program_id(0) * tiles
     if LISTED:
         p_candidates += (tl.program_id(2).to(tl.int64) * panels + first_panel + i_m // tiles_m) * slots
-        stop = tl.minimum(begin + TILES, slots)
+        stop = tl.minimum(begin + tiles, slots)
         some = tl.load(p_candidates + begin) >= 0
     else:
-        stop = tl.minimum(begin + TILES, tl.cdiv(tl.max(end, 0), BLOCK_N))
+        stop = tl.minimum(begin + tiles, tl.cdiv(tl.max(end, 0), BLOCK_N))
         some = begin < stop
     if some:
         b_q = tl.load(p_q + i_vector[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
@@ -92,7 +96,10 @@ def _query_scores_kernel(
             first = i_tile * BLOCK_N
             o_n = first + tl.arange(0, BLOCK_N)
             inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
-            b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * k_strides.n + o_d[None, :], mask=inside, other=0.0)
+            o_k = o_n
+            if PLACED:
+                o_k = tl.load(p_places + i_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+            b_k = tl.load(p_k + o_k.to(tl.int64)[:, None] * k_strides.n + o_d[None, :], mask=inside, other=0.0)
             logits = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if first + BLOCK_N > shortest:
                 logits = tl.where(o_n[None, :] < end[:, None], logits, float("-inf"))
@@ -108,7 +115,12 @@ def _query_scores_kernel(
 
 
 def query_scores(
-    queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+    queries: Tensor,
+    k: Tensor,
+    first_row: int,
+    grid: BlockGrid,
+    candidates: Candidates | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Return the log of the sum over each kv block's visible keys of exp(query . key).
 
@@ -119,6 +131,7 @@ def query_scores(
         grid: lengths and block sizes.
         candidates: blocks to score; all others get -inf. None: score all blocks of which a row sees something; the
             scores of the others are undefined.
+        places: (kv blocks,) int32: block i of the keys is block places[i] of k, (1, rows, Hk, D); not with candidates.
 
     Returns:
         (B, Hq, R, C) fp32; a row sees the keys up to that of its last query.
@@ -130,18 +143,22 @@ def query_scores(
     group_size, k = q_heads // kv_heads, unit_stride(k)
     exact, wide = k.dtype == torch.float32, head_dim > 128
     block_m = 32 if exact else 64 if wide else 128
-    block_n = max(grid.block_size[1], 64 if exact or wide else 128) if candidates is None else grid.block_size[1]
+    block_n = grid.block_size[1]
+    if candidates is None and places is None:
+        block_n = max(block_n, 64 if exact or wide else 128)
     count, where = panels_of(candidates, first_row, rows)
-    programs = (
-        -(-(where["slots"] or -(-grid.seqlen_k // block_n)) // TILES_PER_PROGRAM),
+    all_tiles, lines = (
+        where["slots"] or -(-grid.seqlen_k // block_n),
         count * -(-where["panel"] * group_size // block_m),
-        batch * kv_heads,
     )
+    tiles = min(MOST_TILES, max(LEAST_TILES, all_tiles * lines * batch * kv_heads // PROGRAMS))
+    programs = (-(-all_tiles // tiles), lines, batch * kv_heads)
     _query_scores_kernel[programs](
         queries.contiguous(),
         k,
         scores,
         scores if candidates is None else candidates.blocks,
+        scores if places is None else places,
         rows=rows,
         first_row=first_row,
         **where,
@@ -151,11 +168,12 @@ def query_scores(
         group_size=group_size,
         offset=grid.offset,
         q_block=grid.block_size[0],
+        tiles=tiles,
         k_strides=strides_of(k),
         LISTED=candidates is not None,
+        PLACED=places is not None,
         CAUSAL=grid.causal,
         KV_BLOCK=grid.block_size[1],
-        TILES=TILES_PER_PROGRAM,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         D=head_dim,
