@@ -201,6 +201,9 @@ def selection(scorer: str) -> None:
     queries = torch.zeros(1, 4, grid.q_blocks, 64)
     if scorer == "query":
         query_scores.query_scores(queries.to(k.dtype), k, 0, grid)
+    elif scorer == "query in pages":
+        places = torch.zeros(grid.kv_blocks, dtype=torch.int32)
+        query_scores.query_scores(queries.to(k.dtype), k, 0, grid, places=places)
     elif scorer == "int8":
         keys = int8_scores.quantised_keys(k, torch.zeros(1, 2, 64), 64)
         int8_scores.int8_scores(queries, keys, 0, grid)
@@ -277,7 +280,7 @@ add("triton decode bf16", decode, torch.bfloat16)
 add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)
 add("triton decode int8", decode, torch.int8)
 add("triton decode chosen pages", decode, torch.bfloat16, choose=True)
-for scorer in ("query", "int8", "lines", "tiles", "hashes", "pool", "choice"):
+for scorer in ("query", "query in pages", "int8", "lines", "tiles", "hashes", "pool", "choice"):
     add(f"triton selection {scorer}", selection, scorer)
 
 
