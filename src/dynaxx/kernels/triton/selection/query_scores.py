@@ -180,7 +180,7 @@ def query_scores(
         BLOCK_D=padded(head_dim),
         PRECISION="tf32x3" if exact else "tf32",
         num_warps=4 if exact else 8,
-        num_stages=1 if exact else 2,
+        num_stages=1 if exact else 2 if places is None else 3,  # one more, in which places are loaded
     )
     return scores
 
