@@ -19,6 +19,8 @@ Results are written after every part, as JSON by backend. `--tables FILE FILE` s
 writes the rows and bars of the documentation, for `record.py --from`:
 
     python benchmarks/serving/vllm_serving.py --tables own.json dynaxx.json --out tables.json
+
+`--again FILE FILE` adds the starts of later servers, whose caches on disk are full.
 """
 
 from __future__ import annotations
@@ -153,9 +155,21 @@ def wait_for(path: str) -> None:
         time.sleep(0.2)
 
 
-def tables(own: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows and bars of both servers side by side."""
-    alone, traffic, bars = [], [], []
+def tables(own: dict[str, Any], ours: dict[str, Any], again: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows and bars of both servers side by side; `again` has later starts of both, or is empty."""
+    bars: list[dict[str, Any]] = []
+    return {
+        "alone": alone_rows(own, ours, bars),
+        "traffic": traffic_rows(own, ours, bars) if "traffic" in own else [],
+        "decoding": decoding_rows(own, ours, bars) if "decoding" in own else [],
+        "starts": start_rows(own, ours, again),
+        "bars": bars,
+    }
+
+
+def alone_rows(own: dict[str, Any], ours: dict[str, Any], bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of prompts one at a time, and add their bars."""
+    alone = []
     pairs = [("very first request", own["alone"]["very_first_s"], ours["alone"]["very_first_s"])]
     for tokens, seconds in own["alone"]["median_s"].items():
         if len(own["alone"]["first_token_s"][tokens]) > 1:
@@ -169,6 +183,12 @@ def tables(own: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
         asked = {"32768": 1.5, "131072": 2.8, "1000": 0.98}.get(tokens)
         if asked is not None:
             bars.append(bar(f"first token of {label}", asked, theirs / mine))
+    return alone
+
+
+def traffic_rows(own: dict[str, Any], ours: dict[str, Any], bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of mixed traffic, and add their bars."""
+    traffic = []
     theirs, mine = (each["traffic"]["first_token_ms"] for each in (own, ours))
     for name in theirs:
         if not theirs[name]["requests"]:
@@ -181,9 +201,28 @@ def tables(own: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
         bars.append(bar(f"mixed traffic: {key} first token", 1.0, theirs["all"][key] / mine["all"][key]))
     below = next(name for name in theirs if name != "all")
     bars.append(bar(f"mixed traffic, {below} tokens: mean", 0.98, theirs[below]["mean"] / mine[below]["mean"]))
-    starts = [{"start of the server": which, "seconds": each["start_s"]}
-              for which, each in (("FLASH_ATTN", own), ("dynaxx", ours))]  # fmt: skip
-    return {"alone": alone, "traffic": traffic, "starts": starts, "bars": bars}
+    return traffic
+
+
+def decoding_rows(own: dict[str, Any], ours: dict[str, Any], bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the row of sequences that decode together, and add its bar."""
+    theirs, mine = (each["decoding"]["tokens_per_second"] for each in (own, ours))
+    label = f"{ours['decoding']['sequences']} sequences of {ours['decoding']['context']:,} tokens"
+    bars.append(bar(f"generated tokens per second, {label}", 1.5, mine / theirs))
+    return [{"decoding": label, "FLASH_ATTN": f"{theirs:,.0f} tokens/s", "dynaxx": f"{mine:,.0f} tokens/s",
+             "speed-up": f"{mine / theirs:.2f}x"}]  # fmt: skip
+
+
+def start_rows(own: dict[str, Any], ours: dict[str, Any], again: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the seconds until servers were healthy, and what of them dynaxx's kernels took."""
+    rows = []
+    for name, pair in (("empty", [own, ours]), ("full", again)):
+        if pair:
+            theirs, mine = pair
+            kernels = sum(float(seconds) for seconds in re.findall(r"in ([\d.]+) s", " ".join(mine["kernels"])))
+            rows.append({"caches on disk": name, "FLASH_ATTN": f"{theirs['start_s']:.0f} s",
+                         "dynaxx": f"{mine['start_s']:.0f} s", "of which its kernels": f"{kernels:.1f} s"})  # fmt: skip
+    return rows
 
 
 def bar(name: str, asked: float, value: float) -> dict[str, Any]:
@@ -234,11 +273,13 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=400, help="seconds for a start")
     parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
     parser.add_argument("--tables", nargs=2, type=Path, metavar="FILE", help="results to read, of own and of dynaxx")
+    parser.add_argument("--again", nargs=2, type=Path, metavar="FILE", help="with --tables: later starts of both")
     add_traffic_options(parser)
     arguments = parser.parse_args()
     if arguments.tables:
-        own, ours = (json.loads(path.read_text()) for path in arguments.tables)
-        Path(arguments.out).write_text(json.dumps(tables(own["own"], ours["dynaxx"]), indent=1))
+        files = [json.loads(path.read_text()) for path in (*arguments.tables, *(arguments.again or ()))]
+        own, ours, *again = [found[which] for found, which in zip(files, ("own", "dynaxx") * 2, strict=False)]
+        Path(arguments.out).write_text(json.dumps(tables(own, ours, again), indent=1))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this program
     result, failed = Result(arguments.out), False

@@ -16,7 +16,8 @@ from torch import Tensor
 from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.kernels.scale import softmax_scale
-from dynaxx.layout import BlockGrid, BlockLayout
+from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.host import moved_together
 from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
 from dynaxx.layout.signature import Form, form_of
@@ -180,7 +181,7 @@ def _given(
 
     static, choice = _static_entries(pattern, grid, device), selector.choice(q_heads)
     assert choice is not None, "`serves` asked before"
-    amounts = torch.tensor(choice.amounts, dtype=torch.float32, device=device)
+    amounts = _amounts(choice.amounts, device)
     rule = ChoiceRule(choice.mode, amounts, choice.shares, choice.floor)
     alike = heads_alike(selector, q_heads, kv_heads)
     kind = choice.mode, choice.shares, choice.floor, len(choice.amounts) > 1
@@ -196,9 +197,14 @@ def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.devi
 
     part = static_part(pattern, grid)
     layout = None if part.layout is None else part.layout.to(device)
-    return StaticEntries(
-        layout, part.codes.int().to(device), part.same_as_causal.int().to(device), part.masks.to(device)
-    )
+    numbers = part.codes.int(), part.same_as_causal.int(), part.masks.bits, part.masks.bands
+    codes, same, bits, bands = moved_together(numbers, device)  # every new length waits for the GPU otherwise
+    return StaticEntries(layout, codes, same, ElementMasks(bits, bands, part.masks.kv_block))
+
+
+@lru_cache(maxsize=256)
+def _amounts(amounts: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(amounts, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=256)

@@ -39,6 +39,6 @@ def static_part(pattern: Pattern | None, grid: BlockGrid) -> Static:
     same = none.new_full((max(1, len(masks)),), EMPTY)
     which, twin = equal.nonzero(as_tuple=True)
     same[which] = twin
-    codes = layout.entries()[2]
+    codes = layout.kv_masks[: layout.nnz].long()
     codes = torch.where(codes >= 0, codes + len(causal), codes)
     return Static(layout, codes, same, masks, layout.kv_num_blocks[0, 0].long())
