@@ -58,8 +58,11 @@ def save_model(folder: Path, shape: str, dtype: str, family: str = "llama") -> P
     return folder
 
 
-def save_policy(path: Path, shape: str, kind: str, family: str = "llama") -> Path:
-    """Write a policy: "sparse" is what is timed, "everything" reads every key through the sparse kernels."""
+def save_policy(path: Path, shape: str, kind: str, family: str = "llama", share: float = 0.1) -> Path:
+    """Write a policy: "sparse" is what is timed, "everything" reads every key through the sparse kernels.
+
+    `share` is the part of the blocks that prompts of the shape "8b" read besides the window and the first 128 tokens.
+    """
     import dynaxx as dx
     from dynaxx.policy import ModelFacts
 
@@ -71,8 +74,8 @@ def save_policy(path: Path, shape: str, kind: str, family: str = "llama") -> Pat
     if kind == "everything":
         prefill, decode, borders = dx.SlidingWindow(64) | dx.TopK(1.0), dx.TopK(1.0), {}
     elif shape == "8b":
-        prefill = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
-        decode, borders = prefill, {"dense_below": 2048, "sparse_from": 2048}
+        always, borders = dx.SlidingWindow(1024) | dx.Sink(128), {"dense_below": 2048, "sparse_from": 2048}
+        prefill, decode = always | dx.TopK(share), always | dx.TopK(0.1)
     else:
         prefill = dx.SlidingWindow(128) | dx.Sink(128) | dx.TopK(0.1)
         decode, borders = dx.SlidingWindow(128) | dx.Sink(128) | dx.TopK(2), {"dense_below": 600}

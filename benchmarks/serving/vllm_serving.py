@@ -11,6 +11,7 @@ server goes through these parts, in this order:
 
 - start: seconds from the command until `/health` answers. Caches on disk stay between servers of one backend.
 - alone: prompts of each length, one at a time, the longest first: it is the very first request of the server.
+- alone by share: long prompts again under policies that read other shares of the blocks, only with `--shares`.
 - traffic: mixed prompts at a fixed rate, when every length has been served once.
 - decoding: tokens per second of as many contexts of 32,768 tokens as the cache holds, up to 16.
 - soak: `vllm_soak.py`, only with `--soak MINUTES`.
@@ -79,6 +80,7 @@ def serving(
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if which == "dynaxx":
         environment["DYNAXX_POLICY"] = str(save_policy(folder / "policy.json", arguments.shape, "sparse"))
+        environment["DYNAXX_FOLLOW"] = str(int(bool(arguments.shares)))
     log = Path(f"{arguments.out or folder / 'serving'}.{which}.log")
     with log.open("wb") as out:
         running = subprocess.Popen(
@@ -134,6 +136,9 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
                     server, [int(each) for each in arguments.lengths.split(",")], arguments.repeats
                 )
                 result.add(**{which: found})
+            if arguments.shares and which == "dynaxx":
+                found["alone by share"] = by_share(server, arguments, Path(folder) / "policy.json", log)
+                result.add(**{which: found})
             if "traffic" in parts:
                 found["traffic"] = mixed(server, arguments)
                 result.add(**{which: found})
@@ -146,6 +151,22 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
             found["failed"] = server.errors[:5]
             found |= facts(log)
             result.add(**{which: found})
+
+
+def by_share(server: Server, arguments: argparse.Namespace, policy: Path, log: Path) -> dict[str, Any]:
+    """Send prompts one at a time under policies with other shares of the blocks, which the server takes over."""
+    found: dict[str, Any] = {}
+    for at, share in enumerate((*map(float, arguments.shares.split(",")), 0.1)):
+        save_policy(policy, arguments.shape, "sparse", share=share)
+        time.sleep(3)  # the server looks every second
+        if "rejected" in log.read_text(errors="replace"):
+            found["error"] = f"the policy with a share of {share} was rejected; see {log}"
+            break
+        if share != 0.1:
+            lengths = [int(each) for each in arguments.lengths.split(",")]
+            long = [each for each in lengths if each > 10_000]
+            found[str(share)] = one_at_a_time(server, long, arguments.repeats, 1 + at)
+    return found
 
 
 def wait_for(path: str) -> None:
@@ -262,6 +283,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("own", "dynaxx"), help="one of the two")
     parser.add_argument("--parts", default=",".join(PARTS), help="of each server, by name")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
+    parser.add_argument("--shares", default="", help="of the blocks, for prompts sent again under other policies")
     parser.add_argument("--max-model-len", type=int, default=131_328)
     parser.add_argument("--context", type=int, default=32_768, help="tokens of each sequence that decodes")
     parser.add_argument("--soak", type=float, default=0, help="minutes")

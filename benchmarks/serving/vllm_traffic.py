@@ -95,12 +95,15 @@ class Server:
             return None
 
 
-def one_at_a_time(server: Server, lengths: Sequence[int], repeats: int = 3) -> dict[str, Any]:
-    """Return the seconds to the first token of prompts on an idle server, the longest first, by length."""
+def one_at_a_time(server: Server, lengths: Sequence[int], repeats: int = 3, others: int = 0) -> dict[str, Any]:
+    """Return the seconds to the first token of prompts on an idle server, the longest first, by length.
+
+    Calls with another number of `others` send other prompts, which no prefix cache holds.
+    """
     found: dict[str, list[float]] = {}
     for tokens in sorted(lengths, reverse=True):
         for at in range(2 * repeats if tokens < 4000 else max(1, repeats - (tokens > 100_000))):
-            answer = server.send(server.body(tokens, 1, 1000 * tokens + at), tokens)
+            answer = server.send(server.body(tokens, 1, 1000 * tokens + 100 * others + at), tokens)
             found.setdefault(str(tokens), []).append(answer.times[0] if answer else math.nan)
     first = next(iter(found.values()))[0]
     return {"very_first_s": first, "first_token_s": found,
