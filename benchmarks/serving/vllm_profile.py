@@ -9,6 +9,7 @@ how much the profiler slows them. For each length it writes how long the GPU ran
 host, and the kernels by their share of the time.
 
     python benchmarks/serving/vllm_profile.py --trace TRACE.json.gz ...          # only sums up such traces
+    python benchmarks/serving/vllm_profile.py --tables own.json dynaxx.json --out tables.json     # rows for record.py
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -28,6 +30,17 @@ from typing import Any
 from vllm_gpu import Result
 from vllm_serving import facts, serving
 from vllm_traffic import Server, one_at_a_time
+
+GROUPS = {  # kernels by name; the first pattern that fits
+    "attention": "_sparse_attention|flash::",
+    "scores and choice of blocks": "_query_scores|_pool_kernel|_choose_rows|_emit_entries|_running_sum",
+    "copies of keys, values and results": "gather_kernel<16|Memcpy DtoD|direct_copy|index_select",
+    "summaries of pages for decoding": "_summarize_pages",
+    "keys and values into the cache": "reshape_and_cache",
+    "linear layers": "nvjet|gemm|cutlass",
+    "activations, norms, rotary embedding": "triton_",
+    "everything else": "",
+}
 
 
 def kernels_of(path: Path) -> list[tuple[str, float, float]]:
@@ -61,6 +74,27 @@ def summary(kernels: list[tuple[str, float, float]], most: int) -> dict[str, Any
         "by_kernel": [{"name": name[:160], "calls": len(each), "ms": round(sum(each) / 1e3, 3),
                        "mean_us": round(sum(each) / len(each), 1)} for name, each in by_time[:most]],
     }  # fmt: skip
+
+
+def parts_of(profiled: dict[str, Any]) -> dict[str, float]:
+    """Return the ms of a profile by group of kernels, and those in which the GPU waited."""
+    found = dict.fromkeys(GROUPS, 0.0)
+    for kernel in profiled["by_kernel"]:
+        found[next(name for name, pattern in GROUPS.items() if re.search(pattern, kernel["name"]))] += kernel["ms"]
+    found["everything else"] += profiled["busy_ms"] - sum(found.values())
+    return found | {"the GPU waits": profiled["waiting_ms"], "from the first to the last kernel": profiled["span_ms"]}
+
+
+def tables(own: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows by group of kernels, with columns by length and server."""
+    lengths = [name.removeprefix("profile of ") for name in ours if name.startswith("profile of ")]
+    columns = {
+        f"{int(length):,} tokens, {title}": parts_of(each[f"profile of {length}"])
+        for length in lengths
+        for title, each in (("FLASH_ATTN", own), ("dynaxx", ours))
+    }
+    names = [*GROUPS, "the GPU waits", "from the first to the last kernel"]
+    return [{"ms": name, **{title: f"{each[name]:,.1f}" for title, each in columns.items()}} for name in names]
 
 
 def post(server: Server, path: str) -> None:
@@ -132,11 +166,16 @@ def main() -> None:
     parser.add_argument("--more", default="", help="further options of the server, in one argument")
     parser.add_argument("--patience", type=float, default=400, help="seconds for a start")
     parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
+    parser.add_argument("--tables", nargs=2, type=Path, metavar="FILE", help="results to read, of own and of dynaxx")
     parser.add_argument("--trace", nargs="+", type=Path, metavar="FILE", help="traces to sum up; starts nothing")
     arguments = parser.parse_args()
     if arguments.trace:
         for path in arguments.trace:
             print(json.dumps({str(path): summary(kernels_of(path), arguments.most)}, indent=1))
+        return
+    if arguments.tables:
+        own, ours = (json.loads(path.read_text()) for path in arguments.tables)
+        Path(arguments.out).write_text(json.dumps({"rows": tables(own["own"], ours["dynaxx"])}, indent=1))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this program
     result = Result(arguments.out)
