@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import MOST_QUERIES
 from dynaxx.layout.paging import PagedCache, PageSummaries, SequenceKeys, places_of, rows_of
+from dynaxx.layout.paging.in_place import MovedLayouts
 from dynaxx.lazy import lazy
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.decode import sparse_decode
@@ -165,7 +166,7 @@ class Sequences:
         self.page_table = page_table
         self.seqused_k = seqused_k
         self._parts: dict[tuple[tuple[SequenceRow, ...], int], Part] = {}
-        self._places: dict[tuple[int, int, int, int], Tensor] = {}
+        self._places: dict[tuple[int, int, int, int], tuple[Tensor, MovedLayouts]] = {}
         self.rows = tuple(
             SequenceRow(index, starts[index], starts[index + 1] - starts[index], seqlen_k)
             for index, seqlen_k in enumerate(seqlens_k)
@@ -218,19 +219,20 @@ class Sequences:
         found, values = rows_of(k), rows_of(v)
         if found is None or values is None or found[1] != values[1]:
             return None
-        places = self._places_of(row, page_size, found[1], kv_block)
+        places, kept = self._places_of(row, page_size, found[1], kv_block)
         tail = row.seqlen_k % page_size
         if tail:
             last = self.page_table[row.index, row.seqlen_k // page_size].reshape(1).long()
             v[:, tail:].index_fill_(0, last, 0)
-        return SequenceKeys(found[0], values[0], row.seqlen_k, places)
+        return SequenceKeys(found[0], values[0], row.seqlen_k, places, kept)
 
-    def _places_of(self, row: SequenceRow, page_size: int, step: int, kv_block: int) -> Tensor:
+    def _places_of(self, row: SequenceRow, page_size: int, step: int, kv_block: int) -> tuple[Tensor, MovedLayouts]:
+        """Return where the blocks of a sequence are, and the layouts moved there. Layers share both."""
         key = (row.index, page_size, step, kv_block)
         if key not in self._places:
             used = self.page_table[row.index, : -(-row.seqlen_k // page_size)]
             blocks = -(-row.seqlen_k // kv_block)
-            self._places[key] = places_of(used, page_size, step, kv_block)[:blocks]
+            self._places[key] = places_of(used, page_size, step, kv_block)[:blocks], {}
         return self._places[key]
 
     @lazy

@@ -18,18 +18,21 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.block_layout import BlockLayout
-from dynaxx.layout.derived import Unset
+
+MovedLayouts = dict[int, tuple[BlockLayout, BlockLayout]]  # by the id of a layout: it, and where its blocks are
 
 
 class SequenceKeys(NamedTuple):
-    """Keys and values of one sequence. Without `places`, its tokens are the rows of k and v."""
+    """Keys and values of one sequence. Without `places`, its tokens are the rows of k and v.
 
-    k: Tensor  # (1, rows, kv_heads, head_dim); with places a view of a cache
+    With places, token t is in row places[t // kv_block] * kv_block + t % kv_block of k and v, which view a cache.
+    """
+
+    k: Tensor  # (1, rows, kv_heads, head_dim)
     v: Tensor  # (1, rows, kv_heads, head_dim_v)
     seqlen_k: int
-    places: Tensor | None = (
-        None  # (kv_blocks,) int32: token t is in row places[t // kv_block] * kv_block + t % kv_block
-    )
+    places: Tensor | None = None  # (kv_blocks,) int32
+    kept: MovedLayouts | None = None  # of all layers of a step, which share the layouts of patterns
 
     def moved(self, layout: BlockLayout) -> BlockLayout:
         """Return a causal layout of the sequence with the blocks of k and v that hold its blocks.
@@ -39,12 +42,20 @@ class SequenceKeys(NamedTuple):
         """
         if self.places is None:
             return layout
-        blocks = layout.kv_indices.clamp(0, len(self.places) - 1)  # entries past the last row are undefined
-        found = replace(layout, kv_indices=self.places.index_select(0, blocks))
-        known = layout.derived.kv_order
-        found.derived.form = layout.form
-        found.derived.kv_order = None if isinstance(known, Unset) and layout.device.type != "cpu" else known
-        return found
+        if self.kept is None or layout.form is not None:
+            return _moved(layout, self.places)
+        known = self.kept.get(id(layout))
+        if known is None:
+            known = self.kept[id(layout)] = (layout, _moved(layout, self.places))
+        return known[1]
+
+
+def _moved(layout: BlockLayout, places: Tensor) -> BlockLayout:
+    blocks = layout.kv_indices.clamp(0, len(places) - 1)  # entries past the last row are undefined
+    found = replace(layout, kv_indices=places.index_select(0, blocks))
+    before, now = layout.derived, found.derived
+    now.form, now.kv_order, now.make_host = before.form, before.kv_order, before.make_host  # the counts are the same
+    return found
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int] | None:
