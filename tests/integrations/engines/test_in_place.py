@@ -90,7 +90,7 @@ def test_blocks_are_where_places_say(layout, page_size, block):
 def test_values_behind_the_last_key_are_zero_and_others_unchanged():
     chunk = Chunk(1, 70, "tokens first", 32, device="cpu")
     k, v = (x.clone() for x in chunk.pages.tokens_first())
-    in_place(chunk, 16)
+    chunk.sequences.clear_tail(chunk.pages, chunk.row)
     now_k, now_v = chunk.pages.tokens_first()
     last = chunk.sequences.page_table[1, 2]
     assert torch.equal(now_k, k) or torch.equal(now_k.isnan(), k.isnan())
@@ -132,6 +132,7 @@ def test_a_pattern_over_pages(layout):
         sinks = torch.linspace(-1, 1, 4, device=DEVICE)
         softmax = {"scale": 0.2, "softcap": 3.0, "sinks": sinks}
         assert serves_in_place(chunk.q[None], in_place(chunk, 16), (16, 16), 3.0)
+        chunk.sequences.clear_tail(chunk.pages, chunk.row)
         attend_in_place(chunk.q[None], in_place(chunk, 16), made, out, **softmax)
         want = dx.sparse_attention(chunk.q[None], chunk.k[None], chunk.v[None], made, **softmax)
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)

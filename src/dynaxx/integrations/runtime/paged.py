@@ -201,8 +201,7 @@ class Sequences:
     def keys_in_place(self, pages: AnyPages, row: SequenceRow, kv_block: int) -> SequenceKeys | None:
         """Return a sequence's keys and values in one layer where the pages are, for kernels that read whole blocks.
 
-        Values behind the last key of the last page are set to zero: masked weights are zero, but zero times an
-        infinite value of a former sequence is not. No other sequence reads that page, since it is not full.
+        Call `clear_tail` before a kernel reads values.
 
         Args:
             pages: the cache.
@@ -220,11 +219,18 @@ class Sequences:
         if found is None or values is None or found[1] != values[1]:
             return None
         places, kept = self._places_of(row, page_size, found[1], kv_block)
-        tail = row.seqlen_k % page_size
-        if tail:
-            last = self.page_table[row.index, row.seqlen_k // page_size].reshape(1).long()
-            v[:, tail:].index_fill_(0, last, 0)
         return SequenceKeys(found[0], values[0], row.seqlen_k, places, kept)
+
+    def clear_tail(self, pages: AnyPages, row: SequenceRow) -> None:
+        """Set values behind a sequence's last key to zero in one layer, in the rest of its last page.
+
+        Masked weights are zero, but zero times an infinite value of a former sequence is not. No other sequence reads
+        that page, since it is not full.
+        """
+        full, tail = divmod(row.seqlen_k, pages.page_size)
+        if tail:
+            last = self.page_table[row.index, full].reshape(1).long()
+            pages.tokens_first()[1][:, tail:].index_fill_(0, last, 0)
 
     def _places_of(self, row: SequenceRow, page_size: int, step: int, kv_block: int) -> tuple[Tensor, MovedLayouts]:
         """Return where the blocks of a sequence are, and the layouts moved there. Layers share both."""

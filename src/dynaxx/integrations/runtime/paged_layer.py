@@ -202,7 +202,9 @@ class PagedLayer:
         keys, layout = step.sequences.keys_in_place(pages, row, runs.block_size[1]), None
         if keys is not None and serves_in_place(queries, keys, runs.block_size, self.softmax.softcap):
             layout = runs.layout_in_place(queries, keys, scale=scale)
-        if keys is None or layout is None:
+        if keys is not None and layout is not None:
+            step.sequences.clear_tail(pages, row)
+        else:
             keys = step.sequences.keys(pages, row, q.dtype)
             layout = runs.layout(queries, keys.k, scale=scale)
         call.selected(layout)
