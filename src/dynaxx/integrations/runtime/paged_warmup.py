@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
 
 logger = logging.getLogger("dynaxx")
-MOST_PROCESSES = 8  # that compile decoding kernels side by side
+MOST_PROCESSES = 8  # that compile kernels side by side
 SHORT_KEYS = 40  # keys per sequence in the decoding steps of the warm-up
 
 
@@ -87,14 +87,21 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
     placed = _placed(plan, shape, queries, most_k, *ordered(plan.block_size[1])) if in_place else None
     k, v = ordered(most_k) if placed is None else (placed.k, placed.v)
     out, kv_block, softmax = torch.empty_like(queries), plan.block_size[1], shape.softmax
-    for seqlen_q, seqlen_k in shapes:
-        q, written = queries[:, :seqlen_q], out[:, :seqlen_q]
-        keys, layout = SequenceKeys(k[:, :seqlen_k], v[:, :seqlen_k], seqlen_k), None
-        if placed is not None and placed.places is not None:
-            keys = SequenceKeys(k, v, seqlen_k, placed.places[: -(-seqlen_k // kv_block)])
-            layout = plan.layout_in_place(q, keys, scale=softmax.scale)
-        layout = plan.layout(q, keys.k, scale=softmax.scale) if layout is None else layout
-        attend_in_place(q, keys, layout, written, **softmax.arguments)
+
+    def run() -> None:
+        for seqlen_q, seqlen_k in shapes:
+            q, written = queries[:, :seqlen_q], out[:, :seqlen_q]
+            keys, layout = SequenceKeys(k[:, :seqlen_k], v[:, :seqlen_k], seqlen_k), None
+            if placed is not None and placed.places is not None:
+                keys = SequenceKeys(k, v, seqlen_k, placed.places[: -(-seqlen_k // kv_block)])
+                layout = plan.layout_in_place(q, keys, scale=softmax.scale)
+            layout = plan.layout(q, keys.k, scale=softmax.scale) if layout is None else layout
+            attend_in_place(q, keys, layout, written, **softmax.arguments)
+
+    if plan.is_static:  # layouts of patterns are kept, with lists that a kernel computes; and their kernels are few
+        run()
+    else:
+        _run_compiled(run, "prefill kernels", shape.device)
 
 
 def _placed(plan: LayerPlan, shape: LayerShape, q: Tensor, seqlen_k: int, k: Tensor, v: Tensor) -> SequenceKeys | None:
@@ -107,23 +114,25 @@ def _placed(plan: LayerPlan, shape: LayerShape, q: Tensor, seqlen_k: int, k: Ten
 
 
 def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
-    """Run decoding steps of every padded shape, over a small cache of the same kind.
-
-    Each shape has kernels of its own. On a GPU, processes compile them side by side before they run.
-    """
+    """Run decoding steps of every padded shape, over a small cache of the same kind; each has kernels of its own."""
     shapes = decode_shapes(decoding.max_seqs)
 
     def run() -> None:
         for each in shapes:
             _run_decoding_step(plan, shape, decoding, each)
 
-    if shape.device.type == "cuda":
+    _run_compiled(run, "decoding kernels", shape.device)
+
+
+def _run_compiled(run: Callable[[], None], what: str, device: torch.device) -> None:
+    """Call a function that launches kernels. On a GPU, processes compile them side by side before."""
+    if device.type == "cuda":
         from dynaxx.kernels.gpu.runtime.compile_ahead import compile_ahead  # needs Triton
 
         try:
             compile_ahead(run, min(MOST_PROCESSES, os.cpu_count() or 1))
         except Exception as error:  # they are compiled one by one then
-            logger.warning("decoding kernels were not compiled side by side: %s", error, exc_info=error)
+            logger.warning("%s were not compiled side by side: %s", what, error, exc_info=error)
     run()
 
 
