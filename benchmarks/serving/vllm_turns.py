@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the first token of two vLLM engines that share one GPU, in turns: FLASH_ATTN and a policy.
+
+    python benchmarks/serving/vllm_turns.py --seconds 300 --out turns.json
+
+Two GPUs differ by some percent, and one GPU by its temperature, so the fairest comparison asks both engines for one
+prompt after the other. Each engine is a process with random weights of Llama-3.1-8B's shape, vLLM's defaults but a
+small cache, and the server's chunks of 8,192 tokens; while one computes, the other waits. A third turn is the engine
+with the policy again, when it copies keys out of the pages ("copied") instead of reading them in place.
+
+Prompts are random, every one another. Results are written after every prompt. The program ends its rounds when the next
+prompt would pass `--seconds` since its start. `--tables FILE` writes the rows for `record.py --from`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_gpu import PAGE, first_token, prompt, save_model, save_policy
+from vllm_serving import bar, span
+
+TURNS = ("own", "in place", "copied")
+TARGETS = {32768: 1.5, 131072: 2.8, 1000: 0.98}
+SECONDS = 1.5e-4  # per token, of all three turns together, at most: to end in time
+
+
+def work(which: str, arguments: argparse.Namespace) -> None:
+    """Start an engine, then answer lines of (tokens, turn) on standard input with the seconds to a first token."""
+    import torch
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's own output goes to the log
+
+    def say(answer: float) -> None:
+        answers.write(f"{answer}\n")
+        answers.flush()
+
+    begun, folder, cuda = time.monotonic(), Path(tempfile.mkdtemp()), torch.cuda.is_available()
+    model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32")
+    os.environ.pop("DYNAXX_POLICY", None)
+    options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}} if cuda else {}
+    if which == "dynaxx":
+        os.environ["DYNAXX_POLICY"] = str(save_policy(folder / "policy.json", arguments.shape, "sparse"))
+    if cuda:
+        options |= {"kv_cache_memory_bytes": arguments.cache, "gpu_memory_utilization": 0.4}
+        options |= {"attention_backend": "FLASH_ATTN" if which == "own" else "CUSTOM"}
+        options |= {"block_size": PAGE} if which == "dynaxx" else {}
+    from vllm import LLM
+
+    llm = LLM(
+        str(model), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, seed=1,
+        disable_log_stats=True, max_model_len=arguments.max_model_len, max_num_batched_tokens=arguments.chunk,
+        max_num_seqs=16, enforce_eager=not cuda, **options,
+    )  # fmt: skip
+    say(time.monotonic() - begun)
+    from dynaxx.integrations.runtime.paged import Sequences
+
+    in_place, draw = Sequences.keys_in_place, random.Random(0)
+    for line in sys.stdin:
+        tokens, turn = json.loads(line)
+        Sequences.keys_in_place = in_place if turn != "copied" else lambda *given: None  # type: ignore[method-assign]
+        say(first_token(llm, prompt(draw, tokens)))
+
+
+class Engines:
+    """The processes of both engines."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.running: dict[str, subprocess.Popen[str]] = {}
+        for which in ("own", "dynaxx"):
+            command = [sys.executable, __file__, "--worker", which, "--shape", arguments.shape]
+            command += ["--max-model-len", str(arguments.max_model_len), "--chunk", str(arguments.chunk)]
+            command += ["--cache", str(arguments.cache)]
+            with Path(f"{arguments.out}.{which}.log").open("wb") as log:
+                self.running[which] = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                )
+
+    def started(self) -> dict[str, float]:
+        """Wait for both; return the seconds that each took."""
+        return {which: self._answer(which) for which in self.running}
+
+    def ask(self, turn: str, tokens: int) -> float:
+        """Return the seconds to the first token of a prompt."""
+        which = "own" if turn == "own" else "dynaxx"
+        stdin = self.running[which].stdin
+        assert stdin is not None, "opened as a pipe"
+        stdin.write(json.dumps([tokens, turn]) + "\n")
+        stdin.flush()
+        return self._answer(which)
+
+    def end(self) -> None:
+        """End both."""
+        for engine in self.running.values():
+            if engine.stdin is not None:
+                engine.stdin.close()
+        for engine in self.running.values():
+            try:
+                engine.wait(8)
+            except subprocess.TimeoutExpired:
+                engine.kill()
+
+    def _answer(self, which: str) -> float:
+        stdout = self.running[which].stdout
+        assert stdout is not None, "opened as a pipe"
+        line = stdout.readline()
+        if not line:
+            raise SystemExit(f"the engine {which} has ended; see its log beside the results")
+        return float(line)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Ask both engines in turns until the time is over."""
+    until, lengths = time.monotonic() + arguments.seconds, [int(each) for each in arguments.lengths.split(",")]
+    engines = Engines(arguments)
+    found: dict[str, Any] = {"starts": engines.started(), "warm-up": [], "runs": []}
+    print(found["starts"], f"{until - time.monotonic():.0f} s left", flush=True)
+
+    def ask(kind: str, turn: str, tokens: int) -> None:
+        found[kind].append([turn, tokens, engines.ask(turn, tokens)])
+        print(*found[kind][-1], flush=True)
+        Path(arguments.out).write_text(json.dumps(found))
+
+    for tokens in lengths:
+        for turn in TURNS:
+            if turn != "own" or tokens < 50_000:  # its kernels are the same at any length
+                ask("warm-up", turn, tokens)
+    rounds = sorted(lengths) + lengths
+    for at in range(10_000):
+        tokens = rounds[at % len(rounds)]
+        if time.monotonic() + SECONDS * tokens > until:
+            break
+        for turn in range(len(TURNS)):
+            ask("runs", TURNS[(at + turn) % len(TURNS)], tokens)
+    engines.end()
+
+
+def tables(found: dict[str, Any]) -> dict[str, Any]:
+    """Return rows and bars of medians."""
+    rows, bars = [], []
+    for tokens in sorted({tokens for _, tokens, _ in found["runs"]}, reverse=True):
+        times = {turn: [s for other, n, s in found["runs"] if (other, n) == (turn, tokens)] for turn in TURNS}
+        own, here, copied = (statistics.median(times[turn]) for turn in TURNS)
+        rows.append({
+            "tokens": f"{tokens:,}", "prompts each": len(times["own"]), "FLASH_ATTN": span(own), "dynaxx": span(here),
+            "speed-up": f"{own / here:.2f}x", "dynaxx, keys copied": span(copied),
+        })  # fmt: skip
+        if tokens in TARGETS:
+            bars.append(bar(f"first token of {tokens:,} tokens", TARGETS[tokens], own / here))
+    return {"rows": rows, "bars": bars}
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300, help="of the program, with the start of the engines")
+    parser.add_argument("--lengths", default="131072,32768,8192,1000", help="prompts, in tokens")
+    parser.add_argument("--shape", default="8b", choices=("8b", "small"))
+    parser.add_argument("--max-model-len", type=int, default=131_328)
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--cache", type=int, default=18_000_000_000, help="bytes of the cache of each engine")
+    parser.add_argument("--out", default="turns.json", help="a JSON file; logs go beside it")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="results to read; starts nothing")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.tables:
+        Path(arguments.out).write_text(json.dumps(tables(json.loads(arguments.tables.read_text())), indent=1))
+    elif arguments.worker:
+        work(arguments.worker, arguments)
+    else:
+        measure(arguments)
+
+
+if __name__ == "__main__":
+    main()
