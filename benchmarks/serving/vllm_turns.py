@@ -30,6 +30,7 @@ from vllm_gpu import PAGE, first_token, prompt, save_model, save_policy
 from vllm_serving import bar, span
 
 TURNS = ("own", "in place", "copied")
+CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # engines that start together do not share
 TARGETS = {32768: 1.5, 131072: 2.8, 1000: 0.98}
 SECONDS = 1.5e-4  # per token, of all three turns together, at most: to end in time
 
@@ -81,10 +82,12 @@ class Engines:
             command = [sys.executable, __file__, "--worker", which, "--shape", arguments.shape]
             command += ["--max-model-len", str(arguments.max_model_len), "--chunk", str(arguments.chunk)]
             command += ["--cache", str(arguments.cache)]
+            apart = {name: f"{os.environ[name]}-{which}" for name in CACHES if name in os.environ}
             with Path(f"{arguments.out}.{which}.log").open("wb") as log:
                 self.running[which] = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-                )
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                    env={**os.environ, **apart},
+                )  # fmt: skip
 
     def started(self) -> dict[str, float]:
         """Wait for both; return the seconds that each took."""
