@@ -87,6 +87,19 @@ def test_blocks_are_where_places_say(layout, page_size, block):
         assert keys.k.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
+def test_layouts_of_patterns_move_once_a_step():
+    chunk = Chunk(40, 130, "heads first", 32, device="cpu")
+    layout = dx.SlidingWindow(50).layout(40, 130, block_size=16)
+    first, second = in_place(chunk, 16), in_place(chunk, 16)
+    moved = first.moved(layout)
+    assert second.moved(layout) is moved
+    assert torch.equal(moved.kv_indices, first.places[layout.kv_indices])
+    assert (moved.seqlen_k, moved.nnz, moved.kv_order) == (130, layout.nnz, layout.kv_order)
+    other = dx.SlidingWindow(20).layout(40, 130, block_size=16)
+    assert torch.equal(second.moved(other).kv_indices, first.places[other.kv_indices])
+    assert chunk.in_order.moved(layout) is layout
+
+
 def test_values_behind_the_last_key_are_zero_and_others_unchanged():
     chunk = Chunk(1, 70, "tokens first", 32, device="cpu")
     k, v = (x.clone() for x in chunk.pages.tokens_first())
