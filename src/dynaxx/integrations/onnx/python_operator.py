@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from dynaxx.integrations.onnx.packages import require
+from dynaxx.kernels import cpu
 from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
 from dynaxx.patterns import Causal, Full, Pattern
@@ -150,7 +151,7 @@ def attend(*inputs: NDArray[Any], **attributes: Any) -> NDArray[Any]:
     if not called.tokens_first:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    with torch.inference_mode():
+    with torch.inference_mode(), cpu.own_threads():  # ONNX Runtime's go on at once on the same cores
         if len(inputs) == 3:
             _attend(called, q, k, v, out)
         else:
