@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of packed sequences whose queries choose tokens, or blocks of a few neighbouring ones, one by one."""
+"""Positions of packed sequences whose queries choose single tokens, or blocks of a few neighbouring tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_BLOCKS = (1, 2, 4, 8)  # sizes of a choice, in tokens, that are no blocks 
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """Sequences behind one another, queries aligned to the last keys of theirs."""
+    """Packed sequences. The queries of each are aligned to its last keys."""
 
     ends_q: tuple[int, ...]  # (num_seqs + 1,) cumulative numbers of queries
     ends_k: tuple[int, ...]  # of keys
@@ -25,7 +25,7 @@ class TokenSpans:
 
     @lazy
     def position(self) -> Tensor:
-        """Return (tokens_q,) int64 on the CPU: where each query stands among the keys of its sequence; may be < 0."""
+        """Return (tokens_q,) int64 on the CPU: each query's position among the keys of its sequence; may be < 0."""
         return self._per_query(lambda a, b, c, d: torch.arange(d - c - (b - a), d - c))
 
     @lazy
@@ -35,7 +35,7 @@ class TokenSpans:
 
     @lazy
     def blocks(self) -> Tensor:
-        """Return (tokens_q,) int32 on the CPU: blocks of each query's sequence."""
+        """Return (tokens_q,) int32 on the CPU: the number of blocks of each query's sequence."""
         return self._per_query(lambda a, b, c, d: torch.full((b - a,), -(-(d - c) // self.block_size))).int()
 
     @on_host
@@ -46,7 +46,7 @@ class TokenSpans:
 
 
 def ascending(block_indices: Tensor) -> Tensor:
-    """Return each row's numbers in ascending order, -1 behind."""
+    """Return each row's numbers in ascending order, with -1 at the end."""
     most = torch.iinfo(block_indices.dtype).max
     rows = torch.where(block_indices < 0, most, block_indices).sort(-1).values
     return torch.where(rows == most, -1, rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`IndexedSparseAttention`: each query attends to the tokens that a learned indexer chose, one by one."""
+"""`IndexedSparseAttention`: each query attends to single tokens that a learned indexer chose."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class IndexerOutput(NamedTuple):
 class Indexer(nn.Module):
     """Project hidden states to the queries, the keys and the weights of an indexer (DeepSeek-V3.2).
 
-    Hidden states get no gradient from it: an indexer learns from attention, not attention from an indexer.
+    The hidden states get no gradient from an indexer: the indexer learns from attention, but not the other way round.
 
     Args:
         hidden_size: of the hidden states.
@@ -50,7 +50,7 @@ class Indexer(nn.Module):
 
     @typed
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> IndexerOutput:
-        """Project (..., seqlen, hidden_size); `rotary` (cos, sin) turns the first columns, as many as it has."""
+        """Project (..., seqlen, hidden_size); `rotary` (cos, sin) rotates the first columns, as many as it has."""
         x = x.detach()
         q, k = self.q_proj(x).unflatten(-1, (self.heads, self.dim)), self.k_norm(self.k_proj(x))
         if rotary is not None:
@@ -59,7 +59,7 @@ class Indexer(nn.Module):
 
 
 def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first columns of (..., seqlen, heads, dim) by position: those that `rotary` has, in halves."""
+    """Apply rotary positions to the first columns of (..., seqlen, heads, dim), as many as `rotary` has, in halves."""
     cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rotary)
     width = min(cos.shape[-1], x.shape[-1]) // 2 * 2
     half = width // 2
@@ -73,13 +73,13 @@ def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class IndexedSparseAttention(ProjectedAttention):
     """Attention over the tokens that an indexer chose for each query (DeepSeek Sparse Attention, DeepSeek-V3.2).
 
-    Train it in two stages. With `dense = True` it attends to everything, and its indexer learns what that attention
-    looks at; then, with `dense = False`, it attends to what the indexer chose and both go on learning. In training mode
-    `index_loss` holds the indexer's loss of the last call: add it to the model's.
+    Train the module in two stages. With `dense = True` attention is dense, and the indexer learns to predict it. With
+    `dense = False` attention sees the tokens that the indexer chose, and both are trained. In training mode
+    `index_loss` is the indexer's loss of the last call: add it to the model's loss.
 
     Args:
         hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
-        choice: how many tokens a query attends to, all heads to the same ones.
+        choice: the number of tokens to which a query attends; all heads attend to the same tokens.
         index_heads, index_dim: of the indexer.
         precision: of the indexer's scores, "fp32", "bf16" or "int8"; see `index_tokens`.
     """
@@ -111,7 +111,7 @@ class IndexedSparseAttention(ProjectedAttention):
         cu_seqlens: CuSeqlens | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Attend, as `ProjectedAttention`; sequences of a batch, without a cache.
+        """Attend like `ProjectedAttention`, over the sequences of a batch, without a cache.
 
         Raises:
             ValueError: as `ProjectedAttention`, and for packed sequences in training or a cache.
@@ -135,7 +135,7 @@ class IndexedSparseAttention(ProjectedAttention):
     def attend_chosen(
         self, indexed: IndexerOutput, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None
     ) -> Tensor:
-        """Attend to what the indexer chooses; in training mode, keep its loss."""
+        """Attend to the tokens that the indexer chooses; in training mode, store its loss."""
         chosen = index_tokens(*indexed, self.choice, cu_seqlens_q=cu_seqlens, precision=self.precision)
         self._learn(indexed, q, k, chosen, cu_seqlens)
         out = selected_attention(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer of DeepSeek-V3.2: which tokens each query attends to, and how it learns that from dense attention."""
+"""The indexer of DeepSeek-V3.2, which chooses the tokens of each query, and its loss against dense attention."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ def index_tokens(
 ) -> Tensor:
     """Choose tokens for each query by an indexer's scores, sum over heads h of weight[h] * relu(q[h] . k).
 
-    Scores pass by and are forgotten: memory is linear in the number of keys. Only the order of scores matters, so a
-    scale above 0 has no effect.
+    Scores are not stored, so memory is linear in the number of keys. Only the order of scores matters, so a scale
+    above 0 has no effect.
 
     Args:
         index_q: (batch, seqlen_q, index_heads, index_dim), aligned to the last keys; packed without batch.
         index_k: (batch, seqlen_k, index_dim): all heads share it.
         index_weights: (batch, seqlen_q, index_heads), of any sign.
-        choice: how many tokens, and how many neighbours go together; a block is as good as its best visible token.
+        choice: the number of tokens, and of neighbours that are chosen together; the score of a block is that of its
+            best visible token.
         cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
         cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
-        precision: what q and k are rounded to before they are multiplied: "fp32", "bf16", or "fp8" (e4m3) and "int8"
-            with a scale per row. Products are added up in fp32; by tensor cores in fp8 with about 14 bits, so that
-            scores as close as that may change places.
+        precision: the dtype to which q and k are rounded before they are multiplied: "fp32", "bf16", or "fp8" (e4m3)
+            and "int8" with a scale per row. Products are added up in fp32. Tensor cores add fp8 products with about 14
+            bits, so scores that agree to 14 bits may be ranked either way.
         backend: "auto", or "hopper", "triton", "cpu", "reference".
 
     Returns:
         block_indices (batch, seqlen_q, 1, choice.slots) int32, packed without batch, for `selected_attention`:
-        ascending, -1 behind. The first of equal scores wins.
+        ascending, with -1 at the end. Of equal scores the earlier block wins.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together.
@@ -95,7 +96,7 @@ def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 numbers, and the scale of each row, whose largest becomes the largest of that format."""
+    """Return e4m3 numbers and the scale of each row, by which its largest number becomes the largest of the format."""
     x = x.float()
     most = torch.finfo(torch.float8_e4m3fn).max
     scale = x.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny * most) / most
@@ -127,11 +128,11 @@ def index_loss(
     scale: float | None = None,
     index_scale: float | None = None,
 ) -> IndexLoss:
-    """Measure how far the softmax of an indexer's scores is from dense attention, and let the indexer learn from it.
+    """Return the divergence between dense attention and the softmax of an indexer's scores, to train the indexer.
 
-    The target is the attention of all q heads, averaged. Without `block_indices` it is that to all keys (the dense
-    warm-up of DeepSeek-V3.2); with them both are renormalised to the keys that each query chose (its sparse stage).
-    A few queries at a time: memory is linear in the number of keys, forward and backward.
+    The target is attention averaged over all q heads. Without `block_indices` it covers all keys (the dense warm-up of
+    DeepSeek-V3.2). With them, target and softmax are renormalised to the keys that each query chose (its sparse stage).
+    A few queries are processed at a time, so memory is linear in the number of keys, forward and backward.
 
     Args:
         index_q: (batch, seqlen_q, index_heads, index_dim).
@@ -139,7 +140,7 @@ def index_loss(
         index_weights: (batch, seqlen_q, index_heads).
         q: (batch, seqlen_q, q_heads, head_dim), of attention. It gets no gradient.
         k: (batch, seqlen_k, kv_heads, head_dim), of attention. It gets no gradient.
-        block_indices: (batch, seqlen_q, 1, slots) int32: what each query attends to.
+        block_indices: (batch, seqlen_q, 1, slots) int32: the blocks to which each query attends.
         block_size: tokens per block of `block_indices`.
         scale: softmax scale of attention, default head_dim ** -0.5.
         index_scale: of the indexer's scores, default (index_dim * index_heads) ** -0.5.
@@ -173,7 +174,7 @@ def index_loss(
 
 
 class _IndexLoss(torch.autograd.Function):
-    """The loss and its gradients in one pass over pieces of queries: nothing of the size of a piece is kept."""
+    """Compute the loss and its gradients in one pass over pieces of queries, without storing scores."""
 
     @staticmethod
     def forward(
@@ -238,7 +239,7 @@ def _target(
     some: slice,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention (t, M), averaged over heads, which keys count, and how much of it they hold, summed over t."""
+    """Return attention (t, M) averaged over heads, the keys that count, and their share of attention, summed over t."""
     key = torch.arange(k.shape[0], device=q.device)
     visible = key <= position[:, None]
     grouped = q.float().unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # (Hk, G, t, D)
@@ -268,7 +269,7 @@ def _divergence(target: Tensor, visible: Tensor, piece: tuple[Tensor, Tensor, Te
 def _check_indexer(
     q: Tensor, k: Tensor, weights: Tensor, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None, block_size: int
 ) -> TokenSpans:
-    """Check the inputs of an indexer, and return where their sequences lie.
+    """Check the inputs of an indexer, and return the positions of their sequences.
 
     Raises:
         ValueError, TypeError: they do not fit together.

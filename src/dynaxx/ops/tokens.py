@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over tokens that each query chooses one by one: checks, the choice of a backend, gradients; decoding."""
+"""Attention over tokens that each query chooses: checks, choice of a backend, gradients, and decoding."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def check_choice(
 
 
 def check_tokens(block_indices: Tensor, packed: Packed, spans: TokenSpans) -> Tensor:
-    """Check block indices of packed queries; their values where that does not wait for a GPU.
+    """Check block indices of packed queries, and their values unless that would wait for a GPU.
 
     Returns:
-        (tokens, select_heads, slots) int32; ascending, -1 behind, where values were looked at.
+        (tokens, select_heads, slots) int32; if values were checked, ascending with -1 at the end.
 
     Raises:
         ValueError, TypeError: as `selected_attention`.
@@ -93,7 +93,7 @@ def _ascending_values(indices: Tensor, spans: TokenSpans) -> Tensor:
 
 
 def _core_check(indices: Tensor, spans: TokenSpans) -> tuple[int, int] | None:
-    """Let the core look through numbers in one pass; None where it cannot."""
+    """Check numbers in one pass of the core; return None if the core cannot."""
     if indices.device.type != "cpu":
         return None
     from dynaxx.kernels.cpu.tokens import check_rows
@@ -115,7 +115,7 @@ def _refuse_duplicates() -> None:
 
 
 def token_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int, softcap: float | None = None) -> AttentionProblem:
-    """Return what a backend needs to know of packed q, k, v."""
+    """Return the problem for packed q, k, v."""
     return AttentionProblem(
         device=q.device,
         dtype=q.dtype,
@@ -147,7 +147,7 @@ def attend_tokens(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose a backend and call it: (out (T, Hq, E), lse (Hq, T)) of packed inputs that were checked."""
+    """Choose a backend for checked, packed inputs, and return its out (T, Hq, E) and lse (Hq, T)."""
     name = _serving(token_problem(q, k, v, spans.block_size, softcap), backend)
     kernels = TOKENS.kernels(name)
     plan = kernels.prepare(indices, spans, q, k, v)
@@ -161,7 +161,7 @@ def attend_tokens(
 
 
 def _is_first_part(v: Tensor, k: Tensor) -> bool:
-    """Return whether v is a view of k's first columns for autograd too: their gradients meet, so one can carry both."""
+    """Return whether v is a view of k's first columns for autograd too, so that one gradient can be the sum of both."""
     if not (k.requires_grad and v.requires_grad and torch.is_grad_enabled()) or v.shape[2] > k.shape[2]:
         return False
     base = k if k._base is None else k._base
@@ -171,7 +171,7 @@ def _is_first_part(v: Tensor, k: Tensor) -> bool:
 
 
 class _TokenAttention(torch.autograd.Function):
-    """Glue between a backend's forward and its backward; gradients flow through `out` and through `lse`."""
+    """Connect a backend's forward and backward; gradients flow through `out` and `lse`."""
 
     @staticmethod
     def forward(
@@ -207,7 +207,7 @@ class _TokenAttention(torch.autograd.Function):
 
 
 def check_scores(softcap: float | None, sinks: Tensor | None, q: Tensor) -> float | None:
-    """Check what changes scores beside their scale, and return the softcap."""
+    """Check softcap and sinks, and return the softcap."""
     if sinks is not None:
         check_sinks(sinks, q)
     return None if softcap is None else check_softcap(softcap)
@@ -227,12 +227,12 @@ def selected_decode(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
-    """Attend from the last tokens of each sequence to those of its cache that each of them chose, exactly.
+    """Attend from the last tokens of each sequence to the tokens of its cache that each of them chose.
 
     Args:
         q: (batch, seqlen_q, q_heads, head_dim): the last `seqlen_q` tokens, whose keys are in the cache already.
-        cache: keys and values, in pages or contiguous; fp8 and int8 are computed as their values. For latent attention
-            (MLA) its v is k[..., :head_dim_v], a view.
+        cache: keys and values, in pages or contiguous. fp8 and int8 are dequantized exactly. For latent attention (MLA)
+            its v is the view k[..., :head_dim_v].
         block_indices: (batch, seqlen_q, select_heads, slots), integers in any order, -1 for an empty slot: blocks of
             `block_size` tokens, counted from the start of the sequence. Keys after the query are hidden.
         block_size: tokens that are chosen together: 1, 2, 4, 8, 16, 32, 64 or 128.
@@ -272,6 +272,6 @@ def selected_decode(
 
 
 def check_block_size(block_size: int) -> None:
-    """Raise ValueError for a size that no block of tokens has."""
+    """Raise ValueError if the block size is not supported."""
     if block_size not in (*TOKEN_BLOCKS, *BLOCK_SIZES):
         raise ValueError(f"`block_size` must be one of {(*TOKEN_BLOCKS, *BLOCK_SIZES)}, got {block_size}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TopKTokens`: each query keeps the keys that take most of its attention, one by one or in small groups."""
+"""`TopKTokens`: each query keeps the single keys, or small groups of keys, with most of its attention."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MOST_TOKENS = 1 << 20  # that a query keeps
 @typed
 @dataclass(frozen=True)
 class TopKTokens:
-    """Keep the `k` keys of each query that take most of its attention; of equal ones the first.
+    """Keep the `k` keys of each query with most of its attention; of equal keys, the earlier ones.
 
-    The q heads of a kv head choose together, by the sum of their attention. This is the exact top-k of dense attention:
-    it costs as much as that, and is what a cheaper choice, such as an indexer's, is measured against.
+    The q heads of a kv head choose together, by the sum of their attention. This is the exact top-k of dense attention,
+    which costs as much as dense attention. Cheaper choices, such as an indexer's, are compared with it.
 
     Args:
         k: tokens kept per query; a multiple of `block_size`.
@@ -46,7 +46,7 @@ class TopKTokens:
 
     @property
     def slots(self) -> int:
-        """Return the blocks that a query keeps."""
+        """Return the number of blocks that a query keeps."""
         return self.k // self.block_size
 
     @typed
@@ -62,7 +62,7 @@ class TopKTokens:
     ) -> Tensor:
         """Choose keys for `selected_attention(q, k, v, chosen, block_size=self.block_size)`.
 
-        Scores are computed a few queries at a time: memory is linear in the number of keys.
+        Scores are computed for a few queries at a time, so memory is linear in the number of keys.
 
         Args:
             q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys; packed (tokens, q_heads, head_dim).
@@ -72,7 +72,8 @@ class TopKTokens:
             scale: softmax scale, default head_dim ** -0.5.
 
         Returns:
-            block_indices (batch, seqlen_q, kv_heads, k / block_size) int32, packed without batch: ascending, -1 behind.
+            block_indices (batch, seqlen_q, kv_heads, k / block_size) int32, packed without batch: ascending, with -1 at the
+        end.
 
         Raises:
             ValueError: inputs that do not fit together.
@@ -119,9 +120,9 @@ class TopKTokens:
 
 
 def best_blocks(scores: Tensor, position: Tensor, block_size: int, slots: int) -> Tensor:
-    """Return (H, t, slots) int32 of scores (H, t, M): blocks with the largest sums, ascending, -1 behind.
+    """Return (H, t, slots) int32: blocks with the largest sums of scores (H, t, M), ascending, then -1.
 
-    A query at position p sees the blocks up to p // block_size. The first of equal sums wins.
+    A query at position p sees the blocks up to p // block_size. Of equal sums the earlier block wins.
     """
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % block_size))
     sums = padded.unflatten(-1, (-1, block_size)).sum(-1)
@@ -138,7 +139,7 @@ def best_blocks(scores: Tensor, position: Tensor, block_size: int, slots: int) -
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError where q and k do not fit together."""
+    """Raise ValueError if q and k do not fit together."""
     if q.ndim not in (3, 4) or k.ndim != q.ndim:
         raise ValueError(
             "`q` and `k` must both be (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with "

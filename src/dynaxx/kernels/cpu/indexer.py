@@ -23,7 +23,7 @@ SCORE_BYTES = 32 << 20  # of scores held at once where there is no core
 
 
 class IndexArgs(Structure):
-    """One launch, as `core/source/indexer.cpp` has it."""
+    """Arguments of one launch, as in `core/source/indexer.cpp`."""
 
     _fields_: ClassVar = [
         ("q", c_void_p),
@@ -97,9 +97,9 @@ def _by_chunks(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, sp
 
 @on_host
 def best_scores(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
-    """Return the best `slots` of the first counts (rows,) scores (rows, width) fp32: indices, ascending, -1 behind.
+    """Return indices of the best `slots` of the first counts (rows,) scores (rows, width) fp32: ascending, then -1.
 
-    The first of equal scores wins.
+    Of equal scores the earlier one wins.
     """
     library = active_library()
     scores, counts = scores.float().contiguous(), counts.int().contiguous()

@@ -27,7 +27,7 @@ GATHERED_BYTES = 64 << 20  # of rows gathered at once where there is no core
 
 
 class TokenArgs(Structure):
-    """Attention over chosen tokens, as `core/source/token_args.h` has it."""
+    """Arguments of attention over chosen tokens, as in `core/source/token_args.h`."""
 
     _fields_: ClassVar = [
         ("q", c_void_p),
@@ -80,7 +80,7 @@ class TokenBackwardArgs(Structure):
 
 @dataclass(frozen=True)
 class CpuTokenPlan:
-    """A selection and its sequences, as the core reads them."""
+    """A selection and its sequences, in the form that the core reads."""
 
     chosen: Tensor  # (T, Hs, n) int32 contiguous
     spans: TokenSpans
@@ -90,7 +90,7 @@ class CpuTokenPlan:
 
 @on_host
 def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> CpuTokenPlan:
-    """Return what forward and backward share."""
+    """Return the plan that forward and backward share."""
     return CpuTokenPlan(block_indices.contiguous(), spans, torch.tensor(spans.ends_q), torch.tensor(spans.ends_k))
 
 
@@ -162,11 +162,11 @@ def backward(
 
 
 def check_rows(block_indices: Tensor, limits: Tensor) -> tuple[int, int] | None:
-    """Look through block indices (T, Hs, n) int32, contiguous, on the CPU, in one pass; None without a core.
+    """Check contiguous block indices (T, Hs, n) int32 on the CPU in one pass; return None without a core.
 
     Returns:
-        The first row of T * Hs with a number that is neither -1 nor below its query's limit, and the first that is not
-        ascending with -1 behind; -1 for none.
+        The first of the T * Hs rows with a number that is neither -1 nor below its query's limit, and the first row
+        that is not ascending with -1 at the end; -1 if there is none.
     """
     library = active_library()
     if library is None:
@@ -185,7 +185,7 @@ def _whole(width: int) -> int:
 
 
 def _rows_of(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v as (Hk, M, row) fp32, zeros behind head_dim; v within k's where it lies in k's memory (MLA)."""
+    """Return k and v as (Hk, M, row) fp32, zero beyond head_dim; v is part of k if it shares k's memory (MLA)."""
     k_rows = _head_major(k)
     shares = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[2] <= k.shape[2]
     return k_rows, k_rows if shares and v.dtype == k.dtype else _head_major(v)
@@ -240,7 +240,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, plan: CpuTokenPlan) -> list[slice]:
 
 
 def _chosen_keys(plan: CpuTokenPlan, some: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Return rows of k (units, t, keys), and which of them are visible; units are select_heads, or kv_heads if more."""
+    """Return rows of k (units, t, keys) and whether they are visible; units = max(select_heads, kv_heads)."""
     spans, chosen = plan.spans, plan.chosen[some].long()
     key = chosen[..., None] * spans.block_size + torch.arange(spans.block_size)
     visible = (chosen >= 0)[..., None] & (key <= spans.position[some, None, None, None])

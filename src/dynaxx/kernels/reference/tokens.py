@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over tokens that each query chooses, defined: softmax attention under a mask of queries x keys.
+"""Definition of attention over tokens that each query chooses: softmax attention under a mask of queries x keys.
 
 Sequences are packed. T queries, M keys, Hq / Hk / Hs query, kv and selection heads, n slots, D / E head_dim of q, k
 and v. Hs divides Hk, or is a multiple of it; selection head s chooses for the q heads [s * Hq / Hs, (s + 1) * Hq / Hs).
@@ -84,7 +84,7 @@ def backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, from out and lse as they are, which may be those with sinks."""
+    """Return dq, dk, dv. With sinks, out and lse must include them."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     q32, k32, v32, do32 = (x.to(dtype) for x in (q, k, v, do))
@@ -115,7 +115,7 @@ def attend_tokens(
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) of a decoding step over chosen tokens of a cache.
 
     Query i of batch entry b stands at position seqused_k[b] - N + i. It sees the keys of block_indices (B, N, Hs, n),
-    blocks of `block_size` tokens, up to that position, from leftpad_k[b] on, in pages that are there.
+    blocks of `block_size` tokens, from leftpad_k[b] up to that position, in pages that exist.
     """
     seqlen_q, q_heads = q.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)

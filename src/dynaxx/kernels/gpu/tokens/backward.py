@@ -6,7 +6,7 @@ ds = p (do . v - delta) slope scale.
 
     tile of queries: q, do -> keys of its list: k, v -> p, ds -> dq in registers; rows of ds q, p do to memory
 
-`sums.py` adds the rows of each key in a fixed order: no atomics, the same bits at every call.
+`sums.py` adds the rows of each key in a fixed order without atomics, so results are bitwise reproducible.
 """
 
 import triton
@@ -48,7 +48,7 @@ def _token_delta_kernel(
     BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write delta = do . out - dlse; dlse counts for nothing where a query sees nothing."""
+    """Write delta = do . out - dlse; dlse is ignored for queries that see nothing."""
     t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
@@ -67,7 +67,7 @@ def queries_and_gradients(
     p_q, p_do, p_lse, p_delta, rows, queries, q_strides, do_strides, D: tl.constexpr, E: tl.constexpr,
     D_A: tl.constexpr, D_B: tl.constexpr, E_A: tl.constexpr, E_B: tl.constexpr,
 ):  # fmt: skip
-    """Return `row_parts` of q and of do, lse, and delta of the rows of a tile; lse is 0 where a row sees nothing."""
+    """Return `row_parts` of q and of do, lse, and delta of the rows of a tile; lse is 0 for rows that see nothing."""
     q_a, q_b = row_parts(p_q + rows.t * q_strides.n + rows.head * q_strides.h, rows.inside, D, D_A, D_B)
     do_a, do_b = row_parts(p_do + rows.t * do_strides.n + rows.head * do_strides.h, rows.inside, E, E_A, E_B)
     lse = tl.load(p_lse + rows.head * queries + rows.t, mask=rows.inside, other=0.0)

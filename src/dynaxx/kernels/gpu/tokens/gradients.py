@@ -46,9 +46,9 @@ def token_backward(
         results: out and lse of the forward.
         plan: the selection.
         shared: arguments of all kernels by tile.
-        latent: v is the first part of k in memory: read it once.
-        joined: only if `latent`: add dv to the first columns of dk.
-        scores: another `write_scores`.
+        latent: whether v is the first part of k in memory, which is then read once.
+        joined: whether to add dv to the first columns of dk; only if `latent`.
+        scores: a function to use instead of `write_scores`.
     """
     q, k, v = inputs
     delta = _delta(do, dlse, *results)
@@ -96,7 +96,7 @@ def _delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
 
 def _pieces(plan: TokenPlan, q: Tensor, columns_v: int, k: Tensor) -> tuple[int, int]:
-    """Return how many kv heads, and how many tiles, write their rows at once: see `WORKSPACE`."""
+    """Return the number of kv heads and of tiles that write their rows in one launch; see `WORKSPACE`."""
     keys, kv_heads = k.shape[:2]
     width = plan.lists.shape[2] * plan.block_size
     own = plan.units // kv_heads
@@ -120,7 +120,7 @@ def _narrow_rows(
     latent: bool,
     joined: bool,
 ) -> tuple[Tensor, int]:
-    """Write dq of some tiles and kv heads; return their rows, dk beside dv, and the parts of a tile."""
+    """Write dq of some tiles and kv heads; return their rows (dk, then dv) and the parts of a tile."""
     q, k, v = inputs
     own, parts = plan.units // k.shape[1], plan.rows.parts
     width = plan.lists.shape[2] * plan.block_size
@@ -150,7 +150,7 @@ def write_scores(
     arguments: dict[str, Any],
     latent: bool,
 ) -> None:
-    """Write p and ds, (tiles * units * parts * rows, places of a list), of some tiles and kv heads."""
+    """Write p and ds (tiles * units * parts * rows, entries of a list) of some tiles and kv heads."""
     q, k, v = inputs
     own = plan.units // k.shape[1]
     _token_scores_kernel[(len(tiles), len(heads) * own, plan.rows.parts)](

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over chosen tokens, as far as both GPU backends share it: `kernels.contract.TokenKernels`.
+"""Attention over chosen tokens, the part that both GPU backends share: `kernels.contract.TokenKernels`.
 
 T queries, M keys, Hq / Hk / Hs query, kv and selection heads, n slots, D / E head_dim of q, k and v.
 """
@@ -64,7 +64,7 @@ def backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtypes of q, k, v: the same bits at every call."""
+    """Return dq, dk, dv in the dtypes of q, k, v; bitwise reproducible."""
     dq, grads = gradients(do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), False)
     return dq, grads[0], grads[1]
 
@@ -113,7 +113,7 @@ def gradients(
         plan: the selection.
         settings: scale and softcap.
         joined: v is the first part of k in memory, and head_dim above `WIDE`.
-        scores: another `write_scores` of `gradients.py`.
+        scores: a function to use instead of `write_scores` of `gradients.py`.
     """
     q, k, v = (unit_stride(x) for x in inputs)
     out, lse = unit_stride(results[0]), results[1].contiguous()
@@ -131,7 +131,7 @@ def shares_rows(k: Tensor, v: Tensor) -> bool:
 
 
 def same_rows(k: Tensor, v: Tensor) -> bool:
-    """Return whether rows of k and v lie alike; the stride of a dimension of length 1 means nothing."""
+    """Return whether k and v have equal strides; the stride of a dimension of length 1 does not matter."""
     return k.shape[:-1] == v.shape[:-1] and all(
         a == b or size == 1 for a, b, size in zip(k.stride(), v.stride(), v.shape, strict=True)
     )

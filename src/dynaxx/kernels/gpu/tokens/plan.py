@@ -38,7 +38,7 @@ class TokenPlan:
 
 
 def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> TokenPlan:
-    """Return what forward and backward share. Numbers in any order will do; those out of range are never read."""
+    """Return the plan that forward and backward share. Numbers may be in any order; those out of range are not read."""
     place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
     units = max(block_indices.shape[1], k.shape[1])
     rows = tile_rows(q.shape[1] // units, max(q.shape[2], v.shape[2]), q.itemsize)

@@ -29,7 +29,7 @@ def listed_rows(p_list, i_tile, slots, KEYS: gl.constexpr, WIDE_ROWS: gl.constex
 
 @gluon.jit
 def copy_keys(k_wide, k_rest, p_k, tokens, last, k_strides, WIDE_ROWS: gl.constexpr, REST_ROWS: gl.constexpr):
-    """Begin to copy the rows of keys to two buffers; rows of tokens that are not there become zero.
+    """Start copying the rows of keys to two buffers; rows of missing tokens become zero.
 
     Args:
         k_wide: buffer [KEYS, WIDE].

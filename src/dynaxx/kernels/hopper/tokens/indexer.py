@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer with up to four heads on Hopper, streaming: `triton/tokens/indexer.py` says how it chooses.
+"""The indexer with up to four heads on Hopper, streaming. `triton/tokens/indexer.py` describes the method.
 
 A program is one warpgroup with the q of 64 queries in shared memory; tiles of 64 keys come by TMA. While one head's
 products are weighted and added, the next head's are computed. Where Triton would move scores between layouts to append
@@ -49,7 +49,7 @@ def number(ordered):
 
 @gluon.jit
 def load_keys(k_desc, k_buffers, full, key, i_load):
-    """Begin to load keys from row `key` on into the buffer of the program's `i_load`-th load."""
+    """Start loading keys from row `key` on into the buffer of the program's `i_load`-th load."""
     stage = i_load % k_buffers.shape[0]
     mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [key, 0], full.index(stage), k_buffers.index(stage))
@@ -78,7 +78,7 @@ def _scores(q_buffers, k_buffers, full, weights, i_load, HEADS: gl.constexpr):
 
 @gluon.jit
 def _next_scores(stream, i_key, HEADS: gl.constexpr):
-    """Return the scores of the `i_key`-th tile of a stream of keys, and begin to load another."""
+    """Return the scores of the `i_key`-th tile of a stream of keys, and start loading another tile."""
     k_desc, q_buffers, k_buffers, full, weights, first_key, loaded, turns = stream
     scores = _scores(q_buffers, k_buffers, full, weights, loaded + i_key, HEADS)
     gl.thread_barrier()  # all warps have read the buffer
@@ -89,7 +89,7 @@ def _next_scores(stream, i_key, HEADS: gl.constexpr):
 
 @gluon.jit
 def _weights_of_heads(p_rows, known, HEADS: gl.constexpr):
-    """Return the weights [ROWS] of four heads; those that are not there repeat."""
+    """Return the weights [ROWS] of four heads; missing heads repeat another."""
     first = gl.load(p_rows, mask=known, other=0.0)
     second = gl.load(p_rows + min(1, HEADS - 1), mask=known, other=0.0)
     third = gl.load(p_rows + min(2, HEADS - 1), mask=known, other=0.0)
@@ -142,9 +142,9 @@ def _append(p_lists, counts, scores, taken, first_key, CAPACITY: gl.constexpr):
 
 @gluon.jit
 def nth_best(bits, wanted, BITS: gl.constexpr):
-    """Return the largest x, in its first BITS bits, that `wanted` or more of `bits` reach.
+    """Return the largest x, exact to BITS bits, such that at least `wanted` of `bits` are >= x.
 
-    Where exactly `wanted` reach a number, return that number at once: those are the best.
+    Return early once exactly `wanted` numbers are >= x, because these are the best.
     """
     best = wanted.to(gl.uint32) * 0
     step = best + 0x80000000
@@ -159,9 +159,9 @@ def nth_best(bits, wanted, BITS: gl.constexpr):
 
 @gluon.jit
 def keep_best(p_list, p_chosen, count, slots, CAPACITY: gl.constexpr, LAST: gl.constexpr):
-    """Shrink a list of `count` entries to its best `slots`, in order; return how many, and what others must beat.
+    """Shorten a list of `count` entries to its best `slots`, in order; return their number and the new threshold.
 
-    LAST writes their keys to `p_chosen` instead, with -1 behind.
+    LAST: write their keys to `p_chosen` instead, followed by -1.
     """
     place = gl.arange(0, CAPACITY, LIST)
     entry = gl.load(p_list + place, mask=place < count, other=0)

@@ -40,7 +40,7 @@ QUERY = gl.constexpr(gl.SliceLayout(0, BY_QUERY))
 
 @gluon.jit
 def _scores(stream, i_key, HEADS: gl.constexpr, SCALED: gl.constexpr):
-    """Return scores [KEYS, queries] of a stream's `i_key`-th tile of keys, and begin to load another."""
+    """Return scores [KEYS, queries] of a stream's `i_key`-th tile of keys, and start loading another tile."""
     k_desc, q, k_buffers, full, weights, p_k_scale, first_key, distance, loaded, turns = stream
     BYTES: gl.constexpr = q.dtype.primitive_bitwidth // 8
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -77,7 +77,7 @@ def _append(p_lists, counts, scores, taken, first_key, CAPACITY: gl.constexpr):
 
 @gluon.jit
 def _begin(stream):
-    """Begin to load the first tiles of a stream of keys."""
+    """Start loading the first tiles of a stream of keys."""
     k_desc, _, k_buffers, full, _, _, first_key, distance, loaded, turns = stream
     STAGES: gl.constexpr = k_buffers.shape[0]
     for i in gl.static_range(STAGES):

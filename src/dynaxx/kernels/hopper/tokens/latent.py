@@ -8,7 +8,7 @@ tiles of 32 keys:
     warpgroup 0 and 1    s = q k of its own tile -> maxima meet -> p of its own tile, to shared memory
                          -> out += p v of both tiles, for its own 256 columns of the values
 
-So a tile's rows have a whole turn to arrive, and a row's softmax needs one exchange of maxima per turn.
+The copies of a tile have a whole iteration to complete, and a softmax needs one exchange of maxima per iteration.
 """
 
 from triton.experimental import gluon
@@ -41,7 +41,7 @@ P_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwid
 
 @gluon.jit
 def _copy(buffer, p_k, key, last, k_strides, FIRST: gl.constexpr, layout: gl.constexpr):
-    """Begin to copy columns of the rows of keys, from column FIRST on; rows of tokens that are not there become 0."""
+    """Start copying columns of the rows of keys, from column FIRST on; rows of missing tokens become 0."""
     column = FIRST + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
     there = (key >= 0) & (key <= last)
     p_rows = p_k + (gl.where(there, key, 0).to(gl.int64) * k_strides.n)[:, None] + column[None, :]
@@ -69,7 +69,7 @@ def _produce(p_k, p_list, k_halves, k_rests, full, empty, slots, last, k_strides
 
 @gluon.jit
 def _exchanged(numbers, ready, values, i_turn, OWN: gl.constexpr):
-    """Return the other warpgroup's `values` [ROWS] of a turn."""
+    """Return the other warpgroup's `values` [ROWS] of an iteration."""
     numbers.index(OWN).store(values)
     gl.thread_barrier()
     mbarrier.arrive(ready.index(OWN), count=1)

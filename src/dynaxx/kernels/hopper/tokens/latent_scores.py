@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """First step of the backward over chosen tokens of latent attention: weights p and their gradients ds, to memory.
 
-A program is one query and 64 of its q heads. q and do stay; keys, whose first part are the values, pass by. Two
-warpgroups take turns: each has a buffer of 32 keys and every second tile, and one computes products while the other
-gathers, computes weights and stores them:
+A program is one query and 64 of its q heads. q and do stay in shared memory. Tiles of keys, whose first part are the
+values, are loaded one after another. Two warpgroups alternate: each processes every second tile in its own buffer of 32
+keys. While one computes products, the other gathers keys, computes weights and stores them:
 
     wait for the keys of tile i -> s = q k, dp = do v -> gather of tile i + 2 begins -> p, ds of tile i, stored
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over chosen tokens on Hopper: kernels of its own for latent attention, those of any GPU for the rest."""
+"""Attention over chosen tokens on Hopper: special kernels for latent attention, the portable kernels for the rest."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def backward(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in the dtypes of q, k, v: the same bits at every call."""
+    """Return dq, dk, dv in the dtypes of q, k, v; bitwise reproducible."""
     given = (do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), False)
     dq, grads = portable.gradients(*given, _scores(q, k, v, plan, softcap))
     return dq, grads[0], grads[1]
@@ -107,7 +107,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> bool:
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, softcap: float | None) -> Any:
-    """Return `_write_scores` where it serves, else None."""
+    """Return `_write_scores` if it can serve, else None."""
     return _write_scores if softcap is None and fits(unit_stride(q), k, v, plan) else None
 
 

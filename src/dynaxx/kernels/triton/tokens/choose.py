@@ -93,7 +93,7 @@ def index_tokens(
 
 
 def _in_bf16(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Cut fp32 numbers into three bf16 numbers that add up to them, side by side in an order, (..., len(order) * D).
+    """Split fp32 numbers into three bf16 numbers that add up to them, in the given order, (..., len(order) * D).
 
     The products of rows whose orders pair 0-0, 0-1, 1-0, 1-1, 0-2 and 2-0 add up to fp32 products.
     """
@@ -106,7 +106,7 @@ def _in_bf16(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def _by_sorting(chosen: Tensor, tiles: Tensor, blocks: int, shared: dict[str, Any]) -> Tensor:
-    """Fill `chosen` from scores that are in memory for a few tiles of queries at a time."""
+    """Fill `chosen` by sorting scores, which are stored for a few tiles of queries at a time."""
     slots, block_q = chosen.shape[2], shared["BLOCK_Q"]
     step = max(1, SCORE_BYTES // (8 * blocks * block_q))
     kept = min(slots, blocks)

@@ -4,7 +4,7 @@
     piece of a list -> page and place of each key -> k, v -> sum of weighted values, largest score, sum of weights
     pieces of a list (and its sink) -> out, lse
 
-8-bit keys and values are multiplied by their scales as they are loaded. Exact tokens are read from beside the cache.
+8-bit keys and values are multiplied by their scales when they are loaded. Exact tokens have tensors of their own.
 
 Legend: B batch, N queries of a step, Hq / Hk / Hs query, kv and selection heads, n slots, D / E head_dim of k and v.
 """

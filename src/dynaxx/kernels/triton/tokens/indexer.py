@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer on a GPU, streaming: scores of a few queries pass by, and each query keeps its best so far.
+"""The indexer on a GPU, streaming: all keys are scored for a few queries, and each query keeps its best keys so far.
 
     a sample of the keys -> a threshold that about 1.3 times `slots` scores should reach
     keys, BLOCK_K at a time -> scores of BLOCK_Q queries -> those above the query's threshold, appended to its list
     a list that could overflow, and each at the end -> its best `slots`, in order; the worst is the new threshold
 
-After the sample the threshold only rises, and what equals it comes later than all of its kind, so the result is exact
-and of equal scores the first wins. Where fewer than `slots` reach a sample's threshold, the tile is done again without
-it. Lists stay in ascending order of blocks. A program has the lists of one tile of queries, so memory is independent
-of the number of queries and of keys.
+After the sample the threshold only rises, and later blocks with a score equal to it are not appended. The result is
+therefore exact, and of equal scores the earlier block wins. If fewer than `slots` scores reach a sample's threshold,
+the tile is processed again without it. Lists stay in ascending order of blocks. A program has the lists of one tile of
+queries, so memory does not depend on the numbers of queries and keys.
 
 Legend: T queries, M keys, Hi heads of the indexer, D their width, n slots.
 """
@@ -34,7 +34,7 @@ def _head(p_q, p_weights, row, known, i_head, heads, o_d, D: tl.constexpr):
 
 @triton.jit
 def _few_heads(p_q, p_weights, row, known, heads, o_d, D: tl.constexpr, HEADS: tl.constexpr):
-    """Return q and weights of up to four heads, to be held while keys pass by; nothing of the sort if HEADS is 0."""
+    """Return q and weights of up to four heads, which stay in registers for all keys; placeholders if HEADS is 0."""
     first = _head(p_q, p_weights, row, known, 0, heads, o_d, D)
     second, third, fourth = first, first, first
     if HEADS > 1:
@@ -87,7 +87,7 @@ def index_scores(
 def block_scores(scores, key, inside, position, GRAIN: tl.constexpr, ALL: tl.constexpr = False):
     """Return ordered bits of the best visible key of each block, and which blocks are visible, [BLOCK_Q, blocks].
 
-    ALL says that every key is visible to every query.
+    ALL: whether every key is visible to every query.
     """
     bits = ordered_bits(scores)
     visible = tl.full([scores.shape[0], scores.shape[1]], True, tl.int1)
@@ -103,9 +103,9 @@ def block_scores(scores, key, inside, position, GRAIN: tl.constexpr, ALL: tl.con
 
 @triton.jit
 def _nth_best(bits, wanted, BITS: tl.constexpr):
-    """Return the largest x, in its first BITS bits, that `wanted` or more of `bits` reach.
+    """Return the largest x, exact to BITS bits, such that at least `wanted` of `bits` are >= x.
 
-    Where exactly `wanted` reach a number, return that number at once: those are the best.
+    Return early once exactly `wanted` numbers are >= x, because these are the best.
     """
     best = tl.full([], 0, tl.uint32)
     step = tl.full([], 0x80000000, tl.uint32)
@@ -120,7 +120,7 @@ def _nth_best(bits, wanted, BITS: tl.constexpr):
 
 @triton.jit
 def _keep_best(p_list, count, slots, CAPACITY: tl.constexpr):
-    """Shrink a list of `count` entries to its best `slots`, in order; return how many, and what others must beat."""
+    """Shorten a list of `count` entries to its best `slots`, in order; return their number and the new threshold."""
     o_c = tl.arange(0, CAPACITY)
     there = o_c < count
     entry = tl.load(p_list + o_c, mask=there, other=0)
@@ -138,7 +138,7 @@ def _keep_best(p_list, count, slots, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _keep_best_of_tile(p_lists, counts, thresholds, slots, BLOCK_Q: tl.constexpr, CAPACITY: tl.constexpr):
-    """Shrink the lists of a tile that hold more than `slots` entries; return counts and thresholds."""
+    """Shorten the lists of a tile that have more than `slots` entries; return counts and thresholds."""
     o_q = tl.arange(0, BLOCK_Q)
     tl.debug_barrier()
     for i_row in range(BLOCK_Q):
