@@ -72,8 +72,8 @@ class TopKTokens:
             scale: softmax scale, default head_dim ** -0.5.
 
         Returns:
-            block_indices (batch, seqlen_q, kv_heads, k / block_size) int32, packed without batch: ascending, with -1 at the
-        end.
+            block_indices (batch, seqlen_q, kv_heads, k / block_size) int32, packed without batch: ascending,
+            with -1 at the end.
 
         Raises:
             ValueError: inputs that do not fit together.
