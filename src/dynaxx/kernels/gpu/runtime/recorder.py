@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from dynaxx.kernels.gpu.runtime.arguments import rebased
+from dynaxx.kernels.gpu.runtime.launch_list import LaunchList, launch_list
 from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch, direct_launcher, recording_launches
 
 ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
@@ -46,6 +47,7 @@ class Recording(NamedTuple):
     launches: tuple[RecordedLaunch, ...]
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
+    together: LaunchList | None = None  # the launches as one call
 
     def start(
         self, addresses: list[int], index: int, inputs: Inputs, tensors: Inputs, sizes: Sizes | None
@@ -69,6 +71,9 @@ class Recording(NamedTuple):
                 scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
                 addresses.append(scratch.data_ptr())
         stream = driver.active.get_current_stream(index)
+        if self.together is not None:
+            self.together.run(stream, addresses, flat_sizes(sizes) if sizes else [])
+            return found
         for start, template, gaps, tables, descriptors, varying in self.launches:
             arguments = template.copy()
             arguments[STREAM] = stream
@@ -160,7 +165,17 @@ def _recording_of(
     recorded = [_recorded_launch(launch, places_of, len(given), sizes) for launch in launches]
     if None in recorded:
         return None
-    return Recording(tuple(filter(None, recorded)), tuple((x.shape, x.dtype) for x in results), size)
+    names = [name for name, x in sizes.items() for _ in (x if isinstance(x, tuple) else (x,))]
+    together = launch_list([launch for launch in launches if launch], places_of, names)
+    return Recording(tuple(filter(None, recorded)), tuple((x.shape, x.dtype) for x in results), size, together)
+
+
+def flat_sizes(sizes: Sizes) -> list[int]:
+    """Return all integers of a call's sizes, in order."""
+    found: list[int] = []
+    for x in sizes.values():
+        found += x if isinstance(x, tuple) else (x,)
+    return found
 
 
 def _recorded_launch(
