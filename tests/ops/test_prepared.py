@@ -199,7 +199,7 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
     """Every step of a cache that grows beyond two pages equals the step that is not prepared."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from dynaxx.integrations.transformers import decode
+    from dynaxx.integrations.transformers import decode, prepared_calls
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -209,12 +209,19 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
     rules = [dx.Rule.of(rule, phase="decode")]
     policy = dx.Policy(model=model_facts(model), block_size=64, dense_below=0, rules=rules)
     ids = torch.randint(0, 99, (batch, 500), device="cuda")
-    repeated, served = decode._repeated, []
+    repeated, repeat, served = decode._repeated, prepared_calls.repeat_step, []
 
     def watched(*given):
         out = repeated(*given)
         served.append(out is not None)
         return out
+
+    def watched_repeat(*given):
+        out = repeat(*given)
+        served.append(out is not None)
+        return out
+
+    monkeypatch.setattr(prepared_calls, "repeat_step", watched_repeat)
 
     found = []
     for function in (lambda *given: None, watched):

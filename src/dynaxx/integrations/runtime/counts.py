@@ -60,9 +60,15 @@ class Counts:
             count = self._count_own_pattern[phase] = self.numbers.counter("dynaxx_layer_calls_total", **labels)
         count(calls)
 
-    def decoding(self, layer: int, q: Tensor) -> Call:
-        """Begin a decoding step of a layer, which counts as a sparse call. Call `decoded` when it ran."""
-        return self.probe.start(layer, q, phase="decode")
+    def decoding(self, layer: int, q: Tensor, *, measured: bool = False) -> Call:
+        """Begin a decoding step of a layer, which counts as a sparse call. Call `decoded` when it ran.
+
+        Args:
+            layer: index of the layer.
+            q: (batch, q_heads, seqlen_q, head_dim).
+            measured: whether the probe said already that it wants this call.
+        """
+        return self.probe.measured(layer, q, "decode") if measured else self.probe.start(layer, q, phase="decode")
 
     def decoded(self, call: Call, q: Tensor) -> None:
         """End a decoding step. Its time includes the choice of pages."""

@@ -57,10 +57,25 @@ class StepRows(NamedTuple):
         ]
 
 
+class StepTaken(NamedTuple):
+    """A prepared step that a layer took, which equal layers of the same pass may repeat. Its rows run together."""
+
+    prepared: PreparedStep
+    lengths: Tensor  # (batch,) int32, number of keys of each row
+    summarized: int  # number of keys that the summaries covered before the step
+    used: int  # and after it
+    form: torch.Size  # shape of the summaries
+
+
 class CacheMemory:
-    """The summaries of one transformers cache, by layer. They live as long as the cache."""
+    """The summaries of one transformers cache, by layer. They live as long as the cache.
+
+    Attributes:
+        repeated: the last step, if it was a prepared one over all rows.
+    """
 
     def __init__(self) -> None:
+        self.repeated: StepTaken | None = None
         self._layers: dict[tuple[int, int], _SummarizedLayer] = {}  # by layer and first row
         self._lengths: dict[tuple[int, ...], Tensor] = {}
 
@@ -253,8 +268,39 @@ def _repeated(
     new_tokens = used - max(rows.start, known.summarized)
     if new_tokens <= 0 or known.summaries.bound != plan.budget.bound:
         return None
-    out = step(q, k, v, memory.lengths(rows.stops, q.device), known.summaries, sinks, new_tokens)
+    lengths = memory.lengths(rows.stops, q.device)
+    out = step(q, k, v, lengths, known.summaries, sinks, new_tokens)
+    if rows.start == 0 and k.shape[0] == of_cache.shape[0]:
+        memory.repeated = StepTaken(step, lengths, known.summarized, used, known.summaries.low.shape)
     known.keys, known.summarized = weakref.ref(of_cache), used
+    return out
+
+
+def repeat_step(
+    step: StepTaken, memory: CacheMemory, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Tensor | None:
+    """Repeat a step of another layer; None if this layer's summaries are of another form, or as old as others.
+
+    Args:
+        step: the step that the other layer took.
+        memory: the summaries.
+        layer: index of the layer.
+        q: (B, Hq, Lq, D), of the same shape as in the other layer; so are k and v.
+        k: (B, Hk, Lk, D).
+        v: (B, Hk, Lk, D).
+        sinks: (Hq,) or None.
+
+    Returns:
+        (B, Lq, Hq, D).
+    """
+    known = memory.of(layer, 0)
+    if known is None or known.summarized != step.summarized or known.summaries.low.shape != step.form:
+        return None
+    if not step.prepared.serves(q) or not q.device == k.device == step.lengths.device:
+        return None
+    queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = step.prepared(queries, keys, values, step.lengths, known.summaries, sinks, step.used - step.summarized)
+    known.keys, known.summarized = weakref.ref(k), step.used
     return out
 
 

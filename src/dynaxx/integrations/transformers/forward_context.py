@@ -29,7 +29,7 @@ from dynaxx.integrations.transformers.lazy_mask import LazyMask
 from dynaxx.integrations.transformers.masks import MaskRun, causal_runs, read_mask
 from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work
-from dynaxx.integrations.transformers.prepared_calls import DenseCall, RepeatedCall
+from dynaxx.integrations.transformers.prepared_calls import DenseCall, RepeatedCall, RepeatedStep
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import LayerPlan
@@ -104,7 +104,7 @@ class ForwardContext:
         self.works: dict[Hashable, tuple[Work, weakref.ref[Tensor] | None]] = {}
         self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
         self.is_dense = self.measures_next = False
-        self.straight: dict[Hashable, DenseCall | RepeatedCall] = {}
+        self.straight: dict[Hashable, DenseCall | RepeatedCall | RepeatedStep] = {}
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
         self._mask: weakref.ref[Tensor] | None = None

@@ -27,6 +27,7 @@ from dynaxx.integrations.transformers.prepared_calls import (
     dense_call,
     keep_dense,
     keep_repeated,
+    keep_step,
     key_of,
     prepare,
     restore_prepared,
@@ -111,7 +112,11 @@ class Layer:
             sinks = sinks_of(kwargs) if scores.has_sinks else None
             out = self._run_guarded(current, work, scores, q, k, v, sinks)
             if out is not None:
-                if current.dense_calls is not None:  # the pass has an end, which counts its calls
+                if current.dense_calls is None:  # the pass has no end, which counts its calls
+                    pass
+                elif work.route is Route.DECODE:
+                    keep_step(current, self, module, q, k, v, mask, kwargs)
+                else:
                     keep_repeated(current, self, module, q, mask, kwargs, work)
                 return out, None
         else:
@@ -246,7 +251,8 @@ class Layer:
         assert memory is not None, "a planned decoding step must have a memory"
         for fault in handle.faults:
             fault(self.index)
-        step = handle.counts.decoding(self.index, q)
+        measured, current.measures_next = current.measures_next, False
+        step = handle.counts.decoding(self.index, q, measured=measured)
         out = decode_step(
             q,
             k,

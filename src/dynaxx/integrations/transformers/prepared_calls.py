@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.routing import DenseReason, Route
 from dynaxx.integrations.transformers.arguments import HARMLESS, SINKS, ScoreOptions
+from dynaxx.integrations.transformers.decode import StepTaken, repeat_step
 from dynaxx.integrations.transformers.lazy_mask import has_own_pattern
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.prepared.layer import Prepared, prepare_layout, prepare_rule, prepared_layout
@@ -111,6 +112,49 @@ class RepeatedCall:
             counts.probe.counter(self.prepared.backend)(self.calls)
 
 
+@dataclass(slots=True)
+class RepeatedStep:
+    """A prepared decoding step, which equal layers repeat."""
+
+    step: StepTaken
+    handle: Handle
+    mask: Tensor | None  # see `DenseCall`
+    names: tuple[str, ...]  # of the keyword arguments
+    options: tuple[Any, ...]  # see `_options`
+    shapes: tuple[torch.Size, ...]  # of q, k and v
+    dtypes: tuple[torch.dtype, ...]
+    calls: int = 0
+
+    def run(
+        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
+    ) -> Attended | None:
+        """Attend as in `AttentionInterface`; None for another form, a sample, or a layer that failed before."""
+        handle, layer, memory = self.handle, module.layer_idx, current.memory
+        if memory is None or handle.faults or not current.deployed.breakers[layer].healthy:
+            return None
+        if tuple(kwargs) != self.names or _options(kwargs) != self.options:
+            return None
+        if (q.shape, k.shape, v.shape) != self.shapes or (q.dtype, k.dtype, v.dtype) != self.dtypes:
+            return None
+        if handle.counts.probe.wants(q.device):
+            current.measures_next = True
+            return None
+        try:
+            out = repeat_step(self.step, memory, layer, q, k, v, _sinks(kwargs))
+        except Exception:  # planned, the step fails again, and is counted and logged
+            return None
+        if out is None:
+            return None
+        self.calls += 1
+        return out, None
+
+    def count(self, counts: Counts) -> None:
+        """Count the calls of the pass."""
+        if self.calls:
+            counts.sparse_calls(self.calls)
+            counts.probe.counter("triton", "decode")(self.calls)
+
+
 def key_of(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> Hashable:
     """Return a key that is equal for calls of a pass with equal layers, masks and windows."""
     return current.deployed.kinds.get(module.layer_idx, 0), id(mask), kwargs.get("sliding_window")
@@ -128,9 +172,8 @@ def keep_dense(
         known.clear()
     known[_outcome_key(current, layer.index, q, mask, kwargs)] = outcome
     attention = layer.dense.by_name[work.plain.name]
-    current.straight[key_of(current, module, mask, kwargs)] = DenseCall(
-        attention, mask, work.plain.mask, q.dtype, outcome
-    )
+    found = DenseCall(attention, mask, work.plain.mask, q.dtype, outcome)
+    _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
 
 def dense_call(
@@ -142,7 +185,7 @@ def dense_call(
         return None
     plain = layer.dense.plain(mask, q.dtype, need_eager=False)
     found = DenseCall(layer.dense.by_name[plain.name], mask, plain.mask, q.dtype, outcome)
-    current.straight[key_of(current, module, mask, kwargs)] = found
+    _keep(current, layer, key_of(current, module, mask, kwargs), found)
     return found
 
 
@@ -152,12 +195,46 @@ def keep_repeated(
     """Keep a call that was prepared, unless each of its layers needs a decision of its own."""
     if work.prepared is None or (current.deployed.guard is not None and work.route is Route.RULE):
         return
-    others = any(name not in HARMLESS and name not in SCORED for name in kwargs)
-    if others or kwargs.get("dropout") or torch.is_autocast_enabled(q.device.type):
+    if not _may_repeat(q, kwargs):
         return
-    current.straight[key_of(current, module, mask, kwargs)] = RepeatedCall(
+    found = RepeatedCall(
         work.prepared, layer.handle, mask, work.route is Route.OWN_PATTERN, work.phase, tuple(kwargs), _options(kwargs)
     )
+    _keep(current, layer, key_of(current, module, mask, kwargs), found)
+
+
+def keep_step(
+    current: ForwardContext,
+    layer: Layer,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    kwargs: Any,
+) -> None:
+    """Keep a decoding step that was repeated, unless each of its layers needs a decision of its own."""
+    assert current.memory is not None, "a decoding step has a memory"
+    step, current.memory.repeated = current.memory.repeated, None
+    if step is None or current.deployed.guard is not None or not _may_repeat(q, kwargs):
+        return
+    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+    found = RepeatedStep(step, layer.handle, mask, tuple(kwargs), _options(kwargs), shapes, dtypes)
+    _keep(current, layer, key_of(current, module, mask, kwargs), found)
+
+
+def _may_repeat(q: Tensor, kwargs: Any) -> bool:
+    """Return whether the options of a call are all known, so that equal ones give equal calls."""
+    others = any(name not in HARMLESS and name not in SCORED for name in kwargs)
+    return not (others or kwargs.get("dropout") or torch.is_autocast_enabled(q.device.type))
+
+
+def _keep(current: ForwardContext, layer: Layer, key: Hashable, call: DenseCall | RepeatedCall | RepeatedStep) -> None:
+    """Keep a call for equal layers, after counting those of a call that it replaces."""
+    before = current.straight.get(key)
+    if before is not None:
+        before.count(layer.handle.counts)
+    current.straight[key] = call
 
 
 def _outcome_key(current: ForwardContext, index: int, q: Tensor, mask: Tensor | None, kwargs: Any) -> Hashable:

@@ -29,6 +29,7 @@ MOST_CALLS = 1024  # cached recordings of all forms; as many for each layout wit
 
 RecordedCall = Callable[..., "tuple[Tensor, ...] | None"]
 Entries = dict[tuple[Any, ...], Recording]
+Tensors = tuple["Tensor | None", ...]
 
 
 class PersistentInputs(Protocol):
@@ -58,6 +59,7 @@ def record_or_replay(
     split: dict[str, Any] | None = None,
     at_once: bool = False,
     sizes: Sizes | None = None,
+    last: list[Recording] | None = None,
 ) -> Any:
     """Return `call(inputs, *tensors, *settings)`, by replaying its launches if a call of these shapes was recorded.
 
@@ -74,11 +76,12 @@ def record_or_replay(
         sizes: arguments of the kernels, integers or NamedTuples of integers by the names of their parameters, that may
             differ between calls of one recording, such as the strides of a growing cache. Everything else must follow
             from the key.
+        last: list to which the recording is added if it is replayed, and `replay` may repeat it.
     """
     given = (*tensors, *settings) if split is None else (*tensors, *settings, split)
     owned = inputs.kernel_inputs
     device = -1 if owned[0] is None else owned[0].get_device()
-    if recorded_launches() is not None or has_launch_hooks() or compiles_only() or (device < 0 and interpreted()):
+    if _is_watched() or (device < 0 and interpreted()):
         return call(inputs, *given)
     bind_context()
     if device >= 0 and device != driver.active.get_current_device():
@@ -99,10 +102,7 @@ def record_or_replay(
             key.append(None)
         else:
             key += (x.shape, x.stride(), x.dtype)
-    addresses, bits = [0 if x is None else x.data_ptr() for x in owned], 0
-    addresses += [x.data_ptr() for x in tensors if x is not None]
-    for address in addresses:
-        bits |= address
+    addresses, bits = _addresses(owned, tensors)
     if bits & 15:
         key.append(tuple([address & 15 for address in addresses]))
     for chosen in sizes.values() if sizes else ():
@@ -122,7 +122,46 @@ def record_or_replay(
         return results
     if known is None or known is NOT_REPLAYABLE:
         return call(inputs, *given)
+    if last is not None and not bits & 15:
+        last.append(known)
     return known.start(addresses, device, owned, tensors, sizes)
+
+
+def replay(
+    recording: Recording, owned: Tensors, tensors: Tensors, sizes: Sizes | None = None
+) -> tuple[Tensor, ...] | None:
+    """Replay a recording that `record_or_replay` found for a call of the same key, without making the key again.
+
+    Args:
+        recording: the recording.
+        owned: the persistent inputs.
+        tensors: tensors of this call.
+        sizes: see `record_or_replay`.
+
+    Returns:
+        The results; None if the call must go through `record_or_replay`: addresses that are no multiples of 16 bytes,
+        another device than the current one, or a thread that records, compiles, or is profiled.
+    """
+    addresses, bits = _addresses(owned, tensors)
+    device = -1 if owned[0] is None else owned[0].get_device()
+    if bits & 15 or _is_watched() or device != driver.active.get_current_device():
+        return None
+    bind_context()
+    return recording.start(addresses, device, owned, tensors, sizes)
+
+
+def _is_watched() -> bool:
+    """Return whether launches of this thread are recorded, compiled only, or seen by a profiler."""
+    return recorded_launches() is not None or compiles_only() or has_launch_hooks()
+
+
+def _addresses(owned: Tensors, tensors: Tensors) -> tuple[list[int], int]:
+    """Return the address of each persistent input, 0 if it is missing, and of each tensor; and the bits of all."""
+    addresses, bits = [0 if x is None else x.data_ptr() for x in owned], 0
+    addresses += [x.data_ptr() for x in tensors if x is not None]
+    for address in addresses:
+        bits |= address
+    return addresses, bits
 
 
 _by_form: Entries = {}

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A list launches what Triton's launchers launch; a stand-in for the CUDA driver reads its packed parameters."""
+
+import ctypes
+import os
+import re
+import struct
+from typing import NamedTuple
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
+
+import triton.language as tl  # noqa: E402
+from test_launcher import Driver, Strides, Tables, Utils, _kernel_of_values, launches_directly, started  # noqa: E402, F401
+from test_launcher import _kernel as of_descriptors  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from dynaxx.kernels.gpu.runtime import launch_cache, launch_list, launcher, recorder  # noqa: E402
+from dynaxx.kernels.gpu.runtime.launch_list import CudaLibrary, connected_code  # noqa: E402
+
+pytestmark = [pytestmark, launches_directly]
+INVALID_VALUE, LAUNCH_FAILED = 1, 719
+WORDS = {8: "q", 4: "i", 2: "h", 1: "b"}
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class Config(ctypes.Structure):
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 7),  # grid, block, shared memory
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Launched(NamedTuple):
+    function: int
+    sizes: list[int]
+    stream: int
+    attributes: list[tuple[int, list[int]]]
+    parameters: list[bytes]
+
+
+class StandIn:
+    """A CUDA driver that notes launches, and knows the parameters of kernels from their PTX."""
+
+    def __init__(self):
+        self.launched, self.widths, self.result = [], {}, 0
+        launch_type = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+        )
+        replace_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self._functions = launch_type(self.launch), replace_type(self.replace)
+        launch, replace = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
+        self.library = CudaLibrary(launch, replace, self.parameter_info)
+
+    def launch(self, config, function, parameters, extra):
+        found = config[0]
+        attributes = [(each.id, list(each.value[:3])) for each in found.attributes[: found.count]]
+        values = [ctypes.string_at(parameters[i], width) for i, width in enumerate(self.widths[function])]
+        self.launched.append(Launched(function, list(found.sizes), found.stream, attributes, values))
+        return self.result
+
+    def replace(self, encoded, address):
+        assert encoded % 64 == 0
+        ctypes.memmove(encoded, struct.pack("=Q", address), 8)
+        return 0
+
+    def parameter_info(self, function, index, offset, size):
+        widths = self.widths[function]
+        if index >= len(widths):
+            return INVALID_VALUE
+        size._obj.value = widths[index]
+        return 0
+
+
+class Launcher:
+    """Replaces Triton's launcher; recordings without a list use it."""
+
+    def __init__(self, src, metadata):
+        self.calls = CALLS
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+
+
+CALLS = []
+
+
+@pytest.fixture
+def standin(started, monkeypatch):  # noqa: F811
+    found, numbers = StandIn(), iter(range(100, 200))
+
+    def load_binary(self, name, kernel, shared, device):
+        ptx = PTX[kernel]
+        declared = re.findall(r"\.param (?:\.align \d+ )?\.([busf])(\d+)[^\[,\n]*?_param_\d+(?:\[(\d+)\])?", ptx)
+        number = next(numbers)
+        found.widths[number] = [int(count) if count else int(bits) // 8 for _, bits, count in declared]
+        return 1, number, 100, 0, 1024
+
+    init = triton.compiler.CompiledKernel.__init__
+
+    def remember(self, *arguments, **named):
+        init(self, *arguments, **named)
+        PTX[self.kernel] = self.asm["ptx"]
+        ALIVE.append(self)
+
+    fill = "fill_tma_descriptor" if triton.__version__.startswith("3.6.") else "fill_tma_descriptor_tiled"
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "__init__", remember)
+    monkeypatch.setattr(Utils, "load_binary", load_binary)
+    monkeypatch.setattr(Utils, fill, lambda self, *arguments: struct.pack("=Q", arguments[0]) * 16, raising=False)
+    monkeypatch.setattr(Driver, "launcher_cls", Launcher)
+    monkeypatch.setattr(launch_list, "map_bytes", lambda made: made)
+    monkeypatch.setattr(launch_list, "cuda_library", lambda: found.library)
+    code = connected_code(found.library)
+    monkeypatch.setattr(launch_list, "_compiled_code", lambda: code)
+    monkeypatch.setattr(launch_cache, "_by_form", {})
+    CALLS.clear()
+    return found
+
+
+PTX, ALIVE = {}, []  # by machine code; kernels that no driver can unload
+
+
+class Given(NamedTuple):
+    k: torch.Tensor
+    form: str = "given"
+
+    @property
+    def kernel_inputs(self):
+        return (self.k,)
+
+
+def numbers(parameters):
+    return [struct.unpack("=" + WORDS[len(each)], each)[0] for each in parameters if len(each) < 128]
+
+
+def run(call, *tensors, k=None, **named):
+    """Record a call, and return the results of its replay."""
+    given = Given(torch.randn(3, 64) if k is None else k)
+    return launch_cache.record_or_replay(call, given, tensors, at_once=True, **named)
+
+
+def test_pointers_offsets_and_numbers(standin):
+    kernel = launcher.kernel_launcher(triton.jit(_kernel_of_values.fn))
+
+    def call(given, x):
+        between, out = torch.empty(2, 64), torch.empty(64)
+        kernel[(3, 2)](Tables(x, given.k[1]), Strides(1, 3), between[1], BLOCK=64, num_warps=8)
+        kernel[(5,)](Tables(between[1], given.k[2]), Strides(16, 3), out, BLOCK=64)
+        return (out,)
+
+    run(call, torch.randn(64))
+    assert not standin.launched
+    recorded = len(CALLS)
+    for _ in range(2):
+        x, k = torch.randn(64), torch.randn(3, 64)
+        standin.launched.clear()
+        (out,) = run(call, x, k=k)
+        first, second = standin.launched
+        assert (first.sizes[:6], second.sizes[:6]) == ([3, 2, 1, 256, 1, 1], [5, 1, 1, 128, 1, 1])
+        assert first.stream == second.stream == 7
+        assert first.attributes == second.attributes == []
+        x_at, k_at, stride, between, *scratch = numbers(first.parameters)  # a stride of 1 is a constant
+        assert (x_at, k_at, stride, scratch) == (x.data_ptr(), k.data_ptr() + 256, 3, [0, 0])
+        assert numbers(second.parameters) == [between, k.data_ptr() + 512, 16, 3, out.data_ptr(), 0, 0]
+    assert len(CALLS) == recorded  # nothing went through Triton
+
+
+def test_tensor_maps_and_sizes(standin):
+    kernel = launcher.kernel_launcher(triton.jit(of_descriptors.fn, do_not_specialize=["count"]))
+
+    def call(given, x, scale):
+        out = torch.empty(64)
+        described, stride = TensorDescriptor(x, [1, 64], [64, 1], [1, 64]), given.k.stride(0)
+        kernel[(1,)](described, out, given.k, count=63, stride=stride, scale=scale, BIASED=True, BLOCK=64)
+        return (out,)
+
+    sized = lambda x, width: launch_cache.record_or_replay(
+        call, Given(torch.randn(64, width)), (x,), 0.375, at_once=True, sizes={"stride": width}
+    )
+    sized(torch.randn(1, 64), 24)
+    for width in (40, 24, 1000):
+        x = torch.randn(1, 64)
+        sized(x, width)
+    assert len(standin.launched) == 3
+    encoded, *_ = standin.launched[-1].parameters
+    assert len(encoded) == 128
+    assert struct.unpack("=Q", encoded[:8])[0] == x.data_ptr()
+    found = numbers(standin.launched[-1].parameters)
+    assert found[:4] == [1, 64, 64, 1]  # shape and strides of the descriptor
+    assert found[6:8] == [63, 1000]
+    assert standin.launched[-1].parameters[9] == struct.pack("=f", 0.375)
+    assert [numbers(each.parameters)[7] for each in standin.launched] == [40, 24, 1000]
+
+
+def test_options_of_launches(standin):
+    @launcher.kernel_launcher
+    @triton.jit
+    def kernel(p_x, p_out):
+        tl.store(p_out, tl.load(p_x))
+
+    def call(given, x, options):
+        out = torch.empty(64)
+        kernel[(4,)](x, out, **dict(options))
+        return (out,)
+
+    attributes = []
+    for options in ((), (("launch_pdl", True),), (("launch_cooperative_grid", True),), (("num_ctas", 2),)):
+        for _ in range(2):
+            launch_cache.record_or_replay(call, Given(torch.randn(4)), (torch.randn(64),), options, at_once=True)
+        attributes.append(standin.launched[-1].attributes)
+    assert standin.launched[-1].sizes[0] == 8
+    assert [[number for number, _ in each] for each in attributes] == [[], [6], [2], [4, 5]]
+    assert attributes[1][0][1][0] == attributes[2][0][1][0] == 1
+    assert attributes[3][0][1] == [2, 1, 1]
+
+
+def simple(given, x):
+    out = torch.empty(64)
+    _simple[(1,)](x, given.k, out, BLOCK=64)
+    return (out,)
+
+
+@launcher.kernel_launcher
+@triton.jit
+def _simple(p_x, p_k, p_out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(p_out + at, tl.load(p_x + at) + tl.load(p_k + at))
+
+
+@pytest.fixture
+def fresh(standin, monkeypatch):
+    monkeypatch.setattr(_simple, "_compiled", {})
+    monkeypatch.setattr(
+        _simple.kernel, "device_caches", type(_simple.kernel.device_caches)(_simple.kernel.create_binder)
+    )
+    return standin
+
+
+def test_parameters_that_the_driver_reads_otherwise_go_through_triton(fresh, monkeypatch):
+    for wrong in ([8, 8, 4, 8, 8], [8, 8, 8, 8, 8, 8], [8, 8]):
+        monkeypatch.setattr(fresh, "parameter_info", None)
+        library = fresh.library._replace(parameter_info=lambda f, i, o, s, wrong=wrong: _info(wrong, i, s))
+        monkeypatch.setattr(launch_list, "cuda_library", lambda library=library: library)
+        launch_cache._by_form.clear()
+        CALLS.clear()
+        for _ in range(3):
+            run(simple, torch.randn(64))
+        assert len(CALLS) == 3
+        assert not fresh.launched
+    (kept,) = launch_cache._by_form.values()
+    assert kept.together is None
+
+
+def _info(widths, index, size):
+    if index >= len(widths):
+        return INVALID_VALUE
+    size._obj.value = widths[index]
+    return 0
+
+
+def test_errors_of_the_driver(fresh):
+    run(simple, torch.randn(64))
+    fresh.result = LAUNCH_FAILED
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        run(simple, torch.randn(64))
+    fresh.result = 0
+    run(simple, torch.randn(64))
+    assert len(fresh.launched) == 2
+
+
+def test_lists_are_off_by_default(fresh, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.delenv(launch_list.ENVIRONMENT, raising=False)
+    launch_list._compiled_code.cache_clear()
+    assert launch_list._compiled_code() is None
+
+
+def test_bad_lists(standin):
+    make = launch_list._compiled_code().LaunchList
+    launch = (1, 1, 1, 1, 4, 1, 0, False, False, 1)
+    for given in (
+        ([launch], [0, 8], bytes(16), [], [], []),
+        ([launch], [0], bytes(8), [(4, 0, 0)], [], []),
+        ([launch], [0], bytes(8), [], [(0, 0, 0)], []),
+        ([launch], [0], bytes(8), [], [], [(0, 0, 0)]),
+        ([launch], [0], bytes(8), [(0, 1000, 0)], [], []),
+        ([launch], [0], bytes(1 << 20), [], [], []),
+        ([launch] * 2000, [0] * 2000, bytes(8), [], [], []),
+    ):
+        with pytest.raises(ValueError, match=r"must|too many"):
+            make(*given)
+    with pytest.raises(TypeError):
+        make([(1, 2)], [], b"", [], [], [])
+    standin.widths[1] = [8]
+    made = make([launch], [0], bytes(8), [(0, 1, 8)], [], [])
+    made.run(0, [0, 100], [])
+    assert numbers(standin.launched[-1].parameters) == [108]
+    for given in ((0, [100], []), (0, [], [])):
+        with pytest.raises(ValueError, match="tensors and sizes"):
+            made.run(*given)
+    for given in ((0, (0, 100), []), (0, [0, 100]), (0, ["x", 100], [])):
+        with pytest.raises(TypeError):
+            made.run(*given)
+    with pytest.raises(ValueError, match="too many"):
+        made.run(0, [0] * 1000, [])
+    nothing = make([(1, 0, 1, 1, 4, 1, 0, False, False, 1)], [0], bytes(8), [], [], [])
+    before = len(standin.launched)
+    nothing.run(0, [], [])
+    assert len(standin.launched) == before
+
+
+def test_sizes_are_flat():
+    assert recorder.flat_sizes({"a": 3, "b": Strides(4, 5), "c": (6,)}) == [3, 4, 5, 6]
