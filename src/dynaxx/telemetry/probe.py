@@ -43,7 +43,7 @@ class Probe:
     Args:
         numbers: the recorder; the process's recorder by default. `recorder().bind(model_name=...)` names the model.
         sample_rate: share of calls that are measured. 0 measures none; all calls are counted either way.
-        spacing: smallest time in seconds between two measured calls.
+        spacing: smallest time in seconds between two measured calls, and between two timed passes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Probe:
         self.sample_rate, self.spacing = sample_rate, spacing
         self._pending: deque[Sample | RequestTimer] = deque()
         self._random = random.Random(0)
-        self._last = -spacing
+        self._last = self._last_request = -spacing
         self._measured = 0
         self._known: dict[tuple[Any, ...], CallCounters] = {}
         self._requests: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
@@ -106,8 +106,14 @@ class Probe:
         self.numbers.add("dynaxx_fallbacks_total", reason=reason)
 
     def request(self, route: str, tokens: int, device: torch.device) -> RequestTimer:
-        """Begin a forward pass over `tokens` tokens of prompts. Call `done()` on the result when it ends."""
-        return RequestTimer(self, route, tokens, clock_of(device) if self._has_room() else None)
+        """Begin a forward pass over `tokens` tokens of prompts. Call `done()` on the result when it ends.
+
+        Every pass is counted. Passes are timed at most once per `spacing`.
+        """
+        now, clock = time.monotonic(), None
+        if now - self._last_request >= self.spacing and self._has_room():
+            self._last_request, clock = now, clock_of(device)
+        return RequestTimer(self, route, tokens, clock)
 
     def request_counters(self, route: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the functions that count requests and their tokens on a route."""
@@ -245,7 +251,7 @@ class MeasuredCall(Call):
 
 
 class RequestTimer:
-    """Time one forward pass over prompts, from construction to `done()`."""
+    """Count a forward pass over prompts, and time it from construction to `done()` if it has a clock."""
 
     __slots__ = ("_clock", "_ended", "_probe", "_route", "_started", "_tokens")
 

@@ -36,7 +36,7 @@ def test_results_and_counts_are_those_of_planned_calls(make, inputs, planned, mo
             assert torch.equal(logits(model, **arguments), dense)
         straight = handle.stats()
         assert len(planned) == (1 if make is llama else 2)  # one call per kind of layer
-        monkeypatch.setattr(type(handle), "_is_dense", lambda *given: False)
+        monkeypatch.setattr(type(handle), "_dense_pass", lambda *given: (False, None))
         handle.reset_stats()
         for _ in range(2):
             assert torch.equal(logits(model, **arguments), dense)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
@@ -42,6 +43,7 @@ class Deployed:
         kinds: a number by layer with a rule, equal for layers with equal routing and plans.
         one_of_each: one layer of each kind.
         outcomes: (reason, phase) of calls in dense passes, by kind of layer, lengths and state.
+        dense_passes: what all calls of a dense pass had in common, by its length and state.
         dense_up_to: largest (seqlen_q, seqlen_k) known to be dense in every layer, by the state of a pass.
         breakers: by layer, whether failures made it rest.
         guard: the guard; None if the policy has none, or if this process has only some heads.
@@ -81,6 +83,7 @@ class Deployed:
         self._kinds: dict[object, int] = {}
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
         self.outcomes: dict[Hashable, tuple[DenseReason, str]] = {}
+        self.dense_passes: dict[Hashable, Any] = {}
         self.dense_up_to: dict[Hashable, tuple[int, int]] = {}
         self.one_of_each = tuple({kind: layer for layer, kind in self.kinds.items()}.values())
 

@@ -25,11 +25,17 @@ from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batches.step import BatchStep
 from dynaxx.integrations.transformers.decode import CacheMemory
 from dynaxx.integrations.transformers.decoder import cache_of
-from dynaxx.integrations.transformers.lazy_mask import LazyMask
+from dynaxx.integrations.transformers.lazy_mask import LazyMask, make_plain_masks
 from dynaxx.integrations.transformers.masks import MaskRun, causal_runs, read_mask
 from dynaxx.integrations.transformers.own_pattern import OwnPart
 from dynaxx.integrations.transformers.planning import Work
-from dynaxx.integrations.transformers.prepared_calls import DenseCall, RepeatedCall, RepeatedStep
+from dynaxx.integrations.transformers.prepared_calls import (
+    DenseCall,
+    DensePass,
+    RepeatedCall,
+    RepeatedStep,
+    keep_dense_pass,
+)
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import LayerPlan
@@ -59,6 +65,7 @@ class ForwardContext:
         works: plans of calls by their common properties and mask, so that equal layers are planned once.
         dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
         is_dense: whether the whole pass is certain to be dense.
+        dense_pass: its calls, if they are known from an earlier pass.
         straight: calls that equal layers make without planning, see `prepared_calls`; empty for unannounced passes.
         measures_next: whether the next call is measured, because a repeated call was drawn.
         arguments: the decoder's arguments by name, while it runs.
@@ -74,6 +81,7 @@ class ForwardContext:
         "blocked",
         "choice",
         "dense_calls",
+        "dense_pass",
         "deployed",
         "is_dense",
         "measures_next",
@@ -104,6 +112,7 @@ class ForwardContext:
         self.works: dict[Hashable, tuple[Work, weakref.ref[Tensor] | None]] = {}
         self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
         self.is_dense = self.measures_next = False
+        self.dense_pass: DensePass | None = None
         self.straight: dict[Hashable, DenseCall | RepeatedCall | RepeatedStep] = {}
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
@@ -114,7 +123,11 @@ class ForwardContext:
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass at its end. Later ones, as of recomputed layers, count themselves."""
-        planned, self.dense_calls = self.dense_calls or Counter(), None
+        if self.dense_pass is not None:
+            counts.dense_calls(self.dense_pass.calls, *self.dense_pass.outcome)
+        elif self.is_dense and not self.dense_calls:
+            keep_dense_pass(self, self.deployed.policy.model.layers)
+        planned, self.dense_calls, self.dense_pass = self.dense_calls or Counter(), None, None
         straight, self.straight, self.is_dense = self.straight, {}, False
         for (reason, phase), calls in planned.items():
             counts.dense_calls(calls, reason, phase)
@@ -239,6 +252,7 @@ def _start(
         logger.warning("a forward pass could not be prepared", exc_info=True)
         return None
     current.arguments, current.dense_calls = arguments, Counter()
+    make_plain_masks(current.dense_pass is not None)
     return args, {**kwargs, ARGUMENT: current}
 
 
@@ -251,6 +265,7 @@ def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output:
     found = output if isinstance(output, tuple) else (cache_of(output),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
     arguments, done.arguments = done.arguments, {}
+    make_plain_masks(False)
     try:
         hooks.starter.end_pass(done, arguments, output, cache)
     except Exception:  # the output is complete, so do not fail the request

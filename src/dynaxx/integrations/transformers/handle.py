@@ -29,6 +29,7 @@ from dynaxx.integrations.transformers.forward_context import ForwardContext, Pas
 from dynaxx.integrations.transformers.layer import LAYERS, Layer
 from dynaxx.integrations.transformers.lazy_mask import IMPLEMENTATIONS
 from dynaxx.integrations.transformers.planning import is_dense_pass
+from dynaxx.integrations.transformers.prepared_calls import DensePass, dense_pass
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
@@ -214,18 +215,24 @@ class Handle:
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
-        current.is_dense = self._is_dense(current, arguments, cache)
+        current.is_dense, current.dense_pass = self._dense_pass(current, arguments, cache)
         if count and device is not None:
             current.timer = self.counts.probe.request("dense", count, device)
         return current
 
-    def _is_dense(self, current: ForwardContext, arguments: dict[str, Any], cache: Any) -> bool:
+    def _dense_pass(
+        self, current: ForwardContext, arguments: dict[str, Any], cache: Any
+    ) -> tuple[bool, DensePass | None]:
+        """Return whether a pass is certain to be dense, and its calls, if they are known from an earlier pass."""
         given = arguments.get("input_ids")
         given = arguments.get("inputs_embeds") if given is None else given
         if given is None or given.ndim < 2 or "write_index" in arguments.get("kwargs", {}):
-            return False
-        past = 0 if cache is None else cache.get_seq_length()
-        return isinstance(past, int) and is_dense_pass(current, given.device, given.shape[1], past)
+            return False, None
+        past, seqlen_q = 0 if cache is None else cache.get_seq_length(), int(given.shape[1])
+        if not isinstance(past, int):
+            return False, None
+        known = dense_pass(current, given.device.type, seqlen_q, past)
+        return known is not None or is_dense_pass(current, given.device, seqlen_q, past), known
 
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Store the state that later passes over `cache` need."""

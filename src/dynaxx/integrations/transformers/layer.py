@@ -126,7 +126,7 @@ class Layer:
         if plain is None or plain.dtype is not q.dtype:
             plain = work.plain = self.dense.plain(mask, q.dtype, need_eager=scores.need_eager)
         if current.is_dense and work.route is Route.DENSE and not scores.need_eager:
-            keep_dense(current, self, module, q, mask, kwargs, work)
+            keep_dense(current, self, module, q, k, mask, kwargs, work)
         found: tuple[Tensor, Tensor | None] = self.dense.by_name[plain.name](module, q, k, v, plain.mask, **kwargs)
         return found
 
@@ -383,6 +383,12 @@ def attention(
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
     current: ForwardContext | None = kwargs.pop(ARGUMENT, None)
     known = None
+    if current is not None and current.dense_pass is not None:
+        dense = current.dense_pass
+        dense.calls += 1
+        mask = None if attention_mask is None else dense.plain(attention_mask)
+        attended: tuple[Tensor, Tensor | None] = dense.attention(module, query, key, value, mask, **kwargs)
+        return attended
     if current is not None and current.straight:
         known = current.straight.get(key_of(current, module, attention_mask, kwargs))
         found = None if known is None else known.run(current, module, query, key, value, kwargs)
@@ -393,7 +399,7 @@ def attention(
         _warn_once(f"{type(module).__name__} asks for dynaxx attention but has no handle, so it runs dense")
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
     if current is not None and current.is_dense and known is None:
-        call = dense_call(current, layer, module, query, attention_mask, kwargs)
+        call = dense_call(current, layer, module, query, key, attention_mask, kwargs)
         found = None if call is None else call.run(current, module, query, key, value, kwargs)
         if found is not None:
             return found

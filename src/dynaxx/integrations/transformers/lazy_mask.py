@@ -8,6 +8,7 @@ right shape without data. Any operation on this tensor computes the mask, so oth
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,6 +19,20 @@ from torch.utils._pytree import tree_map
 from dynaxx.integrations.transformers.mask_rules import MaskRule, read_rule
 
 IMPLEMENTATIONS: dict[int, str] = {}  # original attention of a model, by id of its config
+
+
+class _Thread(threading.local):
+    """State of a thread."""
+
+    makes_plain_masks = False  # whether SDPA will read the masks of the pass that runs
+
+
+_thread = _Thread()
+
+
+def make_plain_masks(whether: bool) -> None:
+    """Let `make_mask` return SDPA's masks in this thread, or stop it, when a pass starts and ends."""
+    _thread.makes_plain_masks = whether
 
 
 class LazyMask(Tensor):
@@ -131,7 +146,9 @@ def make_mask(**request: Any) -> Tensor | None:
         return sdpa_mask(**request)
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
-    rule = read_rule(request.get("mask_function", causal_mask_function)) if request["q_length"] > 1 else None
+    if _thread.makes_plain_masks or request["q_length"] == 1:
+        return sdpa_mask(**request)
+    rule = read_rule(request.get("mask_function", causal_mask_function))
     return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.routing import DenseReason, Route
 from dynaxx.integrations.transformers.arguments import HARMLESS, SINKS, ScoreOptions
 from dynaxx.integrations.transformers.decode import StepTaken, repeat_step
-from dynaxx.integrations.transformers.lazy_mask import has_own_pattern
+from dynaxx.integrations.transformers.lazy_mask import has_own_pattern, plain_mask
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.prepared.layer import Prepared, prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
@@ -41,6 +41,15 @@ SCORED = frozenset({*SINKS, "softcap", "sliding_window", "dropout"})  # argument
 MOST_OUTCOMES = 1024
 
 
+class DenseForm(NamedTuple):
+    """The form of a dense call."""
+
+    name: str  # of the attention, "sdpa" or "eager"
+    device: str
+    seqlen_q: int
+    seqlen_k: int
+
+
 @dataclass(slots=True)
 class DenseCall:
     """The model's original attention, in a pass that is certain to be dense."""
@@ -50,6 +59,7 @@ class DenseCall:
     plain: Tensor | None  # the mask that the original attention expects
     dtype: torch.dtype  # dtype of the queries
     outcome: tuple[DenseReason, str]  # reason and phase
+    form: DenseForm
     calls: int = 0
 
     def run(
@@ -65,6 +75,31 @@ class DenseCall:
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass."""
         counts.dense_calls(self.calls, *self.outcome)
+
+
+class DenseOutcome(NamedTuple):
+    """What all calls of a dense pass had in common, for later passes of the same kind."""
+
+    attention: Callable[..., Any]  # the model's original attention, which reads bool masks
+    outcome: tuple[DenseReason, str]
+
+
+class DensePass:
+    """All calls of a pass, if they equal those of an earlier pass: each goes to the model's original attention."""
+
+    __slots__ = ("_mask", "_plain", "attention", "calls", "outcome")
+
+    def __init__(self, known: DenseOutcome) -> None:
+        self.attention, self.outcome = known
+        self.calls = 0
+        self._mask: Tensor | None = None  # the last mask of transformers, and what its attention expects
+        self._plain: Tensor | None = None
+
+    def plain(self, mask: Tensor) -> Tensor | None:
+        """Return the mask that SDPA expects, which calls with the same mask share."""
+        if mask is not self._mask:
+            self._mask, self._plain = mask, plain_mask(mask, "sdpa", mask.dtype)
+        return self._plain
 
 
 @dataclass(slots=True)
@@ -155,13 +190,52 @@ class RepeatedStep:
             counts.probe.counter("triton", "decode")(self.calls)
 
 
+def dense_pass(current: ForwardContext, device: str, seqlen_q: int, past: int) -> DensePass | None:
+    """Return the calls of a pass, if an earlier one of its kind was certain to be dense, and its calls were alike.
+
+    Args:
+        current: the context of the pass.
+        device: the type of its device.
+        seqlen_q: number of new tokens of each row.
+        past: number of cached tokens of each row; only whole prompts are known.
+    """
+    known = current.deployed.dense_passes.get(_pass_key(current, device, seqlen_q)) if past == 0 else None
+    return None if known is None else DensePass(known)
+
+
+def keep_dense_pass(current: ForwardContext, layers: int) -> None:
+    """Keep what all calls of a dense pass over whole prompts had in common, if there were as many as layers."""
+    calls = [each for each in current.straight.values() if isinstance(each, DenseCall)]
+    first = calls[0] if calls else None
+    if first is None or first.form.name != "sdpa" or first.form.seqlen_q != first.form.seqlen_k:
+        return
+    same = (first.form, first.attention, first.outcome)
+    if sum(x.calls for x in calls if (x.form, x.attention, x.outcome) == same) == layers:
+        known = current.deployed.dense_passes
+        if len(known) >= MOST_OUTCOMES:
+            known.clear()
+        known[_pass_key(current, first.form.device, first.form.seqlen_q)] = DenseOutcome(first.attention, first.outcome)
+
+
+def _pass_key(current: ForwardContext, device: str, seqlen_q: int) -> Hashable:
+    deployed = current.deployed
+    return current.blocked, deployed.was_long, deployed.decode_was_long, device, seqlen_q
+
+
 def key_of(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> Hashable:
     """Return a key that is equal for calls of a pass with equal layers, masks and windows."""
     return current.deployed.kinds.get(module.layer_idx, 0), id(mask), kwargs.get("sliding_window")
 
 
 def keep_dense(
-    current: ForwardContext, layer: Layer, module: nn.Module, q: Tensor, mask: Tensor | None, kwargs: Any, work: Work
+    current: ForwardContext,
+    layer: Layer,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    kwargs: Any,
+    work: Work,
 ) -> None:
     """Keep a call that was planned in a dense pass, and its outcome for later passes."""
     assert work.reason is not None, "a dense call has a reason"
@@ -172,19 +246,26 @@ def keep_dense(
         known.clear()
     known[_outcome_key(current, layer.index, q, mask, kwargs)] = outcome
     attention = layer.dense.by_name[work.plain.name]
-    found = DenseCall(attention, mask, work.plain.mask, q.dtype, outcome)
+    found = DenseCall(attention, mask, work.plain.mask, q.dtype, outcome, _form(work.plain.name, q, k))
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
 
 def dense_call(
-    current: ForwardContext, layer: Layer, module: nn.Module, q: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    current: ForwardContext,
+    layer: Layer,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> DenseCall | None:
     """Return the call of a dense pass, if an earlier pass had the same; None if it must be planned."""
     outcome = current.deployed.outcomes.get(_outcome_key(current, layer.index, q, mask, kwargs))
     if outcome is None or not _sdpa_computes(kwargs):
         return None
     plain = layer.dense.plain(mask, q.dtype, need_eager=False)
-    found = DenseCall(layer.dense.by_name[plain.name], mask, plain.mask, q.dtype, outcome)
+    attention = layer.dense.by_name[plain.name]
+    found = DenseCall(attention, mask, plain.mask, q.dtype, outcome, _form(plain.name, q, k))
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
     return found
 
@@ -235,6 +316,10 @@ def _keep(current: ForwardContext, layer: Layer, key: Hashable, call: DenseCall 
     if before is not None:
         before.count(layer.handle.counts)
     current.straight[key] = call
+
+
+def _form(name: str, q: Tensor, k: Tensor) -> DenseForm:
+    return DenseForm(name, q.device.type, q.shape[2], k.shape[2])
 
 
 def _outcome_key(current: ForwardContext, index: int, q: Tensor, mask: Tensor | None, kwargs: Any) -> Hashable:
