@@ -51,14 +51,16 @@ class StandIn:
     """A CUDA driver that notes launches, and knows the parameters of kernels from their PTX."""
 
     def __init__(self):
-        self.launched, self.widths, self.result = [], {}, 0
+        self.launched, self.widths, self.result, self.context = [], {}, 0, 1234
         launch_type = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
         )
         replace_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self._functions = launch_type(self.launch), replace_type(self.replace)
-        launch, replace = (ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
-        self.library = CudaLibrary(launch, replace, self.parameter_info)
+        context_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+        self._functions = launch_type(self.launch), replace_type(self.replace), context_type(self.context_of)
+        self.library = CudaLibrary(
+            *(ctypes.cast(function, ctypes.c_void_p).value for function in self._functions), self.parameter_info
+        )
 
     def launch(self, config, function, parameters, extra):
         found = config[0]
@@ -70,6 +72,10 @@ class StandIn:
     def replace(self, encoded, address):
         assert encoded % 64 == 0
         ctypes.memmove(encoded, struct.pack("=Q", address), 8)
+        return 0
+
+    def context_of(self, found):
+        found[0] = self.context
         return 0
 
     def parameter_info(self, function, index, offset, size):
@@ -276,6 +282,16 @@ def test_errors_of_the_driver(fresh):
     assert len(fresh.launched) == 2
 
 
+def test_another_context_launches_through_triton(fresh):
+    run(simple, torch.randn(64))
+    fresh.context = 4321
+    before = len(CALLS)
+    (out,) = run(simple, torch.randn(64))
+    assert out.shape == (64,)
+    assert len(CALLS) == before + 1
+    assert not fresh.launched
+
+
 def test_lists_are_off_by_default(fresh, monkeypatch):
     monkeypatch.undo()
     monkeypatch.delenv(launch_list.ENVIRONMENT, raising=False)
@@ -301,7 +317,7 @@ def test_bad_lists(standin):
         make([(1, 2)], [], b"", [], [], [])
     standin.widths[1] = [8]
     made = make([launch], [0], bytes(8), [(0, 1, 8)], [], [])
-    made.run(0, [0, 100], [])
+    assert made.run(0, [0, 100], [])
     assert numbers(standin.launched[-1].parameters) == [108]
     for given in ((0, [100], []), (0, [], [])):
         with pytest.raises(ValueError, match="tensors and sizes"):

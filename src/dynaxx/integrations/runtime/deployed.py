@@ -51,6 +51,7 @@ class Deployed:
         decode_was_long: the same for decoding steps.
         prepared: prepared calls of its rules, by kind of layer and form of the call.
         steps: the same for decoding steps.
+        steps_repeat: whether the last pass repeated prepared steps, so that the next step is hardly a dense pass.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Deployed:
         self.flags = open_feature() if policy.rollout.flag is not None else None
         self.prepared: dict[Hashable, Prepared] = {}
         self.steps: dict[Hashable, PreparedStep] = {}
+        self.steps_repeat = False
         self._kinds: dict[object, int] = {}
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
         self.outcomes: dict[Hashable, tuple[DenseReason, str]] = {}

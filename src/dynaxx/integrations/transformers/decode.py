@@ -22,7 +22,7 @@ from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
-from dynaxx.ops.prepared.step import PreparedStep, prepare_step
+from dynaxx.ops.prepared.step import PreparedStep, StepReplay, prepare_step
 from dynaxx.policy.decode import DecodePlan
 
 MOST_STEPS = 256  # prepared steps of a policy
@@ -60,8 +60,7 @@ class StepRows(NamedTuple):
 class StepTaken(NamedTuple):
     """A prepared step that a layer took, which equal layers of the same pass may repeat. Its rows run together."""
 
-    prepared: PreparedStep
-    lengths: Tensor  # (batch,) int32, number of keys of each row
+    replay: StepReplay
     summarized: int  # number of keys that the summaries covered before the step
     used: int  # and after it
     form: torch.Size  # shape of the summaries
@@ -271,7 +270,9 @@ def _repeated(
     lengths = memory.lengths(rows.stops, q.device)
     out = step(q, k, v, lengths, known.summaries, sinks, new_tokens)
     if rows.start == 0 and k.shape[0] == of_cache.shape[0]:
-        memory.repeated = StepTaken(step, lengths, known.summarized, used, known.summaries.low.shape)
+        replay = step.replay(q.transpose(1, 2), of_cache, v.transpose(1, 2), lengths, sinks)
+        form = known.summaries.low.shape
+        memory.repeated = None if replay is None else StepTaken(replay, known.summarized, used, form)
     known.keys, known.summarized = weakref.ref(of_cache), used
     return out
 
@@ -279,13 +280,13 @@ def _repeated(
 def repeat_step(
     step: StepTaken, memory: CacheMemory, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> Tensor | None:
-    """Repeat a step of another layer; None if this layer's summaries are of another form, or as old as others.
+    """Repeat a step of another layer; None if this layer differs.
 
     Args:
         step: the step that the other layer took.
         memory: the summaries.
         layer: index of the layer.
-        q: (B, Hq, Lq, D), of the same shape as in the other layer; so are k and v.
+        q: (B, Hq, Lq, D).
         k: (B, Hk, Lk, D).
         v: (B, Hk, Lk, D).
         sinks: (Hq,) or None.
@@ -296,11 +297,9 @@ def repeat_step(
     known = memory.of(layer, 0)
     if known is None or known.summarized != step.summarized or known.summaries.low.shape != step.form:
         return None
-    if not step.prepared.serves(q) or not q.device == k.device == step.lengths.device:
-        return None
-    queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = step.prepared(queries, keys, values, step.lengths, known.summaries, sinks, step.used - step.summarized)
-    known.keys, known.summarized = weakref.ref(k), step.used
+    out = step.replay(q, k, v, known.summaries, sinks)
+    if out is not None:
+        known.keys, known.summarized = weakref.ref(k), step.used
     return out
 
 

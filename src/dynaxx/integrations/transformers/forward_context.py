@@ -131,6 +131,7 @@ class ForwardContext:
         straight, self.straight, self.is_dense = self.straight, {}, False
         for (reason, phase), calls in planned.items():
             counts.dense_calls(calls, reason, phase)
+        self.deployed.steps_repeat = False
         for call in straight.values():
             call.count(counts)
 

@@ -229,7 +229,7 @@ class Handle:
         if given is None or given.ndim < 2 or "write_index" in arguments.get("kwargs", {}):
             return False, None
         past, seqlen_q = 0 if cache is None else cache.get_seq_length(), int(given.shape[1])
-        if not isinstance(past, int):
+        if not isinstance(past, int) or (seqlen_q == 1 and current.deployed.steps_repeat):
             return False, None
         known = dense_pass(current, given.device.type, seqlen_q, past)
         return known is not None or is_dense_pass(current, given.device, seqlen_q, past), known

@@ -115,7 +115,7 @@ class Layer:
                 if current.dense_calls is None:  # the pass has no end, which counts its calls
                     pass
                 elif work.route is Route.DECODE:
-                    keep_step(current, self, module, q, k, v, mask, kwargs)
+                    keep_step(current, self, module, q, mask, kwargs)
                 else:
                     keep_repeated(current, self, module, q, mask, kwargs, work)
                 return out, None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason, Route
 from dynaxx.integrations.transformers.arguments import HARMLESS, SINKS, ScoreOptions
 from dynaxx.integrations.transformers.decode import StepTaken, repeat_step
@@ -152,12 +153,11 @@ class RepeatedStep:
     """A prepared decoding step, which equal layers repeat."""
 
     step: StepTaken
+    deployed: Deployed
     handle: Handle
     mask: Tensor | None  # see `DenseCall`
     names: tuple[str, ...]  # of the keyword arguments
     options: tuple[Any, ...]  # see `_options`
-    shapes: tuple[torch.Size, ...]  # of q, k and v
-    dtypes: tuple[torch.dtype, ...]
     calls: int = 0
 
     def run(
@@ -168,8 +168,6 @@ class RepeatedStep:
         if memory is None or handle.faults or not current.deployed.breakers[layer].healthy:
             return None
         if tuple(kwargs) != self.names or _options(kwargs) != self.options:
-            return None
-        if (q.shape, k.shape, v.shape) != self.shapes or (q.dtype, k.dtype, v.dtype) != self.dtypes:
             return None
         if handle.counts.probe.wants(q.device):
             current.measures_next = True
@@ -188,6 +186,7 @@ class RepeatedStep:
         if self.calls:
             counts.sparse_calls(self.calls)
             counts.probe.counter("triton", "decode")(self.calls)
+            self.deployed.steps_repeat = True
 
 
 def dense_pass(current: ForwardContext, device: str, seqlen_q: int, past: int) -> DensePass | None:
@@ -289,8 +288,6 @@ def keep_step(
     layer: Layer,
     module: nn.Module,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     mask: Tensor | None,
     kwargs: Any,
 ) -> None:
@@ -299,8 +296,7 @@ def keep_step(
     step, current.memory.repeated = current.memory.repeated, None
     if step is None or current.deployed.guard is not None or not _may_repeat(q, kwargs):
         return
-    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-    found = RepeatedStep(step, layer.handle, mask, tuple(kwargs), _options(kwargs), shapes, dtypes)
+    found = RepeatedStep(step, current.deployed, layer.handle, mask, tuple(kwargs), _options(kwargs))
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
 

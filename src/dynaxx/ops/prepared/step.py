@@ -101,6 +101,24 @@ class PreparedStep:
         self._last = LastStep(differs, recordings[0], strides) if recordings else None
         return out
 
+    def replay(self, q: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor, sinks: Tensor | None) -> StepReplay | None:
+        """Return the last call for repetition by other layers of the same step; None if it was not replayed.
+
+        Args:
+            q: (batch, q_heads, seqlen_q, head_dim), the queries of the last call.
+            k: (batch, kv_heads, seqlen_k, head_dim).
+            v: (batch, kv_heads, seqlen_k, head_dim_v).
+            seqused_k: (batch,) int32.
+            sinks: (q_heads,) or None.
+        """
+        from dynaxx.kernels.gpu.runtime.recorder import flat_sizes
+
+        last = self._last
+        if last is None or last.recording.together is None or not q.device == k.device == v.device:
+            return None
+        form, sizes = _form_of(q, k, v, sinks), flat_sizes(last.sizes)
+        return StepReplay(last.recording, sizes, q.get_device(), self._wanted, seqused_k, form)
+
 
 def prepare_step(
     budget: PageBudget, q: Tensor, cache: PagedCache, *, scale: float | None = None, softcap: float | None = None
@@ -136,6 +154,51 @@ class LastStep(NamedTuple):
     differs: Hashable  # what differs between steps that the prepared step serves
     recording: Recording
     sizes: Sizes
+
+
+class StepReplay(NamedTuple):
+    """The last call of a prepared step, for other layers of the same step."""
+
+    recording: Recording
+    sizes: list[int]
+    device: int  # index of the GPU
+    wanted: Tensor
+    seqused_k: Tensor
+    form: Hashable  # see `_form_of`
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, summaries: PageSummaries, sinks: Tensor | None
+    ) -> Tensor | None:
+        """Return out (batch, seqlen_q, q_heads, head_dim_v); None if tensors differ, or the thread is watched.
+
+        Args:
+            q: (batch, q_heads, seqlen_q, head_dim).
+            k: (batch, kv_heads, seqlen_k, head_dim).
+            v: (batch, kv_heads, seqlen_k, head_dim_v).
+            summaries: the summaries of the cache, of the same shape as in the last call.
+            sinks: (q_heads,) or None.
+        """
+        from dynaxx.kernels.gpu.runtime.launch_cache import repeat
+
+        if _form_of(q, k, v, sinks) != self.form or type(q) is not Tensor or transforms_active():
+            return None
+        low, high, scale = summaries.low, summaries.high, summaries.scale
+        addresses = [k.data_ptr(), v.data_ptr(), self.seqused_k.data_ptr(), low.data_ptr()]  # as in `StepInputs`
+        if high is not low:
+            addresses.append(high.data_ptr())
+        if scale is not None:
+            addresses.append(scale.data_ptr())
+        addresses += (q.data_ptr(), self.wanted.data_ptr())
+        if sinks is not None:
+            addresses.append(sinks.data_ptr())
+        found = repeat(self.recording, addresses, self.device, self.sizes)
+        return None if found is None else found[0]
+
+
+def _form_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
+    """Return what must be equal in layers that repeat one another's step."""
+    found = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device)
+    return found if sinks is None else (*found, sinks.shape, sinks.stride(), sinks.dtype)
 
 
 class StepInputs(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from dynaxx.kernels.gpu.device import interpreted
-from dynaxx.kernels.gpu.runtime.launcher import bind_context, compiles_only, has_launch_hooks, recorded_launches
+from dynaxx.kernels.gpu.runtime.launcher import bind_context, is_watched
 from dynaxx.kernels.gpu.runtime.recorder import CALLED_ONCE, NOT_REPLAYABLE, Recording, Sizes, record
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
@@ -81,7 +81,7 @@ def record_or_replay(
     given = (*tensors, *settings) if split is None else (*tensors, *settings, split)
     owned = inputs.kernel_inputs
     device = -1 if owned[0] is None else owned[0].get_device()
-    if _is_watched() or (device < 0 and interpreted()):
+    if is_watched() or (device < 0 and interpreted()):
         return call(inputs, *given)
     bind_context()
     if device >= 0 and device != driver.active.get_current_device():
@@ -144,15 +144,28 @@ def replay(
     """
     addresses, bits = _addresses(owned, tensors)
     device = -1 if owned[0] is None else owned[0].get_device()
-    if bits & 15 or _is_watched() or device != driver.active.get_current_device():
+    if bits & 15 or is_watched() or device != driver.active.get_current_device():
         return None
     bind_context()
     return recording.start(addresses, device, owned, tensors, sizes)
 
 
-def _is_watched() -> bool:
-    """Return whether launches of this thread are recorded, compiled only, or seen by a profiler."""
-    return recorded_launches() is not None or compiles_only() or has_launch_hooks()
+def repeat(recording: Recording, addresses: list[int], device: int, sizes: list[int]) -> tuple[Tensor, ...] | None:
+    """Replay a recording as `replay` does, from addresses alone.
+
+    Args:
+        recording: a recording that `record_or_replay` found for a call of the same key.
+        addresses: address of each persistent input and of each tensor of the call, in order.
+        device: index of their GPU.
+        sizes: all integers of the call's sizes, in order.
+
+    Returns:
+        The results; None if the call must go through `record_or_replay`.
+    """
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return None if bits & 15 or is_watched() else recording.repeat(addresses, device, sizes)
 
 
 def _addresses(owned: Tensors, tensors: Tensors) -> tuple[list[int], int]:

@@ -35,17 +35,20 @@ typedef struct {
   Gap *pointers, *maps, *sizes;
   unsigned char *packed;
   Py_ssize_t launch_count, position_count, pointer_count, map_count, size_count, bytes;
+  CUcontext context;  // to which the functions belong
 } LaunchList;
 
 static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
 static CUresult (*replace_address)(CUtensorMap *, void *);
+static CUresult (*current_context)(CUcontext *);
 
 static PyObject *connect_driver(PyObject *module, PyObject *args) {
-  unsigned long long launch, replace;
-  if (!PyArg_ParseTuple(args, "KK", &launch, &replace))
+  unsigned long long launch, replace, context;
+  if (!PyArg_ParseTuple(args, "KKK", &launch, &replace, &context))
     return NULL;
   launch_kernel = (void *)(uintptr_t)launch;
   replace_address = (void *)(uintptr_t)replace;
+  current_context = (void *)(uintptr_t)context;
   Py_RETURN_NONE;
 }
 
@@ -169,7 +172,13 @@ static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *named) {
   Py_ssize_t bytes;
   if (!PyArg_ParseTuple(args, "OOy#OOO", &launches, &positions, &packed, &bytes, &pointers, &maps, &sizes))
     return NULL;
+  if (!current_context) {
+    PyErr_SetString(PyExc_RuntimeError, "the module is not connected to a driver");
+    return NULL;
+  }
   LaunchList *list = (LaunchList *)type->tp_alloc(type, 0);
+  if (list)
+    current_context(&list->context);
   if (list && !read_list(list, launches, positions, packed, bytes, pointers, maps, sizes))
     Py_CLEAR(list);
   return (PyObject *)list;
@@ -233,10 +242,9 @@ static PyObject *list_run(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyErr_SetString(PyExc_ValueError, "a run must have the tensors and sizes of the recorded call");
     return NULL;
   }
-  if (!launch_kernel) {
-    PyErr_SetString(PyExc_RuntimeError, "the list is not connected to a driver");
-    return NULL;
-  }
+  CUcontext context = NULL;
+  if (current_context(&context) != CUDA_SUCCESS || context != list->context)
+    Py_RETURN_FALSE;
   _Alignas(128) unsigned char packed[MOST_BYTES];
   CUresult result = CUDA_SUCCESS;
   Py_BEGIN_ALLOW_THREADS;
@@ -259,11 +267,11 @@ static PyObject *list_run(PyObject *self, PyObject *const *args, Py_ssize_t coun
   Py_END_ALLOW_THREADS;
   if (result != CUDA_SUCCESS)
     return PyErr_Format(PyExc_RuntimeError, "CUDA error %d in a list of launches", (int)result);
-  Py_RETURN_NONE;
+  Py_RETURN_TRUE;
 }
 
 static PyMethodDef list_methods[] = {
-    {"run", (PyCFunction)(void (*)(void))list_run, METH_FASTCALL, "Launch: run(stream, addresses, sizes)."},
+    {"run", (PyCFunction)(void (*)(void))list_run, METH_FASTCALL, "Launch: run(stream, addresses, sizes); False in another context."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -278,7 +286,7 @@ static PyTypeObject list_type = {
 };
 
 static PyMethodDef module_methods[] = {
-    {"connect", connect_driver, METH_VARARGS, "Set the addresses of cuLaunchKernelEx and cuTensorMapReplaceAddress."},
+    {"connect", connect_driver, METH_VARARGS, "Set the addresses of three functions of the driver."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -47,8 +47,14 @@ PlaceOf = Callable[[Tensor], "Place | None"]
 class LaunchList(Protocol):
     """Launches with packed parameters."""
 
-    def run(self, stream: int, addresses: list[int], sizes: list[int]) -> None:
-        """Start the kernels on a stream, with the address of each numbered tensor, and the sizes of the call."""
+    def run(self, stream: int, addresses: list[int], sizes: list[int]) -> bool:
+        """Start the kernels, and return True; return False if this thread has another CUDA context.
+
+        Args:
+            stream: handle of a stream.
+            addresses: the address of each numbered tensor.
+            sizes: all integers of the call's sizes.
+        """
 
 
 class Unpackable(Exception):
@@ -226,6 +232,7 @@ class CudaLibrary(NamedTuple):
 
     launch_kernel: int  # address of cuLaunchKernelEx
     replace_address: int  # address of cuTensorMapReplaceAddress
+    current_context: int  # address of cuCtxGetCurrent
     parameter_info: Callable[..., int]  # cuFuncGetParamInfo
 
 
@@ -241,7 +248,8 @@ def cuda_library() -> CudaLibrary:
     address = lambda function: ctypes.cast(function, ctypes.c_void_p).value or 0
     info = library.cuFuncGetParamInfo
     info.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
-    return CudaLibrary(address(library.cuLaunchKernelEx), address(library.cuTensorMapReplaceAddress), info)
+    launch, replace, context = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress, library.cuCtxGetCurrent
+    return CudaLibrary(address(launch), address(replace), address(context), info)
 
 
 @lru_cache(maxsize=1)
@@ -263,5 +271,5 @@ def connected_code(library: CudaLibrary) -> Any:
 
     source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
     module = compile_module_from_src(source, "dynaxx_launch_list", [], nvidia.include_dirs, [])
-    module.connect(library.launch_kernel, library.replace_address)
+    module.connect(library.launch_kernel, library.replace_address, library.current_context)
     return module

@@ -199,6 +199,13 @@ def run(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any], device: 
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
+def is_watched() -> bool:
+    """Return whether launches of this thread are recorded, compiled only, or seen by a profiler."""
+    if _thread.launches is not None or _thread.compiles_only:
+        return True
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
 def has_launch_hooks() -> bool:
     """Return whether a profiler has hooked into launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)

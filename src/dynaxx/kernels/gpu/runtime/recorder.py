@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class Recording(NamedTuple):
     results: tuple[tuple[torch.Size, torch.dtype], ...]
     scratch: int  # bytes
     together: LaunchList | None = None  # the launches as one call
+    stream: Callable[[int], int] = int  # returns the current stream of a GPU
 
     def start(
         self, addresses: list[int], index: int, inputs: Inputs, tensors: Inputs, sizes: Sizes | None
@@ -61,18 +62,9 @@ class Recording(NamedTuple):
             tensors: tensors of the call.
             sizes: see `record_or_replay`.
         """
-        found: tuple[Tensor, ...] = ()
-        scratch = None  # alive until the kernels are launched
-        if self.results or self.scratch:
-            device = "cpu" if index < 0 else torch.device("cuda", index)
-            found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
-            addresses += [x.data_ptr() for x in found]
-            if self.scratch:
-                scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
-                addresses.append(scratch.data_ptr())
+        found, _scratch = self._allocate(addresses, index)
         stream = driver.active.get_current_stream(index)
-        if self.together is not None:
-            self.together.run(stream, addresses, flat_sizes(sizes) if sizes else [])
+        if self.together is not None and self.together.run(stream, addresses, flat_sizes(sizes) if sizes else []):
             return found
         for start, template, gaps, tables, descriptors, varying in self.launches:
             arguments = template.copy()
@@ -88,6 +80,40 @@ class Recording(NamedTuple):
                     arguments[at] = sizes[name]
             start(*arguments)
         return found
+
+    def repeat(self, addresses: list[int], index: int, sizes: list[int]) -> tuple[Tensor, ...] | None:
+        """Start the kernels as `start` does, if they are one list; None if this thread must call `start`.
+
+        Args:
+            addresses: see `start`.
+            index: index of the GPU.
+            sizes: all integers of the call's sizes.
+        """
+        if self.together is None:
+            return None
+        found, _scratch = self._allocate(addresses, index)
+        return found if self.together.run(self.stream(index), addresses, sizes) else None
+
+    def _allocate(self, addresses: list[int], index: int) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the results, and scratch memory that must live until the launch; append their addresses."""
+        if not self.results and not self.scratch:
+            return (), None
+        device = _CPU if index < 0 else _device(index)
+        found = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
+        addresses += [x.data_ptr() for x in found]
+        if not self.scratch:
+            return found, None
+        scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
+        addresses.append(scratch.data_ptr())
+        return found, scratch
+
+
+_CPU = torch.device("cpu")
+
+
+@lru_cache(maxsize=64)
+def _device(index: int) -> torch.device:
+    return torch.device("cuda", index)
 
 
 CALLED_ONCE = Recording((), (), -1)
@@ -167,7 +193,8 @@ def _recording_of(
         return None
     names = [name for name, x in sizes.items() for _ in (x if isinstance(x, tuple) else (x,))]
     together = launch_list([launch for launch in launches if launch], places_of, names)
-    return Recording(tuple(filter(None, recorded)), tuple((x.shape, x.dtype) for x in results), size, together)
+    kinds = tuple((x.shape, x.dtype) for x in results)
+    return Recording(tuple(filter(None, recorded)), kinds, size, together, driver.active.get_current_stream)
 
 
 def flat_sizes(sizes: Sizes) -> list[int]:
