@@ -18,7 +18,6 @@ import argparse
 import json
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
+from dynaxx.integrations.transformers.forward_context import ARGUMENT
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.patterns import caches
@@ -135,41 +135,38 @@ def policy_for(model: Any, *, dense_below: int) -> dx.Policy:
 
 
 def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
-    """Time the attention call of one layer, as transformers makes it."""
+    """Time the attention call of a second layer within a pass, as transformers makes it, after two equal passes."""
     from transformers import AttentionInterface
 
     from dynaxx.integrations.transformers import border, layer
+    from dynaxx.integrations.transformers.decoder import NAME
 
-    own, sdpa = layer.attention, AttentionInterface()["sdpa"]
+    sdpa = AttentionInterface()["sdpa"]
     ids = torch.randint(0, 49152, (1, tokens), device="cuda")
+    found: dict[str, float] = {}
+    borders, border.BORDERS["cuda"] = border.BORDERS["cuda"], {"causal": None, "masked": 1, "eager": 1}
     for name, window, dense_below in (
         ("rule", 0, 0),
         ("below the border", 0, 1 << 20),
         ("own window", tokens // 4, None),
     ):
-        model, calls = small_model(2, window=window), []
+        model = small_model(2, window=window)
         handle = dx.apply(model) if dense_below is None else dx.apply(model, policy_for(model, dense_below=dense_below))
-        attend = layer.Layer.attend
 
-        def see(own_layer, current, module, q, k, v, mask, kwargs, attend=attend, calls=calls):  # type: ignore[no-untyped-def]
-            calls.append((module, q, k, v, mask, dict(kwargs), current))
-            return attend(own_layer, current, module, q, k, v, mask, kwargs)
+        def timed(module, q, k, v, mask, name=name, **kwargs):  # type: ignore[no-untyped-def]
+            if module.layer_idx == 1:
+                plain = {key: value for key, value in kwargs.items() if key != ARGUMENT}
+                found[f"{name}, SDPA"] = host_us(lambda: sdpa(module, q, k, v, None, **plain), 60)
+                found[f"{name}, dynaxx"] = host_us(lambda: layer.attention(module, q, k, v, mask, **kwargs), 60)
+            return layer.attention(module, q, k, v, mask, **kwargs)
 
-        borders, border.BORDERS["cuda"] = border.BORDERS["cuda"], {"causal": None, "masked": 1, "eager": 1}
-        layer.Layer.attend = see  # type: ignore[method-assign]
-        try:
+        for attend in (layer.attention, layer.attention, timed):
+            AttentionInterface.register(NAME, attend)
             model(ids, logits_to_keep=1, use_cache=False)
-        finally:
-            layer.Layer.attend = attend  # type: ignore[method-assign]
-            border.BORDERS["cuda"] = borders
-        module, q, k, v, mask, kwargs, current = calls[1]
-        current.dense_calls = Counter()  # the pass has ended, which counts them
-        for what, call in {
-            "SDPA": lambda: sdpa(module, q, k, v, None, **kwargs),  # noqa: B023
-            "dynaxx": lambda: own(module, q, k, v, mask, **kwargs, dynaxx_pass=current),  # noqa: B023
-        }.items():
-            yield f"{name}, {what}", host_us(call, 100)
+        AttentionInterface.register(NAME, layer.attention)
         handle.remove()
+    border.BORDERS["cuda"] = borders
+    yield from found.items()
 
 
 def step_times(tokens: int, layers: int = 30, steps: int = 60) -> Iterator[tuple[str, float]]:

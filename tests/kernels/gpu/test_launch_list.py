@@ -19,7 +19,7 @@ from test_launcher import _kernel as of_descriptors  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dynaxx.kernels.gpu.runtime import launch_cache, launch_list, launcher, recorder  # noqa: E402
-from dynaxx.kernels.gpu.runtime.launch_list import CudaLibrary, connected_code  # noqa: E402
+from dynaxx.kernels.gpu.runtime.launch_list import CudaLibrary, compiled_code  # noqa: E402
 
 pytestmark = [pytestmark, launches_directly]
 INVALID_VALUE, LAUNCH_FAILED = 1, 719
@@ -58,9 +58,8 @@ class StandIn:
         replace_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         context_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
         self._functions = launch_type(self.launch), replace_type(self.replace), context_type(self.context_of)
-        self.library = CudaLibrary(
-            *(ctypes.cast(function, ctypes.c_void_p).value for function in self._functions), self.parameter_info
-        )
+        addresses = tuple(ctypes.cast(function, ctypes.c_void_p).value for function in self._functions)
+        self.library = CudaLibrary(addresses, self.parameter_info)
 
     def launch(self, config, function, parameters, extra):
         found = config[0]
@@ -124,8 +123,8 @@ def standin(started, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Driver, "launcher_cls", Launcher)
     monkeypatch.setattr(launch_list, "map_bytes", lambda made: made)
     monkeypatch.setattr(launch_list, "cuda_library", lambda: found.library)
-    code = connected_code(found.library)
-    monkeypatch.setattr(launch_list, "_compiled_code", lambda: code)
+    code = compiled_code()
+    monkeypatch.setattr(launch_list, "_code", lambda: code)
     monkeypatch.setattr(launch_cache, "_by_form", {})
     CALLS.clear()
     return found
@@ -292,15 +291,37 @@ def test_another_context_launches_through_triton(fresh):
     assert not fresh.launched
 
 
-def test_lists_are_off_by_default(fresh, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.delenv(launch_list.ENVIRONMENT, raising=False)
-    launch_list._compiled_code.cache_clear()
-    assert launch_list._compiled_code() is None
+def test_lists_need_a_driver_a_compiler_and_a_known_triton(started, monkeypatch):  # noqa: F811
+    monkeypatch.setenv(launch_list.ENVIRONMENT, "1")
+    assert launch_list._code() is None  # the driver of these tests
+
+    class CudaDriver(Driver):
+        pass
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", CudaDriver())
+    monkeypatch.setattr(launch_list, "cuda_library", StandIn)
+    launch_list._loaded_code.cache_clear()
+    assert launch_list._code() is not None
+    for name in ("cuda_library", "compiled_code"):
+        launch_list._loaded_code.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(launch_list, name, no_compiler)
+            assert launch_list._code() is None
+        launch_list._loaded_code.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "__version__", "4.0.0")
+        assert launch_list._code() is None
+    monkeypatch.setenv(launch_list.ENVIRONMENT, "0")
+    assert launch_list._code() is None
+
+
+def no_compiler():
+    raise RuntimeError("Failed to find C compiler")
 
 
 def test_bad_lists(standin):
-    make = launch_list._compiled_code().LaunchList
+    code = launch_list._code()
+    make = lambda *given: code.LaunchList(standin.library.addresses, *given)
     launch = (1, 1, 1, 1, 4, 1, 0, False, False, 1)
     for given in (
         ([launch], [0, 8], bytes(16), [], [], []),
@@ -335,3 +356,28 @@ def test_bad_lists(standin):
 
 def test_sizes_are_flat():
     assert recorder.flat_sizes({"a": 3, "b": Strides(4, 5), "c": (6,)}) == [3, 4, 5, 6]
+
+
+def test_a_recording_repeats_from_addresses(fresh, monkeypatch):
+    run(simple, torch.randn(64))
+    last = []
+    run(simple, torch.randn(64), last=last)
+    (recording,) = last
+    k, x = torch.randn(3, 64), torch.randn(64)
+    fresh.launched.clear()
+    (out,) = launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, [])
+    assert out.shape == (64,)
+    assert numbers(fresh.launched[0].parameters)[:3] == [x.data_ptr(), k.data_ptr(), out.data_ptr()]
+    assert launch_cache.repeat(recording, [k.data_ptr() + 8, x.data_ptr()], -1, []) is None
+    with launcher.recording_launches():
+        assert launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, []) is None
+    with launcher.compiling_only():
+        assert launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, []) is None
+    fresh.context = 4321
+    assert launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, []) is None
+    assert launch_cache.repeat(recording._replace(together=None), [k.data_ptr(), x.data_ptr()], -1, []) is None
+    assert launch_cache.replay(recording, (k,), (x,)) is None  # the tensors of this test are on another device
+    monkeypatch.setattr(Driver, "get_current_device", staticmethod(lambda: -1))
+    (out,) = launch_cache.replay(recording, (k,), (x,))  # through Triton's launcher, because of the context
+    assert out.shape == (64,)
+    assert len(fresh.launched) == 1

@@ -129,6 +129,8 @@ class CacheMemory:
                 cache = summarize_pages(cache, new_tokens=used - known)
         else:
             cache = summarize_pages(cache, bound=bound)
+            assert cache.summaries is not None, "just made"
+            cache = replace(cache, summaries=cache.summaries.grown(cache.max_pages + SPARE_PAGES))
         assert cache.summaries is not None, "just made"
         self._layers[layer, row] = _SummarizedLayer(cache.summaries, weakref.ref(keys), start + used)
         return cache

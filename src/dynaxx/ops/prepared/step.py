@@ -24,6 +24,7 @@ from dynaxx.layout.signature import Form, form_of
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode_dispatch import decode_problem
 from dynaxx.ops.library import is_traced
+from dynaxx.ops.prepared.layer import form_of_call
 from dynaxx.selection.pages import PageBudget
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class PreparedStep:
         last = self._last
         if last is None or last.recording.together is None or not q.device == k.device == v.device:
             return None
-        form, sizes = _form_of(q, k, v, sinks), flat_sizes(last.sizes)
+        form, sizes = form_of_call(q, k, v, sinks), flat_sizes(last.sizes)
         return StepReplay(last.recording, sizes, q.get_device(), self._wanted, seqused_k, form)
 
 
@@ -164,7 +165,7 @@ class StepReplay(NamedTuple):
     device: int  # index of the GPU
     wanted: Tensor
     seqused_k: Tensor
-    form: Hashable  # see `_form_of`
+    form: Hashable  # see `form_of_call`
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, summaries: PageSummaries, sinks: Tensor | None
@@ -180,7 +181,7 @@ class StepReplay(NamedTuple):
         """
         from dynaxx.kernels.gpu.runtime.launch_cache import repeat
 
-        if _form_of(q, k, v, sinks) != self.form or type(q) is not Tensor or transforms_active():
+        if form_of_call(q, k, v, sinks) != self.form or type(q) is not Tensor or transforms_active():
             return None
         low, high, scale = summaries.low, summaries.high, summaries.scale
         addresses = [k.data_ptr(), v.data_ptr(), self.seqused_k.data_ptr(), low.data_ptr()]  # as in `StepInputs`
@@ -193,12 +194,6 @@ class StepReplay(NamedTuple):
             addresses.append(sinks.data_ptr())
         found = repeat(self.recording, addresses, self.device, self.sizes)
         return None if found is None else found[0]
-
-
-def _form_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
-    """Return what must be equal in layers that repeat one another's step."""
-    found = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device)
-    return found if sinks is None else (*found, sinks.shape, sinks.stride(), sinks.dtype)
 
 
 class StepInputs(NamedTuple):

@@ -29,7 +29,14 @@ typedef struct {
 } Launch;
 
 typedef struct {
+  CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
+  CUresult (*replace_address)(CUtensorMap *, void *);
+  CUresult (*current_context)(CUcontext *);
+} Driver;
+
+typedef struct {
   PyObject_HEAD
+  Driver driver;
   Launch *launches;
   unsigned *positions;  // of each parameter in `packed`
   Gap *pointers, *maps, *sizes;
@@ -38,18 +45,15 @@ typedef struct {
   CUcontext context;  // to which the functions belong
 } LaunchList;
 
-static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
-static CUresult (*replace_address)(CUtensorMap *, void *);
-static CUresult (*current_context)(CUcontext *);
-
-static PyObject *connect_driver(PyObject *module, PyObject *args) {
+// Read the addresses of cuLaunchKernelEx, cuTensorMapReplaceAddress and cuCtxGetCurrent.
+static int read_driver(PyObject *given, Driver *driver) {
   unsigned long long launch, replace, context;
-  if (!PyArg_ParseTuple(args, "KKK", &launch, &replace, &context))
-    return NULL;
-  launch_kernel = (void *)(uintptr_t)launch;
-  replace_address = (void *)(uintptr_t)replace;
-  current_context = (void *)(uintptr_t)context;
-  Py_RETURN_NONE;
+  if (!PyArg_ParseTuple(given, "KKK", &launch, &replace, &context))
+    return 0;
+  driver->launch_kernel = (void *)(uintptr_t)launch;
+  driver->replace_address = (void *)(uintptr_t)replace;
+  driver->current_context = (void *)(uintptr_t)context;
+  return 1;
 }
 
 static void *zeros(Py_ssize_t count, size_t size) { return calloc(count ? count : 1, size); }
@@ -167,18 +171,17 @@ static int read_list(LaunchList *list, PyObject *launches, PyObject *positions, 
 }
 
 static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *named) {
-  PyObject *launches, *positions, *pointers, *maps, *sizes;
+  PyObject *driver, *launches, *positions, *pointers, *maps, *sizes;
   const char *packed;
   Py_ssize_t bytes;
-  if (!PyArg_ParseTuple(args, "OOy#OOO", &launches, &positions, &packed, &bytes, &pointers, &maps, &sizes))
+  if (!PyArg_ParseTuple(args, "O!OOy#OOO", &PyTuple_Type, &driver, &launches, &positions, &packed, &bytes, &pointers,
+                        &maps, &sizes))
     return NULL;
-  if (!current_context) {
-    PyErr_SetString(PyExc_RuntimeError, "the module is not connected to a driver");
-    return NULL;
-  }
   LaunchList *list = (LaunchList *)type->tp_alloc(type, 0);
+  if (list && !read_driver(driver, &list->driver))
+    Py_CLEAR(list);
   if (list)
-    current_context(&list->context);
+    list->driver.current_context(&list->context);
   if (list && !read_list(list, launches, positions, packed, bytes, pointers, maps, sizes))
     Py_CLEAR(list);
   return (PyObject *)list;
@@ -217,7 +220,7 @@ static CUresult launch_all(const LaunchList *list, unsigned char *packed, CUstre
     CUlaunchConfig config = launch->config;
     config.hStream = stream;
     if (config.gridDimX && config.gridDimY && config.gridDimZ) {
-      CUresult result = launch_kernel(&config, launch->function, own, NULL);
+      CUresult result = list->driver.launch_kernel(&config, launch->function, own, NULL);
       if (result != CUDA_SUCCESS)
         return result;
     }
@@ -243,7 +246,7 @@ static PyObject *list_run(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return NULL;
   }
   CUcontext context = NULL;
-  if (current_context(&context) != CUDA_SUCCESS || context != list->context)
+  if (list->driver.current_context(&context) != CUDA_SUCCESS || context != list->context)
     Py_RETURN_FALSE;
   _Alignas(128) unsigned char packed[MOST_BYTES];
   CUresult result = CUDA_SUCCESS;
@@ -260,7 +263,8 @@ static PyObject *list_run(PyObject *self, PyObject *const *args, Py_ssize_t coun
   }
   for (Py_ssize_t i = 0; i < list->map_count && result == CUDA_SUCCESS; i++) {
     const Gap *gap = &list->maps[i];
-    result = replace_address((CUtensorMap *)(packed + gap->at), (void *)(uintptr_t)(addresses[gap->number] + gap->offset));
+    uint64_t address = addresses[gap->number] + gap->offset;
+    result = list->driver.replace_address((CUtensorMap *)(packed + gap->at), (void *)(uintptr_t)address);
   }
   if (result == CUDA_SUCCESS)
     result = launch_all(list, packed, (CUstream)(uintptr_t)stream);
@@ -279,18 +283,13 @@ static PyTypeObject list_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "dynaxx_launch_list.LaunchList",
     .tp_basicsize = sizeof(LaunchList),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "LaunchList(launches, positions, packed, pointers, maps, sizes)",
+    .tp_doc = "LaunchList(driver, launches, positions, packed, pointers, maps, sizes)",
     .tp_new = list_new,
     .tp_dealloc = list_free,
     .tp_methods = list_methods,
 };
 
-static PyMethodDef module_methods[] = {
-    {"connect", connect_driver, METH_VARARGS, "Set the addresses of three functions of the driver."},
-    {NULL, NULL, 0, NULL},
-};
-
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "dynaxx_launch_list", NULL, -1, module_methods};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "dynaxx_launch_list", NULL, -1, NULL};
 
 PyMODINIT_FUNC PyInit_dynaxx_launch_list(void) {
   PyObject *made = PyType_Ready(&list_type) < 0 ? NULL : PyModule_Create(&module);

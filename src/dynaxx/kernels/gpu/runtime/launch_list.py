@@ -69,14 +69,14 @@ def launch_list(launches: Sequence[Launch], place_of: PlaceOf, sizes: Sequence[s
         place_of: function that returns the number of a tensor, and an offset in bytes.
         sizes: the name of each size of the call, once for each integer.
     """
-    compiled = _compiled_code()
-    if compiled is None:
+    code = _code()
+    if code is None:
         return None
     packer = LaunchPacker(place_of, sizes)
     try:
         for launch in launches:
             packer.add(launch)
-        found: LaunchList = compiled.LaunchList(*packer.packed_launches())
+        found: LaunchList = code.LaunchList(cuda_library().addresses, *packer.packed_launches())
     except (Unpackable, ValueError, OverflowError, struct.error) as error:
         logger.debug("launches go through Triton, because %s", error)
         return None
@@ -230,9 +230,7 @@ def _check_parameters(function: int, widths: list[int]) -> None:
 class CudaLibrary(NamedTuple):
     """The functions of the CUDA driver that lists use."""
 
-    launch_kernel: int  # address of cuLaunchKernelEx
-    replace_address: int  # address of cuTensorMapReplaceAddress
-    current_context: int  # address of cuCtxGetCurrent
+    addresses: tuple[int, int, int]  # of cuLaunchKernelEx, cuTensorMapReplaceAddress and cuCtxGetCurrent
     parameter_info: Callable[..., int]  # cuFuncGetParamInfo
 
 
@@ -249,27 +247,30 @@ def cuda_library() -> CudaLibrary:
     info = library.cuFuncGetParamInfo
     info.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
     launch, replace, context = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress, library.cuCtxGetCurrent
-    return CudaLibrary(address(launch), address(replace), address(context), info)
+    return CudaLibrary((address(launch), address(replace), address(context)), info)
+
+
+def _code() -> Any:
+    """Return the module of `launch_list.c`; None if lists are off or cannot be made."""
+    if os.environ.get(ENVIRONMENT) != "1" or not version_is_checked() or type(driver.active).__name__ != "CudaDriver":
+        return None
+    return _loaded_code()
 
 
 @lru_cache(maxsize=1)
-def _compiled_code() -> Any:
-    """Return the module of `launch_list.c`, connected to the driver; None if lists are off or cannot be made."""
-    if os.environ.get(ENVIRONMENT) != "1" or not version_is_checked():
-        return None
+def _loaded_code() -> Any:
     try:
-        return connected_code(cuda_library())
+        cuda_library()
+        return compiled_code()
     except Exception as error:  # no compiler, no driver, an old one: Triton launches
         logger.debug("recordings launch through Triton: %s", error)
         return None
 
 
-def connected_code(library: CudaLibrary) -> Any:
-    """Compile `launch_list.c`, unless it is in Triton's cache, and connect it to a driver."""
+def compiled_code() -> Any:
+    """Compile `launch_list.c`, unless it is in Triton's cache, and load it."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime.build import compile_module_from_src
 
     source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
-    module = compile_module_from_src(source, "dynaxx_launch_list", [], nvidia.include_dirs, [])
-    module.connect(library.launch_kernel, library.replace_address, library.current_context)
-    return module
+    return compile_module_from_src(source, "dynaxx_launch_list", [], nvidia.include_dirs, [])
