@@ -126,6 +126,11 @@ def test_dense_calls_fallbacks_and_requests(telemetry, probe):
     assert telemetry.value("dynaxx_requests_total", route="sparse") == 1
     assert telemetry.value("dynaxx_tokens_total", route="dense") == 20
     assert telemetry.value("dynaxx_request_seconds") == 2
+    rare = Probe(spacing=3600.0)
+    for _ in range(3):
+        rare.request("sparse", 1, torch.device("cpu")).done()
+    assert telemetry.value("dynaxx_requests_total", route="sparse") == 4
+    assert telemetry.value("dynaxx_request_seconds") == 3
 
 
 def test_a_call_that_fails_is_forgotten(telemetry, probe):

@@ -32,16 +32,43 @@ def test_results_and_counts_are_those_of_planned_calls(make, inputs, planned, mo
     dense = logits(model, **arguments)
     rules = (dx.Rule.of(SPARSE),) if make is llama else (dx.Rule.of(SPARSE, layers=[1]),)
     with dx.apply(model, policy_for(model, *rules, dense_below=200)) as handle:
-        for _ in range(2):
+        for _ in range(4):
             assert torch.equal(logits(model, **arguments), dense)
         straight = handle.stats()
         assert len(planned) == (1 if make is llama else 2)  # one call per kind of layer
         monkeypatch.setattr(type(handle), "_dense_pass", lambda *given: (False, None))
         handle.reset_stats()
-        for _ in range(2):
+        for _ in range(4):
             assert torch.equal(logits(model, **arguments), dense)
         assert handle.stats() == straight
-        assert sum(straight["dense_calls"].values()) == 6
+        assert sum(straight["dense_calls"].values()) == 12
+
+
+def test_a_known_dense_pass_asks_for_nothing(planned, monkeypatch):
+    """From the third pass on, calls are not looked up; masks, lengths and the kill switch still count."""
+    model, ids = llama(), tokens(2, 60)
+    padding = torch.ones(2, 60, dtype=torch.int64)
+    padding[1, :20] = 0
+    dense, padded = logits(model, input_ids=ids), logits(model, input_ids=ids, attention_mask=padding)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
+        for _ in range(2):
+            logits(model, input_ids=ids)
+        monkeypatch.setattr(layers, "key_of", lambda *given: pytest.fail("looked up"))
+        assert torch.equal(logits(model, input_ids=ids), dense)
+        assert torch.equal(logits(model, input_ids=ids, attention_mask=padding), padded)
+        assert handle.stats()["dense_calls"] == {"below dense_below": 12}
+        monkeypatch.undo()
+        handle.kill_switch.engage()
+        assert torch.equal(logits(model, input_ids=ids), dense)
+        assert handle.stats()["dense_calls"] == {"below dense_below": 12, "kill switch": 3}
+        handle.kill_switch.release()
+        long = tokens(2, 220)
+        logits(model, input_ids=long)
+        assert handle.stats()["sparse_calls"] == 3
+        with pytest.raises(IndexError):  # a failing pass leaves no trace
+            logits(model, input_ids=ids + 10**6)
+        logits(model, input_ids=long)
+        assert handle.stats()["sparse_calls"] == 6
 
 
 def test_steps_without_a_decode_rule_are_dense(planned):
@@ -100,9 +127,11 @@ def test_recomputed_layers_are_counted(planned):
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
-        model(input_ids=ids, labels=ids).loss.backward()
-        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
-        assert handle.stats()["dense_calls"] == {"below dense_below": 6}
+        for i in range(1, 5):
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
+            assert handle.stats()["dense_calls"] == {"below dense_below": 6 * i}
+            model.zero_grad()
 
 
 def test_scores_that_sdpa_drops_are_planned(planned):
