@@ -100,7 +100,7 @@ CALLS = []
 
 @pytest.fixture
 def standin(started, monkeypatch):  # noqa: F811
-    found, numbers = StandIn(), iter(range(100, 200))
+    found, numbers, loaded = StandIn(), iter(range(100, 200)), []
 
     def load_binary(self, name, kernel, shared, device):
         ptx = PTX[kernel]
@@ -114,7 +114,7 @@ def standin(started, monkeypatch):  # noqa: F811
     def remember(self, *arguments, **named):
         init(self, *arguments, **named)
         PTX[self.kernel] = self.asm["ptx"]
-        ALIVE.append(self)
+        loaded.append(self)
 
     fill = "fill_tma_descriptor" if triton.__version__.startswith("3.6.") else "fill_tma_descriptor_tiled"
     monkeypatch.setattr(triton.compiler.CompiledKernel, "__init__", remember)
@@ -127,10 +127,12 @@ def standin(started, monkeypatch):  # noqa: F811
     monkeypatch.setattr(launch_list, "_code", lambda: code)
     monkeypatch.setattr(launch_cache, "_by_form", {})
     CALLS.clear()
-    return found
+    yield found
+    for kernel in loaded:
+        kernel.module = None  # there is nothing to unload
 
 
-PTX, ALIVE = {}, []  # by machine code; kernels that no driver can unload
+PTX = {}  # by machine code
 
 
 class Given(NamedTuple):
