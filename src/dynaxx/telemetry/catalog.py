@@ -63,7 +63,7 @@ CATALOG: dict[str, Metric] = {
         Metric(
             "dynaxx_request_seconds",
             "histogram",
-            "Time of one forward pass over a prompt, or over a chunk of one.",
+            "Time of one forward pass over a prompt, or over a chunk of one; at most 20 passes per second are timed.",
             ("route",),
             REQUEST_SECONDS,
         ),

@@ -384,3 +384,35 @@ def test_a_recording_repeats_from_addresses(fresh, monkeypatch):
     (out,) = launch_cache.replay(recording, (k,), (x,))  # through Triton's launcher, because of the context
     assert out.shape == (64,)
     assert len(fresh.launched) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="lists ran with triton 3.6")
+def test_lists_launch_on_a_gpu(monkeypatch):
+    monkeypatch.setenv(launch_list.ENVIRONMENT, "1")
+    monkeypatch.setattr(launch_cache, "_by_form", {})
+    add = launcher.kernel_launcher(triton.jit(_simple.fn))
+    scaled = launcher.kernel_launcher(triton.jit(of_descriptors.fn, do_not_specialize=["count"]))
+
+    def call(given, x, scale):
+        between, out = torch.empty(1, 64, device="cuda"), torch.empty(64, device="cuda")
+        add[(1,)](x, given.k, between, BLOCK=64)
+        described, stride = TensorDescriptor(between, [1, 64], [64, 1], [1, 64]), given.k.stride(0)
+        scaled[(1,)](described, out, given.k, count=64, stride=stride, scale=scale, BIASED=True, BLOCK=64)
+        return (out,)
+
+    for width in (72, 40, 72, 200, 40):
+        k, x = torch.randn(64, width, device="cuda"), torch.randn(64, device="cuda")
+        repeated = lambda k=k, x=x, width=width: launch_cache.record_or_replay(
+            call, Given(k), (x,), 0.5, at_once=True, sizes={"stride": width}
+        )
+        expected = (x + k.flatten()[:64]) * 0.5 + k[:, 0]
+        torch.testing.assert_close(repeated()[0], expected)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream())
+            (out,) = repeated()
+        stream.synchronize()
+        torch.testing.assert_close(out, expected)
+    assert all(each.together is not None for each in launch_cache._by_form.values())
