@@ -255,7 +255,7 @@ def cuda_library() -> CudaLibrary:
 def _code() -> Any:
     """Return the module of `launch_list.c`; None if lists are off or cannot be made."""
     ran = ".".join(triton.__version__.split(".")[:2]) in RAN_WITH
-    if not ran or os.environ.get(ENVIRONMENT) != "1" or type(driver.active).__name__ != "CudaDriver":
+    if not ran or os.environ.get(ENVIRONMENT) == "0" or type(driver.active).__name__ != "CudaDriver":
         return None
     return _loaded_code()
 
