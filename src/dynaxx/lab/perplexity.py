@@ -33,7 +33,9 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
     for start in range(0, hidden.shape[1], ROWS):
         logits = logits_of(model, hidden[:, start : start + ROWS])
         labels = ids[:, 1 + start : 1 + start + logits.shape[1]].to(logits.device)
-        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none"))
+        # The vocabulary is the last dimension: over another one, a GPU's softmax runs one thread per token.
+        some = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        losses.append(some.view_as(labels))
     return torch.cat(losses, dim=1)
 
 
