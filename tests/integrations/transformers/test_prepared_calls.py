@@ -72,6 +72,17 @@ def test_later_layers_and_passes_repeat_a_call(name, repeated):
         assert telemetry.value("dynaxx_layer_calls_total", backend=backend, phase="prefill") == 18
 
 
+def test_sampled_calls_between_repeated_ones_lose_no_counts(repeated):
+    _, telemetry = repeated
+    model, ids = llama(), tokens(1, 300)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        handle.counts.probe.sample_rate, handle.counts.probe.spacing = 0.5, 0.0
+        for _ in range(10):
+            logits(model, input_ids=ids)
+        assert handle.stats()["sparse_calls"] == 30
+        assert telemetry.value("dynaxx_layer_calls_total", phase="prefill") == 30
+
+
 def test_what_needs_the_layout_takes_the_long_way(repeated):
     found, telemetry = repeated
     model, ids, seen = llama(), tokens(1, 300), []
