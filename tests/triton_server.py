@@ -59,7 +59,7 @@ class TritonServer:
                 [str(each) for each in command], env={**env, **dict(environment)}, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def wait(self, seconds=120):
+    def wait(self, seconds=300):
         """Wait until the server is ready."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
