@@ -134,7 +134,7 @@ test-deepspeed: $(DEEPSPEED_ENV)/deepspeed.stamp ## Test Ulysses and ZeRO of Dee
 
 $(TENSORRT_ENV)/tensorrt.stamp: pyproject.toml
 	@test -x $(TENSORRT_ENV)/bin/python || $(PYTHON) -m venv $(TENSORRT_ENV)
-	@$(TENSORRT_ENV)/bin/pip install -qq "$(TORCH)" -e '.[onnx]' pytest
+	@$(TENSORRT_ENV)/bin/pip install -qq "$(TORCH)" -e '.[onnx,triton]' pytest
 	@$(TENSORRT_ENV)/bin/pip install -qq --no-deps tensorrt-rtx-cu13-bindings==1.7.1.116 tensorrt-rtx-cu13-libs==1.7.1.116 \
 	    tensorrt-cu13-bindings==11.4.0.106
 	@touch $@
