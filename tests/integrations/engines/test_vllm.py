@@ -29,7 +29,7 @@ from dynaxx.integrations.vllm import engine as vllm_engine
 from dynaxx.policy import ModelFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-RUN = Path(__file__).parents[1] / "vllm_engine_run.py"
+RUN = Path(__file__).parents[2] / "vllm_engine_run.py"
 SPARSE = dx.Sink(32) | dx.SlidingWindow(64) | dx.TopK(0.2)
 DECODE = dx.Rule.of(dx.Sink(32) | dx.TopK(2, dx.MinMax()), phase="decode", block_size=128, layers=[2])
 DECODE_EVERYTHING = dx.Rule.of(dx.TopK(1.0), phase="decode", block_size=128)
@@ -358,7 +358,7 @@ def test_a_server_answers_many_clients_at_a_time(llama, tmp_path):
     server += ["--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--skip-tokenizer-init"]
     env = {**os.environ, "DYNAXX_POLICY": str(policy), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    soak = Path(__file__).parents[2] / "benchmarks" / "serving" / "vllm_soak.py"
+    soak = Path(__file__).parents[3] / "benchmarks" / "serving" / "vllm_soak.py"
     log = tmp_path / "server.log"
     with log.open("w") as out:
         running = subprocess.Popen(server, env=env, stdout=out, stderr=subprocess.STDOUT)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOL = Path(__file__).parents[1] / "sanitize/run.py"
+TOOL = Path(__file__).parents[2] / "sanitize/run.py"
 
 
 def test_without_a_compiler_it_is_skipped():
