@@ -117,6 +117,11 @@ REFUSED = (
 )  # fmt: skip
 
 
+def family_named(name: str) -> Family:
+    """Return the family of a name."""
+    return next(each for each in FAMILIES if each.name == name)
+
+
 def row(family: Family, said: str) -> str:
     """Return a line of the table."""
     return f"| {family.name} | `{family.model}` | {family.pattern} | {said} |"

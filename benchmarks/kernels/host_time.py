@@ -36,7 +36,7 @@ from dynaxx.patterns import caches
 
 
 def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
-    """Return the seconds of one call: the median of `rounds` averages."""
+    """Return the microseconds until a call returns: the median of `rounds` averages over `count` calls."""
     for _ in range(30):
         call()
     found = []

@@ -13,13 +13,13 @@ import argparse
 import ctypes
 import json
 import struct
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from host_time import host_us
 from torch import Tensor
 
 import dynaxx as dx
@@ -30,20 +30,7 @@ from dynaxx.ops.prepared import layer
 
 RULE = dx.SlidingWindow(256) | dx.Sink(64) | dx.TopK(0.1)
 ROUNDS = 300
-
-
-def host_us(call: Callable[[], object], count: int = 60, rounds: int = 15) -> float:
-    """Return the microseconds until a call returns: the median of averages."""
-    for _ in range(30):
-        call()
-    found = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        found.append((time.perf_counter() - start) / count * 1e6)
-    return median(found)
+in_queue = partial(host_us, count=60, rounds=15)  # so few calls that the GPU's queue of launches never fills
 
 
 def make_call(tokens: int) -> tuple[layer.Prepared, tuple[Tensor, Tensor, Tensor], list[tuple[Any, ...]]]:
@@ -116,18 +103,18 @@ def measure(tokens: int) -> dict[str, float]:
     assert out is not None, "the tensors are those of the call"
     recording, stream = again.recording, torch.cuda.current_stream().cuda_stream
     without = recording._replace(together=None)
-    found = {"SDPA": host_us(lambda: sdpa(*turned))}
+    found = {"SDPA": in_queue(lambda: sdpa(*turned))}
     Recording.start = lambda self, *given: start(without, *given)  # type: ignore[method-assign]
     equal = torch.equal(call(q, k, v), out)
-    found["layer, Triton's launchers"] = host_us(lambda: call(q, k, v))
+    found["layer, Triton's launchers"] = in_queue(lambda: call(q, k, v))
     Recording.start = start  # type: ignore[method-assign]
-    found["layer, launch list"] = host_us(lambda: call(q, k, v))
+    found["layer, launch list"] = in_queue(lambda: call(q, k, v))
     scratch = torch.empty(max(recording.scratch, 1), dtype=torch.uint8, device="cuda")
     other = torch.zeros_like(out)
     addresses = [*seen[0][:-2], other.data_ptr(), scratch.data_ptr()]
     assert recording.together is not None, "it has a list"
     list_of = recording.together
-    found["the list alone"] = host_us(lambda: list_of.run(stream, addresses, []))
+    found["the list alone"] = in_queue(lambda: list_of.run(stream, addresses, []))
     source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
     code = compile_module_from_src(source, "launches", [], driver.include_dirs, [])
     other.zero_()

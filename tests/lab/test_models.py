@@ -63,9 +63,9 @@ def test_scores_that_sdpa_does_not_compute_load_as_eager_and_are_timed(tiny, tmp
     from transformers import AutoTokenizer
 
     from dynaxx.lab.profile.clock import instrumented
-    from families import FAMILIES
+    from families import family_named
 
-    made = next(each for each in FAMILIES if each.name == family).build()
+    made = family_named(family).build()
     made.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path)
     model = models.load_model(tmp_path).model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scorer of blocks can reach: choices by the true mass of every block."""
+"""Measure what a scorer of blocks can reach, with choices by the true mass of every block."""
 
 from dataclasses import replace
 

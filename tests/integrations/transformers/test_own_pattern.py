@@ -15,7 +15,7 @@ import families
 from dynaxx.integrations.transformers import border, lazy_mask, mask_rules
 from dynaxx.integrations.transformers.masks import causal_runs, read_mask
 from dynaxx.integrations.transformers.own_pattern import parts_of_mask
-from families import FAMILIES, PAGE, REFUSED
+from families import FAMILIES, PAGE, REFUSED, family_named
 
 transformers = pytest.importorskip("transformers")
 EPS = torch.finfo(torch.float32).eps
@@ -31,10 +31,6 @@ SERVED = [pytest.param(each, id=each.name, marks=() if each.name in QUICK else p
 def short_border(monkeypatch):
     """Lower the border, because the prompts of tests are short."""
     monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
-
-
-def named(name):
-    return next(family for family in FAMILIES if family.name == name).build()
 
 
 def ids_of(batch, seqlen, seed=1):
@@ -150,7 +146,7 @@ def masks(monkeypatch, name, **arguments):
     make = lazy_mask.LazyMask.of.__func__
     catch = lambda cls, *args: found.append(make(cls, *args)) or found[-1]
     monkeypatch.setattr(lazy_mask.LazyMask, "of", classmethod(catch))
-    model = named(name)
+    model = family_named(name).build()
     with dx.apply(model), torch.no_grad():
         model(**arguments)
     return found
@@ -175,7 +171,7 @@ def test_layouts_show_what_the_mask_shows(monkeypatch, family, inputs):
 
 
 def test_a_mask_of_unknown_parts_is_made_and_read():
-    model = named("Llama")
+    model = family_named("Llama").build()
     from transformers.masking_utils import causal_mask_function, or_masks
 
     assert mask_rules.read_rule(or_masks(causal_mask_function)) is None
@@ -196,7 +192,7 @@ def test_a_mask_of_unknown_parts_is_made_and_read():
 @pytest.mark.parametrize("name", ["Gemma 3", "Gemma 2", "gpt-oss", "Llama 4"])
 @pytest.mark.parametrize(("cache", "chunk"), [("dynamic", 48), ("static", None)])
 def test_generate(name, cache, chunk):
-    model = named(name)
+    model = family_named(name).build()
     arguments = padded() | {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
     arguments |= {"disable_compile": True} | ({"prefill_chunk_size": chunk} if chunk else {})
     arguments["attention_mask"][1] = 1
@@ -212,7 +208,7 @@ def test_generate(name, cache, chunk):
 @pytest.mark.parametrize("name", ["Gemma 3", "Mistral"])
 def test_continuous_batching(name):
     """Requests of several lengths, in steps that cut prompts, get the same tokens as alone."""
-    model = named(name)
+    model = family_named(name).build()
     asked = [ids_of(1, length, seed=length)[0].tolist() for length in (5, 120, 70, 1, 64)]
     settings = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     batching = transformers.ContinuousBatchingConfig(page_size=32, num_blocks=64, max_batch_tokens=100)
@@ -226,7 +222,7 @@ def test_continuous_batching(name):
 
 @pytest.mark.parametrize("name", ["Gemma 2", "gpt-oss"])
 def test_beams_and_guesses(name):
-    model, ids = named(name), ids_of(1, 40).repeat(1, 2)
+    model, ids = family_named(name).build(), ids_of(1, 40).repeat(1, 2)
     for how in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
         wanted = model.generate(ids, max_new_tokens=8, do_sample=False, **how)
         with dx.apply(model) as handle:
@@ -236,7 +232,7 @@ def test_beams_and_guesses(name):
 
 @pytest.mark.parametrize("name", ["Gemma 3", "gpt-oss"])
 def test_gradient_checkpointing(name):
-    model = named(name).train()
+    model = family_named(name).build().train()
     inputs = {"input_ids": ids_of(2, 64), "use_cache": False}
     wanted = run(model, inputs, grads=True)
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -251,7 +247,7 @@ def test_gradient_checkpointing(name):
 def test_a_policy_on_top(monkeypatch):
     """Rules apply to the layers that see everything; windows, sinks and capped scores stay exact."""
     for name in ("Gemma 2", "gpt-oss"):
-        model, ids = named(name), ids_of(2, 100)
+        model, ids = family_named(name).build(), ids_of(2, 100)
         from dynaxx.integrations.transformers.apply_policy import model_facts
 
         facts = model_facts(model)
@@ -267,7 +263,7 @@ def test_a_policy_on_top(monkeypatch):
 
 
 def test_the_kill_switch_and_a_request_bring_the_original_back():
-    model, ids = named("Gemma 3"), ids_of(1, 64)
+    model, ids = family_named("Gemma 3").build(), ids_of(1, 64)
     with torch.no_grad():
         dense = model(ids).logits
         with dx.apply(model) as handle:
@@ -280,7 +276,7 @@ def test_the_kill_switch_and_a_request_bring_the_original_back():
 
 def test_below_the_border_the_model_is_left_alone(monkeypatch):
     monkeypatch.undo()
-    model, ids = named("Gemma 3"), ids_of(1, 64)
+    model, ids = family_named("Gemma 3").build(), ids_of(1, 64)
     with torch.no_grad():
         dense = model(ids).logits
         with dx.apply(model) as handle:
@@ -289,7 +285,7 @@ def test_below_the_border_the_model_is_left_alone(monkeypatch):
 
 
 def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
-    model, ids = named("gpt-oss"), ids_of(1, 64)
+    model, ids = family_named("gpt-oss").build(), ids_of(1, 64)
     with torch.no_grad():
         dense = model(ids).logits
         with dx.apply(model) as handle:
@@ -304,7 +300,7 @@ def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
 def test_on_a_gpu(monkeypatch, name):
     """Logits and gradients on a GPU agree with eager attention in fp32."""
     monkeypatch.setitem(border.BORDERS, "cuda", dict.fromkeys(("causal", "masked", "eager"), 32))
-    family = next(each for each in FAMILIES if each.name == name)
+    family = family_named(name)
     heads = {} if name == "DeepSeek-V3" else {"head_dim": 32}
     heads |= {"global_head_dim": 64} if name == "Gemma 4" else {}
     model = family._replace(changes={**family.changes, **heads}).build().cuda()
@@ -327,7 +323,7 @@ def test_decode_rules_compute_with_caps_and_sinks(name):
     """A budget of all pages gives the model's own tokens; a smaller budget gives other logits."""
     from dynaxx.integrations.transformers.apply_policy import full_attention_layers, model_facts
 
-    model, full = named(name), full_attention_layers(named(name))
+    model, full = family_named(name).build(), full_attention_layers(family_named(name).build())
     settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     logits = lambda: torch.stack(model.generate(ids_of(2, 80), **settings).logits)
     wanted = logits()
@@ -350,7 +346,7 @@ def test_old_compilers_get_a_plain_name(monkeypatch):
     from dynaxx.integrations.transformers import decoder
 
     monkeypatch.setattr(decoder, "COMPILERS_READ_NAMES", False)
-    model = named("Llama")
+    model = family_named("Llama").build()
     with dx.apply(model):
         assert type(model.config._attn_implementation) is str
     assert model.config._attn_implementation == "sdpa"
@@ -363,7 +359,7 @@ def test_a_pickled_model_has_the_attention_it_had():
     """Another process, without dynaxx, can load the pickled model."""
     import io
 
-    model, ids, file = named("Gemma 3"), ids_of(1, 64), io.BytesIO()
+    model, ids, file = family_named("Gemma 3").build(), ids_of(1, 64), io.BytesIO()
     wanted = run(model, {"input_ids": ids})["logits"]
     with dx.apply(model):
         torch.save(model, file)
@@ -385,7 +381,7 @@ class OddCache(transformers.DynamicCache):
 def test_odd_caches_and_broken_planning_give_answers(monkeypatch, caplog):
     from dynaxx.integrations.transformers import layer
 
-    model, ids = named("Llama"), ids_of(1, 64)
+    model, ids = family_named("Llama").build(), ids_of(1, 64)
     with torch.no_grad():
         dense = model(ids).logits
         with dx.apply(model) as handle:
@@ -401,7 +397,7 @@ def test_odd_caches_and_broken_planning_give_answers(monkeypatch, caplog):
 
 
 def test_another_attention_after_apply_is_said(caplog):
-    model, ids = named("Llama"), ids_of(1, 64)
+    model, ids = family_named("Llama").build(), ids_of(1, 64)
     with dx.apply(model) as handle, torch.no_grad():
         model.set_attn_implementation("eager")
         model(ids)
@@ -414,7 +410,7 @@ def test_left_padding_changes_no_decoding_step():
     """Pages start at the first real token, so that a padded row selects the same pages as alone."""
     from dynaxx.integrations.transformers.apply_policy import model_facts
 
-    model = named("Llama")
+    model = family_named("Llama").build()
     rule = dx.Rule.of(dx.Sink(1) | dx.TopK(2, dx.MinMax()), phase="decode")
     policy = dx.Policy(model=model_facts(model), block_size=16, rules=(rule,))
     settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -436,7 +432,7 @@ def test_trainer(tmp_path):
     data = [{"input_ids": row, "labels": row} for row in ids_of(4, 64)]
     weights = []
     for own_pattern in (False, True):
-        model = named("Gemma 3").train()
+        model = family_named("Gemma 3").build().train()
         arguments = transformers.TrainingArguments(
             tmp_path, max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True, report_to=[],
             save_strategy="no", disable_tqdm=True, optim="sgd", seed=3,

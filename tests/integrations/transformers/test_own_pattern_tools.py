@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import border
-from families import FAMILIES
+from families import family_named
 from tiny import save_tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -21,10 +21,6 @@ transformers = pytest.importorskip("transformers")
 def short_border(monkeypatch):
     """Lower the border, because the prompts of tests are short."""
     monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
-
-
-def named(name):
-    return next(family for family in FAMILIES if family.name == name).build()
 
 
 def ids_of(batch, seqlen, seed=1):
@@ -50,7 +46,7 @@ def same(found, wanted):
 def test_lora(name, first):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
-    model, ids = named(name).train(), ids_of(2, 64)
+    model, ids = family_named(name).build().train(), ids_of(2, 64)
     torch.manual_seed(0)
     wanted = gradients(peft.get_peft_model(copy.deepcopy(model), config), ids)
     assert wanted
@@ -71,7 +67,7 @@ def test_lora(name, first):
 @pytest.mark.parametrize("before", [True, False])
 def test_fully_sharded(before):
     """FSDP2 on a mesh of one rank works before and after `dx.apply`."""
-    model, ids = named("Gemma 3").train(), ids_of(2, 64)
+    model, ids = family_named("Gemma 3").build().train(), ids_of(2, 64)
     wanted = gradients(model, ids)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -88,7 +84,7 @@ def test_fully_sharded(before):
 
 
 def test_a_smaller_model_guesses():
-    model, small, ids = named("Gemma 3"), named("Gemma 3"), ids_of(1, 60)
+    model, small, ids = family_named("Gemma 3").build(), family_named("Gemma 3").build(), ids_of(1, 60)
     settings = {"max_new_tokens": 8, "do_sample": False, "assistant_model": small}
     wanted = model.generate(ids, **settings)
     with dx.apply(model) as handle, dx.apply(small):

@@ -10,7 +10,8 @@
 
 #include "vec.h"
 
-// Of the OpenMP runtime that torch has loaded, if there is one: the number of threads of the calling thread's regions.
+// These two read and set the number of threads of the calling thread's OpenMP regions. They are null unless torch has
+// loaded an OpenMP runtime.
 extern "C" int omp_get_max_threads() __attribute__((weak));
 extern "C" void omp_set_num_threads(int) __attribute__((weak));
 

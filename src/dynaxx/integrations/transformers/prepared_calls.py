@@ -79,7 +79,7 @@ class DenseCall:
 
 
 class DenseOutcome(NamedTuple):
-    """What all calls of a dense pass had in common, for later passes of the same kind."""
+    """The attention and the outcome of all calls of a dense pass, kept for later passes of the same kind."""
 
     attention: Callable[..., Any]  # the model's original attention, which reads bool masks
     outcome: tuple[DenseReason, str]
