@@ -3,8 +3,10 @@
 
     python benchmarks/quality/tasks.py smollm2 --tokens 1024 --density 0.35 --samples 2 --json
 
-Each method runs in every layer that sees its whole context, at one budget for all heads, except "tuned", whose budgets
-come from the costs of the heads, on texts or on texts and on other samples of the tasks. Finished rows are stored in
+Each method runs in every layer that sees its whole context, at one budget for all heads, except three whose budgets
+come from the costs of the heads: "tuned" by their mean over the texts, "even" so that the text that rises most rises
+least, "tasks" by texts and other samples of the tasks. Texts and prompts start as the tokenizer starts them (Gemma:
+<bos>). Layers with a window keep the model's own attention. Finished rows are stored in
 `--state`, so an interrupted run continues; several processes share the tasks with a state each, and `--show` prints
 the rows of all.
 """
@@ -12,9 +14,12 @@ the rows of all.
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -35,21 +40,22 @@ from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 
-BLOCK = 32
 STARTED = time.monotonic()
-LEFT_OUT = "tuned on the other texts"
+LEFT_OUT = {"tuned": "tuned on the other texts", "even": "evenly tuned on the other texts"}
 TOGETHER = 6  # prompts whose caches are held at once, since applying a policy takes time
-FORCED = dx.Sink(BLOCK) | dx.LocalBlocks(2)
-TUNED, BY_TASKS, WINDOW = "tuned", "tuned on texts and tasks", "window and sink"
+LOCAL = 64  # tokens up to each q block's end that uniform methods always see
+TUNED, EVEN, BY_TASKS, WINDOW = "tuned", "evenly tuned", "tuned on texts and tasks", "window and sink"
+TUNE_FORCED = "mean query, forced blocks of tune"
 UNIFORM = {
-    "mean query": (FORCED, dx.MeanQuery()),
-    "bounds of keys (Quest)": (FORCED, dx.MinMax()),
-    "anti-diagonals (XAttention)": (FORCED, dx.AntiDiagonal()),
-    "vertical and slash lines of the last queries (MInference)": (FORCED, dx.LastQueryProbe()),
-    "mean query, forced blocks of tune": (rule_of(dx.MeanQuery(), 0.0, BLOCK, 64, 0).pattern, dx.MeanQuery()),
+    "mean query": dx.MeanQuery(),
+    "bounds of keys (Quest)": dx.MinMax(),
+    "anti-diagonals (XAttention)": dx.AntiDiagonal(),
+    "vertical and slash lines of the last queries (MInference)": dx.LastQueryProbe(),
+    TUNE_FORCED: dx.MeanQuery(),
 }
 METHODS = {
     "tuned": TUNED,
+    "even": EVEN,
     "tasks": BY_TASKS,
     **dict(zip(("mean", "quest", "xattention", "minference", "forced"), UNIFORM, strict=True)),
     "window": WINDOW,
@@ -58,46 +64,82 @@ COST_TASKS = "niah_multikey_1,niah_multivalue,vt,cwe,qa_1"
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt,cwe"
 
 
-def policy_of(model, rules):
-    return dx.Policy(model=model_facts(model), block_size=BLOCK, rules=tuple(rules))
+def started(tokenizer, ids):
+    """Return token ids (1, N) after the tokens that the tokenizer puts in front of a text, such as Gemma's <bos>."""
+    front = tokenizer("")["input_ids"]
+    return torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1) if front else ids
 
 
-def density_of(model, rule, tokens):
-    """Return the density of a rule on random queries and keys; it depends on the number of blocks alone."""
-    facts = model_facts(model)
-    q, k = (
-        torch.randn(1, tokens, heads, facts.head_dim, device=model.device) for heads in (facts.q_heads, facts.kv_heads)
-    )
-    return dx.select_blocks(q, k, rule, block_size=BLOCK).density()
+def with_start(tokenizer, sample):
+    """Return a sample of a task whose prompt and question begin as the tokenizer begins a text."""
+    return replace(sample, prompt=started(tokenizer, sample.prompt), question=started(tokenizer, sample.question))
 
 
-def at_density(model, make, tokens, density, low, high):
+def stretches(tokenizer, text, tokens, count):
+    """Return consecutive stretches of a text, each (1, tokens + 1), with the tokenizer's start."""
+    ids = encode(tokenizer, text, count * tokens + 1)
+    return [started(tokenizer, ids[:, i * tokens :])[:, : tokens + 1] for i in range(count)]
+
+
+def policy_of(model, rules, block):
+    return dx.Policy(model=model_facts(model), block_size=block, rules=tuple(rules))
+
+
+def applied(model, policy):
+    """Return the handle of a policy beside the model's own attention in layers with a window."""
+    return apply(model, policy, own_pattern=False)
+
+
+def density_of(rule, tokens, block):
+    """Return the density of a rule. It depends on the number of blocks alone, so one small head on a CPU tells it."""
+    q, k = torch.randn(2, 1, tokens, 1, 16)
+    return dx.select_blocks(q, k, rule, block_size=block).density()
+
+
+def at_density(make, tokens, density, block):
     """Return the densest rule of a family within a density, and its density."""
-    for _ in range(12):
+    low, high = 0.0, 1.0
+    for _ in range(10):
         middle = (low + high) / 2
-        low, high = (middle, high) if density_of(model, make(middle), tokens) <= density else (low, middle)
-    return make(low), density_of(model, make(low), tokens)
+        low, high = (middle, high) if density_of(make(middle), tokens, block) <= density else (low, middle)
+    return make(low), density_of(make(low), tokens, block)
 
 
-def uniform_policies(model, tokens, density, methods):
+def forced_blocks(name, block):
+    """Return the blocks that a method with one budget always shows."""
+    if name == TUNE_FORCED:
+        return rule_of(dx.MeanQuery(), 0.0, block, 64, 0).pattern
+    return dx.Sink(block) | dx.LocalBlocks(max(1, LOCAL // block))
+
+
+def uniform_policies(model, tokens, density, methods, block):
     """Yield name, policy and density of every method with one budget for all heads."""
     for name in methods:
         if name == WINDOW:
-            window = lambda x: dx.Sink(BLOCK) | dx.SlidingWindow(max(1, int(x)))
-            spans = [BLOCK * n for n in range(1, tokens // BLOCK + 1)]
-            static = lambda w: window(w).layout(tokens, causal=True, block_size=BLOCK).density()  # noqa: B023
+            window = lambda x: dx.Sink(block) | dx.SlidingWindow(max(1, int(x)))
+            spans = [block * n for n in range(1, tokens // block + 1)]
+            static = lambda w: window(w).layout(tokens, causal=True, block_size=block).density()  # noqa: B023
             span = max((w for w in spans if static(w) <= density), default=spans[0])
-            yield name, policy_of(model, [dx.Rule.of(window(span))]), static(span)
+            yield name, policy_of(model, [dx.Rule.of(window(span))], block), static(span)
         elif name in UNIFORM:
-            forced, scorer = UNIFORM[name]
-            make = lambda budget, forced=forced, scorer=scorer: forced | dx.TopK(float(budget), scorer)
-            rule, found = at_density(model, make, tokens, density, 0.0, 1.0)
-            yield name, policy_of(model, [dx.Rule.of(rule)]), found
+            forced, scorer = forced_blocks(name, block), UNIFORM[name]
+            same = name if forced_blocks("", block) != forced else ""  # scorers do not change the density
+            budget = budget_at(same, tokens, density, block)
+            rule = forced | dx.TopK(budget, scorer)
+            yield name, policy_of(model, [dx.Rule.of(rule)], block), density_of(forced | dx.TopK(budget), tokens, block)
 
 
-def head_costs(model, ids, rules, last=None):
+@lru_cache
+def budget_at(name, tokens, density, block):
+    """Return the largest budget of a method with one budget within a density."""
+    forced = forced_blocks(name, block)
+    rule, _ = at_density(lambda budget: forced | dx.TopK(float(budget)), tokens, density, block)
+    return rule.selector.budget
+
+
+def head_costs(model, ids, rules, block, last=None):
     """Return the costs of budgets on a text, or on a prompt whose `last` tokens count, as JSON data."""
-    return Costs.plain(measure_head_costs(model, ids, rules, block_size=BLOCK, last=last))
+    return Costs.plain(measure_head_costs(model, ids, rules, block_size=block, last=last))
 
 
 def costs_from(plain):
@@ -107,70 +149,132 @@ def costs_from(plain):
     )
 
 
-def budget_rules(tokens, budgets):
-    return [rule_of(dx.MeanQuery(), budget, BLOCK, 64, tokens // BLOCK // 2) for budget in budgets]
+def budget_rules(tokens, budgets, block):
+    return [rule_of(dx.MeanQuery(), budget, block, 64, tokens // block // 2) for budget in budgets]
 
 
-def tuned_policy(model, costs, tokens, density):
-    """Return the policy of the smallest predicted loss at a density, and its density."""
+def best_choice(costs, density):
+    """Return the allocation of the smallest predicted loss at a density."""
     scorer = dx.MeanQuery()
-    found = Allocator(costs.density[scorer], costs.loss[scorer]).at(density)
+    return Allocator(costs.density[scorer], costs.loss[scorer]).at(density)
+
+
+def tuned_policy(model, costs, tokens, density, block):
+    """Return the policy of the smallest predicted loss at a density, and its density."""
+    found = best_choice(costs, density)
     rows = [tuple(row) for row in costs.budgets(found.choice)]
-    rules = zip(costs.layers, budget_rules(tokens, rows), strict=True)
-    return policy_of(model, [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules]), found.density
+    rules = zip(costs.layers, budget_rules(tokens, rows, block), strict=True)
+    return policy_of(model, [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules], block), found.density
 
 
-def task_costs(model, tokenizer, text, names, tokens, samples, seed):
+def predicted_losses(costs, choice):
+    """Return the predicted loss of an allocation on each text."""
+    return torch.stack([each.loss[dx.MeanQuery()].gather(0, choice[None]).sum() for each in costs])
+
+
+def evened(costs, density, ratios, rounds=60, rate=0.3):
+    """Return a weighted mean of costs whose best allocation has the smallest largest rise over the texts.
+
+    Args:
+        costs: the costs on each text.
+        density: the density of the allocation.
+        ratios: measured rise per predicted loss of each text.
+        rounds: number of changes of the weights.
+        rate: how much a text's weight grows with its rise.
+    """
+    weights, best, scorer = torch.ones(len(costs), dtype=torch.float64), None, dx.MeanQuery()
+    losses = torch.stack([each.loss[scorer] for each in costs])
+    for _ in range(rounds):
+        weights = weights / weights.sum()
+        mixed = Costs.mean(costs)._replace(loss={scorer: (weights[:, None, None] * losses).sum(0)})
+        rises = ratios * predicted_losses(costs, best_choice(mixed, density).choice)
+        if best is None or rises.max() < best[0]:
+            best = rises.max(), mixed
+        weights = weights * (rate * (rises / rises.mean() - 1)).exp()
+    return best[1]
+
+
+def task_costs(model, tokenizer, text, names, tokens, samples, seed, block):
     """Return the mean costs on samples of tasks, where only the answers' tokens count."""
     haystack, found = Haystack(text), []
     for name in names:
         for index in range(samples):
             sample = make_task(name, tokenizer, haystack, tokens, seed=seed, index=index)
-            ids = torch.cat([sample.prompt, sample.answer[None]], 1)
-            plain = head_costs(model, ids, budget_rules(tokens, BUDGETS), last=len(sample.answer))
+            ids = started(tokenizer, torch.cat([sample.prompt, sample.answer[None]], 1))
+            plain = head_costs(model, ids, budget_rules(tokens, BUDGETS, block), block, last=len(sample.answer))
             found.append(costs_from(plain))
     return Costs.mean(found)
 
 
-def text_costs(model, tokenizer, texts, args, remember):
-    """Return the costs on each text."""
-    ids = [encode(tokenizer, each, args.tokens + 1) for each in texts]
-    make = lambda: [head_costs(model, each, budget_rules(args.tokens, BUDGETS)) for each in ids]
-    return [costs_from(each) for each in remember("costs", make)]
+def text_costs(model, texts, args, remember):
+    """Return the costs on each text, the mean over its stretches (1, tokens + 1)."""
+    rules = budget_rules(args.tokens, BUDGETS, args.block_size)
+    found = []
+    for index, each in enumerate(texts):
+        make = lambda each=each: [head_costs(model, ids, rules, args.block_size) for ids in each]
+        found.append(Costs.mean([costs_from(plain) for plain in remember(f"costs {index}", make)]))
+        shown(f"costs of text {index}")
+    return found
 
 
-def tuned_policies(model, tokenizer, texts, costs, methods, args):
+def rises_per_loss(model, costs, texts, args, density, remember):
+    """Return the measured rise on each text per predicted loss, under budgets by the mean of all costs."""
+    mean = Costs.mean(costs)
+    policy, _ = tuned_policy(model, mean, args.tokens, density, args.block_size)
+
+    def measured():
+        return perplexity_rise(model, policy, texts, dense_losses(model, texts))
+
+    rises = torch.tensor(remember(f"calibration|{density}", measured), dtype=torch.float64)
+    shown(f"rises on the texts that are tuned on at {density:.1%}: {rises.tolist()}")
+    return rises.clamp(min=1e-4) / predicted_losses(costs, best_choice(mean, density).choice)
+
+
+def tuned_policies(model, tokenizer, texts, costs, ratios, methods, args):
     """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
     by_text = Costs.mean(costs)
-    for density in args.density if TUNED in methods else ():
-        yield TUNED, *tuned_policy(model, by_text, args.tokens, density)
+    for density in args.density:
+        if TUNED in methods:
+            yield TUNED, *tuned_policy(model, by_text, args.tokens, density, args.block_size)
+        if EVEN in methods:
+            mixed = evened(costs, density, ratios[density])
+            yield EVEN, *tuned_policy(model, mixed, args.tokens, density, args.block_size)
     if BY_TASKS not in methods:
         return
     names = named_tasks(tuple(args.cost_tasks.split(",")))
-    by_task = task_costs(model, tokenizer, texts[0], names, args.tokens, args.cost_samples, args.seed + 1000)
+    counts = args.tokens, args.cost_samples, args.seed + 1000, args.block_size
+    by_task = task_costs(model, tokenizer, texts[0], names, *counts)
     scorer = dx.MeanQuery()
     share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
     both = by_text._replace(loss={scorer: share(by_text) + share(by_task)})
     for density in args.density:
-        yield BY_TASKS, *tuned_policy(model, both, args.tokens, density)
+        yield BY_TASKS, *tuned_policy(model, both, args.tokens, density, args.block_size)
 
 
-def left_out_rises(model, costs, held_out, losses, tokens, density):
+def left_out_rises(model, costs, ratios, held_out, losses, args, density, even):
     """Return the rise of perplexity on each text, under a policy from the costs on all other texts."""
     found = []
     for index, (ids, before) in enumerate(zip(held_out, losses, strict=True)):
-        others = Costs.mean([each for other, each in enumerate(costs) if other != index])
-        policy, _ = tuned_policy(model, others, tokens, density)
+        rest = [other for other in range(len(costs)) if other != index]
+        others = [costs[other] for other in rest]
+        mixed = evened(others, density, ratios[density][rest]) if even else Costs.mean(others)
+        policy, _ = tuned_policy(model, mixed, args.tokens, density, args.block_size)
         found += perplexity_rise(model, policy, [ids], [before])
     return found
 
 
+def dense_losses(model, texts):
+    """Return the dense losses of the stretches of each text."""
+    return [[token_losses(model, ids) for ids in each] for each in texts]
+
+
 def perplexity_rise(model, policy, texts, dense):
-    """Return the relative rise of perplexity on each text of token ids, given its dense losses."""
+    """Return the relative rise of perplexity on each text, a list of stretches, given its dense losses."""
     found = []
-    for ids, before in zip(texts, dense, strict=True):
-        with apply(model, policy):
-            found.append(float((token_losses(model, ids) - before).double().mean().expm1()))
+    with applied(model, policy):
+        for each, before in zip(texts, dense, strict=True):
+            rise = torch.cat([token_losses(model, ids) - known for ids, known in zip(each, before, strict=True)])
+            found.append(float(rise.double().mean().expm1()))
     return found
 
 
@@ -183,7 +287,7 @@ def scored(model, samples, policy=None):
     found = []
     for at in range(0, len(samples), TOGETHER):
         some = samples[at : at + TOGETHER]
-        with apply(model, policy) if policy is not None else contextlib.nullcontext() as handle:
+        with applied(model, policy) if policy is not None else contextlib.nullcontext() as handle:
             read = [model.base_model(each.prompt.to(model.device), use_cache=True) for each in some]
             assert handle is None or handle.stats()["sparse_calls"] > 0, "the prompts ran dense"
         found += [answered(model, *each) for each in zip(some, read, strict=True)]
@@ -231,6 +335,8 @@ def main():
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--block-size", type=int, choices=[16, 32, 64, 128], default=32)
+    parser.add_argument("--stretches", type=int, default=1, help="of each text, for costs and for perplexity")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--device", default="cpu")
@@ -319,14 +425,14 @@ def stored_rows(paths):
     return found
 
 
-def methods_of(model, tokenizer, texts, costs, args, remember):
+def methods_of(model, tokenizer, texts, costs, ratios, args, remember):
     """Return (name, policy, density) of every method at every density."""
     methods = [METHODS[each] for each in args.methods.split(",")]
 
     def make():
-        found = [*tuned_policies(model, tokenizer, texts, costs, methods, args)]
+        found = [*tuned_policies(model, tokenizer, texts, costs, ratios, methods, args)]
         for density in args.density:
-            found += uniform_policies(model, args.tokens, density, methods)
+            found += uniform_policies(model, args.tokens, density, methods, args.block_size)
         return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]
 
     return [(name, dx.Policy.model_validate(policy), density) for name, policy, density in remember("methods", make)]
@@ -345,32 +451,38 @@ def measured_rows(args):
     model, tokenizer = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
     parts = [split_text(load_text(each)) for each in args.text or ["pydoc"]]
     texts, held_out = [each.calibration for each in parts], [each.held_out for each in parts]
-    ids = encode(tokenizer, texts[0], args.tokens + 1)
-    kept = ("tokens", "density", "samples", "seed", "dtype", "methods", "cost_tasks", "cost_samples")
-    steps = Steps(args.state, fingerprint(model, ids, **{name: getattr(args, name) for name in kept}))
-    haystack = Haystack(held_out[0])
+    tune_on, ids = (
+        [stretches(tokenizer, each, args.tokens, args.stretches) for each in half] for half in (texts, held_out)
+    )
+    kept = ("tokens", "density", "samples", "seed", "dtype", "methods", "cost_tasks", "cost_samples", "block_size")
+    steps = Steps(args.state, fingerprint(model, tune_on[0][0], **{name: getattr(args, name) for name in kept}))
+    haystack, methods = Haystack(held_out[0]), args.methods.split(",")
     with evaluating(model):
-        costs = text_costs(model, tokenizer, texts, args, steps.remember)
-        shown("costs of the texts")
-        methods = methods_of(model, tokenizer, texts, costs, args, steps.remember)
+        costs = text_costs(model, tune_on, args, steps.remember)
+        densities = args.density if "even" in methods else ()
+        ratios = {each: rises_per_loss(model, costs, tune_on, args, each, steps.remember) for each in densities}
+        policies = methods_of(model, tokenizer, texts, costs, ratios, args, steps.remember)
         shown("policies of the methods")
-        ids = [encode(tokenizer, each, args.tokens + 1) for each in held_out]
-        losses = [token_losses(model, each) for each in ids]
-        for name, policy, density in methods:
+        losses = dense_losses(model, ids)
+        shown(f"dense perplexity {[round(math.exp(float(torch.cat(each).mean())), 2) for each in losses]}")
+        for name, policy, density in policies:
             rise = lambda policy=policy: perplexity_rise(model, policy, ids, losses)
-            steps.remember(f"perplexity {name}|{density}", rise)
-            shown(f"perplexity of {name} at {density:.1%}")
-        for density in args.density if len(costs) > 1 else ():
-            rise = lambda density=density: left_out_rises(model, costs, ids, losses, args.tokens, density)
-            steps.remember(f"perplexity {LEFT_OUT}|{density}", rise)
-            shown(f"perplexity of {LEFT_OUT} at {density:.1%}")
+            found = steps.remember(f"perplexity {name}|{density}", rise)
+            shown(f"perplexity of {name} at {density:.1%}: {' '.join(f'{each:+.2%}' for each in found)}")
+        for density, method in product(args.density if len(costs) > 2 else (), LEFT_OUT):
+            if method not in methods:
+                continue
+            given = (model, costs, ratios, ids, losses, args, density, method == "even")
+            name = f"perplexity {LEFT_OUT[method]}|{density}"
+            found = steps.remember(name, lambda given=given: left_out_rises(*given))
+            shown(f"{name} {' '.join(f'{each:+.2%}' for each in found)}")
         tasks = () if args.only_policies else named_tasks(tuple(args.tasks.split(",")))
         for task in tasks:  # a run that is stopped has whole tasks
             make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023
-            samples = [make(index) for index in range(args.samples)]
+            samples = [with_start(tokenizer, make(index)) for index in range(args.samples)]
             dense = steps.remember(f"dense {task}", lambda: scored(model, samples))  # noqa: B023
             known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
-            for name, policy, density in methods:
+            for name, policy, density in policies:
 
                 def compared(policy=policy):
                     sparse = scored(model, samples, policy)  # noqa: B023
