@@ -128,8 +128,9 @@ def policy_digest(policy: Policy) -> str:
 
 @typed
 def rules_digest(policy: Policy) -> str:
-    """Return twelve hex digits that identify the parts that change attention: model, block size and rules."""
-    rules = policy.model_dump_json(include={"model", "block_size", "rules"})
+    """Return twelve hex digits that identify the parts that change attention: model, block size, rules, sharing."""
+    sharing = {name for name in ("reuse", "shared") if policy.shares_choices}
+    rules = policy.model_dump_json(include={"model", "block_size", "rules"} | sharing)
     return hashlib.blake2b(rules.encode(), digest_size=6).hexdigest()
 
 

@@ -114,7 +114,7 @@ def selection_inputs(
         ValueError: a layout cannot hold as many blocks.
     """
     batch, q_heads = q.shape[0], q.shape[2]
-    capacity = batch * _most_entries(pattern, selector, grid, q_heads)
+    capacity = batch * most_entries(pattern, selector, grid, q_heads)
     if capacity > MAX_ENTRIES:
         raise ValueError(
             f"`rule` may visit {capacity} blocks, more than a layout of int32 offsets holds; "
@@ -208,7 +208,7 @@ def _amounts(amounts: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _most_entries(pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int) -> int:
+def most_entries(pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int) -> int:
     """Return the largest number of blocks that a batch entry can visit."""
     choice, part = selector.choice(q_heads), static_part(pattern, grid)
     assert choice is not None, "`serves` asked before"

@@ -86,8 +86,8 @@ def _check(policy: Policy, nodes: list[Any]) -> None:
         reasons.append(f"the model has no {ATTENTION} node: convert it with to_openvino, or from SDPA attention")
     if any(rule.phase == "decode" for rule in policy.rules):
         reasons.append("decode rules need a cache that dynaxx can read: remove them")
-    if policy.reuse > 1:
-        reasons.append("`reuse` is not supported: set it to 1")
+    if policy.shares_choices:
+        reasons.append("`reuse` and `shared` are not supported: set `reuse` to 1, and remove `shared`")
     if policy.rollout.share < 1.0 or policy.rollout.flag is not None:
         reasons.append(
             "`rollout.share` and `rollout.flag` depend on the request, which OpenVINO does not pass on: remove them"

@@ -73,8 +73,8 @@ def refusals(policy: Policy, runner: Any, ranks: int) -> list[str]:
     reasons = []
     if policy.rollout.share != 1.0 or policy.rollout.flag is not None:
         reasons.append("`rollout.share` and `rollout.flag` choose requests by id; set share to 1.0, remove the flag")
-    if policy.reuse > 1:
-        reasons.append("`reuse` shares a selection between layers; set it to 1")
+    if policy.shares_choices:
+        reasons.append("`reuse` and `shared` share a selection between layers; set `reuse` to 1, and remove `shared`")
     if policy.guard is not None:
         reasons.append("`guard` is not supported; remove it")
     if runner.use_mla_backend:

@@ -115,7 +115,7 @@ class ForwardContext:
         self.dense_pass: DensePass | None = None
         self.straight: dict[Hashable, DenseCall | RepeatedCall | RepeatedStep] = {}
         self.arguments: dict[str, Any] = {}
-        self._layouts: dict[Place, tuple[int, LayerPlan, BlockLayout]] = {}
+        self._layouts: dict[tuple[Place, int], tuple[LayerPlan, BlockLayout]] = {}  # by sequence and layer
         self._mask: weakref.ref[Tensor] | None = None
         self._parts: dict[Hashable, tuple[NsaParts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
@@ -141,20 +141,31 @@ class ForwardContext:
         self._runs = [runs]
 
     def layout(self, layer: int, place: Place, plan: LayerPlan) -> BlockLayout | None:
-        """Return the layout that another layer selected for the same sequence, if the policy lets `layer` reuse it.
+        """Return the layout from another layer's selection for the same sequence, if the policy lets `layer` read it.
 
-        Layers do not reuse selections while gradients are recorded, since a recomputed checkpointed layer must choose
-        as before.
+        Layers do not read others' selections while gradients are recorded, since a recomputed checkpointed layer must
+        choose as before, nor under a plan that the guard has widened.
         """
-        source, kept = self.deployed.sources.get(layer, layer), self._layouts.get(place)
-        if source == layer or kept is None or kept[:2] != (source, plan) or torch.is_grad_enabled():
+        source = self.deployed.sources.get(layer)
+        if source is None or source.layer == layer or torch.is_grad_enabled():
             return None
-        return kept[2]
+        kept = self._layouts.get((place, source.layer))
+        if kept is None:
+            return None
+        chosen_by, layout = kept
+        if source.heads is None:
+            return layout if chosen_by == plan else None
+        nominal = plan is self.deployed.plans[layer] or plan.needs_tokens
+        return chosen_by.taken(layout, source.heads) if nominal else None
 
     def keep(self, layer: int, place: Place, plan: LayerPlan, layout: BlockLayout) -> None:
-        """Store the selection of a layer for later layers that reuse it."""
-        if self.deployed.sources.get(layer) == layer:
-            self._layouts[place] = (layer, plan, layout)
+        """Store the selection of a layer for later layers that read it, and drop those that none reads any more."""
+        source = self.deployed.sources.get(layer)
+        if source is not None and source.layer == layer:
+            last = self.deployed.last_reader
+            for key in [key for key in self._layouts if last[key[1]] < layer]:
+                del self._layouts[key]
+            self._layouts[place, layer] = (plan, layout)
 
     def runs(self, mask: Tensor, batch: int) -> list[list[MaskRun]] | None:
         """Return the runs of each batch entry, or None if the mask has none. A mask is read once for all layers."""

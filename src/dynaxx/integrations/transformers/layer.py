@@ -314,7 +314,8 @@ class Layer:
             self.handle.counts.probe,
         )
         probe = meter.measured(self.index, q) if drawn and drawn.measured else meter.start(self.index, q)
-        layout = part.current.layout(self.index, part.place, runs) or runs.layout(q, k, scale=part.scale)
+        read = part.current.layout(self.index, part.place, runs)  # the blocks that another layer chose
+        layout = read or runs.layout(q, k, scale=part.scale)
         part.current.keep(self.index, part.place, runs, layout)
         probe.selected(layout)
         out = sparse_attention(q, k, v, layout, scale=part.scale, softcap=part.softcap, sinks=part.sinks)
@@ -324,7 +325,7 @@ class Layer:
         if work.may_prepare and runs is plan:
             prepare(part.current, self.index, work, scores, layout, q, k, v, plan)
         if part.guard is not None and (drawn.sampled if drawn else part.guard.wants_call()):
-            part.guard.take(self.index, q[:1], k[:1], v[:1], part.scale, plan, runs, out[:1])
+            part.guard.take(self.index, q[:1], k[:1], v[:1], part.scale, plan, runs, out[:1], read)
         return out
 
     def _sample_unseen(self, call: AttentionCall, work: Work) -> None:

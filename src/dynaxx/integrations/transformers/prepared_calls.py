@@ -359,7 +359,7 @@ def restore_prepared(
         k: (batch, seqlen_k, kv_heads, head_dim).
         v: (batch, seqlen_k, kv_heads, head_dim_v).
     """
-    if current.deployed.sources or not _is_whole(work, q, k):
+    if layer in current.deployed.sources or not _is_whole(work, q, k):
         work.may_prepare = False
     elif work.route is Route.OWN_PATTERN:
         layout = work.parts[0].layout
