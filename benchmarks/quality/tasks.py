@@ -3,10 +3,11 @@
 
     python benchmarks/quality/tasks.py smollm2 --tokens 1024 --density 0.35 --samples 2 --json
 
-Each method runs in every layer that sees its whole context, at one budget for all heads, except three whose budgets
+Each method runs in every layer that sees its whole context, at one budget for all heads, except four whose budgets
 come from the costs of the heads: "tuned" by their mean over the texts, "even" so that the text that rises most rises
-least, "tasks" by texts and other samples of the tasks. Texts and prompts start as the tokenizer starts them (Gemma:
-<bos>). Layers with a window keep the model's own attention. Finished rows are stored in
+least, "shared" with layers that read the blocks of earlier ones, "tasks" by texts and other samples of the tasks.
+Texts and prompts start as the tokenizer starts them (Gemma: <bos>). Layers with a window keep the model's own
+attention. Finished rows are stored in
 `--state`, so an interrupted run continues; several processes share the tasks with a state each, and `--show` prints
 the rows of all.
 """
@@ -39,12 +40,14 @@ from dynaxx.lab.texts import encode, load_text, split_text
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
+from dynaxx.lab.tune.sharing import REACH, SharedCosts, likeness, matched, shared_costs, shared_lists
 
 STARTED = time.monotonic()
 LEFT_OUT = {"tuned": "tuned on the other texts", "even": "evenly tuned on the other texts"}
 TOGETHER = 6  # prompts whose caches are held at once, since applying a policy takes time
 LOCAL = 64  # tokens up to each q block's end that uniform methods always see
 TUNED, EVEN, BY_TASKS, WINDOW = "tuned", "evenly tuned", "tuned on texts and tasks", "window and sink"
+SHARED = "tuned, layers share blocks"
 TUNE_FORCED = "mean query, forced blocks of tune"
 UNIFORM = {
     "mean query": dx.MeanQuery(),
@@ -56,6 +59,7 @@ UNIFORM = {
 METHODS = {
     "tuned": TUNED,
     "even": EVEN,
+    "shared": SHARED,
     "tasks": BY_TASKS,
     **dict(zip(("mean", "quest", "xattention", "minference", "forced"), UNIFORM, strict=True)),
     "window": WINDOW,
@@ -230,7 +234,29 @@ def rises_per_loss(model, costs, texts, args, density, remember):
     return rises.clamp(min=1e-4) / predicted_losses(costs, best_choice(mean, density).choice)
 
 
-def tuned_policies(model, tokenizer, texts, costs, ratios, methods, args):
+def shared_text_costs(model, texts, args):
+    """Return the costs of reading other layers' blocks, the mean over all texts."""
+    rule = lambda budget: budget_rules(args.tokens, [budget], args.block_size)[0]
+    every = [ids for each in texts for ids in each]
+    alike = [likeness(model, ids, dx.MeanQuery(), rule(0.0), args.block_size) for ids in every]
+    matches = matched(torch.stack(alike).mean(0), min(REACH, alike[0].shape[0] - 1))
+    found = []
+    for ids in every:
+        found.append(shared_costs(model, ids, rule, matches, block_size=args.block_size))
+        shown(f"costs of shared blocks {len(found)}/{len(every)}")
+    return SharedCosts.mean(found)
+
+
+def shared_policy(model, costs, args, density):
+    """Return the policy in which `--choosing` layers choose and the others read their blocks, and its density."""
+    lists = shared_lists(costs, args.choosing, density)
+    found, budgets, _ = lists.at(density)
+    rules = zip(costs.layers, budget_rules(args.tokens, map(tuple, budgets), args.block_size), strict=True)
+    policy = policy_of(model, [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules], args.block_size)
+    return policy.replace(shared=lists.shared()), found
+
+
+def tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args):
     """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
     by_text = Costs.mean(costs)
     for density in args.density:
@@ -239,6 +265,8 @@ def tuned_policies(model, tokenizer, texts, costs, ratios, methods, args):
         if EVEN in methods:
             mixed = evened(costs, density, ratios[density])
             yield EVEN, *tuned_policy(model, mixed, args.tokens, density, args.block_size)
+        if SHARED in methods:
+            yield SHARED, *shared_policy(model, shared, args, density)
     if BY_TASKS not in methods:
         return
     names = named_tasks(tuple(args.cost_tasks.split(",")))
@@ -335,6 +363,7 @@ def main():
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--choosing", type=int, default=15, help="layers that choose blocks, for the method shared")
     parser.add_argument("--block-size", type=int, choices=[16, 32, 64, 128], default=32)
     parser.add_argument("--stretches", type=int, default=1, help="of each text, for costs and for perplexity")
     parser.add_argument("--seed", type=int, default=0)
@@ -425,12 +454,13 @@ def stored_rows(paths):
     return found
 
 
-def methods_of(model, tokenizer, texts, costs, ratios, args, remember):
+def methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, remember):
     """Return (name, policy, density) of every method at every density."""
     methods = [METHODS[each] for each in args.methods.split(",")]
 
     def make():
-        found = [*tuned_policies(model, tokenizer, texts, costs, ratios, methods, args)]
+        shared = shared_text_costs(model, tune_on, args) if SHARED in methods else None
+        found = [*tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args)]
         for density in args.density:
             found += uniform_policies(model, args.tokens, density, methods, args.block_size)
         return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]
@@ -454,14 +484,25 @@ def measured_rows(args):
     tune_on, ids = (
         [stretches(tokenizer, each, args.tokens, args.stretches) for each in half] for half in (texts, held_out)
     )
-    kept = ("tokens", "density", "samples", "seed", "dtype", "methods", "cost_tasks", "cost_samples", "block_size")
+    kept = (
+        "tokens",
+        "density",
+        "samples",
+        "seed",
+        "dtype",
+        "methods",
+        "cost_tasks",
+        "cost_samples",
+        "block_size",
+        "choosing",
+    )
     steps = Steps(args.state, fingerprint(model, tune_on[0][0], **{name: getattr(args, name) for name in kept}))
     haystack, methods = Haystack(held_out[0]), args.methods.split(",")
     with evaluating(model):
         costs = text_costs(model, tune_on, args, steps.remember)
         densities = args.density if "even" in methods else ()
         ratios = {each: rises_per_loss(model, costs, tune_on, args, each, steps.remember) for each in densities}
-        policies = methods_of(model, tokenizer, texts, costs, ratios, args, steps.remember)
+        policies = methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, steps.remember)
         shown("policies of the methods")
         losses = dense_losses(model, ids)
         shown(f"dense perplexity {[round(math.exp(float(torch.cat(each).mean())), 2) for each in losses]}")

@@ -22,6 +22,7 @@ from benchmarks.quality.choices.ways import GRIDS, MEAN, TILE, OwnMasses, estima
 
 from dynaxx.lab.attention_route import evaluating, routed
 from dynaxx.lab.tune.allocation import Allocator
+from dynaxx.lab.tune.sharing import choosing_layers, layer_costs, sources_of
 
 SMALL = replace(MEAN, scorer="mean 16", **TILE)
 SHAPES = {"16 x 16": SMALL, "32 x 32": MEAN, "16 x 4": replace(SMALL, kv_block=4)}
@@ -74,57 +75,6 @@ def matched(alike):
     for layer in range(best.shape[0]):
         best[layer, layer] = torch.arange(best.shape[2])
     return best
-
-
-def layer_costs(costs, density):
-    """Return the cost of each layer by lag, (lags, layers), at the price of blocks that gives a density without lag.
-
-    Args:
-        costs: per lag (loss, density), each (amounts, layers, heads).
-        density: the mean density without lag.
-    """
-    best = lambda loss, visited, price: (loss + price * visited).min(0)
-    low, high = 1e-12, 1e3
-    for _ in range(100):
-        price = (low * high) ** 0.5
-        index = best(*costs[0], price).indices
-        low, high = (price, high) if float(costs[0][1].gather(0, index[None]).mean()) > density else (low, price)
-    return torch.stack([best(*each, high).values.sum(-1) for each in costs])
-
-
-def choosing_layers(table, count):
-    """Return `count` layers that choose, with the smallest total cost.
-
-    Args:
-        table: (lags, layers) cost of a layer that takes the scores of the layer that many before it.
-        count: number of layers that choose; the first layer always does.
-    """
-    lags, layers = table.shape
-    reach = torch.full((layers, layers + 1), torch.inf)  # [a, b]: layers a .. b - 1 with the scores of a
-    for a in range(layers):
-        total = 0.0
-        for b in range(a, min(layers, a + lags)):
-            total += float(table[b - a, b])
-            reach[a, b + 1] = total
-    best = torch.full((count + 1, layers + 1), torch.inf)
-    best[0, 0] = 0
-    before = {}
-    for used in range(1, count + 1):
-        for b in range(1, layers + 1):
-            options = best[used - 1, :b] + reach[:b, b]
-            best[used, b], before[used, b] = options.min(0).values, int(options.argmin())
-    if best[count, layers].isinf():
-        raise ValueError(f"{count} layers cannot serve {layers} within a reach of {lags - 1}")
-    found, end = [], layers
-    for used in range(count, 0, -1):
-        end = before[used, end]
-        found.append(end)
-    return found[::-1]
-
-
-def sources_of(choosing, layers):
-    """Return the choosing layer whose scores each layer takes."""
-    return [max(each for each in choosing if each <= layer) for layer in range(layers)]
 
 
 def measured_rows(setting, shape, args, done):

@@ -50,6 +50,14 @@ def tune(
             help="Also tune without each kind of text in turn, and report the worst loss on it.",
         ),
     ] = False,
+    choosing: Annotated[
+        int,
+        typer.Option(
+            "--choosing-layers",
+            min=0,
+            help="Layers that choose blocks; the others read those of an earlier layer. 0: each layer chooses.",
+        ),
+    ] = 0,
     lengths: LengthsOption = "",
     block_size: Annotated[
         str,
@@ -102,6 +110,7 @@ def tune(
       dynaxx tune smollm2 --out run --decode
       dynaxx tune smollm2 --out run --kinds all --held-out
       dynaxx tune smollm2 --out run --hold niah_single_2,vt
+      dynaxx tune smollm2 --out run --choosing-layers 15
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
@@ -131,6 +140,7 @@ def tune(
             kinds=others,
             hold=held,
             held_out=held_out,
+            choosing=choosing,
             skip=frozenset(
                 step
                 for step, wanted in zip(

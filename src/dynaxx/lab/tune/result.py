@@ -137,6 +137,8 @@ class TuneResult:
     reference: str = ""  # summary of the policy's reference, or why it has none
     raised: tuple[Raised, ...] = ()  # raises of the border by the validation
     held_out: tuple[HeldOutKind, ...] = ()  # results on excluded kinds, the worst first
+    shared: tuple[Trial, ...] = ()  # trials in which layers read the blocks of others
+    choosing: tuple[int, ...] = ()  # the layers that choose, if the policy lets others read their blocks
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

@@ -40,6 +40,7 @@ def tune(
     kinds: Sequence[str] = (),
     hold: Sequence[str] = (),
     held_out: bool = False,
+    choosing: int = 0,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
     name: str = "",
@@ -64,6 +65,8 @@ def tune(
             tolerance.
         hold: tasks (`tasks.suite`) that may lose at most 0.1 nats per answer token on average.
         held_out: also tune on all kinds except one, for each kind, and measure the excluded kind.
+        choosing: number of layers that choose blocks, while all others read those of an earlier layer; 0 means all. The
+            policy shares blocks only if that takes at most 8 % more of them.
         resume: continue from `out/tuning_state.json` if model, text and settings are the same.
         progress: reports each step.
         command: the command, stored as evidence.
@@ -78,9 +81,11 @@ def tune(
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
     block_size = block_size or default_block_size(model)
     others = {kind: text_of(kind) for kind in kinds_of(kinds) if text_of(kind) != text}
+    if choosing < 0:
+        raise ValueError(f"`choosing` must be a number of layers, or 0, got {choosing}")
     if held_out and not others:
         raise ValueError("`held_out` needs several kinds of text: give `kinds`, for example --kinds all")
-    settings = (out, tokens, block_size, seed, resume, progress, time_budget, tolerance, others, hold)
+    settings = (out, tokens, block_size, seed, resume, progress, time_budget, tolerance, others, hold, choosing)
     search = Search(model, tokenizer, text, *settings)
     traffic = text if with_reference else ""
     return search.run(command, name or type(model).__name__, traffic, with_decode, cuda_graph, held_out)

@@ -30,6 +30,16 @@ from dynaxx.lab.tune.reference import with_reference
 from dynaxx.lab.tune.result import HeldOutKind, Trial, TuneResult, sparser
 from dynaxx.lab.tune.search_texts import SearchTexts, calibration_ids, search_texts
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
+from dynaxx.lab.tune.sharing import (
+    REACH,
+    WORTH,
+    SharedCosts,
+    SharedLists,
+    likeness,
+    matched,
+    shared_costs,
+    shared_lists,
+)
 from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
 from dynaxx.lab.tune.trials import ERRORS, Trials
 from dynaxx.layout import as_block_size
@@ -64,7 +74,9 @@ class Search:
         tolerance: float,
         kinds: Mapping[str, str] | None = None,
         hold: Sequence[str] = (),
+        choosing: int = 0,
     ) -> None:
+        self.choosing = choosing
         self.tokenizer = tokenizer
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
@@ -104,6 +116,9 @@ class Search:
         each_costs = [self._head_costs(i) for i in range(len(self.texts.costs))]
         costs = Costs.mean(each_costs)
         layers = costs.layers
+        if 0 < self.choosing * (1 + REACH) < len(layers):
+            fewest = -(-len(layers) // (1 + REACH))
+            raise ValueError(f"`choosing` must be at least {fewest} of the {len(layers)} layers, got {self.choosing}")
         task.advance(3, "which scorer")
         scorer, allocator, known = self._best_scorer(costs)
         task.advance(len(SCORERS), repr(scorer))
@@ -126,8 +141,13 @@ class Search:
             "uniform", evaluate(uniform), least, task, UNIFORM_UNTIL, guide, only_below=below
         )
         chosen, make = sparser((best_tuned, tuned), (best_uniform, uniform))
+        lists, shared_trials, best_shared = self._shared(chosen, scorer, guide, task)
+        if best_shared is None:
+            lists = None
+        if lists is not None:
+            chosen, make = best_shared, lists.budgets
         budgets = make(chosen.aim)[1] if chosen else [[1.0] * costs.heads for _ in layers]
-        policy = self.trials.policy(layers, budgets, scorer)
+        policy = self.trials.policy(layers, budgets, scorer, lists.shared() if lists else ())
         task.advance(0, "crossover against dense")
         key = f"crossover {rules_digest(policy)}"
         timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
@@ -152,6 +172,8 @@ class Search:
             command=command,
             policy=policy,
             held_out=left_out,
+            shared=tuple(shared_trials),
+            choosing=lists.choosing if lists else (),
         )
         task.advance(2, "evidence")
         return result
@@ -162,6 +184,50 @@ class Search:
             return found.density, costs.budgets(found.choice)
 
         return make
+
+    def _shared(
+        self, chosen: Trial | None, scorer: Scorer, guide: Guide, task: Task
+    ) -> tuple[SharedLists | None, list[Trial], Trial | None]:
+        """Let all but `choosing` layers read the blocks of earlier layers.
+
+        Returns:
+            The lists, the trials, and the sparsest trial that passed and is worth it.
+        """
+        if not self.choosing or chosen is None or not self.time.allows(1.0):
+            return None, [], None
+        task.advance(0, "layers that read the blocks of others")
+        lists = shared_lists(self._shared_costs(scorer), self.choosing, chosen.aim)
+
+        def evaluate(target: float) -> Trial:
+            density, budgets, _ = lists.at(target)
+            return self.trials.evaluate(density, budgets, lists.costs.layers, scorer, shared=lists.shared())
+
+        guide = guide.of(lambda density: lists.at(density)[2])
+        trials, best = self._search("shared", evaluate, lists.least_density, None, 1.0, guide)
+        worth = best is not None and best.density <= WORTH * chosen.density
+        return lists, trials, best if worth else None
+
+    def _shared_costs(self, scorer: Scorer) -> SharedCosts:
+        """Return the costs of reading other layers' blocks, the mean over the texts for costs."""
+        texts = [stretch.ids for stretch in self.texts.costs]
+        rule = lambda budget: self.trials.rule(budget, scorer)
+        alike = [likeness(self.model, ids, scorer, rule(0.0), self.block_size) for ids in texts]
+        matches = matched(torch.stack(alike).mean(0), min(REACH, alike[0].shape[0] - 1))
+        found = []
+        with self.progress.task("Measuring the loss of shared blocks", total=len(texts) * matches.shape[1]) as inner:
+            for ids in texts:
+                found.append(
+                    shared_costs(
+                        self.model,
+                        ids,
+                        rule,
+                        matches,
+                        block_size=self.block_size,
+                        seed=self.seed,
+                        done=lambda layer: inner.advance(1, f"layer {layer}"),
+                    )
+                )
+        return SharedCosts.mean(found)
 
     def _leave_one_out(self, costs: Sequence[Costs], scorer: Scorer, task: Task) -> tuple[HeldOutKind, ...]:
         """Tune on all kinds except one and measure that one, for each kind; return the worst first."""

@@ -38,7 +38,9 @@ class HeadCosts(NamedTuple):
 
 
 Visitor = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+Reader = Callable[[int, Tensor, Tensor, float], None]
 _visitors: list[Visitor] = []  # the measurement in progress
+_readers: list[Reader] = []  # those that see queries and keys in a forward pass
 
 
 def measure_head_costs(
@@ -201,6 +203,17 @@ def probing(model: Any, visit: Visitor) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+@contextmanager
+def reading(model: Any, see: Reader) -> Iterator[None]:
+    """Call `see` with layer, q (1, N, H, D), k (1, N, Hk, D) and scale, for layers that see their whole context."""
+    _readers.append(see)
+    try:
+        with routed(model, PROBE, _probe):
+            yield
+    finally:
+        _readers.pop()
+
+
 def _probe(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -213,6 +226,8 @@ def _probe(
     out = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale, enable_gqa=True
     ).transpose(1, 2)
+    if _readers and kwargs.get("sliding_window") is None:
+        _readers[-1](module.layer_idx, query.detach().transpose(1, 2), key.detach().transpose(1, 2), scale)
     if not out.requires_grad and torch.is_grad_enabled():
         out.requires_grad_()  # the first layer, before which nothing is differentiated
     if kwargs.get("sliding_window") is None and torch.is_grad_enabled():  # it is not in a checkpoint's first pass

@@ -21,7 +21,7 @@ from dynaxx.layout import as_block_size
 from dynaxx.selection import Hybrid, Scorer
 
 if TYPE_CHECKING:
-    from dynaxx.policy import Policy
+    from dynaxx.policy import Policy, SharedChoice
 
 LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
@@ -65,9 +65,10 @@ class Trials:
         """Return the rule of a budget: the scorer's choice, and what is always visible."""
         return rule_of(scorer, budget, self.block_size, LAST_QUERIES, self.floor)
 
-    def key(self, budgets: Budgets, scorer: Scorer) -> str:
+    def key(self, budgets: Budgets, scorer: Scorer, shared: Sequence[SharedChoice] = ()) -> str:
         """Return the key under which a trial is remembered."""
-        return "trial " + fingerprint(None, torch.tensor(budgets), rule=repr(self.rule(0.0, scorer)))
+        sharing = {"shared": [each.model_dump() for each in shared]} if shared else {}
+        return "trial " + fingerprint(None, torch.tensor(budgets), rule=repr(self.rule(0.0, scorer)), **sharing)
 
     def evaluate(
         self,
@@ -76,12 +77,13 @@ class Trials:
         layers: Sequence[int],
         scorer: Scorer,
         kinds: Sequence[str] | None = None,
+        shared: Sequence[SharedChoice] = (),
     ) -> Trial:
         """Evaluate budgets on the texts of these kinds (all by default) until one text fails.
 
-        `density` is the one that the costs predict; the trial has the measured one too.
+        `density` is the one that the costs predict; the trial has the measured one too. `shared` is the policy's field.
         """
-        policy, key = self.policy(layers, budgets, scorer), self.key(budgets, scorer)
+        policy, key = self.policy(layers, budgets, scorer, shared), self.key(budgets, scorer, shared)
         by_kind: dict[str, list[tuple[Tensor, Tensor]]] = {}
         visited: list[float] = []
         for index, stretch in enumerate(self.texts.search):
@@ -140,8 +142,10 @@ class Trials:
         density = 1.0 - sum(1.0 - each for each in visited) / max(1, len(layers))  # layers without a layout are dense
         return {"losses": [round(value, 6) for value in found.tolist()], "density": density}
 
-    def policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
-        """Return the policy of the budgets of each layer."""
+    def policy(
+        self, layers: Sequence[int], budgets: Budgets, scorer: Scorer, shared: Sequence[SharedChoice] = ()
+    ) -> Policy:
+        """Return the policy of the budgets of each layer, with its field `shared`."""
         from dynaxx.integrations.transformers.apply_policy import model_facts
         from dynaxx.policy import Policy, Rule, Tolerances
 
@@ -156,6 +160,7 @@ class Trials:
             model=model_facts(self.model),
             block_size=self.block_size,
             rules=tuple(rules),
+            shared=tuple(shared),
             tolerances=Tolerances(perplexity_ratio=1 + self.tolerance),
         )
 

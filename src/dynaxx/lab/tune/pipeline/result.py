@@ -56,6 +56,7 @@ class PipelineResult:
                     else "no single budget for all heads passes"
                 )
             )
+            lines += _by_sharing(self.tuning)
             lines += _by_kind(chosen, self.tuning.get("held_out") or ())
             if border is None:
                 longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
@@ -92,6 +93,16 @@ class PipelineResult:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def _by_sharing(tuning: dict[str, Any]) -> list[str]:
+    """Return a line that says which layers choose, or why each does although sharing was tried."""
+    if tuning.get("choosing"):
+        layers = tuning["choosing"]
+        return [f"{len(layers)} layers choose blocks, and the others read theirs: {', '.join(map(str, layers))}"]
+    if tuning.get("shared"):
+        return ["each layer chooses its blocks: sharing them would take more blocks than its time is worth"]
+    return []
 
 
 def _by_kind(chosen: dict[str, Any], held_out: Sequence[dict[str, Any]]) -> list[str]:

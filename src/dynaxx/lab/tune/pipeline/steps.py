@@ -53,6 +53,7 @@ class TuneSettings:
     kinds: tuple[str, ...] = ()  # kinds of text to tune and validate on in addition to the sample
     hold: tuple[str, ...] = ()  # tasks that the policy must pass
     held_out: bool = False  # also tune on all kinds except one, for each kind
+    choosing: int = 0  # layers that choose blocks, while the others read theirs; 0 means all
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
@@ -167,6 +168,7 @@ class _Steps:
             kinds=plan.kinds,
             hold=plan.hold,
             held_out=plan.held_out,
+            choosing=plan.choosing,
             progress=self.progress,
             command=plan.command,
             name=plan.name,
