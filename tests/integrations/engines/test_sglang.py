@@ -298,6 +298,7 @@ REFUSED = {
     "pages": ({"rules": (EVERYTHING, DECODE)}, {}, {}, "--page-size 16"),
     "graphs": ({"rules": (EVERYTHING, DECODE)}, {"page_size": 16}, {"graphs": True}, "--disable-cuda-graph"),
     "reuse": ({"reuse": 2}, {}, {}, "`reuse`"),
+    "shared": ({"shared": ({"layer": 1, "source": 0, "heads": tuple(range(6))},)}, {}, {}, "remove `shared`"),
     "ranks": ({}, {}, {"parallel": SimpleNamespace(attn_tp_rank=0, attn_tp_size=4)}, "cannot be split over 4 ranks"),
 }
 

@@ -119,6 +119,9 @@ def test_what_plain_operations_cannot_hold_is_refused_with_the_fix():
     decode = Policy(model=facts, rules=[Rule.of(dx.Sink(64) | dx.SlidingWindow(256), phase="decode")])
     with pytest.raises(UnsupportedInputError, match="decode rules"):
         PortableModel(model, decode)
+    shared = mixed_policy(model).replace(shared=({"layer": 1, "source": 0, "heads": (0, 1, 2, 3)},))
+    with pytest.raises(UnsupportedInputError, match="`shared` empty"):
+        PortableModel(model, shared)
     with pytest.raises(UnsupportedInputError, match="`window` is for encoders"):
         PortableModel(model, window=8)
     other = Policy(model=facts.model_copy(update={"layers": 3}), rules=[])

@@ -2,7 +2,6 @@
 """benchmarks/quality/choices emulates the library: the same blocks, the same losses, the same costs."""
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
@@ -140,25 +139,6 @@ def test_dense_layers_see_everything():
     amounts = trials.allocation((replace(ways.MEAN, dense_layers=(0, -1)),), costs, 0.8, 2)
     assert amounts[0, 0].tolist() == amounts[0, 2].tolist() == [1.0] * 4
     assert float(amounts[0, 1].max()) < 1.0
-
-
-def test_layers_that_choose_are_the_best_ones_of_all():
-    table = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
-    table[0] = 0
-    for lag in range(1, 4):
-        table[lag, :lag] = torch.inf
-
-    def cost(choosing):
-        lags = [layer - source for layer, source in enumerate(sharing.sources_of(choosing, 7))]
-        return sum(float(table[lag, layer]) if lag < 4 else torch.inf for layer, lag in enumerate(lags))
-
-    for count in (2, 3, 5, 7):
-        best = min(cost([0, *some]) for some in combinations(range(1, 7), count - 1))
-        found = sharing.choosing_layers(table, count)
-        assert len(found) == count
-        assert cost(found) == pytest.approx(best)
-    with pytest.raises(ValueError, match="within a reach of 3"):
-        sharing.choosing_layers(table, 1)
 
 
 def test_layers_that_share_with_themselves_choose_as_before(model, ids):

@@ -251,6 +251,25 @@ def test_blocks_may_have_more_queries_than_keys(loaded, tmp_path):
     assert {rule.block_size for rule in found.policy.rules if rule.phase == "decode"} <= {16}
 
 
+def test_layers_may_read_the_blocks_of_others(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, block_size=16, tolerance=0.5)
+    monkeypatch.setattr(search_module, "WORTH", 10.0)
+    found = run(choosing=1)
+    (shared,) = found.policy.shared
+    assert (shared.layer, shared.source, found.choosing) == (1, 0, (0,))
+    assert found.budgets[1] == tuple(found.budgets[0][head] for head in shared.heads)
+    assert found.chosen in found.shared
+    assert found.policy.reference.policy == dx.policy.rules_digest(found.policy)
+    assert json.loads((tmp_path / "tuning.json").read_text())["choosing"] == [0]
+    monkeypatch.setattr(search_module, "WORTH", 0.0)
+    alone = run(choosing=1, with_reference=False)
+    assert (alone.policy.shared, alone.choosing) == ((), ())
+    assert alone.shared == found.shared
+    with pytest.raises(ValueError, match="`choosing` must be a number of layers, or 0, got -1"):
+        run(choosing=-1)
+
+
 def test_steps_are_timed(loaded):
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.selection.pages import PageBudget
