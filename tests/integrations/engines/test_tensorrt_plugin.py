@@ -202,8 +202,8 @@ def test_bad_policies_and_arguments_are_refused():
     with pytest.raises(ValueError, match="cannot serve `reuse`: remove"):
         plugin.add_policy_attention(None, None, None, None, policy=reused, layer=0, scale=0.1)
     heads = {"layer": 1, "source": 0, "heads": tuple(range(FACTS.q_heads))}
+    shared = reused.replace(reuse=1, shared=(heads,))
     with pytest.raises(ValueError, match="cannot serve `shared`: remove"):
-        shared = reused.replace(reuse=1, shared=(heads,))
         plugin.add_policy_attention(None, None, None, None, policy=shared, layer=0, scale=0.1)
     with pytest.raises(ValueError, match=r"6 tensors, kv_indptr, .*, got 1"):
         plugin.add_sparse_attention(None, None, None, None, [None], block_size=(32, 32), scale=0.1)

@@ -119,7 +119,7 @@ def test_what_plain_operations_cannot_hold_is_refused_with_the_fix():
     decode = Policy(model=facts, rules=[Rule.of(dx.Sink(64) | dx.SlidingWindow(256), phase="decode")])
     with pytest.raises(UnsupportedInputError, match="decode rules"):
         PortableModel(model, decode)
-    shared = mixed_policy(model).replace(shared=({"layer": 1, "source": 0, "heads": (0, 1, 2, 3)},))
+    shared = mixed_policy(model).replace(shared=({"layer": 1, "source": 0, "heads": tuple(range(facts.q_heads))},))
     with pytest.raises(UnsupportedInputError, match="`shared` empty"):
         PortableModel(model, shared)
     with pytest.raises(UnsupportedInputError, match="`window` is for encoders"):
