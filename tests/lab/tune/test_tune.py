@@ -239,7 +239,8 @@ def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_pa
     assert slow.policy.rules == ()
 
 
-def test_blocks_may_have_more_queries_than_keys(loaded, tmp_path):
+def test_blocks_may_have_more_queries_than_keys(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
     run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, tolerance=0.5, with_reference=False)
     found = run(block_size=(32, 16), with_decode=True)
     assert found.chosen is not None
