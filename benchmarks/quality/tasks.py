@@ -18,7 +18,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -36,7 +36,7 @@ from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.result import judged
 from dynaxx.lab.tasks.score import closed_book
 from dynaxx.lab.tasks.suite import DEFINITIONS, make_task, named_tasks
-from dynaxx.lab.texts import encode, load_text, split_text
+from dynaxx.lab.texts import encode, load_text, split_text, started
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
@@ -68,21 +68,10 @@ COST_TASKS = "niah_multikey_1,niah_multivalue,vt,cwe,qa_1"
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt,cwe"
 
 
-def started(tokenizer, ids):
-    """Return token ids (1, N) after the tokens that the tokenizer puts in front of a text, such as Gemma's <bos>."""
-    front = tokenizer("")["input_ids"]
-    return torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1) if front else ids
-
-
-def with_start(tokenizer, sample):
-    """Return a sample of a task whose prompt and question begin as the tokenizer begins a text."""
-    return replace(sample, prompt=started(tokenizer, sample.prompt), question=started(tokenizer, sample.question))
-
-
 def stretches(tokenizer, text, tokens, count):
     """Return consecutive stretches of a text, each (1, tokens + 1), with the tokenizer's start."""
     ids = encode(tokenizer, text, count * tokens + 1)
-    return [started(tokenizer, ids[:, i * tokens :])[:, : tokens + 1] for i in range(count)]
+    return [started(tokenizer, ids[:, i * tokens : (i + 1) * tokens + 1]) for i in range(count)]
 
 
 def policy_of(model, rules, block):
@@ -204,7 +193,7 @@ def task_costs(model, tokenizer, text, names, tokens, samples, seed, block):
     for name in names:
         for index in range(samples):
             sample = make_task(name, tokenizer, haystack, tokens, seed=seed, index=index)
-            ids = started(tokenizer, torch.cat([sample.prompt, sample.answer[None]], 1))
+            ids = torch.cat([sample.prompt, sample.answer[None]], 1)
             plain = head_costs(model, ids, budget_rules(tokens, BUDGETS, block), block, last=len(sample.answer))
             found.append(costs_from(plain))
     return Costs.mean(found)
@@ -520,7 +509,7 @@ def measured_rows(args):
         tasks = () if args.only_policies else named_tasks(tuple(args.tasks.split(",")))
         for task in tasks:  # a run that is stopped has whole tasks
             make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023
-            samples = [with_start(tokenizer, make(index)) for index in range(args.samples)]
+            samples = [make(index) for index in range(args.samples)]
             dense = steps.remember(f"dense {task}", lambda: scored(model, samples))  # noqa: B023
             known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
             for name, policy, density in policies:

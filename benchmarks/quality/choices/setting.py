@@ -14,7 +14,7 @@ import torch
 from dynaxx.lab.kinds import KINDS, text_of
 from dynaxx.lab.models import load_model
 from dynaxx.lab.perplexity import token_losses
-from dynaxx.lab.texts import encode, split_text
+from dynaxx.lab.texts import encode, split_text, started
 
 
 def common_arguments(command, description):
@@ -102,4 +102,4 @@ def stored_rows(path):
 def stretches(tokenizer, text, tokens, count):
     """Return consecutive stretches of a text, each (1, tokens + 1)."""
     ids = encode(tokenizer, text, count * tokens + 1)
-    return [ids[:, i * tokens : (i + 1) * tokens + 1] for i in range(count)]
+    return [started(tokenizer, ids[:, i * tokens : (i + 1) * tokens + 1]) for i in range(count)]

@@ -90,6 +90,25 @@ def _paragraph_end(text: str, start: int, wanted: int) -> int:
     return wanted
 
 
+def start_of(tokenizer: Any) -> list[int]:
+    """Return the tokens that a tokenizer puts in front of each text, such as Gemma's <bos>; often none.
+
+    A model that was trained with them predicts worse without: Gemma 3 270M's perplexity doubles.
+    """
+    found: list[int] = tokenizer("")["input_ids"]
+    return found
+
+
+def started(tokenizer: Any, ids: Tensor) -> Tensor:
+    """Return a stretch of text (1, tokens) whose first tokens are replaced by those of `start_of`."""
+    start = start_of(tokenizer)
+    if not start:
+        return ids
+    ids = ids.clone()
+    ids[:, : len(start)] = ids.new_tensor(start)
+    return ids
+
+
 def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str = "text") -> Tensor:
     """Return the token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
 

@@ -10,7 +10,7 @@ import torch
 
 from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
 from dynaxx.lab.progress import Progress, SilentProgress
-from dynaxx.lab.texts import encode
+from dynaxx.lab.texts import encode, started
 from dynaxx.layout import BlockLayout
 from dynaxx.patterns import Sink, SlidingWindow
 from dynaxx.selection import Hybrid, TopK, recall, select_blocks
@@ -96,5 +96,5 @@ def measure_reuse(
                 chosen[:], served = [(attention.layer, layout)], 1
 
         with torch.inference_mode():
-            visit_attention(model, encode(tokenizer, text, tokens), visit)
+            visit_attention(model, started(tokenizer, encode(tokenizer, text, tokens)), visit)
     return ReuseCosts(reuse, repr(rule), tokens, tuple(found))

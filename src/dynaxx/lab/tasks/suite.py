@@ -19,6 +19,7 @@ from dynaxx.lab.tasks.needles import NEEDLE_TASKS
 from dynaxx.lab.tasks.questions import QUESTION_TASKS
 from dynaxx.lab.tasks.rounds import ROUND_TASKS
 from dynaxx.lab.tasks.tracking import TRACKING_TASKS
+from dynaxx.lab.texts import start_of
 
 RULER = (*NEEDLE_TASKS, *TRACKING_TASKS, *COUNTING_TASKS, *QUESTION_TASKS)
 MORE = (*ROUND_TASKS, *GRAPH_TASKS)
@@ -78,11 +79,13 @@ def make_task(
     Raises:
         ValueError: the smallest prompt of the task is longer than `tokens`.
     """
-    definition = DEFINITIONS[task]
+    definition, begin = DEFINITIONS[task], start_of(tokenizer)
 
     def made(size: int) -> tuple[Example, int]:
         example = definition.make(random.Random(f"{seed} {task} {tokens} {index}"), haystack, size, tokens)
-        return example, len(_ids(tokenizer, example.prompt)) + len(_ids(tokenizer, "".join(example.pieces))) + SPARE
+        return example, len(begin) + len(_ids(tokenizer, example.prompt)) + len(
+            _ids(tokenizer, "".join(example.pieces))
+        ) + SPARE
 
     example = _longest(definition, made, tokens)
     pieces = [_ids(tokenizer, piece) for piece in example.pieces]
@@ -90,8 +93,8 @@ def make_task(
     return TaskSample(
         task=task,
         tokens=tokens,
-        prompt=torch.tensor([_ids(tokenizer, example.prompt)]),
-        question=torch.tensor([_ids(tokenizer, example.question)]),
+        prompt=torch.tensor([begin + _ids(tokenizer, example.prompt)]),
+        question=torch.tensor([begin + _ids(tokenizer, example.question)]),
         answer=torch.tensor([each for piece in pieces for each in piece]),
         ends=ends,
         answers=example.answers,

@@ -14,6 +14,7 @@ import torch
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.texts import start_of
 from dynaxx.policy import Guard, Policy, Profile
 from dynaxx.policy.diff import PolicyDiff, diff
 from dynaxx.policy.renew import HeadRenewal, renew
@@ -152,6 +153,7 @@ def record(
 
     model, tokenizer = loaded
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    begin = start_of(tokenizer)
     border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
     limit = min(len(ids), getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(ids))
     times = (1, 2, 4) if time_budget is None else (1, 2)  # the longest take most of the time
@@ -178,7 +180,7 @@ def record(
                     break
                 seqlen = rng.choice(list(lengths))
                 start = rng.randrange(len(ids) - seqlen)
-                prompt = torch.tensor([ids[start : start + seqlen]], device=model.device)
+                prompt = torch.tensor([[*begin, *ids[start + len(begin) : start + seqlen]]], device=model.device)
                 model(prompt, use_cache=False, logits_to_keep=1)
                 done += 1
                 task.advance(1, f"{seqlen:,} tokens")

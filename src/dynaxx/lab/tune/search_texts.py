@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.lab.texts import encode, split_text
+from dynaxx.lab.texts import encode, split_text, started
 
 SEARCH_TEXTS = 2  # evaluated stretches of a single text
 SAMPLE = "sample"  # name of the user's own text
@@ -50,15 +50,15 @@ def search_texts(tokenizer: Any, text: str, kinds: Mapping[str, str], tokens: in
     if not kinds:
         ids = calibration_ids(tokenizer, text, tokens)
         starts = range(tokens, tokens * (1 + SEARCH_TEXTS), tokens)
-        search = tuple(Stretch(SAMPLE, ids[:, start : start + tokens + 1]) for start in starts)
-        return SearchTexts((Stretch(SAMPLE, ids[:, : tokens + 1]),), search)
+        made = [Stretch(SAMPLE, started(tokenizer, ids[:, start : start + tokens + 1])) for start in (0, *starts)]
+        return SearchTexts((made[0],), tuple(made[1:]))
     costs: list[Stretch] = []
     found: list[Stretch] = []
     for kind, each in {SAMPLE: text, **kinds}.items():
         part = f"the half of {kind!r} to tune on" if kind != SAMPLE else "the half of the text to tune on"
         ids = encode(tokenizer, split_text(each).calibration, 2 * tokens + 1, part=part)
-        costs.append(Stretch(kind, ids[:, : tokens + 1]))
-        found.append(Stretch(kind, ids[:, tokens:]))
+        costs.append(Stretch(kind, started(tokenizer, ids[:, : tokens + 1])))
+        found.append(Stretch(kind, started(tokenizer, ids[:, tokens:])))
     return SearchTexts(tuple(costs), tuple(found))
 
 

@@ -39,10 +39,11 @@ class Comparison:
         layer_calls: counts of layer calls on held-out text, as in `Handle.stats`.
     """
 
-    def __init__(self, model: Any, policy: Policy, task: Any) -> None:
+    def __init__(self, model: Any, policy: Policy, task: Any, start: Sequence[int] = ()) -> None:
         self.model = model
         self.policy = policy
         self.task = task
+        self.start = start  # tokens that begin each text
         self.density = 1.0
         self.layer_calls: dict[str, Any] = {}
         self.first: tuple[Tensor, Tensor] | None = None  # ids and dense losses of the first stretch of text
@@ -55,6 +56,10 @@ class Comparison:
 
         with apply(self.model, self.policy) as handle:
             yield handle
+
+    def stretch(self, ids: list[int], first: int, tokens: int) -> Tensor:
+        """Return a stretch of a text (1, tokens) that begins as the tokenizer begins a text."""
+        return torch.tensor([[*self.start, *ids[first + len(self.start) : first + tokens]]])
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ class Comparison:
         stride = (len(ids) - window) // max(1, count - 1) if count > 1 else 0
         found, densities = [], []
         for index in range(count):
-            some = torch.tensor([ids[index * stride : index * stride + window]])
+            some = self.stretch(ids, index * stride, window)
             self.task.advance(0, f"held-out text {index + 1} of {count}: dense")
             dense = self.hidden(some[:, :-1])
             self.task.advance(share / count / 2, f"held-out text {index + 1} of {count}: sparse")
@@ -87,7 +92,7 @@ class Comparison:
         if not self.layer_calls["sparse_calls"] and has_sparse_rule(self.policy):
             raise ValueError(f"no layer ran sparse, so nothing can be validated: {self.layer_calls['dense_calls']}")
         losses_dense, losses_sparse = (torch.stack([each[i] for each in found]).double() for i in (0, 1))
-        self.first = torch.tensor([ids[:window]]), losses_dense[0]
+        self.first = self.stretch(ids, 0, window), losses_dense[0]
         self.stretches += losses_dense.mean(1).tolist()
         change = losses_sparse - losses_dense
         errors = torch.stack([each[2] for each in found])
@@ -163,7 +168,7 @@ class Comparison:
         """Generate greedy continuations of held-out text, dense and sparse."""
         count = max(1, min(PROMPTS, len(ids) // prompt_tokens))
         stride = (len(ids) - prompt_tokens) // max(1, count - 1) if count > 1 else 0
-        prompts = torch.tensor([ids[i * stride : i * stride + prompt_tokens] for i in range(count)])
+        prompts = torch.cat([self.stretch(ids, i * stride, prompt_tokens) for i in range(count)])
         self.task.advance(0, "generating: dense")
         dense = self._generate(prompts)
         self.task.advance(share / 2, "generating: sparse")

@@ -17,7 +17,7 @@ from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.run import SuitePlan
-from dynaxx.lab.texts import encode, split_text
+from dynaxx.lab.texts import encode, split_text, start_of, started
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.validate.check import checks_of
 from dynaxx.lab.validate.comparison import WINDOWS, Comparison, has_sparse_rule
@@ -103,7 +103,7 @@ def validate(
     if known is not None and (known.window_tokens != window or known.window_tokens <= border):
         known = None
     with evaluating(model), progress.task("Validating", 100) as task:
-        run = Comparison(model, policy, task)
+        run = Comparison(model, policy, task, start_of(tokenizer))
         with run.applied():  # refuse a policy for another model before long work
             pass
         with fast_linears(model):
@@ -146,7 +146,7 @@ def validate(
 def _stretch(tokenizer: Any, kind: str, tokens: int) -> Any:
     """Return the first tokens of the held-out half of a kind of text."""
     held_out = split_text(text_of(kind)).held_out
-    return encode(tokenizer, held_out, tokens, part=f"the held-out half of {label(kind)}")
+    return started(tokenizer, encode(tokenizer, held_out, tokens, part=f"the held-out half of {label(kind)}"))
 
 
 def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ...]:

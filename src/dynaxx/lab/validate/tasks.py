@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.perplexity import logits_of
+from dynaxx.lab.texts import start_of
 
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tromsø", "Perth", "Dakar", "Lima", "Riga", "Hanoi", "Oslo", "Cairo")
 TASKS = ("needle", "several keys", "variable tracing")
@@ -44,7 +45,7 @@ def make_samples(
     Raises:
         ValueError: `tokens` leaves no room for text between the facts, or the haystack is too short.
     """
-    rng = random.Random(seed)
+    rng, begin = random.Random(seed), start_of(tokenizer)
     made = []
     for index in range(samples):
         for task in TASKS:
@@ -63,6 +64,7 @@ def make_samples(
                 ids += [*haystack[start + done : start + int(depth * room)], *insert]
                 done = int(depth * room)
             ids += [*haystack[start + done : start + room], *ending]
+            ids[: len(begin)] = begin
             made.append(RetrievalSample(task, torch.tensor([ids]), torch.tensor(_ids(tokenizer, answer))))
     return made
 
