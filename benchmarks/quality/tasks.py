@@ -142,8 +142,14 @@ def costs_from(plain):
     )
 
 
-def budget_rules(tokens, budgets, block):
-    return [rule_of(dx.MeanQuery(), budget, block, 64, tokens // block // 2) for budget in budgets]
+def scorer_of(args):
+    """Return the scorer of the tuned methods."""
+    return dx.TileQueries(args.tile) if args.tile else dx.MeanQuery()
+
+
+def budget_rules(args, budgets):
+    scorer, block = scorer_of(args), args.block_size
+    return [rule_of(scorer, budget, block, 64, args.tokens // block // 2) for budget in budgets]
 
 
 def best_choice(costs, density):
@@ -152,12 +158,13 @@ def best_choice(costs, density):
     return Allocator(costs.density[scorer], costs.loss[scorer]).at(density)
 
 
-def tuned_policy(model, costs, tokens, density, block):
+def tuned_policy(model, costs, args, density):
     """Return the policy of the smallest predicted loss at a density, and its density."""
     found = best_choice(costs, density)
     rows = [tuple(row) for row in costs.budgets(found.choice)]
-    rules = zip(costs.layers, budget_rules(tokens, rows, block), strict=True)
-    return policy_of(model, [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules], block), found.density
+    rules = zip(costs.layers, budget_rules(args, rows), strict=True)
+    rules = [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules]
+    return policy_of(model, rules, args.block_size), found.density
 
 
 def predicted_losses(costs, choice):
@@ -187,21 +194,21 @@ def evened(costs, density, ratios, rounds=60, rate=0.3):
     return best[1]
 
 
-def task_costs(model, tokenizer, text, names, tokens, samples, seed, block):
+def task_costs(model, tokenizer, text, names, args):
     """Return the mean costs on samples of tasks, where only the answers' tokens count."""
     haystack, found = Haystack(text), []
     for name in names:
-        for index in range(samples):
-            sample = make_task(name, tokenizer, haystack, tokens, seed=seed, index=index)
+        for index in range(args.cost_samples):
+            sample = make_task(name, tokenizer, haystack, args.tokens, seed=args.seed + 1000, index=index)
             ids = torch.cat([sample.prompt, sample.answer[None]], 1)
-            plain = head_costs(model, ids, budget_rules(tokens, BUDGETS, block), block, last=len(sample.answer))
+            plain = head_costs(model, ids, budget_rules(args, BUDGETS), args.block_size, last=len(sample.answer))
             found.append(costs_from(plain))
     return Costs.mean(found)
 
 
 def text_costs(model, texts, args, remember):
     """Return the costs on each text, the mean over its stretches (1, tokens + 1)."""
-    rules = budget_rules(args.tokens, BUDGETS, args.block_size)
+    rules = budget_rules(args, BUDGETS)
     found = []
     for index, each in enumerate(texts):
         make = lambda each=each: [head_costs(model, ids, rules, args.block_size) for ids in each]
@@ -213,7 +220,7 @@ def text_costs(model, texts, args, remember):
 def rises_per_loss(model, costs, texts, args, density, remember):
     """Return the measured rise on each text per predicted loss, under budgets by the mean of all costs."""
     mean = Costs.mean(costs)
-    policy, _ = tuned_policy(model, mean, args.tokens, density, args.block_size)
+    policy, _ = tuned_policy(model, mean, args, density)
 
     def measured():
         return perplexity_rise(model, policy, texts, dense_losses(model, texts))
@@ -225,9 +232,9 @@ def rises_per_loss(model, costs, texts, args, density, remember):
 
 def shared_text_costs(model, texts, args):
     """Return the costs of reading other layers' blocks, the mean over all texts."""
-    rule = lambda budget: budget_rules(args.tokens, [budget], args.block_size)[0]
+    rule = lambda budget: budget_rules(args, [budget])[0]
     every = [ids for each in texts for ids in each]
-    alike = [likeness(model, ids, dx.MeanQuery(), rule(0.0), args.block_size) for ids in every]
+    alike = [likeness(model, ids, scorer_of(args), rule(0.0), args.block_size) for ids in every]
     matches = matched(torch.stack(alike).mean(0), min(REACH, alike[0].shape[0] - 1))
     found = []
     for ids in every:
@@ -240,7 +247,7 @@ def shared_policy(model, costs, args, density):
     """Return the policy in which `--choosing` layers choose and the others read their blocks, and its density."""
     lists = shared_lists(costs, args.choosing, density)
     found, budgets, _ = lists.at(density)
-    rules = zip(costs.layers, budget_rules(args.tokens, map(tuple, budgets), args.block_size), strict=True)
+    rules = zip(costs.layers, budget_rules(args, map(tuple, budgets)), strict=True)
     policy = policy_of(model, [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules], args.block_size)
     return policy.replace(shared=lists.shared()), found
 
@@ -250,22 +257,21 @@ def tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args
     by_text = Costs.mean(costs)
     for density in args.density:
         if TUNED in methods:
-            yield TUNED, *tuned_policy(model, by_text, args.tokens, density, args.block_size)
+            yield TUNED, *tuned_policy(model, by_text, args, density)
         if EVEN in methods:
             mixed = evened(costs, density, ratios[density])
-            yield EVEN, *tuned_policy(model, mixed, args.tokens, density, args.block_size)
+            yield EVEN, *tuned_policy(model, mixed, args, density)
         if SHARED in methods:
             yield SHARED, *shared_policy(model, shared, args, density)
     if BY_TASKS not in methods:
         return
     names = named_tasks(tuple(args.cost_tasks.split(",")))
-    counts = args.tokens, args.cost_samples, args.seed + 1000, args.block_size
-    by_task = task_costs(model, tokenizer, texts[0], names, *counts)
+    by_task = task_costs(model, tokenizer, texts[0], names, args)
     scorer = dx.MeanQuery()
     share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
     both = by_text._replace(loss={scorer: share(by_text) + share(by_task)})
     for density in args.density:
-        yield BY_TASKS, *tuned_policy(model, both, args.tokens, density, args.block_size)
+        yield BY_TASKS, *tuned_policy(model, both, args, density)
 
 
 def left_out_rises(model, costs, ratios, held_out, losses, args, density, even):
@@ -275,7 +281,7 @@ def left_out_rises(model, costs, ratios, held_out, losses, args, density, even):
         rest = [other for other in range(len(costs)) if other != index]
         others = [costs[other] for other in rest]
         mixed = evened(others, density, ratios[density][rest]) if even else Costs.mean(others)
-        policy, _ = tuned_policy(model, mixed, args.tokens, density, args.block_size)
+        policy, _ = tuned_policy(model, mixed, args, density)
         found += perplexity_rise(model, policy, [ids], [before])
     return found
 
@@ -352,6 +358,7 @@ def main():
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--tile", type=int, default=0, help="score by mean queries of this many tokens; 0: of blocks")
     parser.add_argument("--choosing", type=int, default=15, help="layers that choose blocks, for the method shared")
     parser.add_argument("--block-size", type=int, choices=[16, 32, 64, 128], default=32)
     parser.add_argument("--stretches", type=int, default=1, help="of each text, for costs and for perplexity")

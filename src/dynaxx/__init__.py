@@ -50,6 +50,7 @@ _SOURCES = {
         "Selector",
         "SimHash",
         "Threshold",
+        "TileQueries",
         "TopK",
         "TopP",
         "TwoStage",

@@ -220,6 +220,7 @@ CALLS = {
     "MeanQuery": lambda: (dx.MeanQuery, [0.75, "full"], {}),
     "MinMax": lambda: (dx.MinMax, [1.0, None], {}),
     "SimHash": lambda: (dx.SimHash, [4, 4, 0], {}),
+    "TileQueries": lambda: (dx.TileQueries, [8, 0.75], {}),
     "Threshold": lambda: (dx.Threshold, [0.5, "max", SCORER, "group"], {}),
     "TopK": lambda: (dx.TopK, [2, SCORER, 0, "group"], {}),
     "TopP": lambda: (dx.TopP, [0.5, SCORER, "group"], {}),

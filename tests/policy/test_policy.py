@@ -64,6 +64,7 @@ RULES = [
     dx.SlidingWindow(32) | dx.TopK(0.2, scorer=dx.SimHash(tables=4, bits=5, seed=-3)),
     dx.TopK(0.2, scorer=dx.KeyClusters(64, 8, 2, seed=9)),
     dx.TopP(0.9, scorer=dx.MinMax(0.5, pool=8)),
+    dx.TopK(0.2, scorer=dx.TileQueries(8, 0.9)),
     dx.TopP(0.9, scorer=dx.MeanQuery(precision="int8")),
     dx.TopK(0.1, scorer=dx.TwoStage()),
     dx.TopK(4, scorer=dx.TwoStage(16, dx.MeanQuery(0.5, "int8"), panel=8)),

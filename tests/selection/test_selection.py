@@ -20,6 +20,7 @@ from dynaxx.selection import (
     MinMax,
     SimHash,
     Threshold,
+    TileQueries,
     TopK,
     TopP,
     TwoStage,
@@ -41,6 +42,8 @@ SCORERS = [
     LastQueryProbe(queries=1000),
     AntiDiagonal(),
     AntiDiagonal(stride=4),
+    TileQueries(),
+    TileQueries(tokens=5, sharpness=0.9),
     SimHash(),
     KeyClusters(),
     KeyClusters(clusters=16, nearest=4),
@@ -327,6 +330,26 @@ def test_anti_diagonal_is_its_definition():
     torch.testing.assert_close(got.exp(), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the core scores fp32
+def test_tile_queries_are_their_definition(dtype):
+    q, k, _ = make_qkv(1, 90, 100, 2, 1, 16, dtype=dtype)
+    got = TileQueries(tokens=8, sharpness=0.5).prepare(q, k, dx.layout.BlockGrid(90, 100, (32, 16)), 0.25)(0, 3)[0]
+    means = torch.stack([each.mean(1) for each in q[0].transpose(0, 1).split(8, dim=1)], 1)
+    share = means @ k[0, :, 0].T * 0.125
+    hidden = torch.arange(100) >= ((torch.arange(12) + 1) * 8 + 10).clamp(max=100)[:, None]
+    share = torch.nn.functional.pad(share.masked_fill(hidden, -torch.inf).softmax(-1), (0, 12))
+    want = torch.stack([each.sum(1) for each in share.view(2, 12, 7, 16).sum(-1).split(4, dim=1)], 1)
+    torch.testing.assert_close(got.exp().to(dtype), want, rtol=1e-4, atol=1e-5)
+
+
+def test_one_tile_per_block_is_the_mean_query():
+    q, k, _ = make_qkv(2, 96, 96, 4, 2, 16)
+    for block in (16, 32):
+        rules = [dx.Sink(16) | TopK(0.4, scorer) for scorer in (MeanQuery(), TileQueries(tokens=block))]
+        mean, tiles = (dx.select_blocks(q, k, rule, block_size=block) for rule in rules)
+        assert torch.equal(mean.kv_indices, tiles.kv_indices)
+
+
 def test_key_clusters_of_one_key_each_are_the_true_mass():
     q, k, _ = make_qkv(1, 64, 64, 2, 1, 16, dtype=torch.float64)
     scores = KeyClusters(clusters=64, nearest=64).prepare(q, k, dx.layout.BlockGrid(64, 64, (16, 16), False), 0.25)(
@@ -428,6 +451,8 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),
         (lambda q, k: LastQueryProbe(queries=0), "`queries` must be >= 1"),
         (lambda q, k: AntiDiagonal(0), "`stride` must be >= 1"),
+        (lambda q, k: TileQueries(0), "`tokens` must be >= 1"),
+        (lambda q, k: TileQueries(sharpness=0.0), "`sharpness` must be > 0"),
         (lambda q, k: SimHash(tables=0), "`tables` must be from 1 to"),
         (lambda q, k: SimHash(bits=13), "`bits` must be from 1 to 12"),
         (lambda q, k: KeyClusters(nearest=0), "`nearest` must be from 1 to"),

@@ -36,6 +36,15 @@ class MeanQuerySpec(Leaf):
     precision: Literal["full", "int8"] = "full"
 
 
+class TileQueriesSpec(Leaf):
+    """Score blocks by the attention of the mean queries of a q block's tiles to each of their keys."""
+
+    makes = s.TileQueries
+    kind: Literal["tile_queries"] = "tile_queries"
+    tokens: Positive = 16
+    sharpness: Annotated[float, Strict(), Field(gt=0, le=1000)] = 0.75
+
+
 class TwoStageSpec(Spec):
     """Score blocks in two stages: bounds rule out most blocks, and `fine` ranks the rest.
 
@@ -226,6 +235,7 @@ class DenseSpec(Spec):
 
 ScorerSpec: TypeAlias = Annotated[
     MeanQuerySpec
+    | TileQueriesSpec
     | TwoStageSpec
     | MeanPoolSpec
     | MinMaxSpec

@@ -14,6 +14,7 @@ from dynaxx.selection.scorers import (
     MinMax,
     Scorer,
     SimHash,
+    TileQueries,
     TwoStage,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "Selector",
     "SimHash",
     "Threshold",
+    "TileQueries",
     "TopK",
     "TopP",
     "TwoStage",

@@ -25,6 +25,7 @@ from dynaxx.selection import (
     Selector,
     SimHash,
     Threshold,
+    TileQueries,
     TopK,
     TopP,
     TwoStage,
@@ -68,6 +69,7 @@ def random_scorer(rng: random.Random) -> Scorer:
         lambda: AntiDiagonal(rng.choice((1, 4, 16, 50))),
         lambda: TwoStage(rng.choice((0, 3, 0.0, 0.2, 1.0)), MeanQuery(), rng.choice((1, 4, 32))),
         lambda: SimHash(tables=rng.choice((1, 4)), bits=rng.choice((1, 5)), seed=rng.randint(0, 9)),
+        lambda: TileQueries(rng.choice((1, 8, 16, 64)), rng.choice((0.75, 0.9))),
         lambda: KeyClusters(rng.choice((1, 8, 40)), rng.choice((1, 4, 64)), rng.choice((1, 3)), seed=rng.randint(0, 9)),
     )
     return rng.choice(scorers)()

@@ -111,7 +111,7 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 @pytest.mark.parametrize(
     "scorer",
     [dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.TwoStage(), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
-     dx.AntiDiagonal(), dx.SimHash()],
+     dx.AntiDiagonal(), dx.TileQueries(), dx.SimHash()],
     ids=str,
 )  # fmt: skip
 def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
@@ -139,7 +139,9 @@ def test_the_transposed_layout_is_made_without_waiting(never_waits):
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize("scorer", [dx.MeanPool(16), dx.AntiDiagonal(16), dx.AntiDiagonal(8)], ids=str)
+@pytest.mark.parametrize(
+    "scorer", [dx.MeanPool(16), dx.AntiDiagonal(16), dx.AntiDiagonal(8), dx.TileQueries(8)], ids=str
+)
 def test_fused_tiles_give_the_mass_of_torch(scorer):
     for seqlen_q, seqlen_k, causal, block_size in [(1000, 1000, True, (128, 64)), (130, 517, True, (32, 128))]:
         q, k = torch.randn(2, seqlen_q, 4, 64) * 2, torch.randn(2, seqlen_k, 2, 64)
@@ -166,6 +168,10 @@ def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter(seqlen_q, seqlen_
     counts = lambda n: (n - torch.arange(0, n, 8)).clamp(max=8)[None, :, None, None]
     got = torch.zeros_like(expected)
     tile_mass(*[means(x) / counts(x.shape[1]) for x in (q * 0.25, k)], 0, got, grid, (8, 8))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    expected = dx.TileQueries(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
+    got = torch.zeros_like(expected)
+    tile_mass(means(q * 0.1875) / counts(seqlen_q), k, 0, got, grid, (8, 1))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     expected = dx.AntiDiagonal(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
     tokens, first = q[:, block_size[0] :], block_size[0] // 8

@@ -11,6 +11,7 @@ from dynaxx.selection.scorers.pooling import MeanPool, MinMax
 from dynaxx.selection.scorers.probe import LastQueryProbe
 from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.simhash import SimHash
+from dynaxx.selection.scorers.tile_queries import TileQueries
 from dynaxx.selection.scorers.two_stage import TwoStage
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "ScoreRows",
     "Scorer",
     "SimHash",
+    "TileQueries",
     "TwoStage",
 ]
