@@ -9,13 +9,15 @@ time ends when it lies on the GPU. One thread.
 
 `layers` times what transformers calls for one layer of SmolLM2's shape: its SDPA, and dynaxx with a policy, with the
 model's own window, and for a prompt below the policy's border. `steps` times whole decode steps of the model in eager
-mode with a growing cache, dense and under a policy, and divides their difference by the number of layers.
+mode with a growing cache, dense and under a policy, in turns, and divides them by the number of layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -170,25 +172,33 @@ def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
     yield from found.items()
 
 
-def step_times(tokens: int, layers: int = 30, steps: int = 60) -> Iterator[tuple[str, float]]:
-    """Time the host's part of whole decode steps, per layer."""
-    model = small_model(layers)
+def step_times(tokens: int, layers: int = 30, steps: int = 120) -> Iterator[tuple[str, float]]:
+    """Time the host's part of decode steps, per layer: models take their steps in turns, each with a growing cache."""
+    dense = small_model(layers)
+    copied = lambda: copy.deepcopy(dense, {id(x): x for x in (*dense.parameters(), *dense.buffers())})
+    models = {"dense": dense, "again": copied(), "policy": copied()}
+    handle = dx.apply(models["policy"], policy_for(dense, dense_below=1 << 20))
     ids = torch.randint(0, 49152, (1, tokens), device="cuda")
-    found = {"dense": [], "policy": []}  # type: dict[str, list[float]]
-    for _ in range(3):
-        for name, taken in found.items():
-            handle = dx.apply(model, policy_for(model, dense_below=1 << 20)) if name == "policy" else None
-            cache = cache_of(model(ids, logits_to_keep=1, use_cache=True))
-            for i in range(steps):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                model(ids[:, :1], use_cache=True, **with_cache(model, cache))
-                if i >= 10:
-                    taken.append((time.perf_counter() - start) * 1e6 / layers)
-            if handle is not None:
-                handle.remove()
-    yield "decode step, dense", median(found["dense"])
-    yield "decode step, policy", median(found["policy"])
+    caches = {name: cache_of(model(ids, logits_to_keep=1, use_cache=True)) for name, model in models.items()}
+    wall: dict[str, list[float]] = {name: [] for name in models}
+    thread: dict[str, list[float]] = {name: [] for name in models}
+    order, draw = list(models), random.Random(0)
+    for _ in range(steps + 20):
+        draw.shuffle(order)
+        for name in order:
+            torch.cuda.synchronize()
+            start, cpu = time.perf_counter(), time.thread_time()
+            models[name](ids[:, :1], use_cache=True, **with_cache(models[name], caches[name]))
+            thread[name].append((time.thread_time() - cpu) * 1e6 / layers)
+            wall[name].append((time.perf_counter() - start) * 1e6 / layers)
+    for kind, taken in (("", wall), (", CPU time", thread)):
+        taken = {name: times[20:] for name, times in taken.items()}
+        yield f"decode step, dense{kind}", median(taken["dense"])
+        for name in ("again", "policy"):
+            more = median(b - a for a, b in zip(taken["dense"], taken[name], strict=True))
+            yield f"decode step, {name} beyond dense{kind}", more
+    print(handle.stats(), flush=True)
+    handle.remove()
 
 
 @torch.inference_mode()
@@ -263,5 +273,6 @@ if __name__ == "__main__":
     if given.only in (None, "layers", "steps"):
         times = print_model(given.tokens, given.decode_tokens, given.only)
         facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "dynaxx": dx.__version__}
+        facts["load"] = str(round(os.getloadavg()[0], 1))
         if given.json:
             given.json.write_text(json.dumps({**facts, "host_us_per_layer": times}, indent=1) + "\n", encoding="utf-8")

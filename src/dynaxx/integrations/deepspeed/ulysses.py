@@ -24,7 +24,7 @@ from dynaxx.integrations.transformers import apply, attention_layers
 from dynaxx.integrations.transformers.decoder import NAME
 from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.layer import LAYERS, attention
-from dynaxx.integrations.transformers.lazy_mask import LazyMask, make_mask
+from dynaxx.integrations.transformers.lazy_mask import LazyMask, mask_maker
 from dynaxx.policy import Policy
 from dynaxx.policy.resolve import head_rules
 from dynaxx.policy.rule_parts import parts
@@ -242,7 +242,7 @@ def _whole_mask(local: Tensor | None, query: Tensor, kwargs: dict[str, Any]) -> 
     if documents is not None:
         function = and_masks(function, packed_sequence_mask_function(documents))
     batch, _, length, _ = query.shape
-    return make_mask(
+    return mask_maker()(
         batch_size=batch,
         q_length=length,
         kv_length=length,

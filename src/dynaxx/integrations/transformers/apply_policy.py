@@ -19,7 +19,7 @@ from dynaxx.integrations.encoders.attach import EncoderHandle
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation, name_for, window_of
 from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.layer import LAYERS, attention
-from dynaxx.integrations.transformers.lazy_mask import make_mask
+from dynaxx.integrations.transformers.lazy_mask import mask_maker
 from dynaxx.policy import ModelFacts, Policy
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def apply(
     sides = None if window is None else _sides(window, found)
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
-    masks.register(NAME, make_mask)
+    masks.register(NAME, mask_maker())
     handle = Handle(policy, found, name, own_pattern=own_pattern, window=sides)
     try:
         found.owner.set_attn_implementation(name_for(handle.before))

@@ -2,14 +2,15 @@
 """`LazyMask`: the mask of a forward pass, described by its rule and computed only if it is read.
 
 Block-sparse attention does not need a seqlen x seqlen mask, which takes a gigabyte at 32,768 tokens. transformers calls
-`make_mask` for the masks of models that run on dynaxx. If the mask has a rule, `make_mask` returns a tensor of the
+`make_mask`, which `mask_maker` returns, for the masks of models on dynaxx. If the mask has a rule, it is a tensor of the
 right shape without data. Any operation on this tensor computes the mask, so other code needs no change.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -134,22 +135,27 @@ class LazyMask(Tensor):
         return f"LazyMask(shape={tuple(self.shape)}, {self.rule})"
 
 
-def make_mask(**request: Any) -> Tensor | None:
-    """Return the mask of a model on dynaxx, with the signature of `AttentionMaskInterface`.
+@cache
+def mask_maker() -> Callable[..., Tensor | None]:
+    """Return the function that makes the masks of models on dynaxx, with the signature of `AttentionMaskInterface`.
 
     Decoding steps, mask functions without a rule, and compiled models get SDPA's mask. Exported and traced models get
-    the mask of their original attention.
+    the mask of their original attention. The function imports nothing, because torch.compile traces it, and an import
+    breaks the graph under torch 2.11.
     """
     from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # `plain_mask` converts it
-        return sdpa_mask(**request)
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
-        return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
-    if _thread.makes_plain_masks or request["q_length"] == 1:
-        return sdpa_mask(**request)
-    rule = read_rule(request.get("mask_function", causal_mask_function))
-    return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)
+    def make_mask(**request: Any) -> Tensor | None:
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # `plain_mask` converts it
+            return sdpa_mask(**request)
+        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+            return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
+        if _thread.makes_plain_masks or request["q_length"] == 1:
+            return sdpa_mask(**request)
+        rule = read_rule(request.get("mask_function", causal_mask_function))
+        return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)
+
+    return make_mask
 
 
 def has_own_pattern(mask: Tensor | None) -> bool:
