@@ -3,8 +3,8 @@
 
     python benchmarks/kernels/launches.py [--tokens 512] [--json FILE]
 
-SmolLM2-135M's shape, bf16, one thread. First the results of the ways are compared bit by bit. The graph has the same
-kernels in a chain; the parameters of its nodes are set before each launch, as a layer with other tensors would need.
+SmolLM2-135M's shape, bf16, one thread. The results of the ways are compared bit by bit. A graph has the same kernels in
+a chain; the parameters of its nodes are set before each launch. Rows that begin with C time the driver alone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def measure(tokens: int) -> dict[str, float]:
     from triton.backends.nvidia import driver
     from triton.runtime.build import compile_module_from_src
 
-    call, (q, k, v), made = make_call(tokens)
+    call, first, made = make_call(tokens)
+    q, k, v = first
     turned = tuple(x.transpose(1, 2) for x in (q, k, v))
     again = call.replay(*turned)
     assert again is not None, "the call was replayed"
@@ -108,13 +109,31 @@ def measure(tokens: int) -> dict[str, float]:
     equal = torch.equal(call(q, k, v), out)
     found["layer, Triton's launchers"] = in_queue(lambda: call(q, k, v))
     Recording.start = start  # type: ignore[method-assign]
-    found["layer, launch list"] = in_queue(lambda: call(q, k, v))
+    code_of_lists = launch_list.compiled_code()
+    code_of_lists.use_graphs(False)
+    found["layer, launch list kernel by kernel"] = in_queue(lambda: call(q, k, v))
+    code_of_lists.use_graphs(True)
+    found["layer, launch list as a graph"] = in_queue(lambda: call(q, k, v))
+    found["layer from addresses, as a graph"] = in_queue(lambda: again(*turned, None))
+    for seed in range(3):
+        q, k, v = (torch.randn_like(x) for x in (q, k, v))
+        code_of_lists.use_graphs(seed == 1)
+        outs = [call(q, k, v)]
+        code_of_lists.use_graphs(seed != 1)
+        outs.append(call(q, k, v))
+        equal = equal and torch.equal(*outs)
+    q, k, v = first
+    code_of_lists.use_graphs(True)
     scratch = torch.empty(max(recording.scratch, 1), dtype=torch.uint8, device="cuda")
     other = torch.zeros_like(out)
     addresses = [*seen[0][:-2], other.data_ptr(), scratch.data_ptr()]
     assert recording.together is not None, "it has a list"
     list_of = recording.together
-    found["the list alone"] = in_queue(lambda: list_of.run(stream, addresses, []))
+    code_of_lists.use_graphs(False)
+    found["the list alone, kernel by kernel"] = in_queue(lambda: list_of.run(stream, addresses, []))
+    code_of_lists.use_graphs(True)
+    found["the list alone, as a graph"] = in_queue(lambda: list_of.run(stream, addresses, []))
+    equal = equal and torch.equal(other, out)
     source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
     code = compile_module_from_src(source, "launches", [], driver.include_dirs, [])
     other.zero_()

@@ -2,8 +2,8 @@
 """`LazyMask`: the mask of a forward pass, described by its rule and computed only if it is read.
 
 Block-sparse attention does not need a seqlen x seqlen mask, which takes a gigabyte at 32,768 tokens. transformers calls
-`make_mask`, which `mask_maker` returns, for the masks of models on dynaxx. If the mask has a rule, it is a tensor of the
-right shape without data. Any operation on this tensor computes the mask, so other code needs no change.
+the function of `mask_maker` for the masks of models that run on dynaxx. If the mask has a rule, the function returns a
+tensor of the right shape without data. Any operation on this tensor computes the mask, so other code needs no change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _thread = _Thread()
 
 
 def make_plain_masks(whether: bool) -> None:
-    """Let `make_mask` return SDPA's masks in this thread, or stop it, when a pass starts and ends."""
+    """Let the function of `mask_maker` return SDPA's masks in this thread, or stop it, when a pass starts and ends."""
     _thread.makes_plain_masks = whether
 
 

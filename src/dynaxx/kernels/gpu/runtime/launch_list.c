@@ -4,16 +4,23 @@
 //     packed   [parameter | parameter | ... ]   of all launches, with gaps
 //     gaps     address of a tensor (8 bytes), tensor map (128 bytes, with an address in it), size of the call
 //
-// A run fills the gaps of a copy on its stack, releases Python's lock, and launches.
+// A run fills the gaps of a copy on its stack, releases Python's lock, and launches: kernel by kernel at first, and as a
+// CUDA graph from the third run on. The graph is a chain of the same kernels. Each run sets the parameters of its nodes
+// and launches it, which takes a quarter of the time. A graph serves one stream, because its launches never overlap, and
+// one thread at a time. All other runs launch kernel by kernel, as do runs that the caller captures into another graph.
 
 #include "cuda.h"
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { MOST_BYTES = 16384, MOST_PARAMETERS = 1024, MOST_VALUES = 256 };
+enum { LEAST_KERNELS = 3, RUNS_BEFORE_GRAPH = 2 };  // of a list that becomes a graph
+enum { RUNS_BEFORE_MOVE = 16 };                      // in succession on other streams, before the graph follows
 
 typedef struct {
   unsigned at;       // position in `packed`
@@ -32,11 +39,33 @@ typedef struct {
   CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
   CUresult (*replace_address)(CUtensorMap *, void *);
   CUresult (*current_context)(CUcontext *);
+  // NULL without graphs:
+  CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus *);
+  CUresult (*exchange_capture_mode)(CUstreamCaptureMode *);
+  CUresult (*create)(CUgraph *, unsigned);
+  CUresult (*add_kernel)(CUgraphNode *, CUgraph, const CUgraphNode *, size_t, const CUDA_KERNEL_NODE_PARAMS *);
+  CUresult (*instantiate)(CUgraphExec *, CUgraph, unsigned long long);
+  CUresult (*set_parameters)(CUgraphExec, CUgraphNode, const CUDA_KERNEL_NODE_PARAMS *);
+  CUresult (*launch_graph)(CUgraphExec, CUstream);
+  CUresult (*destroy_ready)(CUgraphExec);
+  CUresult (*destroy)(CUgraph);
 } Driver;
+
+typedef struct {
+  pthread_mutex_t busy;  // held while a run sets parameters and launches
+  int allowed;           // whether the launches may become a graph
+  unsigned runs;         // before the graph was made, or in succession on other streams
+  CUstream stream;       // on which the graph is launched
+  CUgraph graph;         // NULL until it is made
+  CUgraphExec ready;
+  CUgraphNode *nodes;  // of each launch
+  pid_t process;       // that made the graph
+} Graph;
 
 typedef struct {
   PyObject_HEAD
   Driver driver;
+  Graph graph;
   Launch *launches;
   unsigned *positions;  // of each parameter in `packed`
   Gap *pointers, *maps, *sizes;
@@ -45,15 +74,25 @@ typedef struct {
   CUcontext context;  // to which the functions belong
 } LaunchList;
 
-// Read the addresses of cuLaunchKernelEx, cuTensorMapReplaceAddress and cuCtxGetCurrent.
+static int uses_graphs = 1;  // see `use_graphs`
+
+// Read the addresses of the driver's functions, in the order of `Driver`; those for graphs may be left out.
 static int read_driver(PyObject *given, Driver *driver) {
-  unsigned long long launch, replace, context;
-  if (!PyArg_ParseTuple(given, "KKK", &launch, &replace, &context))
+  void **functions[] = {
+      (void **)&driver->launch_kernel, (void **)&driver->replace_address, (void **)&driver->current_context,
+      (void **)&driver->is_capturing,  (void **)&driver->exchange_capture_mode,
+      (void **)&driver->create,        (void **)&driver->add_kernel,      (void **)&driver->instantiate,
+      (void **)&driver->set_parameters, (void **)&driver->launch_graph,   (void **)&driver->destroy_ready,
+      (void **)&driver->destroy,
+  };
+  Py_ssize_t most = sizeof(functions) / sizeof(functions[0]), count = PyTuple_GET_SIZE(given);
+  if (count != 3 && count != most) {
+    PyErr_SetString(PyExc_ValueError, "the driver's functions must be 3, or 12 with graphs");
     return 0;
-  driver->launch_kernel = (void *)(uintptr_t)launch;
-  driver->replace_address = (void *)(uintptr_t)replace;
-  driver->current_context = (void *)(uintptr_t)context;
-  return 1;
+  }
+  for (Py_ssize_t i = 0; i < count; i++)
+    *functions[i] = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, i));
+  return !PyErr_Occurred();
 }
 
 static void *zeros(Py_ssize_t count, size_t size) { return calloc(count ? count : 1, size); }
@@ -122,8 +161,21 @@ static int read_launch(PyObject *given, Launch *launch) {
   return 1;
 }
 
+// Destroy the graph, and launch kernel by kernel from now on.
+static void end_graph(LaunchList *list) {
+  Graph *graph = &list->graph;
+  int own = graph->process == getpid();  // a forked process has no graph
+  if (graph->ready && own)
+    list->driver.destroy_ready(graph->ready);
+  if (graph->graph && own)
+    list->driver.destroy(graph->graph);
+  graph->ready = NULL, graph->graph = NULL, graph->allowed = 0;
+}
+
 static void list_free(PyObject *self) {
   LaunchList *list = (LaunchList *)self;
+  end_graph(list);
+  free(list->graph.nodes);
   free(list->launches), free(list->positions), free(list->packed);
   free(list->pointers), free(list->maps), free(list->sizes);
   Py_TYPE(self)->tp_free(self);
@@ -142,8 +194,10 @@ static int read_list(LaunchList *list, PyObject *launches, PyObject *positions, 
   list->launches = zeros(list->launch_count, sizeof(Launch));
   list->positions = zeros(list->position_count, sizeof(unsigned));
   list->packed = malloc(bytes ? bytes : 1);
-  if (!list->launches || !list->positions || !list->packed)
+  list->graph.nodes = zeros(list->launch_count, sizeof(CUgraphNode));
+  if (!list->launches || !list->positions || !list->packed || !list->graph.nodes)
     return PyErr_NoMemory(), 0;
+  list->graph.allowed = list->driver.create && list->launch_count >= LEAST_KERNELS;
   memcpy(list->packed, packed, bytes);
   Py_ssize_t parameters = 0;
   for (Py_ssize_t i = 0; i < list->launch_count; i++) {
@@ -153,6 +207,8 @@ static int read_list(LaunchList *list, PyObject *launches, PyObject *positions, 
     if (!read)
       return 0;
     parameters += list->launches[i].parameters;
+    const CUlaunchConfig *config = &list->launches[i].config;
+    list->graph.allowed &= !config->numAttrs && config->gridDimX && config->gridDimY && config->gridDimZ;
   }
   for (Py_ssize_t i = 0; i < list->position_count; i++) {
     PyObject *each = PySequence_GetItem(positions, i);
@@ -178,6 +234,8 @@ static PyObject *list_new(PyTypeObject *type, PyObject *args, PyObject *named) {
                         &maps, &sizes))
     return NULL;
   LaunchList *list = (LaunchList *)type->tp_alloc(type, 0);
+  if (list)
+    pthread_mutex_init(&list->graph.busy, NULL);
   if (list && !read_driver(driver, &list->driver))
     Py_CLEAR(list);
   if (list)
@@ -210,23 +268,92 @@ static int are_numbered(const Gap *gaps, Py_ssize_t count, Py_ssize_t values) {
   return 1;
 }
 
-static CUresult launch_all(const LaunchList *list, unsigned char *packed, CUstream stream) {
-  void *parameters[MOST_PARAMETERS];
-  for (Py_ssize_t i = 0; i < list->position_count; i++)
-    parameters[i] = packed + list->positions[i];
-  void **own = parameters;
+static CUresult launch_kernels(const LaunchList *list, void **parameters, CUstream stream) {
   for (Py_ssize_t i = 0; i < list->launch_count; i++) {
     const Launch *launch = &list->launches[i];
     CUlaunchConfig config = launch->config;
     config.hStream = stream;
     if (config.gridDimX && config.gridDimY && config.gridDimZ) {
-      CUresult result = list->driver.launch_kernel(&config, launch->function, own, NULL);
+      CUresult result = list->driver.launch_kernel(&config, launch->function, parameters, NULL);
       if (result != CUDA_SUCCESS)
         return result;
     }
-    own += launch->parameters;
+    parameters += launch->parameters;
   }
   return CUDA_SUCCESS;
+}
+
+static CUDA_KERNEL_NODE_PARAMS node_parameters(const Launch *launch, void **parameters) {
+  const CUlaunchConfig *config = &launch->config;
+  return (CUDA_KERNEL_NODE_PARAMS){
+      .func = launch->function,
+      .gridDimX = config->gridDimX, .gridDimY = config->gridDimY, .gridDimZ = config->gridDimZ,
+      .blockDimX = config->blockDimX, .blockDimY = config->blockDimY, .blockDimZ = config->blockDimZ,
+      .sharedMemBytes = config->sharedMemBytes,
+      .kernelParams = parameters,
+  };
+}
+
+// Make the graph of the launches. Another thread may be capturing meanwhile.
+static CUresult make_graph(LaunchList *list, void **parameters) {
+  const Driver *driver = &list->driver;
+  Graph *graph = &list->graph;
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+  graph->process = getpid();
+  CUresult result = driver->exchange_capture_mode(&mode);
+  if (result != CUDA_SUCCESS)
+    return result;
+  result = driver->create(&graph->graph, 0);
+  for (Py_ssize_t i = 0; i < list->launch_count && result == CUDA_SUCCESS; i++) {
+    CUDA_KERNEL_NODE_PARAMS node = node_parameters(&list->launches[i], parameters);
+    result = driver->add_kernel(&graph->nodes[i], graph->graph, i ? &graph->nodes[i - 1] : NULL, i ? 1 : 0, &node);
+    parameters += list->launches[i].parameters;
+  }
+  if (result == CUDA_SUCCESS)
+    result = driver->instantiate(&graph->ready, graph->graph, 0);
+  driver->exchange_capture_mode(&mode);
+  return result;
+}
+
+// Set the parameters of the graph, which is made first if it is time; return 0 if the kernels must be launched.
+static int set_graph(LaunchList *list, void **parameters, CUstream stream) {
+  Graph *graph = &list->graph;
+  CUstreamCaptureStatus status;
+  if (list->driver.is_capturing(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE)
+    return 0;
+  int other = !graph->ready || graph->stream != stream;
+  if (other && graph->runs < (graph->ready ? RUNS_BEFORE_MOVE : RUNS_BEFORE_GRAPH)) {
+    graph->runs++;
+    return 0;
+  }
+  graph->runs = 0, graph->stream = stream;
+  CUresult result = CUDA_SUCCESS;
+  if (!graph->ready)
+    result = make_graph(list, parameters);
+  else
+    for (Py_ssize_t i = 0; i < list->launch_count && result == CUDA_SUCCESS; i++) {
+      CUDA_KERNEL_NODE_PARAMS node = node_parameters(&list->launches[i], parameters);
+      result = list->driver.set_parameters(graph->ready, graph->nodes[i], &node);
+      parameters += list->launches[i].parameters;
+    }
+  if (result != CUDA_SUCCESS)
+    end_graph(list);
+  return result == CUDA_SUCCESS;
+}
+
+static CUresult launch_all(LaunchList *list, unsigned char *packed, CUstream stream) {
+  void *parameters[MOST_PARAMETERS];
+  for (Py_ssize_t i = 0; i < list->position_count; i++)
+    parameters[i] = packed + list->positions[i];
+  Graph *graph = &list->graph;
+  if (uses_graphs && graph->allowed && pthread_mutex_trylock(&graph->busy) == 0) {
+    int ready = graph->allowed && set_graph(list, parameters, stream);
+    CUresult result = ready ? list->driver.launch_graph(graph->ready, stream) : CUDA_SUCCESS;
+    pthread_mutex_unlock(&graph->busy);
+    if (ready)
+      return result;
+  }
+  return launch_kernels(list, parameters, stream);
 }
 
 static PyObject *list_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -289,7 +416,20 @@ static PyTypeObject list_type = {
     .tp_methods = list_methods,
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "dynaxx_launch_list", NULL, -1, NULL};
+static PyObject *use_graphs(PyObject *self, PyObject *given) {
+  int wanted = PyObject_IsTrue(given);
+  if (wanted < 0)
+    return NULL;
+  uses_graphs = wanted;
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef module_methods[] = {
+    {"use_graphs", use_graphs, METH_O, "Let lists launch as graphs, or kernel by kernel: use_graphs(whether)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "dynaxx_launch_list", NULL, -1, module_methods};
 
 PyMODINIT_FUNC PyInit_dynaxx_launch_list(void) {
   PyObject *made = PyType_Ready(&list_type) < 0 ? NULL : PyModule_Create(&module);

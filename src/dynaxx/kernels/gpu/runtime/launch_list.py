@@ -7,6 +7,9 @@ expects them, and `launch_list.c` fills the gaps and launches.
 
     recorded launches --> LaunchPacker --> LaunchList;  LaunchList.run(stream, addresses, sizes) launches
 
+From the third run on, a list of three or more kernels is launched as a CUDA graph, after the parameters of its nodes
+were set.
+
 The C compiler that Triton needs for its own launchers compiles the C file on first use. Everything that Triton decides
 at a launch is read from the compiled kernel, and the driver confirms the size of each parameter. If something is
 missing or different, there is no list, and the recording launches through Triton's launchers.
@@ -30,6 +33,7 @@ from triton.runtime import driver
 from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch
 
 ENVIRONMENT = "DYNAXX_LAUNCH_LISTS"  # "0": recordings launch through Triton's launchers
+GRAPHS = "DYNAXX_LAUNCH_GRAPHS"  # "0": lists launch kernel by kernel
 RAN_WITH = ("3.6",)  # versions of Triton whose kernels were launched by lists on a GPU
 FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -232,8 +236,16 @@ def _check_parameters(function: int, widths: list[int]) -> None:
 class CudaLibrary(NamedTuple):
     """The functions of the CUDA driver that lists use."""
 
-    addresses: tuple[int, int, int]  # of cuLaunchKernelEx, cuTensorMapReplaceAddress and cuCtxGetCurrent
+    addresses: tuple[int, ...]  # of `LAUNCHING`, and of `GRAPHING` if lists may become graphs
     parameter_info: Callable[..., int]  # cuFuncGetParamInfo
+
+
+LAUNCHING = ("cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuCtxGetCurrent")
+GRAPHING = (
+    "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuGraphCreate", "cuGraphAddKernelNode_v2",
+    "cuGraphInstantiateWithFlags", "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch", "cuGraphExecDestroy",
+    "cuGraphDestroy",
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -245,11 +257,11 @@ def cuda_library() -> CudaLibrary:
         AttributeError: it is older than CUDA 12.4.
     """
     library = ctypes.CDLL("libcuda.so.1")
-    address = lambda function: ctypes.cast(function, ctypes.c_void_p).value or 0
+    names = LAUNCHING if os.environ.get(GRAPHS) == "0" else (*LAUNCHING, *GRAPHING)
+    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
     info = library.cuFuncGetParamInfo
     info.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
-    launch, replace, context = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress, library.cuCtxGetCurrent
-    return CudaLibrary((address(launch), address(replace), address(context)), info)
+    return CudaLibrary(tuple(addresses), info)
 
 
 def _code() -> Any:
