@@ -2,7 +2,7 @@
 """Time the host: microseconds until a call on a short sequence returns, milliseconds to build a static layout.
 
     python benchmarks/kernels/host_time.py [--tokens 512] [--decode-tokens 4096] [--layout-tokens 131072]
-        [--only decode] [--json FILE]
+        [--only layers steps] [--json FILE]
 
 Nothing waits for the GPU within a measurement of a call. A new layout is of a pattern that was never asked for; its
 time ends when it lies on the GPU. One thread.
@@ -20,7 +20,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -179,7 +179,8 @@ def step_times(tokens: int, layers: int = 30, steps: int = 120) -> Iterator[tupl
     models = {"dense": dense, "again": copied(), "policy": copied()}
     handle = dx.apply(models["policy"], policy_for(dense, dense_below=1 << 20))
     ids = torch.randint(0, 49152, (1, tokens), device="cuda")
-    caches = {name: cache_of(model(ids, logits_to_keep=1, use_cache=True)) for name, model in models.items()}
+    prompt = lambda model: with_cache(model, cache_of(model(ids, logits_to_keep=1, use_cache=True)))
+    caches = {name: prompt(model) for name, model in models.items()}
     wall: dict[str, list[float]] = {name: [] for name in models}
     thread: dict[str, list[float]] = {name: [] for name in models}
     order, draw = list(models), random.Random(0)
@@ -188,7 +189,7 @@ def step_times(tokens: int, layers: int = 30, steps: int = 120) -> Iterator[tupl
         for name in order:
             torch.cuda.synchronize()
             start, cpu = time.perf_counter(), time.thread_time()
-            models[name](ids[:, :1], use_cache=True, **with_cache(models[name], caches[name]))
+            models[name](ids[:, :1], use_cache=True, **caches[name])
             thread[name].append((time.thread_time() - cpu) * 1e6 / layers)
             wall[name].append((time.perf_counter() - start) * 1e6 / layers)
     for kind, taken in (("", wall), (", CPU time", thread)):
@@ -202,10 +203,10 @@ def step_times(tokens: int, layers: int = 30, steps: int = 120) -> Iterator[tupl
 
 
 @torch.inference_mode()
-def print_model(tokens: int, decode_tokens: int, only: str | None) -> dict[str, float]:
+def print_model(tokens: int, decode_tokens: int, parts: Sequence[str]) -> dict[str, float]:
     """Print the host's microseconds per layer of a model of transformers."""
-    found = dict(layer_times(tokens)) if only != "steps" else {}
-    found |= dict(step_times(decode_tokens)) if only != "layers" else {}
+    found = dict(layer_times(tokens)) if "layers" in parts else {}
+    found |= dict(step_times(decode_tokens)) if "steps" in parts else {}
     for name, us in found.items():
         print(f"{'layer':8}{name:50}{us:8.1f} us", flush=True)
     return found
@@ -258,19 +259,19 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--decode-tokens", type=int, default=4096)
     parser.add_argument("--layout-tokens", type=int, default=131072)
-    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="parts to time")
     parser.add_argument("--json", type=Path, help="write the times of a model's layers and steps to this file")
     given = parser.parse_args()
     need_gpu()
     torch.set_num_threads(1)
     print(torch.cuda.get_device_name())
-    for backend in ("hopper", "triton") if given.only in (None, "attention") else ():
+    for backend in ("hopper", "triton") if "attention" in given.only else ():
         print_calls(given.tokens, backend)
-    if given.only in (None, "decode"):
+    if "decode" in given.only:
         print_decode(given.decode_tokens)
-    if given.only in (None, "layouts"):
+    if "layouts" in given.only:
         print_layouts(given.layout_tokens)
-    if given.only in (None, "layers", "steps"):
+    if {"layers", "steps"} & set(given.only):
         times = print_model(given.tokens, given.decode_tokens, given.only)
         facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "dynaxx": dx.__version__}
         facts["load"] = str(round(os.getloadavg()[0], 1))
