@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dynaxx.integrations.transformers.planning import Work
 
 Attended = tuple[Tensor, Tensor | None]
-SCORED = frozenset({*SINKS, "softcap", "sliding_window", "dropout"})  # arguments that `RepeatedCall` compares
+SCORED = frozenset({*SINKS, "softcap", "sliding_window", "dropout"})  # arguments that `Repeated` compares
 MOST_OUTCOMES = 1024
 
 
@@ -104,30 +104,42 @@ class DensePass:
 
 
 @dataclass(slots=True)
-class RepeatedCall:
+class Repeated:
+    """What calls have in common that equal layers repeat."""
+
+    handle: Handle
+    mask: Tensor | None  # see `DenseCall`
+    names: tuple[str, ...]  # of the keyword arguments
+    options: tuple[Any, ...]  # see `_options`
+    by_rule: bool  # telemetry measures some; False for the model's own pattern
+
+    def may_run(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
+        handle = self.handle
+        if handle.faults or not current.deployed.breakers[layer].healthy:
+            return False
+        if tuple(kwargs) != self.names or _options(kwargs) != self.options:
+            return False
+        if self.by_rule and handle.counts.probe.wants(q.device):
+            current.measures_next = True
+            return False
+        return True
+
+
+@dataclass(slots=True)
+class RepeatedCall(Repeated):
     """A prepared call, which equal layers repeat."""
 
     prepared: Prepared
-    handle: Handle
-    mask: Tensor | None  # see `DenseCall`
-    own_pattern: bool  # whether it is the model's own pattern
     phase: str
-    names: tuple[str, ...]  # of the keyword arguments
-    options: tuple[Any, ...]  # see `_options`
     replay: LayerReplay | None = None  # the call of the layer before, if it can be repeated from addresses
     calls: int = 0
 
     def run(
         self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
     ) -> Attended | None:
-        """Attend as in `AttentionInterface`; None for other options, a sample, or a layer that failed before."""
-        handle = self.handle
-        if handle.faults or handle.watchers or not current.deployed.breakers[module.layer_idx].healthy:
-            return None
-        if tuple(kwargs) != self.names or _options(kwargs) != self.options:
-            return None
-        if not self.own_pattern and handle.counts.probe.wants(q.device):
-            current.measures_next = True
+        """Attend as in `AttentionInterface`; None if the call must be planned."""
+        if self.handle.watchers or not self.may_run(current, module.layer_idx, q, kwargs):
             return None
         sinks = _sinks(kwargs)
         try:
@@ -145,7 +157,7 @@ class RepeatedCall:
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass."""
-        if self.own_pattern:
+        if not self.by_rule:
             counts.own_pattern(self.phase, self.calls)
         elif self.calls:
             counts.sparse_calls(self.calls)
@@ -153,28 +165,19 @@ class RepeatedCall:
 
 
 @dataclass(slots=True)
-class RepeatedStep:
+class RepeatedStep(Repeated):
     """A prepared decoding step, which equal layers repeat."""
 
     step: StepTaken
     deployed: Deployed
-    handle: Handle
-    mask: Tensor | None  # see `DenseCall`
-    names: tuple[str, ...]  # of the keyword arguments
-    options: tuple[Any, ...]  # see `_options`
     calls: int = 0
 
     def run(
         self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
     ) -> Attended | None:
-        """Attend as in `AttentionInterface`; None for another form, a sample, or a layer that failed before."""
-        handle, layer, memory = self.handle, module.layer_idx, current.memory
-        if memory is None or handle.faults or not current.deployed.breakers[layer].healthy:
-            return None
-        if tuple(kwargs) != self.names or _options(kwargs) != self.options:
-            return None
-        if handle.counts.probe.wants(q.device):
-            current.measures_next = True
+        """Attend as in `AttentionInterface`; None if the step must be planned."""
+        layer, memory = module.layer_idx, current.memory
+        if memory is None or not self.may_run(current, layer, q, kwargs):
             return None
         try:
             out = repeat_step(self.step, memory, layer, q, k, v, _sinks(kwargs))
@@ -281,8 +284,9 @@ def keep_repeated(
         return
     if not _may_repeat(q, kwargs):
         return
+    by_rule = work.route is not Route.OWN_PATTERN
     found = RepeatedCall(
-        work.prepared, layer.handle, mask, work.route is Route.OWN_PATTERN, work.phase, tuple(kwargs), _options(kwargs)
+        layer.handle, mask, tuple(kwargs), _options(kwargs), by_rule, prepared=work.prepared, phase=work.phase
     )
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
@@ -300,7 +304,9 @@ def keep_step(
     step, current.memory.repeated = current.memory.repeated, None
     if step is None or current.deployed.guard is not None or not _may_repeat(q, kwargs):
         return
-    found = RepeatedStep(step, current.deployed, layer.handle, mask, tuple(kwargs), _options(kwargs))
+    found = RepeatedStep(
+        layer.handle, mask, tuple(kwargs), _options(kwargs), True, step=step, deployed=current.deployed
+    )
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
 
