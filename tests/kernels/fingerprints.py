@@ -262,6 +262,7 @@ for head_dim in (64, 128):
     add(f"hopper backward {head_dim}/128 in one pass", attention, "hopper", head_dim, 128, backward=True, one_pass=True)
 add("hopper forward 128/128 fp16", attention, "hopper", 128, 128, dtype=torch.float16)
 add("hopper nsa rows", nsa_backward)
+add("triton forward 512/128", attention, "triton", 512, 128, heads=(8, 1))
 add("triton forward 64/32", attention, "triton", 64, 32)
 add("triton forward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1))
 add("triton backward 40/64 fp32", attention, "triton", 40, 64, dtype=torch.float32, heads=(3, 1), backward=True)

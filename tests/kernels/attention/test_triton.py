@@ -90,7 +90,9 @@ def test_random_cases(seed):
 
 
 @runs_here
-@pytest.mark.parametrize(("block", "head_dim_v", "dtype"), [(64, 512, 16), (32, 512, 16), (64, 256, 32)])
+@pytest.mark.parametrize(
+    ("block", "head_dim_v", "dtype"), [(64, 512, 16), (128, 512, 16), (128, 272, 16), (32, 512, 16), (64, 256, 32)]
+)
 def test_head_dim_512(block, head_dim_v, dtype):
     """Cover Gemma 4's global layers; dk and dv take one launch each, and a group may share one kv head."""
     dtype = torch.float16 if dtype == 16 else torch.float32

@@ -35,7 +35,7 @@ from dynaxx.kernels.gpu.schedule.parts import WHOLE, LayoutRows, Parts, entries_
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts
 from dynaxx.kernels.gpu.sinks import include_sinks
-from dynaxx.kernels.triton.attention.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles
+from dynaxx.kernels.triton.attention.config import TMA_BLOCK, forward_loop, forward_span, forward_tiles, value_parts
 from dynaxx.kernels.triton.attention.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.triton.primitives.tiles import (
     PARTIAL,
@@ -99,6 +99,7 @@ def _sparse_attention_fwd_kernel(
     TMA: tl.constexpr,
     LOOP: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    V_PARTS: tl.constexpr,  # programs per tile; each computes E columns of out
     MAXIMA: tl.constexpr,  # ALL: of all tiles; PARTIAL: of partial tiles only, and lse is NaN for rows that need AGAIN
 ):
     layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
@@ -122,7 +123,10 @@ def _sparse_attention_fwd_kernel(
     i_hk = i_h // group_size
     q = head_rows(q_rows, q_strides, i_b, i_h, seqlen_q, TMA)
     k = head_rows(k_rows, k_strides, i_b, i_hk, seqlen_k, TMA)
-    v = head_rows(v_rows, v_strides, i_b, i_hk, seqlen_k, TMA)
+    if V_PARTS > 1:
+        v = head_rows(v_rows, v_strides, i_b, i_hk, seqlen_k, TMA, tl.program_id(1) * E)
+    else:
+        v = head_rows(v_rows, v_strides, i_b, i_hk, seqlen_k, TMA)
     masks = masks_of(layout)
     b_q = load_tile(q, first_q, tl.arange(0, BLOCK_M), D, BLOCK_D, BLOCK_M, True, TMA)
 
@@ -168,8 +172,10 @@ def _sparse_attention_fwd_kernel(
         tl.store(p_sums_lse + at, lse, mask=inner_q < tl.where(slot >= 0, Q_BLOCK, 0))
         pos_q = tl.where(slot == WHOLE, pos_q, seqlen_q)
     tl.store(p_lse + pos_q, lse, mask=pos_q < seqlen_q)
-    p_out += (i_b * seqlen_q * q_heads + i_h) * E
-    store_rows(p_out, acc, pos_q, q_heads * E, seqlen_q, E, BLOCK_E)
+    p_out += (i_b * seqlen_q * q_heads + i_h) * (V_PARTS * E)
+    if V_PARTS > 1:
+        p_out += tl.program_id(1) * E
+    store_rows(p_out, acc, pos_q, q_heads * (V_PARTS * E), seqlen_q, E, BLOCK_E)
 
 
 def attention_forward(
@@ -236,14 +242,16 @@ def _start_forward(
     batch, seqlen_q, q_heads, head_dim = q.shape
     seqlen_k, kv_heads, head_dim_v = v.shape[1:]
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(q, k, v)
+    parts = 1 if split else value_parts(head_dim_v, layout.block_size, tma)
+    head_dim_v //= parts
     tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
     order, ordered = order_argument(layout)
     split = split or {**no_split(lse), "p_sums_lse": lse}
     programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
-    _sparse_attention_fwd_kernel[(programs,)](
+    _sparse_attention_fwd_kernel[(programs, parts)](
         tile_rows(q, tiles.block_m) if tma else q,
         tile_rows(k, tiles.block_n) if tma else k,
-        tile_rows(v, tiles.block_n) if tma else v,
+        tile_rows(v, tiles.block_n, padded(head_dim_v)) if tma else v,
         out,
         lse,
         order,
@@ -272,6 +280,7 @@ def _start_forward(
         ORDERED=ordered and maxima != AGAIN.value,
         TMA=tma,
         LOOP=forward_loop(tiles, head_dim, head_dim_v, tma),
+        V_PARTS=parts,
         MAXIMA=maxima,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -29,6 +29,7 @@ class HeadRows(NamedTuple):
     i_h: Any
     stride: Any
     seqlen: Any
+    column: Any  # first column, under TMA
 
 
 class LayoutRow(NamedTuple):
@@ -44,11 +45,14 @@ class LayoutRow(NamedTuple):
 
 
 @triton.jit
-def head_rows(source, strides, i_b, i_h, seqlen, TMA: tl.constexpr):
-    """Return the rows of one head of a tensor, given by a pointer or, under TMA, by a descriptor."""
+def head_rows(source, strides, i_b, i_h, seqlen, TMA: tl.constexpr, column=0):
+    """Return the rows of one head of a tensor, given by a pointer or, under TMA, by a descriptor.
+
+    Rows begin at column `column`, which must be 0 for a pointer.
+    """
     if not TMA:
         source += i_b * strides.b + i_h * strides.h
-    return HeadRows(source=source, i_b=i_b, i_h=i_h, stride=strides.n, seqlen=seqlen)
+    return HeadRows(source=source, i_b=i_b, i_h=i_h, stride=strides.n, seqlen=seqlen, column=column)
 
 
 @triton.jit
@@ -187,7 +191,7 @@ def load_tile(
 ):  # fmt: skip
     """Load a tile of `HeadRows` like `load_rows`; under TMA by its descriptor, which pads with zeros."""
     if TMA:
-        at = [head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), 0]
+        at = [head.i_b.to(tl.int32), head.i_h.to(tl.int32), start.to(tl.int32), head.column]
         rows = head.source.load(at).reshape(TILE, BLOCK_DIM)
     else:
         rows = load_rows(head.source, start, offsets, head.stride, head.seqlen, DIM, BLOCK_DIM, CHECKED)
