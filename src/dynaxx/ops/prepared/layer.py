@@ -99,7 +99,9 @@ class Prepared:
         known = self._recordings.get((*strides, None if sinks is None else sinks.dtype))
         if known is None or known.together is None:
             return None
-        return LayerReplay(known, q.get_device(), self._given.kernel_inputs, form_of_call(q, k, v, sinks))
+        owned = self._given.kernel_inputs
+        places = tuple([x.data_ptr() for x in owned])
+        return LayerReplay(known, q.get_device(), owned, places, form_of_call(q, k, v, sinks))
 
 
 class LayerReplay(NamedTuple):
@@ -108,6 +110,7 @@ class LayerReplay(NamedTuple):
     recording: Recording
     device: int  # index of the GPU
     owned: tuple[Tensor, ...]  # the persistent inputs
+    places: tuple[int, ...]  # their addresses
     form: Hashable  # see `form_of_call`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -125,8 +128,7 @@ class LayerReplay(NamedTuple):
             return None
         if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
             return None
-        addresses = [x.data_ptr() for x in self.owned]
-        addresses += (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        addresses = [*self.places, q.data_ptr(), k.data_ptr(), v.data_ptr()]
         if sinks is not None:
             addresses.append(sinks.data_ptr())
         found = repeat(self.recording, addresses, self.device, [])

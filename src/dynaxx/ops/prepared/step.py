@@ -118,7 +118,8 @@ class PreparedStep:
         if last is None or last.recording.together is None or not q.device == k.device == v.device:
             return None
         form, sizes = form_of_call(q, k, v, sinks), flat_sizes(last.sizes)
-        return StepReplay(last.recording, sizes, q.get_device(), self._wanted, seqused_k, form)
+        given, places = (self._wanted, seqused_k), (self._wanted.data_ptr(), seqused_k.data_ptr())
+        return StepReplay(last.recording, sizes, q.get_device(), given, places, form)
 
 
 def prepare_step(
@@ -163,8 +164,8 @@ class StepReplay(NamedTuple):
     recording: Recording
     sizes: list[int]
     device: int  # index of the GPU
-    wanted: Tensor
-    seqused_k: Tensor
+    given: tuple[Tensor, Tensor]  # pages wanted by each kv head, and lengths
+    places: tuple[int, int]  # their addresses
     form: Hashable  # see `form_of_call`
 
     def __call__(
@@ -184,12 +185,13 @@ class StepReplay(NamedTuple):
         if form_of_call(q, k, v, sinks) != self.form or type(q) is not Tensor or transforms_active():
             return None
         low, high, scale = summaries.low, summaries.high, summaries.scale
-        addresses = [k.data_ptr(), v.data_ptr(), self.seqused_k.data_ptr(), low.data_ptr()]  # as in `StepInputs`
+        wanted, seqused_k = self.places
+        addresses = [k.data_ptr(), v.data_ptr(), seqused_k, low.data_ptr()]  # as in `StepInputs`
         if high is not low:
             addresses.append(high.data_ptr())
         if scale is not None:
             addresses.append(scale.data_ptr())
-        addresses += (q.data_ptr(), self.wanted.data_ptr())
+        addresses += (q.data_ptr(), wanted)
         if sinks is not None:
             addresses.append(sinks.data_ptr())
         found = repeat(self.recording, addresses, self.device, self.sizes)
