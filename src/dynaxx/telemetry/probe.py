@@ -24,7 +24,7 @@ from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.samples import HostSlots, Sample, count_blocks
 
 SAMPLE_RATE = 1 / 32
-SPACING = 0.05  # smallest time in seconds between measured calls; a measurement takes 0.15 ms of the host, 0.3 % of it
+SPACING = 0.2  # smallest time in seconds between measured calls; one takes up to 0.5 ms of the host, 0.3 % of it
 OVERLAP_EVERY = 16  # one in so many measured calls, starting with the first, compares neighbouring selections
 MOST_PENDING = 64
 TOGETHER = 8  # measurements on a GPU that are recorded together, unless metrics are read before
