@@ -36,6 +36,7 @@ class DerivedValues:
     kv_num_blocks: Tensor | None = None
     kv_order: Tensor | Unset | None = UNSET
     column_counts: Tensor | None = None
+    reach: int | None = None
     transposed: TransposedLayout | None = None
     validated: bool = False
     form: Hashable | None = None  # see `BlockLayout.form`

@@ -186,6 +186,19 @@ class LayoutTensors:
             known = self.derived.column_counts = self._count_columns()
         return known
 
+    @property
+    def reach(self) -> int:
+        """Largest distance in blocks between a visited block and the diagonal, which ends at the last block of both.
+
+        For host layouts, with q blocks as large as kv blocks.
+        """
+        known = self.derived.reach
+        if known is None:
+            lead, cols, _ = self.entries()
+            distances = cols - lead % max(1, self.q_blocks) - (self.kv_blocks - self.q_blocks)
+            known = self.derived.reach = int(distances.abs().max()) if distances.numel() else 0
+        return known
+
     def _count_columns(self) -> Tensor:
         lead, cols, _ = self.entries()
         shape = (self.layout_batch, self.layout_heads, self.kv_blocks)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.transformers.arguments import SINKS, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.decoder import is_exporting
 from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def attend_compiled(
         kwargs: the other arguments of the call from `AttentionInterface`.
     """
     scores = ScoreOptions.of(kwargs)
-    if torch.compiler.is_exporting() or q.shape[2] == 1 or scores.unserved is not None:
+    if is_exporting() or q.shape[2] == 1 or scores.unserved is not None:
         return None
     sinks = sinks_of(kwargs)
     window = kwargs.get("sliding_window")

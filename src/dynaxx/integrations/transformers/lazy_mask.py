@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from dynaxx.integrations.transformers.decoder import is_exporting
 from dynaxx.integrations.transformers.mask_rules import MaskRule, read_rule
 
 IMPLEMENTATIONS: dict[int, str] = {}  # original attention of a model, by id of its config
@@ -146,9 +147,9 @@ def mask_maker() -> Callable[..., Tensor | None]:
     from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
     def make_mask(**request: Any) -> Tensor | None:
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():  # `plain_mask` converts it
+        if torch.compiler.is_compiling() and not is_exporting():  # `plain_mask` converts it
             return sdpa_mask(**request)
-        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        if is_exporting() or torch._C._get_tracing_state() is not None:
             return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
         if _thread.makes_plain_masks or request["q_length"] == 1:
             return sdpa_mask(**request)

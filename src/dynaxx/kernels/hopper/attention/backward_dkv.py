@@ -23,7 +23,7 @@ from dynaxx.kernels.hopper.attention.backward_consume import consume
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256 import WIDE
 from dynaxx.kernels.hopper.attention.backward_produce import ProducerArguments, fed_by, produce
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
-from dynaxx.kernels.hopper.attention.config import backward_pieces, backward_stages, tile_width
+from dynaxx.kernels.hopper.attention.config import REACH, backward_pieces, backward_stages, tile_width
 from dynaxx.layout import BlockLayout
 
 
@@ -105,4 +105,14 @@ def group_pieces(q: Tensor, k: Tensor, layout: BlockLayout) -> int:
     fused = layout.block_size[1] == 128 and tile_width(q.shape[3]) <= 128
     fused = fused and not torch.are_deterministic_algorithms_enabled()
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]
-    return backward_pieces(q.shape[2] // k.shape[2], programs, processors(k.device), fused)
+    return backward_pieces(
+        q.shape[2] // k.shape[2], programs, processors(k.device), fused, fused and is_narrow(layout)
+    )
+
+
+def is_narrow(layout: BlockLayout) -> bool:
+    """Return whether all rows are known to visit blocks up to `REACH` from the diagonal only."""
+    host, rows = layout.host, layout.layout_batch * layout.layout_heads * layout.q_blocks
+    if host is None or layout.block_size[0] != layout.block_size[1]:
+        return False
+    return host.kv_indices.numel() <= rows * (2 * REACH + 1) and host.reach <= REACH
