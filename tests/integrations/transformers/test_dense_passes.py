@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass that is certain to be dense goes straight to the model's original attention, with equal results and counts."""
 
+import threading
+import time
+
 import pytest
 import torch
 from test_transformers import INPUTS, SPARSE, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import layer as layers
+from dynaxx.integrations.transformers.handle import Handle
 
 transformers = pytest.importorskip("transformers")
 
@@ -158,3 +162,67 @@ def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv
     assert wins("cuda", causal_kind(q, k), border)
     assert not wins("cuda", causal_kind(q, k), border - 1)
     assert wins("cpu", causal_kind(q, k), 256)
+
+
+def test_passes_of_a_known_shape_need_no_context(monkeypatch):
+    model, ids = llama(), tokens(2, 60)
+    dense = logits(model, input_ids=ids)
+    begun, start = [], Handle.start_pass
+    monkeypatch.setattr(Handle, "start_pass", lambda self, given: begun.append(1) or start(self, given))
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
+        handle.counts.probe.spacing = 1e9
+
+        def starts(passes=1, **given):
+            """Return how many of the passes had a context."""
+            begun.clear()
+            for _ in range(passes):
+                assert torch.equal(logits(model, **{"input_ids": ids, **given}), dense)
+            return len(begun)
+
+        handle.counts.probe._last_request = time.monotonic()
+        before = handle.counts.numbers.value("dynaxx_requests_total", route="dense")
+        assert starts(6) == 3  # the first sets the state of the border, the second is planned, the third is known
+        assert handle.counts.numbers.value("dynaxx_requests_total", route="dense") == before + 6
+        assert handle.stats()["dense_calls"] == {"below dense_below": 18}
+        cache = model(ids, use_cache=True).past_key_values
+        assert handle._requests.get(cache) is not None
+        assert starts(past_key_values=transformers.DynamicCache()) == 1
+        with handle.request("one"):
+            assert starts() == 1
+        handle.kill_switch.engage()
+        assert starts(2) == 2
+        handle.kill_switch.release()
+        assert starts(2) == 1  # notes that the switch was released
+        handle.counts.probe.spacing = 0.0
+        assert starts(2) == 2  # timed
+        handle.counts.probe.spacing = 1e9
+        handle.replace(policy_for(model, dx.Rule.of(SPARSE), dense_below=190))
+        assert starts(4) == 3
+        assert sum(handle.stats()["dense_calls"].values()) == 3 * (6 + 1 + 1 + 1 + 2 + 2 + 2 + 4)
+        begun.clear()
+        with torch.enable_grad():
+            model(ids)
+        assert begun
+        with pytest.raises(IndexError):
+            logits(model, input_ids=ids + 10**6)
+        logits(model, input_ids=tokens(2, 220))  # a failing pass leaves no trace
+        assert handle.stats()["sparse_calls"] == 3
+        threads = [threading.Thread(target=starts, args=(5,)) for _ in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert torch.equal(logits(model, input_ids=ids), dense)
+
+
+def test_a_replaced_attention_is_noticed_in_passes_of_a_known_shape(caplog):
+    model, ids = llama(), tokens(1, 60)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
+        handle.counts.probe.spacing = 1e9
+        handle.counts.probe._last_request = time.monotonic()
+        for _ in range(3):
+            logits(model, input_ids=ids)
+        model.set_attn_implementation("sdpa")
+        logits(model, input_ids=ids)
+        assert "nothing runs on dynaxx" in caplog.text
+        assert handle.stats()["dense_calls"] == {"below dense_below": 9}

@@ -35,6 +35,7 @@ from dynaxx.integrations.transformers.prepared_calls import (
     RepeatedCall,
     RepeatedStep,
     keep_dense_pass,
+    running,
 )
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
@@ -204,6 +205,12 @@ class Starter(Protocol):
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """End a pass. `cache` is the cache that it filled, or None."""
 
+    def dense_again(self, kwargs: dict[str, Any]) -> DensePass | None:
+        """Begin a pass that needs no context, because it is dense like an earlier one; None for all others."""
+
+    def end_dense(self, done: DensePass, cache: Any) -> None:
+        """End a pass that `dense_again` began."""
+
 
 class PassHooks:
     """The hooks on a decoder that create a `ForwardContext` for each forward pass. `remove()` removes them."""
@@ -257,8 +264,14 @@ def _start(
     hooks = _HOOKS.get(body)
     if hooks is None:  # a copy of a model with a policy
         return None
-    arguments = hooks.arguments(args, kwargs)
+    running.dense = None  # of a pass that failed
     try:
+        again = None if args else hooks.starter.dense_again(kwargs)
+        if again is not None:
+            again.config, running.dense = body.config, again
+            make_plain_masks(True)
+            return None
+        arguments = hooks.arguments(args, kwargs)
         current = hooks.starter.start_pass(arguments)
     except Exception:  # the layers call `unseen_pass` instead
         logger.warning("a forward pass could not be prepared", exc_info=True)
@@ -271,15 +284,19 @@ def _start(
 def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    hooks, done = _HOOKS.get(body), kwargs.get(ARGUMENT)
-    if hooks is None or done is None:
+    hooks, dense, done = _HOOKS.get(body), running.dense, kwargs.get(ARGUMENT)
+    if hooks is None or (done is None and dense is None):
         return
     found = output if isinstance(output, tuple) else (cache_of(output),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
-    arguments, done.arguments = done.arguments, {}
     make_plain_masks(False)
     try:
-        hooks.starter.end_pass(done, arguments, output, cache)
+        if done is not None:
+            arguments, done.arguments = done.arguments, {}
+            hooks.starter.end_pass(done, arguments, output, cache)
+        elif dense is not None:
+            running.dense = None
+            hooks.starter.end_dense(dense, cache)
     except Exception:  # the output is complete, so do not fail the request
         logger.warning("the state after a forward pass could not be stored", exc_info=True)
 

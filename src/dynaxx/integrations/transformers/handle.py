@@ -29,7 +29,7 @@ from dynaxx.integrations.transformers.forward_context import ForwardContext, Pas
 from dynaxx.integrations.transformers.layer import LAYERS, Layer
 from dynaxx.integrations.transformers.lazy_mask import IMPLEMENTATIONS
 from dynaxx.integrations.transformers.planning import is_dense_pass
-from dynaxx.integrations.transformers.prepared_calls import DensePass, dense_pass
+from dynaxx.integrations.transformers.prepared_calls import DensePass, DensePasses, dense_pass
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
@@ -84,6 +84,7 @@ class Handle:
         self._statistics: StatisticsFile | None = None
         self._requests: ByIdentity[tuple[Deployed, ChosenRequests]] = ByIdentity()
         self._memories = CacheMemories()
+        self._dense_passes = DensePasses()
         self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self._live_caches)
         self._unnamed = itertools.count()
@@ -234,9 +235,32 @@ class Handle:
         known = dense_pass(current, given.device.type, seqlen_q, past)
         return known is not None or is_dense_pass(current, given.device, seqlen_q, past), known
 
+    def dense_again(self, kwargs: dict[str, Any]) -> DensePass | None:
+        """Return the calls of a pass that needs no context, from the decoder's keyword arguments; None for others.
+
+        Such a pass is like an earlier one, and neither measured nor declared; no switch is engaged.
+        """
+        found = None if self._tokens is not None else self._dense_passes.again(kwargs, self._deployed)
+        if found is None or self._policy_events.was_killed or self.kill_switch.engaged() is not None:
+            return None
+        if current_request() is not None or comparing() or self.counts.probe.times_next_request():
+            return None
+        return found
+
+    def end_dense(self, done: DensePass, cache: Any) -> None:
+        """End a pass that `dense_again` began."""
+        self.counts.dense_pass(done.outcome, done.calls, done.tokens)
+        if cache is not None:
+            self._requests.put(cache, (done.deployed, ALL))
+        if not done.calls:
+            self._watch_implementation()
+
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Store the state that later passes over `cache` need."""
+        if done.dense_pass is not None:
+            self._dense_passes.keep(done, done.dense_pass, arguments.get("input_ids"), arguments.get("past_key_values"))
         done.count(self.counts)
+        self.counts.flush()
         if done.choice is COMPARISON:
             return
         if cache is not None:
@@ -322,6 +346,7 @@ class Handle:
         if self._statistics is not None:
             self._statistics.stop()
         self.background.stop()
+        self.counts.flush()
         if self.attached:
             self._policy_events.removed()
         configs = {id(module.config) for module in self._layers}

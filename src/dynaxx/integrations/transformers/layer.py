@@ -31,6 +31,7 @@ from dynaxx.integrations.transformers.prepared_calls import (
     key_of,
     prepare,
     restore_prepared,
+    running,
 )
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.autocast import follow_autocast
@@ -382,14 +383,17 @@ def attention(
         if out is not None:
             return out, None
         return _original(module)(module, query, key, value, attention_mask, **kwargs)
-    current: ForwardContext | None = kwargs.pop(ARGUMENT, None)
-    known = None
-    if current is not None and current.dense_pass is not None:
-        dense = current.dense_pass
+    current: ForwardContext | None = None
+    dense = running.dense
+    if dense is None or dense.config is not module.config:
+        current = kwargs.pop(ARGUMENT, None)
+        dense = None if current is None else current.dense_pass
+    if dense is not None:
         dense.calls += 1
         mask = None if attention_mask is None else dense.plain(attention_mask)
         attended: tuple[Tensor, Tensor | None] = dense.attention(module, query, key, value, mask, **kwargs)
         return attended
+    known = None
     if current is not None and current.straight:
         known = current.straight.get(key_of(current, module, attention_mask, kwargs))
         found = None if known is None else known.run(current, module, query, key, value, kwargs)

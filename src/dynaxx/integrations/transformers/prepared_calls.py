@@ -13,6 +13,7 @@ the layout if it runs the model's own pattern.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,7 @@ from dynaxx.layout import BlockLayout
 from dynaxx.ops.prepared.layer import LayerReplay, Prepared, prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
+from dynaxx.policy.rollout import ALL
 
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.forward_context import ForwardContext
@@ -86,13 +88,23 @@ class DenseOutcome(NamedTuple):
 
 
 class DensePass:
-    """All calls of a pass, if they equal those of an earlier pass: each goes to the model's original attention."""
+    """All calls of a pass, if they equal those of an earlier pass: each goes to the model's original attention.
 
-    __slots__ = ("_mask", "_plain", "attention", "calls", "outcome")
+    Attributes:
+        attention: the model's original attention.
+        outcome: reason and phase of the calls.
+        calls: number of calls so far.
+        deployed: the policy in force when the pass started.
+        tokens: number of tokens of the pass, if it has no `ForwardContext`.
+        config: the config of its modules, if it has no `ForwardContext`.
+    """
 
-    def __init__(self, known: DenseOutcome) -> None:
+    __slots__ = ("_mask", "_plain", "attention", "calls", "config", "deployed", "outcome", "tokens")
+
+    def __init__(self, known: DenseOutcome, deployed: Deployed, tokens: int = 0) -> None:
         self.attention, self.outcome = known
-        self.calls = 0
+        self.deployed, self.tokens, self.calls = deployed, tokens, 0
+        self.config: Any = None
         self._mask: Tensor | None = None  # the last mask of transformers, and what its attention expects
         self._plain: Tensor | None = None
 
@@ -206,7 +218,52 @@ def dense_pass(current: ForwardContext, device: str, seqlen_q: int, past: int) -
         past: number of cached tokens of each row; only whole prompts are known.
     """
     known = current.deployed.dense_passes.get(_pass_key(current, device, seqlen_q)) if past == 0 else None
-    return None if known is None else DensePass(known)
+    return None if known is None else DensePass(known, current.deployed)
+
+
+class DensePasses:
+    """Dense passes over whole prompts without a cache, by the shape of their token ids, for passes of the same shape.
+
+    Such a pass needs no `ForwardContext`: its policy, its requests and its calls are known.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[torch.Size, tuple[DenseOutcome, Hashable]] = {}
+
+    def keep(self, current: ForwardContext, done: DensePass, ids: Tensor | None, cache: Any) -> None:
+        """Keep a pass that ended, if nothing but its shape, the policy and its state decided."""
+        rollout = current.deployed.policy.rollout
+        every = rollout.flag is None and rollout.share == 1.0
+        if ids is None or cache is not None or current.blocked is not None or not every or current.choice is not ALL:
+            return
+        if len(self._known) >= MOST_OUTCOMES:
+            self._known.clear()
+        self._known[ids.shape] = DenseOutcome(done.attention, done.outcome), _state(current.deployed, ids)
+
+    def again(self, kwargs: dict[str, Any], deployed: Deployed) -> DensePass | None:
+        """Return the calls of a pass with these arguments, if it is like one that was kept."""
+        ids: Tensor | None = kwargs.get("input_ids")
+        if ids is None:
+            return None
+        known = self._known.get(ids.shape)
+        if known is None or known[1] != _state(deployed, ids) or torch.is_grad_enabled():
+            return None
+        if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None or "write_index" in kwargs:
+            return None
+        return DensePass(known[0], deployed, ids.numel())
+
+
+class _Thread(threading.local):
+    """State of a thread."""
+
+    dense: DensePass | None = None  # the pass that runs, if it has no `ForwardContext`
+
+
+running = _Thread()
+
+
+def _state(deployed: Deployed, ids: Tensor) -> Hashable:
+    return deployed, deployed.was_long, deployed.decode_was_long, ids.device
 
 
 def keep_dense_pass(current: ForwardContext, layers: int) -> None:

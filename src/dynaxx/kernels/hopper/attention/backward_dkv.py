@@ -105,9 +105,7 @@ def group_pieces(q: Tensor, k: Tensor, layout: BlockLayout) -> int:
     fused = layout.block_size[1] == 128 and tile_width(q.shape[3]) <= 128
     fused = fused and not torch.are_deterministic_algorithms_enabled()
     programs = layout.kv_blocks * k.shape[0] * k.shape[2]
-    return backward_pieces(
-        q.shape[2] // k.shape[2], programs, processors(k.device), fused, fused and is_narrow(layout)
-    )
+    return backward_pieces(q.shape[2] // k.shape[2], programs, processors(k.device), fused, fused and is_narrow(layout))
 
 
 def is_narrow(layout: BlockLayout) -> bool:

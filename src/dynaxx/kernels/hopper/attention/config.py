@@ -70,10 +70,10 @@ def backward_pieces(group_size: int, programs: int, processors: int, fused: bool
     and 0.772 over 20 % of 8k; 2.54, 2.21, 2.11 and 2.16 over everything visible at 8k; and 7.13, 5.31, 4.76 and 5.12
     over 10 % of 32k with 32/4 heads.
 
-    In a narrow layout, whose rows visit blocks up to `REACH` from the diagonal, programs that run at the same time share
-    few queries, which fit in L2 for whole groups. On an H100, whole groups and pieces of two heads take 3.21 and 3.35 ms
-    over a window of 1,024 in 32k tokens with 32/8 heads, 9.52 and 9.86 ms over a window of 4,096; and 3.04 and 3.24 ms
-    over the former with 28/4 heads.
+    In a narrow layout, whose rows visit blocks up to `REACH` from the diagonal, programs that run at the same time
+    share few queries, which fit in L2 for whole groups. On an H100, whole groups and pieces of two heads take 3.21 and
+    3.35 ms over a window of 1,024 in 32k tokens with 32/8 heads, and 9.52 and 9.86 ms over a window of 4,096; and 3.04
+    and 3.24 ms over the former with 28/4 heads.
 
     Args:
         group_size: q heads per kv head.
