@@ -36,7 +36,6 @@ from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.patterns import caches
 
-
 RESERVED = 16 << 30  # bytes
 
 

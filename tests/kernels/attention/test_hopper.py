@@ -456,6 +456,23 @@ def test_groups_are_divided_as_measured():
         group_size, programs = heads[0] // heads[1], tokens // 128 * heads[1]
         assert backward_pieces(group_size, programs, 132, True) == pieces, (heads, tokens)
         assert backward_pieces(group_size, programs, 132, False) in (1, group_size)
+        assert backward_pieces(group_size, programs, 132, True, True) == (pieces if programs <= 396 else 1)
+
+
+def test_narrow_layouts():
+    """Windows are narrow; layouts that reach far, and selections, which are not known on the host, are not."""
+    from dynaxx.kernels.hopper.attention.backward_dkv import is_narrow
+
+    of = lambda pattern, *lengths: is_narrow(pattern.layout(*lengths, block_size=128))
+    assert of(dx.SlidingWindow(4096), 16384)
+    assert of(dx.SlidingWindow(1024), 4096, 16384)  # queries are aligned with the last keys
+    assert of(dx.Causal(), 4096)
+    assert not of(dx.SlidingWindow(8192), 16384)
+    assert not of(dx.SlidingWindow(1024) | dx.Sink(64), 16384)
+    assert not of(dx.Causal(), 16384)
+    assert dx.SlidingWindow(300).layout(1024, block_size=128).reach == 3
+    by_head = dx.BlockLayout.stack_heads([dx.SlidingWindow(w).layout(16384, block_size=128) for w in (128, 6000)])
+    assert by_head.reach == 47
 
 
 def test_refusals_say_why():
