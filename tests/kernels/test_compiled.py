@@ -237,6 +237,25 @@ def test_scores(sizes, spilled, capfd, monkeypatch):
     assert found[0].shared <= MULTIPROCESSOR - RESERVED
 
 
+@pytest.mark.gpu
+@gluon
+def test_latent_attention(capfd):
+    """Forward, and the steps of the backward that have kernels for Hopper: nothing waits, and nothing spills."""
+    from dynaxx.kernels.hopper.tokens import operators
+    from dynaxx.layout.tokens import TokenSpans
+
+    zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)
+    q, k, lse = zeros(128, 576), zeros(1, 576), torch.zeros(128, 64)
+    chosen = torch.zeros(64, 1, 32, dtype=torch.int32)
+
+    def start():
+        plan = operators.prepare(chosen, TokenSpans((0, 64), (0, 64), 1), q, k, k[..., :512])
+        out, _ = operators.forward(q, k, k[..., :512], plan, 0.1)
+        operators.latent_backward(out, lse, q, k, k[..., :512], out, lse, plan, 0.1)
+
+    check(compile_kernels(start, "token_latent", capfd), [0, 0, 0, 0])
+
+
 def test_kernels_that_wait_are_found(capfd, monkeypatch):
     """The tiles' sums do not fit in registers, so the next product waits until they are stored."""
     monkeypatch.setattr(forward, "forward_tiles", lambda *shape: TileSizes(128, 128, 8, 2, 128))

@@ -39,7 +39,7 @@ def _token_places_kernel(
     p_tiles,  # (tiles, 2) int32
     p_position,
     p_first_key,
-    p_table,  # (choices, slabs, M) int32, -1
+    p_table,  # (choices, slabs, M) int16 or int32, -1
     first_tile,
     first_unit,
     own,  # units of a kv head
@@ -90,7 +90,7 @@ def _token_entries_kernel(
     for first in range(0, slabs, SLABS):
         slab = first + o_s
         known = (slab < slabs)[:, None] & (key < keys)[None, :]
-        place = tl.load(p_table + slab.to(tl.int64)[:, None] * keys + key[None, :], mask=known, other=-1)
+        place = tl.load(p_table + slab.to(tl.int64)[:, None] * keys + key[None, :], mask=known, other=-1).to(tl.int32)
         there = (place >= 0).to(tl.int32)
         if WRITE:
             to = done[None, :] + tl.cumsum(there, 0) - 1
@@ -107,7 +107,7 @@ def entries_of_keys(plan: TokenPlan, heads: range, tiles: range, keys: int, kv_h
     """
     own, select_heads, slots = plan.units // kv_heads, *plan.lists.shape[1:]
     choices, slabs, width = 1 if select_heads == 1 else len(heads), len(tiles) * own, slots * plan.block_size
-    table = plan.lists.new_full((choices, slabs, keys), -1)
+    table = plan.lists.new_full((choices, slabs, keys), -1, dtype=torch.int16 if width <= 1 << 15 else torch.int32)
     _token_places_kernel[(slabs, choices, -(-width // PLACES))](
         plan.lists,
         plan.lists if plan.counts is None else plan.counts,

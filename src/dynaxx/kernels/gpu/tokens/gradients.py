@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,17 @@ from dynaxx.kernels.gpu.tokens.sums import _token_sum_kernel
 from dynaxx.kernels.gpu.tokens.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
 
 WORKSPACE = 4 << 30  # bytes
+PLACE = ("lists", "units", "select_heads", "kv_heads", "slots", "group_size")
+TILE = ("D", "GRAIN", "PER_TILE", "PART", "ROWS")
 MOST_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at once
+
+
+class WideSteps(NamedTuple):
+    """The functions that do the three steps of a wide backward."""
+
+    scores: Callable[..., None]  # `write_scores`
+    dq: Callable[..., None]  # `write_dq`
+    rows: Callable[..., None]  # `write_rows`
 
 
 def token_backward(
@@ -35,7 +45,7 @@ def token_backward(
     shared: dict[str, Any],
     latent: bool,
     joined: bool,
-    scores: Callable[..., None] | None = None,
+    steps: WideSteps | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dq, and dk and dv, or their sum.
 
@@ -48,7 +58,7 @@ def token_backward(
         shared: arguments of all kernels by tile.
         latent: whether v is the first part of k in memory, which is then read once.
         joined: whether to add dv to the first columns of dk; only if `latent`.
-        scores: a function to use instead of `write_scores`.
+        steps: functions to use above `WIDE` instead of those of this module.
     """
     q, k, v = inputs
     delta = _delta(do, dlse, *results)
@@ -59,14 +69,14 @@ def token_backward(
     targets = [dk] if joined else [dk, dv]
     sums = targets if pieces == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
     grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "do_strides": packed_strides_of(do)}
-    write_rows: Callable[..., tuple[Tensor, int]] = _narrow_rows
+    tile_gradients: Callable[..., tuple[Tensor, int]] = _narrow_rows
     if max(q.shape[2], v.shape[2]) > WIDE:
-        write_rows = partial(_wide_rows, write_scores=scores or write_scores)
+        tile_gradients = partial(_wide_rows, steps=steps or WideSteps(write_scores, write_dq, write_rows))
     for first_tile in range(0, tiles, tiles_at_once):
         some, found = range(first_tile, min(first_tile + tiles_at_once, tiles)), None
         for first_head in range(0, kv_heads, heads_at_once):
             heads = range(first_head, min(first_head + heads_at_once, kv_heads))
-            rows, parts = write_rows(inputs, dq, plan, heads, some, shared | grads, latent, joined)
+            rows, parts = tile_gradients(inputs, dq, plan, heads, some, shared | grads, latent, joined)
             if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
                 found = entries_of_keys(plan, heads, some, *k.shape[:2])
             _add(sums, rows, found, heads, parts, first_tile > 0)
@@ -100,14 +110,23 @@ def _pieces(plan: TokenPlan, q: Tensor, columns_v: int, k: Tensor) -> tuple[int,
     keys, kv_heads = k.shape[:2]
     width = plan.lists.shape[2] * plan.block_size
     own = plan.units // kv_heads
-    numbers = own * plan.rows.parts * width * (q.shape[2] + columns_v)
-    if max(q.shape[2], columns_v) > WIDE:
+    wide = max(q.shape[2], columns_v) > WIDE
+    numbers = own * plan.rows.parts // (_parts_together(plan) if wide else 1) * width * (q.shape[2] + columns_v)
+    if wide:
         numbers += 2 * own * plan.rows.parts * width * plan.rows.rows
     fit = max(1, WORKSPACE // (numbers * q.itemsize + own * keys * 4))
     tiles = len(plan.tiles)
     if fit >= tiles:
         return min(kv_heads, fit // tiles), tiles
     return 1, -(-tiles // -(-tiles // fit))
+
+
+def _parts_together(plan: TokenPlan) -> int:
+    """Return how many parts of a tile a program of the wide backward multiplies; see `MOST_BOTH`."""
+    together = 1
+    while plan.rows.parts % (2 * together) == 0 and 2 * together * plan.rows.rows <= MOST_BOTH:
+        together *= 2
+    return together
 
 
 def _narrow_rows(
@@ -176,59 +195,89 @@ def _wide_rows(
     arguments: dict[str, Any],
     latent: bool,
     joined: bool,
-    write_scores: Callable[..., None],
+    steps: WideSteps,
 ) -> tuple[Tensor, int]:
     """Do what `_narrow_rows` does, in the three steps of `wide.py`."""
     q, k, v = inputs
     own, parts, rows = plan.units // k.shape[1], plan.rows.parts, plan.rows.rows
     width = plan.lists.shape[2] * plan.block_size
     units = len(heads) * own
-    together = 1
-    while parts % (2 * together) == 0 and 2 * together * rows <= MOST_BOTH:
-        together *= 2
+    together = _parts_together(plan)
     weights, ds = (q.new_empty(len(tiles) * units * parts * rows, width) for _ in range(2))
-    _, products, by_key = wide_launches(q.itemsize, latent)
-    where = {"first_tile": tiles.start, "first_unit": heads.start * own}
-    write_scores(inputs, weights, ds, plan, heads, tiles, arguments, latent)
-    only = lambda *names: {name: arguments[name] for name in names}
-    place = ("lists", "units", "select_heads", "kv_heads", "slots", "group_size")
-    tile = ("D", "GRAIN", "PER_TILE", "PART", "ROWS")
+    steps.scores(inputs, weights, ds, plan, heads, tiles, arguments, latent)
+    steps.dq(inputs, dq, ds, plan, heads, tiles, arguments, together)
+    columns = q.shape[2] + (0 if joined else v.shape[2])
+    buffer = q.new_empty(len(tiles) * units * parts // together * width, columns)
+    steps.rows(inputs, (weights, ds), buffer, plan, heads, tiles, arguments, together, joined)
+    return buffer, parts // together
+
+
+def write_dq(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dq: Tensor,
+    ds: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    together: int,
+) -> None:
+    """Write dq of some tiles and kv heads; a program multiplies `together` parts of a tile."""
+    q, k, v = inputs
+    own = plan.units // k.shape[1]
     d_a, d_b = widths(q.shape[2])
-    _token_dq_kernel[(len(tiles), units, 2 * parts // together)](
+    only = ("k_strides", *PLACE, *TILE)
+    _token_dq_kernel[(len(tiles), len(heads) * own, 2 * plan.rows.parts // together)](
         k,
         dq,
         ds,
-        **only("k_strides", *place, *tile),
+        **{name: arguments[name] for name in only},
         dq_strides=packed_strides_of(dq),
         D_A=d_a,
         D_B=d_b,
         HALF_A=d_a // 2,
         HALF_B=max(16, d_b // 2),
-        BOTH=rows * together,
+        BOTH=plan.rows.rows * together,
         HALVES=2,
-        **where,
-        **products.options,
+        first_tile=tiles.start,
+        first_unit=heads.start * own,
+        **wide_launches(q.itemsize, v.shape[2] < q.shape[2])[1].options,
     )
-    columns = q.shape[2] + (0 if joined else v.shape[2])
-    buffer = q.new_empty(len(tiles) * units * parts // together * width, columns)
-    chunks = -(-width // by_key.block_n)
-    _token_rows_kernel[(len(tiles) * chunks, units, parts // together)](
+
+
+def write_rows(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    scores: tuple[Tensor, Tensor],
+    buffer: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    together: int,
+    joined: bool,
+) -> None:
+    """Write the rows of dk and dv of some tiles and kv heads; `scores` are p and ds."""
+    q, k, _ = inputs
+    own = plan.units // k.shape[1]
+    by_key = wide_launches(q.itemsize, joined)[2]
+    chunks = -(-plan.lists.shape[2] * plan.block_size // by_key.block_n)
+    only = ("q_strides", "do_strides", "E", *PLACE, *TILE)
+    _token_rows_kernel[(len(tiles) * chunks, len(heads) * own, plan.rows.parts // together)](
         q,
         arguments["p_do"],
-        weights,
-        ds,
+        *scores,
         buffer,
-        **only("q_strides", "do_strides", "E", *place, *tile),
+        **{name: arguments[name] for name in only},
         chunks=chunks,
-        BOTH=rows * together,
+        BOTH=plan.rows.rows * together,
         BLOCK_D=16 if q.itemsize == 4 else 64,
         LATENT=joined,
-        **where,
+        first_tile=tiles.start,
+        first_unit=heads.start * own,
         BLOCK_N=by_key.block_n,
         num_warps=by_key.num_warps,
         num_stages=by_key.prefetch + 1,
     )
-    return buffer, parts // together
 
 
 def _add(sums: list[Tensor], rows: Tensor, found: KeyPlaces, heads: range, parts: int, add: bool) -> None:

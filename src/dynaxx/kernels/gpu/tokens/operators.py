@@ -6,7 +6,6 @@ T queries, M keys, Hq / Hk / Hs query, kv and selection heads, n slots, D / E he
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens.config import WIDE, forward_launch, widths
 from dynaxx.kernels.gpu.tokens.forward import _token_fwd_kernel
-from dynaxx.kernels.gpu.tokens.gradients import token_backward
+from dynaxx.kernels.gpu.tokens.gradients import WideSteps, token_backward
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.gpu.tokens.primitives import ListTables
 from dynaxx.kernels.sinks import include_sinks
@@ -101,7 +100,7 @@ def gradients(
     plan: TokenPlan,
     settings: tuple[float, float | None],
     joined: bool,
-    scores: Callable[..., None] | None = None,
+    steps: WideSteps | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dq, and dk and dv, or their sum if `joined`.
 
@@ -113,7 +112,7 @@ def gradients(
         plan: the selection.
         settings: scale and softcap.
         joined: v is the first part of k in memory, and head_dim above `WIDE`.
-        scores: a function to use instead of `write_scores` of `gradients.py`.
+        steps: functions to use above `WIDE` instead of those of `gradients.py`.
     """
     q, k, v = (unit_stride(x) for x in inputs)
     out, lse = unit_stride(results[0]), results[1].contiguous()
@@ -121,7 +120,7 @@ def gradients(
         return torch.zeros_like(q), [torch.zeros_like(x) for x in ((k,) if joined else (k, v))]
     arguments = shared_arguments(q, k, v, plan, *settings)
     latent = shares_rows(k, v)
-    return token_backward(unit_stride(do), dlse, (q, k, v), (out, lse), plan, arguments, latent, joined, scores)
+    return token_backward(unit_stride(do), dlse, (q, k, v), (out, lse), plan, arguments, latent, joined, steps)
 
 
 def shares_rows(k: Tensor, v: Tensor) -> bool:

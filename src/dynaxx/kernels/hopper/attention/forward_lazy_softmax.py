@@ -21,6 +21,8 @@ A thread has columns 2 t and 2 t + 1 of every eight, where t is its index among 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dynaxx.kernels.hopper.primitives.columns import columns_of_threads, tile_of_columns
+
 GROWN = gl.constexpr("0f43800000")  # 256, in PTX notation
 
 
@@ -58,9 +60,9 @@ def rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2):
     row_layout: gl.constexpr = row_sum.type.layout
     COLUMNS: gl.constexpr = weights.shape[1] // 4
     SUMS: gl.constexpr = acc.shape[1] // 4
-    columns = _columns_of_threads(weights)
+    columns = columns_of_threads(weights)
     layout: gl.constexpr = columns[0].type.layout
-    args = columns + _columns_of_threads(acc) + (row_sum, base) + _columns_of_threads(scores) + (sums,)
+    args = columns + columns_of_threads(acc) + (row_sum, base) + columns_of_threads(scores) + (sums,)
     given = ()
     for u in gl.static_range(len(args)):
         given += (gl.convert_layout(args[u], layout, assert_trivial=True),)  # type: ignore[assignment]
@@ -75,8 +77,8 @@ def rescaled_where_grown(weights, sums, row_sum, base, acc, scores, scale_log2):
     )
     row_sum = gl.convert_layout(got[COLUMNS + SUMS], row_layout, assert_trivial=True)
     base = gl.convert_layout(got[COLUMNS + SUMS + 1], row_layout, assert_trivial=True)
-    weights = _tile_of_columns(got, 0, COLUMNS, w_layout)
-    return weights, row_sum, base, _tile_of_columns(got, COLUMNS, SUMS, acc_layout)
+    weights = tile_of_columns(got, 0, COLUMNS, w_layout)
+    return weights, row_sum, base, tile_of_columns(got, COLUMNS, SUMS, acc_layout)
 
 
 @gluon.constexpr_function
@@ -123,52 +125,3 @@ def _where_grown(COLUMNS, SUMS):
             lines += [f"add.f32 ${total}, ${total}, ${2 * i + row};"]
         lines += [f"mul.f32 ${2 * i + row}, ${2 * i + row}, ratio;" for i in range(COLUMNS, COLUMNS + SUMS)]
     return "\n".join(["{", *lines, "done:", "}"])
-
-
-@gluon.jit
-def _columns_of_threads(tile):
-    """Split a tile [rows, columns] into columns / 4 tiles [rows, 4], one per column of a thread, in order."""
-    ROWS: gl.constexpr = tile.shape[0]
-    EIGHTS: gl.constexpr = tile.shape[1] // 8
-    tile = gl.permute(gl.reshape(tile, [ROWS, EIGHTS, 4, 2]), (0, 2, 1, 3))
-    return _halves((gl.reshape(tile, [ROWS, 4, EIGHTS * 2]),), EIGHTS * 2)
-
-
-@gluon.jit
-def _halves(tiles, COLUMNS: gl.constexpr):
-    """Split tiles [rows, 4, COLUMNS] into tiles [rows, 4] of their columns."""
-    if COLUMNS == 1:
-        return tiles
-    else:
-        out = ()
-        for u in gl.static_range(len(tiles)):
-            tile = gl.reshape(tiles[u], [tiles[u].shape[0], 4, 2, COLUMNS // 2])
-            left, right = gl.split(gl.permute(tile, (0, 1, 3, 2)))
-            if COLUMNS == 2:
-                left, right = gl.reshape(left, [left.shape[0], 4]), gl.reshape(right, [right.shape[0], 4])
-            out += (left, right)  # type: ignore[assignment]
-        return _halves(out, COLUMNS // 2)
-
-
-@gluon.jit
-def _tile_of_columns(columns, FIRST: gl.constexpr, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Invert `_columns_of_threads` for COUNT of `columns`, starting at FIRST."""
-    tiles = ()
-    for u in gl.static_range(FIRST, FIRST + COUNT, 2):
-        tiles += (gl.join(columns[u], columns[u + 1]),)  # type: ignore[assignment]
-    tile = _joined(tiles)
-    tile = gl.permute(gl.reshape(tile, [tile.shape[0], 4, COUNT // 2, 2]), (0, 2, 1, 3))
-    return gl.convert_layout(gl.reshape(tile, [tile.shape[0], COUNT * 4]), layout)
-
-
-@gluon.jit
-def _joined(tiles):
-    """Join tiles [rows, 4, columns] side by side."""
-    if len(tiles) == 1:
-        return tiles[0]
-    else:
-        out = ()
-        for u in gl.static_range(len(tiles) // 2):
-            tile = gl.permute(gl.join(tiles[2 * u], tiles[2 * u + 1]), (0, 1, 3, 2))
-            out += (gl.reshape(tile, [tile.shape[0], 4, tile.shape[2] * tile.shape[3]]),)  # type: ignore[assignment]
-        return _joined(out)

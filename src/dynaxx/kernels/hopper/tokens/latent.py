@@ -1,145 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward over chosen tokens of latent attention (MLA) on Hopper: warps that gather, and two warpgroups that compute.
+"""Forward over chosen tokens of latent attention (MLA) on Hopper: warps that gather, and two warpgroups that alternate.
 
 A program is one query and 64 of its q heads. Values are the first 512 of the keys' 576 numbers. Each turn takes two
-tiles of 32 keys:
+tiles of 64 keys:
 
-    gathering warps      rows of keys, by cp.async, into four buffers of 32 keys
-    warpgroup 0 and 1    s = q k of its own tile -> maxima meet -> p of its own tile, to shared memory
-                         -> out += p v of both tiles, for its own 256 columns of the values
+    gathering warps    rows of keys, by cp.async, each part of a tile as soon as nobody reads the one before it
+    warpgroup 0        scores of tile 0, and the sums of columns 0 to 255 of the values of both tiles
+    warpgroup 1        scores of tile 1, and the sums of columns 256 to 511
 
-The copies of a tile have a whole iteration to complete, and a softmax needs one exchange of maxima per iteration.
+`latent_consume.py` has the order in which the warpgroups work.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers
-from dynaxx.kernels.hopper.tokens.gather import REST, ROWS, TILE, WIDE, copy_heads, listed_tokens
+from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers, none
+from dynaxx.kernels.hopper.tokens.gather import GATHERED, REST, ROWS, TILE, WIDE, copy_rows, listed_tokens
+from dynaxx.kernels.hopper.tokens.latent_consume import (
+    HALF,
+    KEYS,
+    LEFT_0,
+    LEFT_1,
+    RIGHT_0,
+    RIGHT_1,
+    Columns,
+    Results,
+    Shared,
+    Sizes,
+    consume_first,
+    consume_second,
+)
 
-KEYS = gl.constexpr(32)  # of a tile
-BUFFERS = gl.constexpr(4)
-HALF = gl.constexpr(256)  # columns of the values that a warpgroup adds up
 WARPS, MOST_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
-LN2 = gl.constexpr(0.6931471805599453)
-HALF_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))  # a warp copies half a row at once
-REST_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-ROW = gl.constexpr(gl.SliceLayout(1, SCORES))
-P_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 
 
 @gluon.jit
-def _copy(buffer, p_k, key, last, k_strides, FIRST: gl.constexpr, layout: gl.constexpr):
-    """Start copying columns of the rows of keys, from column FIRST on; rows of missing tokens become 0."""
-    column = FIRST + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
+def _rows_of(p_list, i_tile, slots, last, k_strides):
+    """Return where the rows of a tile begin, and which exist."""
+    key = listed_tokens(p_list, i_tile, slots, KEYS, gl.SliceLayout(1, GATHERED))
     there = (key >= 0) & (key <= last)
-    p_rows = p_k + (gl.where(there, key, 0).to(gl.int64) * k_strides.n)[:, None] + column[None, :]
-    async_copy.async_copy_global_to_shared(buffer, p_rows, mask=there[:, None])
+    return gl.where(there, key, 0).to(gl.int64) * k_strides.n, there
 
 
 @gluon.jit
-def _produce(p_k, p_list, k_halves, k_rests, full, empty, slots, last, k_strides):
-    """Gather all tiles."""
-    half_keys: gl.constexpr = gl.SliceLayout(1, HALF_ROWS)
-    rest_keys: gl.constexpr = gl.SliceLayout(1, REST_ROWS)
-    key_half = listed_tokens(p_list, 0, slots, KEYS, half_keys)
-    key_rest = listed_tokens(p_list, 0, slots, KEYS, rest_keys)
-    for i_tile in range(2 * gl.cdiv(slots, 2 * KEYS)):
-        buffer = i_tile % BUFFERS
-        mbarrier.wait(empty.index(buffer), ((i_tile // BUFFERS) & 1) ^ 1)
-        _copy(k_halves.index(2 * buffer), p_k, key_half, last, k_strides, 0, HALF_ROWS)
-        _copy(k_halves.index(2 * buffer + 1), p_k, key_half, last, k_strides, HALF, HALF_ROWS)
-        _copy(k_rests.index(buffer), p_k, key_rest, last, k_strides, WIDE, REST_ROWS)
-        async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
-        key_half = listed_tokens(p_list, i_tile + 1, slots, KEYS, half_keys)
-        key_rest = listed_tokens(p_list, i_tile + 1, slots, KEYS, rest_keys)
+def _produce(p_k, p_list, tile_0, tile_1, full, empty, slots, last, k_strides, turns):
+    """Gather all tiles, in the order in which their parts become free."""
+    row_0, there_0 = _rows_of(p_list, 0, slots, last, k_strides)
+    row_1, there_1 = _rows_of(p_list, 1, slots, last, k_strides)
+    for i_turn in range(turns):
+        i = none(i_turn)
+        phase = (i_turn & 1) ^ 1
+        mbarrier.wait(empty.index(LEFT_0), phase)
+        copy_rows(tile_0.left.index(i), p_k, row_0, there_0, 0, GATHERED)
+        async_copy.mbarrier_arrive(full.index(LEFT_0), increment_count=False)
+        mbarrier.wait(empty.index(RIGHT_1), phase)
+        copy_rows(tile_1.right.index(i), p_k, row_1, there_1, HALF, GATHERED)
+        async_copy.mbarrier_arrive(full.index(RIGHT_1), increment_count=False)
+        mbarrier.wait(empty.index(RIGHT_0), phase)
+        copy_rows(tile_0.right.index(i), p_k, row_0, there_0, HALF, GATHERED)
+        copy_rows(tile_0.rest.index(i), p_k, row_0, there_0, WIDE, GATHERED)
+        async_copy.mbarrier_arrive(full.index(RIGHT_0), increment_count=False)
+        row_0, there_0 = _rows_of(p_list, 2 * i_turn + 2, slots, last, k_strides)
+        mbarrier.wait(empty.index(LEFT_1), phase)
+        copy_rows(tile_1.left.index(i), p_k, row_1, there_1, 0, GATHERED)
+        copy_rows(tile_1.rest.index(i), p_k, row_1, there_1, WIDE, GATHERED)
+        async_copy.mbarrier_arrive(full.index(LEFT_1), increment_count=False)
+        row_1, there_1 = _rows_of(p_list, 2 * i_turn + 3, slots, last, k_strides)
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _exchanged(numbers, ready, values, i_turn, OWN: gl.constexpr):
-    """Return the other warpgroup's `values` [ROWS] of an iteration."""
-    numbers.index(OWN).store(values)
-    gl.thread_barrier()
-    mbarrier.arrive(ready.index(OWN), count=1)
-    mbarrier.wait(ready.index(1 - OWN), i_turn & 1)
-    return numbers.index(1 - OWN).load(ROW)
-
-
-@gluon.jit
-def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr):
-    """Compute the scores of every second tile, and the sums of 256 columns of all values."""
-    p_out, p_lse, p_list = tensors
-    q_wide, q_rest, k_halves, k_rests, weight_tiles, numbers = buffers
-    full, empty, maxima_ready, weights_ready = signals
-    queries, slots, group_size, i_part, t, last, scale_log2, out_strides = sizes
-    dtype: gl.constexpr = q_wide.dtype
-    score_keys: gl.constexpr = gl.SliceLayout(0, SCORES)
-    row_max = gl.full([ROWS], -float("inf"), gl.float32, ROW)
-    row_sum = gl.zeros([ROWS], gl.float32, ROW)
-    sums = gl.zeros([ROWS, HALF], gl.float32, SUMS)
-    key = listed_tokens(p_list, OWN, slots, KEYS, score_keys)
-    turns = gl.cdiv(slots, 2 * KEYS)
-    for i_turn in range(turns):
-        own, other = 2 * (i_turn % 2) + OWN, 2 * (i_turn % 2) + 1 - OWN
-        mbarrier.wait(full.index(own), (i_turn // 2) & 1)
-        fence_async_shared()
-        zero = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-        token = warpgroup_mma(
-            q_wide.slice(0, HALF, dim=1), k_halves.index(2 * own).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        token = warpgroup_mma(
-            q_wide.slice(HALF, HALF, dim=1), k_halves.index(2 * own + 1).permute((1, 0)), token, is_async=True
-        )
-        token = warpgroup_mma(q_rest, k_rests.index(own).permute((1, 0)), token, is_async=True)
-        there = (key >= 0) & (key <= last)
-        key = listed_tokens(p_list, 2 * i_turn + 2 + OWN, slots, KEYS, score_keys)
-        scores = warpgroup_mma_wait(0, deps=[token])
-        scores = gl.where(there[None, :], scores * scale_log2, -float("inf"))
-        own_max = gl.maximum(row_max, gl.max(scores, 1))
-        new_max = gl.maximum(own_max, _exchanged(numbers, maxima_ready, own_max, i_turn, OWN))
-        shift = gl.where(new_max == -float("inf"), 0.0, new_max)
-        rescale = gl.exp2(row_max - shift)
-        weights = gl.exp2(scores - shift[:, None])
-        weight_tiles.index(OWN).store(weights.to(dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(weights_ready.index(OWN), count=1)
-        row_sum = row_sum * rescale + gl.sum(weights, 1)
-        row_max = new_max
-        sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
-        mbarrier.wait(full.index(other), (i_turn // 2) & 1)
-        mbarrier.wait(weights_ready.index(1 - OWN), i_turn & 1)
-        fence_async_shared()
-        acc = warpgroup_mma(weight_tiles.index(OWN), k_halves.index(2 * own + OWN), sums, is_async=True)
-        acc = warpgroup_mma(weight_tiles.index(1 - OWN), k_halves.index(2 * other + OWN), acc, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=[acc])
-        gl.thread_barrier()  # all warps have read the buffers
-        mbarrier.arrive(empty.index(own), count=1)
-        mbarrier.arrive(empty.index(other), count=1)
-    row_sum += _exchanged(numbers, maxima_ready, row_sum, turns, OWN)
-    empty_row = row_sum == 0
-    total = gl.where(empty_row, 1.0, row_sum)
-    head = i_part * ROWS + gl.arange(0, ROWS, ROW)
-    if OWN == 0:
-        lse = gl.where(empty_row, -float("inf"), row_max * LN2 + gl.log(total))
-        gl.store(p_lse + head.to(gl.int64) * queries + t, lse, mask=head < group_size)
-    sums = sums / gl.convert_layout(total, gl.SliceLayout(1, SUMS))[:, None]
-    head = i_part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    p_rows = p_out + t * out_strides.n + head.to(gl.int64)[:, None] * out_strides.h
-    column = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
-    gl.store(p_rows + column[None, :], sums.to(dtype), mask=(head < group_size)[:, None])
+def _columns(dtype: gl.constexpr, rows: gl.constexpr):
+    """Allocate [1, rows, 576] in parts; the index of 1 is what `none` of `signals.py` needs."""
+    return Columns(
+        left=gl.allocate_shared_memory(dtype, [1, rows, HALF], TILE),
+        right=gl.allocate_shared_memory(dtype, [1, rows, HALF], TILE),
+        rest=gl.allocate_shared_memory(dtype, [1, rows, REST], TILE),
+    )
 
 
 @kernel_launcher
@@ -166,27 +107,39 @@ def _token_latent_kernel(
     p_list = p_chosen + t * slots
     last = gl.load(p_position + t)
     p_k += gl.load(p_first_key + t).to(gl.int64) * k_strides.n
+    turns = gl.maximum(gl.cdiv(slots, 2 * KEYS), 1)
     dtype: gl.constexpr = p_q.dtype.element_ty
-    q_wide = gl.allocate_shared_memory(dtype, [ROWS, WIDE], TILE)
-    q_rest = gl.allocate_shared_memory(dtype, [ROWS, REST], TILE)
-    k_halves = gl.allocate_shared_memory(dtype, [2 * BUFFERS, KEYS, HALF], TILE)
-    k_rests = gl.allocate_shared_memory(dtype, [BUFFERS, KEYS, REST], TILE)
-    weight_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, KEYS], P_TILE)
+    q, tile_0, tile_1 = _columns(dtype, ROWS), _columns(dtype, KEYS), _columns(dtype, KEYS)
     numbers = gl.allocate_shared_memory(gl.float32, [2, ROWS], NUMBERS)
-    full, empty = barriers(BUFFERS, 128), barriers(BUFFERS, 2)
-    maxima_ready, weights_ready = barriers(2, 1), barriers(2, 1)
-    copy_heads(q_wide, p_q, t, i_part, group_size, q_strides, 0, HALF_ROWS)
-    copy_heads(q_rest, p_q, t, i_part, group_size, q_strides, WIDE, REST_ROWS)
-    fence_async_shared()
-    tensors = p_out, p_lse, p_list
-    buffers = q_wide, q_rest, k_halves, k_rests, weight_tiles, numbers
-    signals = full, empty, maxima_ready, weights_ready
-    sizes = queries, slots, group_size, i_part, t, last, scale_log2, out_strides
+    full, empty = barriers(4, 128), barriers(4, 1)
+    shared = Shared(
+        q=q,
+        tile_0=tile_0,
+        tile_1=tile_1,
+        numbers=numbers,
+        full=full,
+        empty=empty,
+        numbers_ready=barriers(2, 1),
+        weights_ready=barriers(2, 1),
+        q_ready=barriers(1, 256),
+    )
+    results = Results(p_q=p_q + t * q_strides.n, p_out=p_out + t * out_strides.n, p_lse=p_lse + t)
+    sizes = Sizes(
+        slots=slots,
+        turns=turns,
+        last=last,
+        scale_log2=scale_log2,
+        queries=queries,
+        first_head=i_part * ROWS,
+        group_size=group_size,
+        q_stride=q_strides.h,
+        out_stride=out_strides.h,
+    )
     gl.warp_specialize(
         [
-            (_consume, (tensors, buffers, signals, sizes, 0)),
-            (_consume, (tensors, buffers, signals, sizes, 1)),
-            (_produce, (p_k, p_list, k_halves, k_rests, full, empty, slots, last, k_strides)),
+            (consume_first, (shared, p_list, results, sizes)),
+            (consume_second, (shared, p_list, results, sizes)),
+            (_produce, (p_k, p_list, tile_0, tile_1, full, empty, slots, last, k_strides, turns)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens import operators as portable
+from dynaxx.kernels.gpu.tokens.gradients import WideSteps, write_dq, write_rows
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan, prepare
-from dynaxx.kernels.hopper.tokens import latent, latent_scores
+from dynaxx.kernels.hopper.tokens import latent, latent_dq, latent_rows, latent_scores
 from dynaxx.kernels.hopper.tokens.gather import REST, ROWS, WIDE
 from dynaxx.kernels.hopper.tokens.latent import _token_latent_kernel
+from dynaxx.kernels.hopper.tokens.latent_dq import _token_latent_dq_kernel
+from dynaxx.kernels.hopper.tokens.latent_rows import _token_latent_rows_kernel
 from dynaxx.kernels.hopper.tokens.latent_scores import _token_latent_scores_kernel
 from dynaxx.kernels.sinks import include_sinks
 
@@ -34,6 +37,7 @@ def forward(
     q, k, v = (unit_stride(x) for x in (q, k, v))
     if softcap is not None or not q.shape[0] or not fits(q, k, v, plan):
         return portable.forward(q, k, v, plan, scale, softcap, sinks)
+    q = _aligned(q)
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     _token_latent_kernel[(q.shape[0] * plan.rows.parts,)](
@@ -73,8 +77,11 @@ def backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; bitwise reproducible."""
+    steps = _steps(q, k, v, plan, softcap)
+    if steps is not None:
+        q, do, steps = _aligned(unit_stride(q)), _aligned(unit_stride(do)), steps._replace(rows=write_rows)
     given = (do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), False)
-    dq, grads = portable.gradients(*given, _scores(q, k, v, plan, softcap))
+    dq, grads = portable.gradients(*given, steps)
     return dq, grads[0], grads[1]
 
 
@@ -91,11 +98,19 @@ def latent_backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dk, which contains the gradient of v = k[..., :E]."""
-    scores = _scores(q, k, v, plan, softcap)
-    if scores is None:
+    steps = _steps(q, k, v, plan, softcap)
+    if steps is None:
         return portable.latent_backward(do, dlse, q, k, v, out, lse, plan, scale, softcap)
-    dq, grads = portable.gradients(do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), True, scores)
+    q, do = _aligned(unit_stride(q)), _aligned(unit_stride(do))
+    dq, grads = portable.gradients(do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), True, steps)
     return dq, grads[0]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy if its rows do not begin where copies of 16 bytes can begin."""
+    if x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:2]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> bool:
@@ -106,9 +121,72 @@ def fits(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> bool:
     return widths and alone and steps and plan.rows.rows == ROWS.value and portable.shares_rows(k, v)
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, softcap: float | None) -> Any:
-    """Return `_write_scores` if it can serve, else None."""
-    return _write_scores if softcap is None and fits(unit_stride(q), k, v, plan) else None
+def _steps(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, softcap: float | None) -> WideSteps | None:
+    """Return the steps of the backward if the kernels for latent attention serve, else None."""
+    if softcap is not None or not fits(unit_stride(q), k, v, plan):
+        return None
+    if plan.rows.parts % 2 or plan.lists.shape[2] % 16:
+        return WideSteps(_write_scores, write_dq, write_rows)
+    return WideSteps(_write_scores, _write_dq, _write_rows)
+
+
+def _write_dq(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dq: Tensor,
+    ds: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    together: int,
+) -> None:
+    pairs = plan.rows.parts // 2
+    _token_latent_dq_kernel[(2 * pairs * len(tiles),)](
+        inputs[1],
+        dq,
+        ds,
+        plan.lists,
+        plan.position,
+        plan.first_key,
+        slots=plan.lists.shape[2],
+        width=ds.shape[1],
+        group_size=dq.shape[1],
+        pairs=pairs,
+        first_query=tiles.start,
+        k_strides=arguments["k_strides"],
+        dq_strides=packed_strides_of(dq),
+        num_warps=latent_dq.WARPS,
+        maxnreg=latent_dq.MOST_REGISTERS,
+    )
+
+
+def _write_rows(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    scores: tuple[Tensor, Tensor],
+    buffer: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    together: int,
+    joined: bool,
+) -> None:
+    pairs = plan.rows.parts // 2
+    _token_latent_rows_kernel[(2 * pairs * len(tiles),)](
+        inputs[0],
+        arguments["p_do"],
+        *scores,
+        buffer,
+        slots=plan.lists.shape[2],
+        width=scores[0].shape[1],
+        group_size=inputs[0].shape[1],
+        pairs=pairs,
+        first_query=tiles.start,
+        q_strides=arguments["q_strides"],
+        do_strides=arguments["do_strides"],
+        num_warps=latent_rows.WARPS,
+        maxnreg=latent_rows.MOST_REGISTERS,
+    )
 
 
 def _write_scores(
@@ -131,9 +209,11 @@ def _write_scores(
         p_chosen=plan.lists,
         p_position=plan.position,
         p_first_key=plan.first_key,
+        width=ds.shape[1],
         group_size=q.shape[1],
         parts=plan.rows.parts,
         first_query=tiles.start,
         num_warps=latent_scores.WARPS,
+        maxnreg=latent_scores.MOST_REGISTERS,
         **{name: arguments[name] for name in only},
     )
