@@ -75,6 +75,10 @@ class Probe:
                 return True
         return False
 
+    def may_want(self) -> bool:
+        """Return whether `wants` may say yes within less than `spacing` from now."""
+        return bool(self.sample_rate) and (not self._measured or time.monotonic() - self._last >= self.spacing)
+
     def measured(self, layer: int, q: Tensor, phase: str = "prefill") -> MeasuredCall:
         """Begin a call that is measured, if `wants` said so."""
         clock = clock_of(q.device)

@@ -6,9 +6,10 @@ import time
 
 import pytest
 import torch
-from test_transformers import INPUTS, SPARSE, gemma3, llama, logits, policy_for, tokens
+from test_transformers import INPUTS, SPARSE, close, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
+from dynaxx.integrations.transformers import border
 from dynaxx.integrations.transformers import layer as layers
 from dynaxx.integrations.transformers.handle import Handle
 
@@ -226,3 +227,19 @@ def test_a_replaced_attention_is_noticed_in_passes_of_a_known_shape(caplog):
         logits(model, input_ids=ids)
         assert "nothing runs on dynaxx" in caplog.text
         assert handle.stats()["dense_calls"] == {"below dense_below": 9}
+
+
+def test_equal_dense_calls_of_an_uncertain_pass_are_planned_once(planned, monkeypatch):
+    """A pass whose length is beyond the border of masked calls alone is not certain to be dense."""
+    monkeypatch.setitem(border.BORDERS, "cpu", {"causal": 1000, "masked": 64, "eager": 64})
+    model, ids = llama(), tokens(2, 100)
+    padding = torch.ones(2, 100, dtype=torch.int64)
+    padding[1, :20] = 0
+    dense, padded = logits(model, input_ids=ids), logits(model, input_ids=ids, attention_mask=padding)
+    with dx.apply(model) as handle:
+        for passes in (1, 2):
+            assert torch.equal(logits(model, input_ids=ids), dense)
+            assert planned == [0] * passes
+            assert handle.stats()["dense_calls"] == {"too few queries to gain": 3 * passes}
+        close(logits(model, input_ids=ids, attention_mask=padding)[padding.bool()], padded[padding.bool()])
+        assert handle.stats()["own_pattern_calls"] == 3

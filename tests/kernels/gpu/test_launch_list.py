@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dynaxx.kernels.gpu.runtime import launch_cache, launch_list, launcher, recorder  # noqa: E402
 from dynaxx.kernels.gpu.runtime.launch_list import CudaLibrary, compiled_code  # noqa: E402
+from dynaxx.ops.prepared.layer import LayerReplay, form_of_call  # noqa: E402
 
 pytestmark = [pytestmark, launches_directly]
 INVALID_VALUE, LAUNCH_FAILED = 1, 719
@@ -533,22 +534,35 @@ def test_a_recording_repeats_from_addresses(fresh, monkeypatch):
     (recording,) = last
     k, x = torch.randn(3, 64), torch.randn(64)
     fresh.launched.clear()
-    (out,) = launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, [])
+    (out,) = recording.repeat([k.data_ptr(), x.data_ptr()], -1, [])
     assert out.shape == (64,)
     assert numbers(fresh.launched[0].parameters)[:3] == [x.data_ptr(), k.data_ptr(), out.data_ptr()]
-    assert launch_cache.repeat(recording, [k.data_ptr() + 8, x.data_ptr()], -1, []) is None
-    with launcher.recording_launches():
-        assert launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, []) is None
-    with launcher.compiling_only():
-        assert launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, []) is None
     fresh.context = 4321
-    assert launch_cache.repeat(recording, [k.data_ptr(), x.data_ptr()], -1, []) is None
-    assert launch_cache.repeat(recording._replace(together=None), [k.data_ptr(), x.data_ptr()], -1, []) is None
+    assert recording.repeat([k.data_ptr(), x.data_ptr()], -1, []) is None
+    assert recording._replace(together=None).repeat([k.data_ptr(), x.data_ptr()], -1, []) is None
     assert launch_cache.replay(recording, (k,), (x,)) is None  # the tensors of this test are on another device
     monkeypatch.setattr(Driver, "get_current_device", staticmethod(lambda: -1))
     (out,) = launch_cache.replay(recording, (k,), (x,))  # through Triton's launcher, because of the context
     assert out.shape == (64,)
     assert len(fresh.launched) == 1
+
+
+def test_a_layer_replays_only_what_is_alike_and_aligned():
+    class Repeats:
+        def repeat(self, addresses, index, sizes):
+            return (torch.tensor(addresses),)
+
+    q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float16) for _ in range(3))
+    replay = LayerReplay(Repeats(), -1, (), (1024,), form_of_call(q, k, v, None))
+    assert replay(q, k, v, None).tolist() == [1024, q.data_ptr(), k.data_ptr(), v.data_ptr()]
+    odd = torch.randn(257, dtype=torch.float16)[1:].view(1, 2, 8, 16)
+    for each in ((odd, k, v), (q, odd, v), (q, k, odd), (q[:, :, :7], k, v), (q.float(), k, v)):
+        assert replay(*each, None) is None
+    assert replay(q, k, v, torch.zeros(2)) is None
+    assert replay(q, k, v.requires_grad_(), None) is None
+    with torch.no_grad():
+        assert replay(q, k, v, None) is not None
+    assert replay(torch.nn.Parameter(q), k, v.detach(), None) is None
 
 
 @pytest.mark.gpu

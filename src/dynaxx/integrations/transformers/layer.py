@@ -26,6 +26,7 @@ from dynaxx.integrations.transformers.planning import Work, plan_call
 from dynaxx.integrations.transformers.prepared_calls import (
     dense_call,
     keep_dense,
+    keep_dense_alike,
     keep_repeated,
     keep_step,
     key_of,
@@ -126,8 +127,9 @@ class Layer:
         plain = work.plain
         if plain is None or plain.dtype is not q.dtype:
             plain = work.plain = self.dense.plain(mask, q.dtype, need_eager=scores.need_eager)
-        if current.is_dense and work.route is Route.DENSE and not scores.need_eager:
-            keep_dense(current, self, module, q, k, mask, kwargs, work)
+        if work.route is Route.DENSE and not scores.need_eager and current.dense_calls is not None:
+            keep = keep_dense if current.is_dense else keep_dense_alike
+            keep(current, self, module, q, k, mask, kwargs, work)
         found: tuple[Tensor, Tensor | None] = self.dense.by_name[plain.name](module, q, k, v, plain.mask, **kwargs)
         return found
 

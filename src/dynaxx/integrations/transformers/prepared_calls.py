@@ -63,13 +63,16 @@ class DenseCall:
     dtype: torch.dtype  # dtype of the queries
     outcome: tuple[DenseReason, str]  # reason and phase
     form: DenseForm
+    alike: Hashable = None  # see `_alike`; None if every call of the pass is certain to be dense
     calls: int = 0
 
     def run(
         self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
     ) -> Attended | None:
-        """Attend as in `AttentionInterface`; None for another dtype, and for scores that SDPA does not compute."""
+        """Attend as in `AttentionInterface`; None if the call must be planned."""
         if q.dtype is not self.dtype or not _sdpa_computes(kwargs):
+            return None
+        if self.alike is not None and self.alike != _alike(q, k, kwargs):
             return None
         self.calls += 1
         found: Attended = self.attention(module, q, k, v, self.plain, **kwargs)
@@ -117,25 +120,35 @@ class DensePass:
 
 @dataclass(slots=True)
 class Repeated:
-    """What calls have in common that equal layers repeat."""
+    """What calls have in common that equal layers repeat within a pass."""
 
     handle: Handle
     mask: Tensor | None  # see `DenseCall`
     names: tuple[str, ...]  # of the keyword arguments
     options: tuple[Any, ...]  # see `_options`
-    by_rule: bool  # telemetry measures some; False for the model's own pattern
+    by_rule: bool  # False for the model's own pattern
+    measures: bool  # whether telemetry may measure a call of this pass
+    healthy: bool  # whether no layer failed before
 
     def may_run(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
-        handle = self.handle
-        if handle.faults or not current.deployed.breakers[layer].healthy:
+        if self.handle.faults or not (self.healthy or current.deployed.breakers[layer].healthy):
             return False
         if tuple(kwargs) != self.names or _options(kwargs) != self.options:
             return False
-        if self.by_rule and handle.counts.probe.wants(q.device):
+        if self.measures and self.handle.counts.probe.wants(q.device):
             current.measures_next = True
             return False
         return True
+
+
+def _common(
+    current: ForwardContext, layer: Layer, mask: Tensor | None, kwargs: Any, *, by_rule: bool
+) -> tuple[Handle, Tensor | None, tuple[str, ...], tuple[Any, ...], bool, bool, bool]:
+    """Return the fields of a `Repeated`."""
+    measures = by_rule and layer.handle.counts.probe.may_want()
+    healthy = all(each.healthy for each in current.deployed.breakers.values())
+    return layer.handle, mask, tuple(kwargs), _options(kwargs), by_rule, measures, healthy
 
 
 @dataclass(slots=True)
@@ -313,6 +326,25 @@ def keep_dense(
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
 
+def keep_dense_alike(
+    current: ForwardContext,
+    layer: Layer,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    kwargs: Any,
+    work: Work,
+) -> None:
+    """Keep a call that was planned dense, for layers with equal calls in a pass whose other calls may be sparse."""
+    if work.reason is None or work.plain is None or not _may_repeat(q, kwargs):
+        return
+    attention, outcome = layer.dense.by_name[work.plain.name], (work.reason, work.phase)
+    form = _form(work.plain.name, q, k)
+    found = DenseCall(attention, mask, work.plain.mask, q.dtype, outcome, form, _alike(q, k, kwargs))
+    _keep(current, layer, key_of(current, module, mask, kwargs), found)
+
+
 def dense_call(
     current: ForwardContext,
     layer: Layer,
@@ -341,10 +373,8 @@ def keep_repeated(
         return
     if not _may_repeat(q, kwargs):
         return
-    by_rule = work.route is not Route.OWN_PATTERN
-    found = RepeatedCall(
-        layer.handle, mask, tuple(kwargs), _options(kwargs), by_rule, prepared=work.prepared, phase=work.phase
-    )
+    common = _common(current, layer, mask, kwargs, by_rule=work.route is not Route.OWN_PATTERN)
+    found = RepeatedCall(*common, work.prepared, work.phase)
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
 
@@ -361,9 +391,8 @@ def keep_step(
     step, current.memory.repeated = current.memory.repeated, None
     if step is None or current.deployed.guard is not None or not _may_repeat(q, kwargs):
         return
-    found = RepeatedStep(
-        layer.handle, mask, tuple(kwargs), _options(kwargs), True, step=step, deployed=current.deployed
-    )
+    common = _common(current, layer, mask, kwargs, by_rule=True)
+    found = RepeatedStep(*common, step, current.deployed)
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
 
@@ -388,6 +417,11 @@ def _form(name: str, q: Tensor, k: Tensor) -> DenseForm:
 def _outcome_key(current: ForwardContext, index: int, q: Tensor, mask: Tensor | None, kwargs: Any) -> Hashable:
     own = has_own_pattern(mask) or kwargs.get("sliding_window") is not None
     return current.deployed.kind(index), q.shape[2], own, current.blocked
+
+
+def _alike(q: Tensor, k: Tensor, kwargs: dict[str, Any]) -> Hashable:
+    """Return what must be equal in calls of a pass that have one plan, besides kind of layer, mask and window."""
+    return q.shape, k.shape, tuple(kwargs), _options(kwargs)
 
 
 def _options(kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -95,17 +95,24 @@ class Prepared:
             v: (batch, kv_heads, seqlen_k, head_dim_v).
             sinks: (q_heads,) or None.
         """
+        from dynaxx.kernels.gpu.runtime.launcher import is_watched
+
         strides = [x.transpose(1, 2).stride() for x in (q, k, v)]
         known = self._recordings.get((*strides, None if sinks is None else sinks.dtype))
-        if known is None or known.together is None:
+        if known is None or known.together is None or is_watched():
             return None
         owned = self._given.kernel_inputs
         places = tuple([x.data_ptr() for x in owned])
+        if any(place & 15 for place in places):
+            return None
         return LayerReplay(known, q.get_device(), owned, places, form_of_call(q, k, v, sinks))
 
 
 class LayerReplay(NamedTuple):
-    """A call of a `Prepared`, for other layers of the same pass."""
+    """A call of a `Prepared`, for other layers of the same pass.
+
+    What cannot change within a pass was checked when the call ran before: tracers, transforms, profilers.
+    """
 
     recording: Recording
     device: int  # index of the GPU
@@ -122,16 +129,16 @@ class LayerReplay(NamedTuple):
             v: (batch, kv_heads, seqlen_k, head_dim_v).
             sinks: (q_heads,) or None.
         """
-        from dynaxx.kernels.gpu.runtime.launch_cache import repeat
-
-        if form_of_call(q, k, v, sinks) != self.form or not _is_plain(q, k, v):
+        if form_of_call(q, k, v, sinks) != self.form or type(q) is not Tensor or q.is_neg() or k.is_neg() or v.is_neg():
             return None
-        if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
             return None
-        addresses = [*self.places, q.data_ptr(), k.data_ptr(), v.data_ptr()]
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        addresses, bits = [*self.places, q_at, k_at, v_at], q_at | k_at | v_at
         if sinks is not None:
             addresses.append(sinks.data_ptr())
-        found = repeat(self.recording, addresses, self.device, [])
+            bits |= addresses[-1]
+        found = None if bits & 15 else self.recording.repeat(addresses, self.device, [])
         return None if found is None else found[0]
 
 

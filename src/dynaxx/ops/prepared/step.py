@@ -112,10 +112,11 @@ class PreparedStep:
             seqused_k: (batch,) int32.
             sinks: (q_heads,) or None.
         """
+        from dynaxx.kernels.gpu.runtime.launcher import is_watched
         from dynaxx.kernels.gpu.runtime.recorder import flat_sizes
 
         last = self._last
-        if last is None or last.recording.together is None or not q.device == k.device == v.device:
+        if last is None or last.recording.together is None or not q.device == k.device == v.device or is_watched():
             return None
         form, sizes = form_of_call(q, k, v, sinks), flat_sizes(last.sizes)
         given, places = (self._wanted, seqused_k), (self._wanted.data_ptr(), seqused_k.data_ptr())
@@ -159,7 +160,7 @@ class LastStep(NamedTuple):
 
 
 class StepReplay(NamedTuple):
-    """The last call of a prepared step, for other layers of the same step."""
+    """The last call of a prepared step, for other layers of the same step; see `LayerReplay`."""
 
     recording: Recording
     sizes: list[int]
@@ -171,7 +172,7 @@ class StepReplay(NamedTuple):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, summaries: PageSummaries, sinks: Tensor | None
     ) -> Tensor | None:
-        """Return out (batch, seqlen_q, q_heads, head_dim_v); None if tensors differ, or the thread is watched.
+        """Return out (batch, seqlen_q, q_heads, head_dim_v); None if tensors differ.
 
         Args:
             q: (batch, q_heads, seqlen_q, head_dim).
@@ -180,9 +181,7 @@ class StepReplay(NamedTuple):
             summaries: the summaries of the cache, of the same shape as in the last call.
             sinks: (q_heads,) or None.
         """
-        from dynaxx.kernels.gpu.runtime.launch_cache import repeat
-
-        if form_of_call(q, k, v, sinks) != self.form or type(q) is not Tensor or transforms_active():
+        if form_of_call(q, k, v, sinks) != self.form or type(q) is not Tensor:
             return None
         low, high, scale = summaries.low, summaries.high, summaries.scale
         wanted, seqused_k = self.places
@@ -194,7 +193,10 @@ class StepReplay(NamedTuple):
         addresses += (q.data_ptr(), wanted)
         if sinks is not None:
             addresses.append(sinks.data_ptr())
-        found = repeat(self.recording, addresses, self.device, self.sizes)
+        bits = 0
+        for address in addresses:
+            bits |= address
+        found = None if bits & 15 else self.recording.repeat(addresses, self.device, self.sizes)
         return None if found is None else found[0]
 
 

@@ -150,24 +150,6 @@ def replay(
     return recording.start(addresses, device, owned, tensors, sizes)
 
 
-def repeat(recording: Recording, addresses: list[int], device: int, sizes: list[int]) -> tuple[Tensor, ...] | None:
-    """Replay a recording as `replay` does, from addresses alone.
-
-    Args:
-        recording: a recording that `record_or_replay` found for a call of the same key.
-        addresses: address of each persistent input and of each tensor of the call, in order.
-        device: index of their GPU.
-        sizes: all integers of the call's sizes, in order.
-
-    Returns:
-        The results; None if the call must go through `record_or_replay`.
-    """
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return None if bits & 15 or is_watched() else recording.repeat(addresses, device, sizes)
-
-
 def _addresses(owned: Tensors, tensors: Tensors) -> tuple[list[int], int]:
     """Return the address of each persistent input, 0 if it is missing, and of each tensor; and the bits of all."""
     addresses, bits = [0 if x is None else x.data_ptr() for x in owned], 0
