@@ -367,6 +367,7 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--state", type=Path, default=Path("benchmarks-tasks-state.json"))
+    parser.add_argument("--write", type=Path, default=None, help="folder for the policies of the methods")
     parser.add_argument("--only-policies", action="store_true", help="run no task: only perplexity, by text")
     parser.add_argument("--show", type=Path, nargs="+", help="print the rows of these states and measure nothing")
     parser.add_argument("--side-by-side", action="store_true", help="one row per task and density, methods as columns")
@@ -499,6 +500,9 @@ def measured_rows(args):
         densities = args.density if "even" in methods else ()
         ratios = {each: rises_per_loss(model, costs, tune_on, args, each, steps.remember) for each in densities}
         policies = methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, steps.remember)
+        for name, policy, density in policies if args.write else ():
+            args.write.mkdir(parents=True, exist_ok=True)
+            dx.save_policy(policy, args.write / f"{name.replace(', ', '_').replace(' ', '_')}_{density:.3f}.json")
         shown("policies of the methods")
         losses = dense_losses(model, ids)
         shown(f"dense perplexity {[round(math.exp(float(torch.cat(each).mean())), 2) for each in losses]}")

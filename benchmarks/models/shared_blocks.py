@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a whole prefill: dense, where each layer chooses its blocks, and where layers read those of others.
+
+    python benchmarks/models/shared_blocks.py smollm2 run/policy.json --tokens 8192 --turns 3 --json
+
+The policy has the field `shared`, as `dynaxx tune --choosing-layers N` writes it. "each layer chooses" is the policy
+`--own`, or the same one without that field. Passes run in turns. The fastest counts, because other processes only add
+time.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+
+import torch
+
+import dynaxx as dx
+from dynaxx.integrations.transformers.apply_policy import apply
+from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.models import load_model
+from dynaxx.lab.texts import encode, load_text, started
+
+
+def timed(model, ids, policy):
+    """Return (seconds, CPU seconds of the process, density) of one prefill."""
+    seen = []
+    with contextlib.ExitStack() as stack:
+        if policy is not None:
+            handle = stack.enter_context(apply(model, policy))
+            stack.enter_context(handle.watch(lambda _, layout: seen.append(layout)))
+        begin, cpu = time.perf_counter(), time.process_time()
+        model(ids, use_cache=True, logits_to_keep=1)
+        spent = time.perf_counter() - begin, time.process_time() - cpu
+    return *spent, sum(layout.density() for layout in seen) / len(seen) if seen else 1.0
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("policy")
+    parser.add_argument("--own", default=None, help="policy in which each layer chooses")
+    parser.add_argument("--text", default="pydoc")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    policy = dx.load_policy(args.policy)
+    if not policy.shared:
+        parser.error(f"{args.policy} has no `shared`: tune with --choosing-layers")
+    own = policy.replace(shared=()) if args.own is None else dx.load_policy(args.own)
+    ways = {"dense": None, "each layer chooses": own, "layers share": policy}
+    model, tokenizer = load_model(args.model)
+    ids = started(tokenizer, encode(tokenizer, load_text(args.text), args.tokens))
+    found = {name: [] for name in ways}
+    with evaluating(model):
+        for _ in range(args.turns):
+            for name, each in ways.items():
+                found[name].append(timed(model, ids, each))
+                print(f"{name}: {found[name][-1][0]:.2f} s, {found[name][-1][1]:.2f} s of CPU", file=sys.stderr)
+    rows = []
+    for name, passes in found.items():
+        seconds, cpu, density = (min(column) for column in zip(*passes, strict=True))
+        dense = [min(column) for column in zip(*found["dense"], strict=True)]
+        rows.append(
+            {
+                "way": name, "blocks": f"{density:.1%}", "seconds": seconds, "against dense": dense[0] / seconds,
+                "CPU seconds": cpu, "CPU against dense": dense[1] / cpu,
+            }
+        )  # fmt: skip
+    print(json.dumps({"rows": rows}) if args.json else "\n".join(map(str, rows)))
+
+
+if __name__ == "__main__":
+    main()
