@@ -11,7 +11,9 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
+from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
+from dynaxx.layout.signature import form_of
 from dynaxx.lazy import lazy
 from dynaxx.patterns import Pattern
 from dynaxx.policy.rule_parts import for_heads, parts
@@ -114,7 +116,10 @@ class LayerPlan:
             if selector is not None and selector.choice(len(heads)) is not None:
                 pattern = rule.pattern if isinstance(rule, Hybrid) else None
                 capacity = layout.layout_batch * most_entries(pattern, selector, layout.grid(), len(heads))
-        return layout.take_heads(heads, capacity)
+        taken = layout.take_heads(heads, capacity)
+        if capacity is None or layout.form is None or taken is layout:
+            return taken
+        return set_form(taken, form_of((), "taken", layout.form, heads, capacity))
 
     @torch.inference_mode(False)
     @torch.no_grad()

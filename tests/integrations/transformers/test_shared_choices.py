@@ -61,6 +61,34 @@ def test_layers_read_the_blocks_of_the_heads_they_name(inputs):
     assert not torch.equal(seen[0][0].to_dense(), seen[2][0].to_dense())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_reads_the_same_blocks_as_a_cpu():
+    model = llama()
+    want = [watched(model, policy_for(model), input_ids=tokens(1, 160, seed=seed)) for seed in range(3)]
+    model.cuda()
+    for seed, (logits, layouts) in enumerate(want):  # later passes repeat the launches of the first
+        ids = tokens(1, 160, seed=seed).cuda()
+        found, seen = watched(model, policy_for(model), input_ids=ids)
+        for layer, (layout,) in layouts.items():
+            same = (seen[layer][0].to_dense().cpu() == layout.to_dense()).float().mean()
+            assert same > 0.98, f"layer {layer}"  # scores of nearly equal blocks differ by rounding
+        for source, reader in ((0, 1), (2, 3)):
+            assert torch.equal(seen[source][0].to_dense()[:, list(MAP)], seen[reader][0].to_dense())
+        assert (found.cpu() - logits).abs().mean() < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_reading_blocks_never_waits_for_the_gpu(never_waits):
+    model, ids = llama().cuda(), tokens(1, 256).cuda()
+    with dx.apply(model, policy_for(model)), torch.no_grad():
+        for _ in range(3):
+            model(ids, use_cache=False)
+        with never_waits():
+            model(ids, use_cache=False)
+
+
 def test_a_source_further_back_serves_several_layers():
     model = llama()
     shared = ((2, 0, MAP), (3, 1, MAP))  # two sources at a time
