@@ -31,6 +31,7 @@ SIZES = dx.NsaSizes()
 HYBRID = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
 BARS = {"window": 1.85, "random": 1.85, "hybrid": 1.8, "nsa": 1.8}
 MEMORY_BAR = 0.55
+NCCL = {"TORCH_NCCL_HIGH_PRIORITY": "1"}  # as docs/guides/distributed.md advises
 
 
 class Setup:
@@ -40,6 +41,8 @@ class Setup:
         self.rank, self.count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.cuda = device == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.cuda else torch.device("cpu")
+        for name, value in NCCL.items():
+            os.environ.setdefault(name, value)  # read when the group is made
         options = {"timeout": timedelta(seconds=120)}
         if self.cuda:
             torch.cuda.set_device(self.device)
@@ -61,6 +64,13 @@ class Setup:
         found = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found.item()
+
+    def all(self, number):
+        """Return the numbers of all ranks."""
+        own = torch.tensor([number], dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        dist.all_gather(found, own)
+        return [x.item() for x in found]
 
     def time(self, run):
         """Return the milliseconds of this rank's call, all ranks starting together; 0 without a call."""
@@ -204,10 +214,22 @@ def check(setup, name, seqlen, dtype):
     return [float(f"{e:.2e}") for e in found]
 
 
-def measure(setup, name, seqlen, backward, repeats):
+def measure(setup, name, seqlen, backward, repeats, alone_on="all"):
+    """Return the row of one workload: one GPU and all GPUs in turns, and the memory of both.
+
+    Args:
+        setup: the ranks.
+        name: workload.
+        seqlen: tokens of the whole sequence.
+        backward: include the backward pass.
+        repeats: number of turns.
+        alone_on: "all": in a turn, every GPU runs the whole workload by itself, all at once, so that all are equally
+            warm and have the same clocks as later; the mean is compared. "first": only the first GPU does.
+    """
     case = Case(setup, name, seqlen)
-    whole = case.draw(True) if setup.rank == 0 else None
-    alone = step(case.one, whole, backward) if setup.rank == 0 else None
+    runs_alone = alone_on == "all" or setup.rank == 0
+    whole = case.draw(True) if runs_alone else None
+    alone = step(case.one, whole, backward) if runs_alone else None
     if alone is not None:
         alone()
     peak_one = setup.peak(alone)
@@ -220,14 +242,16 @@ def measure(setup, name, seqlen, backward, repeats):
     together = step(case.many, own, backward)
     together()
     peak_many = setup.most(setup.peak(together))
-    alone = step(case.one, case.draw(True), backward) if setup.rank == 0 else None
-    times = {"one": [], "many": []}
+    alone = step(case.one, case.draw(True), backward) if runs_alone else None
+    times, by_gpu = {"one": [], "many": []}, {"one": [], "many": []}
     for i in range(repeats + 1):
         for which, run in (("one", alone), ("many", together)):
-            took = setup.most(setup.time(run))
+            took = setup.all(setup.time(run))
             if i:
-                times[which].append(took)
-    one, many = (median(times[which]) for which in ("one", "many"))
+                times[which].append(max(took))
+                by_gpu[which].append(took)
+    many = median(times["many"])
+    one = median(sum(took) / len(took) if alone_on == "all" else took[0] for took in by_gpu["one"])
     row = {
         "name": name,
         "seqlen": seqlen,
@@ -241,6 +265,9 @@ def measure(setup, name, seqlen, backward, repeats):
         "many_GiB": round(peak_many, 3),
         "spread_one": [round(min(times["one"]), 3), round(max(times["one"]), 3)],
         "spread_many": [round(min(times["many"]), 3), round(max(times["many"]), 3)],
+        "one_by_gpu": [round(median(x), 3) for x in zip(*by_gpu["one"], strict=True)],
+        "many_by_gpu": [round(median(x), 3) for x in zip(*by_gpu["many"], strict=True)],
+        "alone_on": alone_on,
         "runs_per_rank": [len(case.split.runs(rank)) for rank in range(setup.count)],
     }
     if setup.cuda:
@@ -276,6 +303,8 @@ def main():
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=400, help="start no measurement later than this")
     parser.add_argument("--sweep", action="store_true", help="also time other numbers of stages")
+    parser.add_argument("--alone-on", default="all", choices=("all", "first"), help="which GPUs run the workload by "
+                        "themselves in a turn")  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--commit", default=None)
     parser.add_argument("--json", type=Path)
@@ -320,7 +349,7 @@ def main():
             setup.say(f"no time left for {name} at {seqlen}")
             continue
         repeats = args.repeats if seqlen <= 131072 else max(3, args.repeats // 2)
-        report["rows"].append(measure(setup, name, seqlen, backward, repeats))
+        report["rows"].append(measure(setup, name, seqlen, backward, repeats, args.alone_on))
         if setup.cuda:
             torch.cuda.empty_cache()
         keep()

@@ -5,8 +5,8 @@ Times per block come from the one-GPU rows of `benchmarks/distributed/distribute
 fewer tokens lie on a GPU; the speed of the link from its first lines. The network between nodes is an assumption:
 `--network`.
 
-python benchmarks/distributed/distributed_model.py MEASURED.json [--plot FILE.svg]
-    [--record FILE.json --date YYYY-MM-DD]
+python benchmarks/distributed/distributed_model.py MEASURED.json [--beyond MEASURED_ON_FOUR.json]
+    [--plot FILE.svg] [--record FILE.json --date YYYY-MM-DD]
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 
 from dynaxx.distributed.cost_model import Machine, Shape, Workload, predict
+from dynaxx.distributed.plan import stages_of
 
 SHAPE = Shape()
 WORKLOADS = {"window": Workload("window", 4096), "random": Workload("random", 0.1), "top_k": Workload("top_k", 64)}
@@ -47,20 +48,30 @@ def half_of_shortest(by_key, workload, forward, link, call):
     row = by_key[seqlen, "forward + backward"]
     blocks = workload.visited_blocks(seqlen, SHAPE.block) * SHAPE.q_heads / 2
     flat = Machine(forward, ((1, 0.0),), link, link, call=call)
-    rest = predict(workload, SHAPE, flat, seqlen, 2, backward=True)
+    rest = predict(workload, SHAPE, flat, seqlen, 2, backward=True, stages=row.get("stages", 1))
     return [(seqlen // 2, (row["many_ms"] * 1e-3 - rest.seconds) / blocks)]
 
 
-def compare(report, network):
-    """Set what was measured on one and two GPUs beside what the model says."""
+def compare(report, network, known=None):
+    """Set what was measured on one GPU and on several beside what the model says.
+
+    Args:
+        report: what was measured.
+        network: bytes per second and GPU between nodes.
+        known: the report that gives the machine's speeds; `report` itself by default.
+    """
     rows = []
     for row in report["rows"]:
         if row["name"] not in WORKLOADS:
             continue
-        machine = machine_of(report, row["name"], network)
+        machine = machine_of(known or report, row["name"], network)
         backward = row["pass"] != "forward"
         for ranks, measured in ((1, row["one_ms"]), (report["gpus"], row["many_ms"])):
-            options = {"backward": backward, "imbalance": row["imbalance"] if ranks > 1 else 1.0}
+            if ranks == 1 and known:
+                continue  # one GPU of another machine's turn tells nothing new
+            options = {"backward": backward}
+            if ranks > 1:
+                options.update(imbalance=row["imbalance"], stages=row.get("stages", 1))
             predicted = predict(WORKLOADS[row["name"]], SHAPE, machine, row["seqlen"], ranks, **options).seconds * 1e3
             rows.append({"name": row["name"], "seqlen": row["seqlen"], "pass": row["pass"], "gpus": ranks,
                          "measured_ms": measured, "predicted_ms": round(predicted, 2),
@@ -77,7 +88,9 @@ def extrapolate(report, network):
             alone = predict(workload, SHAPE, machine, seqlen, 1, backward=True).seconds
             for gpus in GPUS:
                 for by_heads in (1, 8) if gpus >= 8 and name != "window" else (1,):
-                    cost = predict(workload, SHAPE, machine, seqlen, gpus, backward=True, by_heads=by_heads)
+                    count = stages(workload, seqlen, gpus // by_heads, SHAPE.kv_heads // by_heads)
+                    cost = predict(workload, SHAPE, machine, seqlen, gpus, backward=True, by_heads=by_heads,
+                                   stages=count)  # fmt: skip
                     rows.append({"name": name, "seqlen": seqlen, "gpus": gpus, "by_heads": by_heads,
                                  "ms": round(cost.seconds * 1e3, 2), "exchange_ms": round(cost.exchange * 1e3, 2),
                                  "GiB": round(cost.memory / 2**30, 2),
@@ -85,12 +98,18 @@ def extrapolate(report, network):
     return rows
 
 
+def stages(workload, seqlen, ranks, kv_heads):
+    """Return the number of stages that the library chooses by default."""
+    received = workload.received_tokens(seqlen, ranks, SHAPE.block)
+    return stages_of(kv_heads, received * SHAPE.token_bytes / SHAPE.kv_heads) if 4 * received > seqlen // ranks else 1
+
+
 def shown(milliseconds):
     """Return a time with three or four digits."""
     return f"{milliseconds:,.0f}" if milliseconds >= 1000 else f"{milliseconds:.3g}"
 
 
-def result_of(report, compared, ahead, args):
+def result_of(report, compared, ahead, args, beyond=()):
     """Return the predictions as `render.py` reads them."""
     rows = []
     for name, title in TITLES.items():
@@ -113,7 +132,7 @@ def result_of(report, compared, ahead, args):
         "device": f"predicted from {report['gpus']} x {report['gpu']}",
         "versions": {"torch": report["torch"]},
         "setting": f"bf16, 32/8 heads of 128, blocks of 128; nodes of 8 GPUs, {args.network / 1e9:g} GB/s per GPU "
-        "between nodes (assumed); time, share of ideal speed, and memory per GPU without stages",
+        "between nodes (assumed); time, share of ideal speed, and memory per GPU",
         "columns": ["workload, tokens, split", "8 GPUs", "64 GPUs", "512 GPUs"],
         "rows": rows,
         "bars": [
@@ -123,7 +142,17 @@ def result_of(report, compared, ahead, args):
                 "asked": "within 10 %",
                 "measured": f"{abs(worst['error']):.1%}",
                 "met": abs(worst["error"]) <= 0.1,
-            }
+            },
+            *(
+                {
+                    "bar": f"{row['name']}, {row['seqlen'] >> 10}k, {row['pass']}, {row['gpus']} GPUs: "
+                    f"predicted {shown(row['predicted_ms'])} ms, measured {shown(row['measured_ms'])} ms",
+                    "asked": "within 10 %",
+                    "measured": f"{abs(row['error']):.1%}",
+                    "met": abs(row["error"]) <= 0.1,
+                }
+                for row in beyond
+            ),
         ],
     }
 
@@ -157,6 +186,8 @@ def plot(rows, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path, help="what benchmarks/distributed/distributed.py --json wrote")
+    parser.add_argument("--beyond", type=Path, nargs="*", default=[], help="the same of more GPUs, to compare what the "
+                        "model predicts for them")  # fmt: skip
     parser.add_argument("--network", type=float, default=45e9, help="bytes per second and GPU between nodes")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--record", type=Path, help="write the predictions as a file of benchmarks/results")
@@ -164,14 +195,15 @@ def main():
     args = parser.parse_args()
     report = json.loads(args.measured.read_text())
     compared, ahead = compare(report, args.network), extrapolate(report, args.network)
-    for row in compared:
+    beyond = [row for path in args.beyond for row in compare(json.loads(path.read_text()), args.network, report)]
+    for row in [*compared, *beyond]:
         print(row)
     for row in ahead:
         print(row)
     worst = max(abs(row["error"]) for row in compared)
     print(f"largest difference from what was measured: {worst:.1%}")
     if args.record:
-        args.record.write_text(json.dumps(result_of(report, compared, ahead, args), indent=1) + "\n")
+        args.record.write_text(json.dumps(result_of(report, compared, ahead, args, beyond), indent=1) + "\n")
     if args.plot:
         plot(ahead, args.plot)
 

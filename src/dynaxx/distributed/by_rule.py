@@ -167,14 +167,15 @@ class _RuleAttention(torch.autograd.Function):
                         queries, *seen, layout, settings.scale, out=out[:, run.first : run.last, q_heads],
                         **score_options(settings.softcap),
                     )  # fmt: skip
-                layouts.append(layout)
                 lses.append(lse)
+                if settings.needs_grad:
+                    layouts.append(layout)
             del keys, values, seen
         runs = len(settings.runs)
         lse = torch.cat([torch.cat(lses[i : i + runs], 2) for i in range(0, len(lses), runs)], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.settings, ctx.layouts = settings, layouts if settings.needs_grad else []
+        ctx.settings, ctx.layouts = settings, layouts
         return out, lse
 
     @staticmethod

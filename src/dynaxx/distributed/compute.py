@@ -110,10 +110,21 @@ def _edge_rows(q: Tensor, out: Tensor, lse: Tensor, stage: Stage, gathering: Gat
     assert stage.rows is not None, "a stage with inner rows lists its edge rows"
     buffer = gathering.wait()
     if stage.rows.numel():
-        edge_out, edge_lse = settings.forward(q.index_select(1, stage.rows), *buffer, stage.layout)
-        out.index_copy_(1, stage.rows, edge_out)
-        lse.index_copy_(2, stage.rows, edge_lse)
+        place = None if stage.run is None else out[:, stage.run]
+        edge_out, edge_lse = settings.forward(_edge(q, stage, 1), *buffer, stage.layout, place)
+        if place is None:
+            out.index_copy_(1, stage.rows, edge_out)
+            lse.index_copy_(2, stage.rows, edge_lse)
+        else:
+            lse[:, :, stage.run] = edge_lse
     return lse
+
+
+def _edge(x: Tensor, stage: Stage, dim: int) -> Tensor:
+    """Return the edge rows of x along a dimension, without a copy where they are neighbours."""
+    assert stage.rows is not None, "called for stages with inner rows"
+    run = stage.run
+    return x.index_select(dim, stage.rows) if run is None else x.narrow(dim, run.start, run.stop - run.start)
 
 
 def split_backward(
@@ -171,12 +182,14 @@ def _backward_stage(
         buffer = gathering.wait()
         sent = list(buffer)  # the buffer is empty if there are no edge rows
         if stage.rows.numel():
-            edge_own = (own[0].index_select(1, stage.rows), own[1], own[2].index_select(1, stage.rows))
-            if own[1] is not None:
-                edge_own = (edge_own[0], own[1].index_select(2, stage.rows), edge_own[2])
-            edge_results = results[0].index_select(1, stage.rows), results[1].index_select(2, stage.rows)
-            dq, *sent = settings.backward(*edge_own, *buffer, *edge_results, stage.layout)
-            written[0].index_copy_(1, stage.rows, dq)
+            dlse = None if own[1] is None else _edge(own[1], stage, 2).contiguous()
+            edge_results = _edge(results[0], stage, 1), _edge(results[1], stage, 2).contiguous()
+            queries = _edge(own[2], stage, 1)
+            dq, *sent = settings.backward(_edge(own[0], stage, 1), dlse, queries, *buffer, *edge_results, stage.layout)
+            if stage.run is None:
+                written[0].index_copy_(1, stage.rows, dq)
+            else:
+                written[0][:, stage.run] = dq
     else:
         dq, *sent = settings.backward(*own, *gathering.wait(), *results, stage.layout)
         written = (dq,)

@@ -4,7 +4,8 @@
 Time of a pass on one GPU = visited blocks x time per block
                           + bytes received / link
                           + bytes copied / memory speed
-                          + a constant per call.
+                          + a constant per call
+                          - what the exchanges and copies of later stages hide behind the computation of earlier ones.
 `benchmarks/distributed/distributed.py` measures the numbers of a machine. `benchmarks/distributed/distributed_model.py`
 compares the model with the measurements and extrapolates.
 """
@@ -102,6 +103,8 @@ class Machine:
         node: GPUs per node.
         copy: bytes per second that a GPU's memory reads and writes.
         call: constant seconds per pass, for example to start the exchange.
+        beside: share of the time of an overlapped exchange that the computation loses, because both use the same
+            multiprocessors.
     """
 
     forward: tuple[tuple[int, float], ...]
@@ -111,6 +114,7 @@ class Machine:
     node: int = 8
     copy: float = 2.5e12
     call: float = 1.5e-4
+    beside: float = 0.2
 
 
 @typed
@@ -123,11 +127,12 @@ class Cost:
     other: float  # seconds for copies and for starting the exchange
     bytes_received: float
     memory: float  # bytes: inputs, results, gradients and buffers
+    hidden: float = 0.0  # seconds of the exchange and the copies that run during the computation
 
     @property
     def seconds(self) -> float:
-        """Total time; the model assumes that nothing overlaps."""
-        return self.compute + self.exchange + self.other
+        """Total time."""
+        return self.compute + self.exchange + self.other - self.hidden
 
 
 @typed
@@ -141,6 +146,7 @@ def predict(
     backward: bool = False,
     imbalance: float = 1.0,
     by_heads: int = 1,
+    stages: int = 1,
 ) -> Cost:
     """Predict the cost of a forward pass, or of a forward and a backward pass, on the busiest GPU.
 
@@ -154,14 +160,16 @@ def predict(
         imbalance: work of the busiest GPU divided by the mean.
         by_heads: number of GPUs per node that split the heads of the same tokens, so that each receives only a part of
             the kv heads.
+        stages: number of groups of kv heads, as for `dynaxx.distributed.sparse_attention`. All but the first are
+            exchanged while the stage before is computed.
 
     Raises:
         ValueError: a size is below 1, or `by_heads` exceeds the number of kv heads or of GPUs per node.
     """
-    if min(seqlen, ranks, by_heads) < 1 or by_heads > min(shape.kv_heads, machine.node) or ranks % by_heads:
+    if min(seqlen, ranks, by_heads, stages) < 1 or by_heads > min(shape.kv_heads, machine.node) or ranks % by_heads:
         raise ValueError(
-            "`seqlen`, `ranks` and `by_heads` must be >= 1, `by_heads` a divisor of `ranks` and at most "
-            f"{min(shape.kv_heads, machine.node)}, got {seqlen}, {ranks} and {by_heads}"
+            "`seqlen`, `ranks`, `by_heads` and `stages` must be >= 1, `by_heads` a divisor of `ranks` and at most "
+            f"{min(shape.kv_heads, machine.node)}, got {seqlen}, {ranks}, {by_heads} and {stages}"
         )
     own = seqlen / ranks
     blocks = workload.visited_blocks(seqlen, shape.block) * shape.q_heads / ranks * imbalance
@@ -174,12 +182,18 @@ def predict(
     copied = 2 * (own * shape.token_bytes + received) if workload.kind != "window" else 2 * received
     held = own * (2 * shape.query_bytes + shape.token_bytes) * (2 if backward else 1)
     buffers = (received + own * shape.token_bytes) * (2 if backward else 1) if workload.kind != "window" else received
+    compute = blocks * per_block
+    if ranks == 1:
+        return Cost(compute=compute, exchange=0.0, other=0.0, bytes_received=0.0, memory=held)
+    later, copies = 1 - 1 / stages, copied / machine.copy
+    overlapped = passes * (exchange + copies) * later
     return Cost(
-        compute=blocks * per_block,
-        exchange=passes * exchange if ranks > 1 else 0.0,
-        other=passes * (copied / machine.copy + machine.call) if ranks > 1 else 0.0,
+        compute=compute,
+        exchange=passes * exchange,
+        other=passes * (copies + machine.call),
         bytes_received=passes * received,
-        memory=held + (buffers if ranks > 1 else 0.0),
+        memory=held + buffers * min(1.0, 2 / stages),
+        hidden=min(overlapped * (1 - machine.beside), compute * later),
     )
 
 

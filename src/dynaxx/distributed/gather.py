@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.distributed.exchange import Transfer
+from dynaxx.distributed.exchange import Transfer, copy_rows
 from dynaxx.distributed.split import SequenceSplit
 
 
@@ -56,7 +56,7 @@ class WholeGathering:
         done = 0
         for a, b in split.runs(rank):
             for own, x in zip(self._buffer[a:b].split(self._dims, dim=-1), parts, strict=True):
-                own.copy_(x[:, done : done + b - a].transpose(0, 1))
+                copy_rows(own, x[:, done : done + b - a].transpose(0, 1))
             done += b - a
         others = [other for other in range(split.ranks) if other != rank]
         sends = [(to, self._buffer[a:b]) for to in others for a, b in split.runs(rank)]

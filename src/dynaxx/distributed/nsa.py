@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.distributed.gather import query_runs
 from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.plan import check_stages
 from dynaxx.distributed.rules import staged_runs
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout.nsa import NsaSizes
@@ -64,26 +67,37 @@ def native_sparse_attention(
     split.check_shards(rank, q=q, k=k, v=v, gates=gates)
     runs = query_runs(split, rank)
     whole = runs[0]._replace(keys=split.seqlen)
-    heads, kv_heads = q.shape[2], k.shape[2]
-    parts = []
-    for some, (all_keys, *seen) in staged_runs(k, v, [whole, *runs], split, mesh, stages):
-        q_heads = slice(some.start * heads // kv_heads, some.stop * heads // kv_heads)
+    check_stages(stages, k.shape[2])
+    if q.shape[2] % stages or gates.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"`q` and `gates` must have equal heads, a multiple of `stages` = {stages}, "
+            f"got {q.shape[2]} and {gates.shape[2]}"
+        )
+    lengths, parts = [run.last - run.first for run in runs], []
+    queries, shares = ((x,) if stages == 1 else x.split(x.shape[2] // stages, 2) for x in (q, gates))
+    for (some, (all_keys, *seen)), own_q, own_gates in zip(
+        staged_runs(k, v, [whole, *runs], split, mesh, stages), queries, shares, strict=True
+    ):
         pooling = (None, None) if weights is None else (weights[0][:, some], weights[1][:, some])
         k_cmp, v_cmp = (compress(x, sizes, how) for x, how in zip(all_keys, pooling, strict=True))
         outs = []
-        for run, (keys, values) in zip(runs, seen, strict=True):
-            own, count = slice(run.first, run.last), sizes.compressed(run.keys)
+        for run, (keys, values), q_run, gates_run in zip(
+            runs, seen, _pieces(own_q, lengths, 1), _pieces(own_gates, lengths, 1), strict=True
+        ):
+            count = sizes.compressed(run.keys)
+            compressed = k_cmp[:, :count], v_cmp[:, :count]
             outs.append(
-                attend_on_one_device(
-                    q[:, own, q_heads],
-                    keys,
-                    values,
-                    (k_cmp[:, :count], v_cmp[:, :count]),
-                    gates[:, own, q_heads],
-                    sizes,
-                    scale=scale,
-                    backend=backend,
-                )
+                attend_on_one_device(q_run, keys, values, compressed, gates_run, sizes, scale=scale, backend=backend)
             )
-        parts.append(torch.cat(outs, 1))
-    return torch.cat(parts, 2)
+        parts.append(_joined(outs, 1))
+    return _joined(parts, 2)
+
+
+def _pieces(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    """Split a tensor. Its gradient is then one concatenation; the gradient of each slice would fill a whole tensor."""
+    return (x,) if len(sizes) == 1 else x.split(sizes, dim)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -57,6 +57,7 @@ class Stage:
     sends: dict[int, Sent]  # by receiving rank
     received: dict[int, tuple[int, int]]  # by sending rank: (first, last + 1) of its tokens in the buffer
     rows: Tensor | None = None  # (n,) int64, own queries of edge rows; None: all queries are computed together
+    run: slice | None = None  # the same queries, if they are neighbours
     inner: BlockLayout | None = None  # own queries over own tokens; edge rows are empty
 
     @property
@@ -191,7 +192,7 @@ def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: 
     if split is None:
         return Stage(layout=with_columns(rows, parts.order, places.tokens(parts.order)), **parts.fields(), **heads)
     layout = with_columns(split.edge, parts.order, places.tokens(parts.order))
-    return Stage(layout=layout, rows=split.rows, inner=split.inner, **parts.fields(), **heads)
+    return Stage(layout=layout, rows=split.rows, run=split.run, inner=split.inner, **parts.fields(), **heads)
 
 
 class _Messages(NamedTuple):

@@ -22,6 +22,7 @@ class SplitRows(NamedTuple):
     inner: BlockLayout  # all own rows over own tokens; edge rows are empty
     edge: BlockLayout  # edge rows over the tokens of the whole sequence
     rows: Tensor  # (n,) int64, own queries of edge rows
+    run: slice | None  # the same queries, if they are neighbours
     own_blocks: NDArray[np.int64]  # own kv blocks that edge rows visit, ascending
 
 
@@ -55,8 +56,17 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
         with_columns(inner, own_blocks, own_tokens).to(rows.device),
         rows_of(source, edge, len(tokens)).to(rows.device),
         tokens.to(rows.device),
+        _run(tokens),
         visited.astype(np.int64),
     )
+
+
+def _run(tokens: Tensor) -> slice | None:
+    """Return ascending numbers as a slice, or None if they are not consecutive."""
+    if not len(tokens):
+        return None
+    first, last = int(tokens[0]), int(tokens[-1])
+    return slice(first, last + 1) if last - first + 1 == len(tokens) else None
 
 
 def with_columns(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> BlockLayout:

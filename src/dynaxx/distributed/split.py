@@ -51,6 +51,12 @@ class SequenceSplit:
             )
         if any(not 0 <= owner < self.ranks for owner in self.owners):
             raise ValueError(f"`owners` must be ranks from 0 to {self.ranks - 1}, got {self.owners}")
+        # Plans are looked up by split in every call, and a dealt split has thousands of owners.
+        object.__setattr__(self, "_hash", hash((self.seqlen, self.chunk, self.owners, self.ranks)))
+
+    def __hash__(self) -> int:
+        """Return the hash of the fields, computed once."""
+        return self._hash  # type: ignore[attr-defined]
 
     # ---- constructors ----------------------------------------------------------------------------------------------
 
