@@ -58,11 +58,12 @@ def summary(kernels: list[tuple[str, float, float]], most: int) -> dict[str, Any
     if not kernels:
         return {"kernels": 0}
     totals: dict[str, list[float]] = defaultdict(list)
-    busy, end, gaps = 0.0, kernels[0][1], list[float]()
+    busy, end, gaps, waits = 0.0, kernels[0][1], list[float](), list[tuple[float, float, str]]()
     for name, start, length in kernels:
         totals[name].append(length)
         if start > end:
             gaps.append(start - end)
+            waits.append((start - end, start - kernels[0][1], name))
         busy += max(0.0, start + length - max(end, start))
         end = max(end, start + length)
     span = end - kernels[0][1]
@@ -71,6 +72,8 @@ def summary(kernels: list[tuple[str, float, float]], most: int) -> dict[str, Any
         "span_ms": span / 1e3, "busy_ms": busy / 1e3, "waiting_ms": sum(gaps) / 1e3, "kernels": len(kernels),
         "gaps_over_20_us": len([each for each in gaps if each > 20]),
         "ms_of_gaps_over_20_us": sum(each for each in gaps if each > 20) / 1e3,
+        "longest_gaps": [{"us": round(us, 1), "at_ms": round(at / 1e3, 2), "before": name[:80]}
+                         for us, at, name in sorted(sorted(waits, reverse=True)[:30], key=lambda each: each[1])],
         "by_kernel": [{"name": name[:160], "calls": len(each), "ms": round(sum(each) / 1e3, 3),
                        "mean_us": round(sum(each) / len(each), 1)} for name, each in by_time[:most]],
     }  # fmt: skip

@@ -10,6 +10,10 @@ with the policy again, when it copies keys out of the pages ("copied") instead o
 
 Prompts are random, every one another. Results are written after every prompt. The program ends its rounds when the next
 prompt would pass `--seconds` since its start. `--tables FILE` writes the rows for `record.py --from`.
+
+`--kernels LENGTHS` also profiles prompts of these lengths after the first round, in turns as well, and writes the time
+of their kernels by group and by name. Every prompt is written with the time at which it began, so that clocks and power
+that another program reads from the card can be laid beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gpu import PAGE, first_token, prompt, save_model, save_policy
+from vllm_profile import kernels_of, summary
 from vllm_serving import bar, span
 
 TURNS = ("own", "in place", "copied")
@@ -36,14 +41,14 @@ SECONDS = 1.5e-4  # per token, of all three turns together, at most: to end in t
 
 
 def work(which: str, arguments: argparse.Namespace) -> None:
-    """Start an engine, then answer lines of (tokens, turn) on standard input with the seconds to a first token."""
+    """Start an engine, then answer lines of (tokens, turn, profiled) on standard input: the time to a first token."""
     import torch
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's own output goes to the log
 
-    def say(answer: float) -> None:
-        answers.write(f"{answer}\n")
+    def say(answer: Any) -> None:
+        answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
 
     begun, folder, cuda = time.monotonic(), Path(tempfile.mkdtemp()), torch.cuda.is_available()
@@ -68,9 +73,21 @@ def work(which: str, arguments: argparse.Namespace) -> None:
 
     in_place, draw = Sequences.keys_in_place, random.Random(0)
     for line in sys.stdin:
-        tokens, turn = json.loads(line)
+        tokens, turn, profiled = json.loads(line)
         Sequences.keys_in_place = in_place if turn != "copied" else lambda *given: None  # type: ignore[method-assign]
-        say(first_token(llm, prompt(draw, tokens)))
+        request = prompt(draw, tokens)
+        say(profile(llm, request, folder / "trace.json") if profiled else first_token(llm, request))
+
+
+def profile(llm: Any, request: dict[str, list[int]], path: Path) -> dict[str, Any]:
+    """Return the seconds to the first token of one prompt, and a summary of its kernels."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
+        seconds = first_token(llm, request)
+    recorded.export_chrome_trace(str(path))
+    return {"first_token_s": seconds, **summary(kernels_of(path), 60)}
 
 
 class Engines:
@@ -93,12 +110,12 @@ class Engines:
         """Wait for both; return the seconds that each took."""
         return {which: self._answer(which) for which in self.running}
 
-    def ask(self, turn: str, tokens: int) -> float:
-        """Return the seconds to the first token of a prompt."""
+    def ask(self, turn: str, tokens: int, *, profiled: bool = False) -> Any:
+        """Return the seconds to the first token of a prompt, or its profile."""
         which = "own" if turn == "own" else "dynaxx"
         stdin = self.running[which].stdin
         assert stdin is not None, "opened as a pipe"
-        stdin.write(json.dumps([tokens, turn]) + "\n")
+        stdin.write(json.dumps([tokens, turn, profiled]) + "\n")
         stdin.flush()
         return self._answer(which)
 
@@ -113,25 +130,28 @@ class Engines:
             except subprocess.TimeoutExpired:
                 engine.kill()
 
-    def _answer(self, which: str) -> float:
+    def _answer(self, which: str) -> Any:
         stdout = self.running[which].stdout
         assert stdout is not None, "opened as a pipe"
         line = stdout.readline()
         if not line:
             raise SystemExit(f"the engine {which} has ended; see its log beside the results")
-        return float(line)
+        return json.loads(line)
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Ask both engines in turns until the time is over."""
     until, lengths = time.monotonic() + arguments.seconds, [int(each) for each in arguments.lengths.split(",")]
     engines = Engines(arguments)
-    found: dict[str, Any] = {"starts": engines.started(), "warm-up": [], "runs": []}
+    found: dict[str, Any] = {"starts": engines.started(), "warm-up": [], "runs": [], "began": [], "kernels": []}
     print(found["starts"], f"{until - time.monotonic():.0f} s left", flush=True)
+    to_profile = [int(each) for each in arguments.kernels.split(",") if each]
 
     def ask(kind: str, turn: str, tokens: int) -> None:
-        found[kind].append([turn, tokens, engines.ask(turn, tokens)])
-        print(*found[kind][-1], flush=True)
+        if kind == "runs":
+            found["began"].append(time.time())
+        found[kind].append([turn, tokens, engines.ask(turn, tokens, profiled=kind == "kernels")])
+        print(*(found[kind][-1] if kind != "kernels" else (turn, tokens, "profiled")), flush=True)
         Path(arguments.out).write_text(json.dumps(found))
 
     for tokens in lengths:
@@ -140,6 +160,10 @@ def measure(arguments: argparse.Namespace) -> None:
                 ask("warm-up", turn, tokens)
     rounds = sorted(lengths) + lengths
     for at in range(10_000):
+        if at == len(lengths):
+            for tokens in to_profile:
+                for turn in TURNS[:2]:
+                    ask("kernels", turn, tokens)
         tokens = rounds[at % len(rounds)]
         if time.monotonic() + SECONDS * tokens > until:
             break
@@ -168,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300, help="of the program, with the start of the engines")
     parser.add_argument("--lengths", default="131072,32768,8192,1000", help="prompts, in tokens")
+    parser.add_argument("--kernels", default="", help="lengths of prompts to profile, after the first round")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--max-model-len", type=int, default=131_328)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")

@@ -315,11 +315,8 @@ class Candidates(NamedTuple):
     panel: int  # q blocks per panel
 
 
-class SelectionKernels(Protocol):
-    """Scores of blocks, from which selectors choose. Scores are (B, Hq, rows, kv blocks) fp32."""
-
-    def pool_blocks(self, x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: Any = ...) -> Tensor:
-        """Return the mean, minimum or maximum of each block of `size` tokens."""
+class QueryScoresKernels(Protocol):
+    """Scores of blocks, (B, Hq, rows, kv blocks) fp32, by one query per row."""
 
     def query_scores(
         self,
@@ -334,6 +331,13 @@ class SelectionKernels(Protocol):
 
         With `places`, (kv blocks,) int32, block i of the keys is block places[i] of k.
         """
+
+
+class SelectionKernels(Protocol):
+    """Scores of blocks, from which selectors choose. Scores are (B, Hq, rows, kv blocks) fp32."""
+
+    def pool_blocks(self, x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: Any = ...) -> Tensor:
+        """Return the mean, minimum or maximum of each block of `size` tokens."""
 
     def quantised_keys(self, k: Tensor, center: Tensor, kv_block: int) -> Any:
         """Return keys in 8 bits, for `int8_scores`."""

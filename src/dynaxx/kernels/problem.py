@@ -85,6 +85,22 @@ class SelectionProblem:
 
 
 @dataclass(frozen=True)
+class QueryScoresProblem:
+    """Scores of one query per row of q blocks against every key, summed to blocks."""
+
+    device: torch.device
+    dtype: torch.dtype  # of k
+    head_dim: int
+    kv_block: int
+    listed: bool  # whether only some blocks of each row are scored
+    aligned: bool  # whether rows of k begin at multiples of 16 bytes
+
+    def __str__(self) -> str:
+        """Return the problem in words, for error messages."""
+        return f"scores of blocks of {self.kv_block} keys on {self.device}: {self.dtype}, head_dim {self.head_dim}"
+
+
+@dataclass(frozen=True)
 class IndexerProblem:
     """The choice of tokens by an indexer."""
 

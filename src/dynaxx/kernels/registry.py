@@ -23,11 +23,18 @@ from dynaxx.kernels.contract import (
     IndexerKernels,
     NsaDecodeKernels,
     NsaKernels,
+    QueryScoresKernels,
     SelectionKernels,
     TokenDecodeKernels,
     TokenKernels,
 )
-from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, IndexerProblem, SelectionProblem
+from dynaxx.kernels.problem import (
+    AttentionProblem,
+    DecodeProblem,
+    IndexerProblem,
+    QueryScoresProblem,
+    SelectionProblem,
+)
 
 P = TypeVar("P")  # type of problems
 K = TypeVar("K")  # type of kernels
@@ -168,4 +175,11 @@ INDEXER: Operation[IndexerProblem, IndexerKernels] = Operation(
 SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(
     "selection",
     {"triton": Backend("triton.selection.operators", "triton.support:selection_reasons")},  # torch serves the rest
+)
+QUERY_SCORES: Operation[QueryScoresProblem, QueryScoresKernels] = Operation(
+    "scores of one query per row",
+    {
+        "hopper": Backend("hopper.selection.query_scores", "hopper.support:query_scores_reasons"),
+        "triton": Backend("triton.selection.query_scores", "triton.support:query_scores_reasons"),
+    },
 )

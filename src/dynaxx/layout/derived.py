@@ -39,6 +39,7 @@ class DerivedValues:
     reach: int | None = None
     transposed: TransposedLayout | None = None
     validated: bool = False
+    placed: tuple[Tensor, Tensor] | None = None  # places of blocks, and `kv_indices` looked up in them
     form: Hashable | None = None  # see `BlockLayout.form`
     make_host: Callable[[], BlockLayout | None] | None = None  # computes `host` at first access
     host: BlockLayout | Unset | None = UNSET  # the host layout that this layout was copied from

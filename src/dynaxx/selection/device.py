@@ -102,7 +102,7 @@ def select_on_device(
         chosen = record_or_replay(_choose, given, (q, k, places), scale, memory_budget)
     else:
         chosen = _choose(given, q, k, places, scale, memory_budget)
-    return _layout(given, capacity, *chosen)
+    return _layout(given, capacity, *chosen, places=places)
 
 
 def selection_inputs(
@@ -130,12 +130,19 @@ def select_within(
     return _layout(given, capacity, *_choose(given, q, k, None, scale, memory_budget))
 
 
-def _layout(given: SelectionInputs, capacity: int, bits: Tensor, counts: Tensor, partials: Tensor) -> BlockLayout:
+def _layout(
+    given: SelectionInputs,
+    capacity: int,
+    bits: Tensor,
+    counts: Tensor,
+    partials: Tensor,
+    places: Tensor | None = None,
+) -> BlockLayout:
     from dynaxx.kernels.triton.selection.entries import emit_entries, running_sum
 
     grid, (batch, q_heads, _) = given.grid, counts.shape
     kv_indptr = running_sum(counts)
-    kv_indices, kv_masks = emit_entries(bits, kv_indptr, grid, given.static, capacity)
+    kv_indices, kv_masks, placed = emit_entries(bits, kv_indptr, grid, given.static, capacity, places)
     layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
         seqlen_k=grid.seqlen_k,
@@ -146,6 +153,8 @@ def _layout(given: SelectionInputs, capacity: int, bits: Tensor, counts: Tensor,
         kv_masks=kv_masks,
         masks=given.static.masks,
     )
+    if places is not None and placed is not None:
+        layout.derived.placed = (places, placed)
     return set_form(layout, form_of((), given.form, batch, q_heads, capacity))
 
 

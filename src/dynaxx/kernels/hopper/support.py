@@ -9,13 +9,14 @@ import torch
 
 from dynaxx.kernels.gpu.device import capability, triton_version
 from dynaxx.kernels.hopper.attention.config import tile_width
-from dynaxx.kernels.problem import AttentionProblem, IndexerProblem
+from dynaxx.kernels.problem import AttentionProblem, IndexerProblem, QueryScoresProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(64, 257, 8)  # of q and k; TMA needs rows that are multiples of 16 bytes
 BLOCKS = (64, 128)
 NSA_HEAD_DIMS = (64, 128)
 LATENT_DIMS = (576, 512)  # of latent attention: keys, and values, which are their first part
+SCORED_DIMS = (64, 128)  # of keys that are scored by one query per row
 INDEX_HEADS, MANY_INDEX_HEADS = 4, (8, 16, 32, 64)  # of indexers: at most so many, or one of these
 INDEX_DIMS, INDEX_SLOTS = (32, 64, 128), 4096
 INDEX_QUERIES = 2048  # below, too few tiles of queries fill a GPU
@@ -72,6 +73,21 @@ def token_reasons(problem: AttentionProblem) -> list[str]:
             f"one by one, got {problem.head_dim}/{problem.head_dim_v}, {problem.kv_heads} kv heads, "
             f"blocks of {problem.block_size[1]}"
         )
+    return reasons
+
+
+def query_scores_reasons(problem: QueryScoresProblem) -> list[str]:
+    """Return why the kernel of scores by one query per row cannot serve; empty if it can."""
+    reasons = device_reasons(problem.device)
+    if problem.dtype not in DTYPES or problem.head_dim not in SCORED_DIMS or problem.kv_block not in BLOCKS:
+        reasons.append(
+            f"serves fp16 and bf16 of head_dim {SCORED_DIMS} in blocks of {BLOCKS}, "
+            f"got {problem.dtype} of head_dim {problem.head_dim} in blocks of {problem.kv_block}"
+        )
+    if problem.listed:
+        reasons.append("scores every block of a row, not a list of them")
+    if not problem.aligned:
+        reasons.append("reads rows of keys that begin at multiples of 16 bytes")
     return reasons
 
 

@@ -9,7 +9,13 @@ from dataclasses import replace
 import torch
 
 from dynaxx.kernels.gpu.device import interpreted
-from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, IndexerProblem, SelectionProblem
+from dynaxx.kernels.problem import (
+    AttentionProblem,
+    DecodeProblem,
+    IndexerProblem,
+    QueryScoresProblem,
+    SelectionProblem,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
@@ -95,6 +101,11 @@ def selection_reasons(problem: SelectionProblem) -> list[str]:
     if not problem.by_amount:
         reasons.append(f"selects by a number, a share or a threshold, got {problem.rule}")
     return reasons
+
+
+def query_scores_reasons(problem: QueryScoresProblem) -> list[str]:
+    """Return the reasons why the kernel of scores by one query per row cannot serve; empty if it can."""
+    return selection_reasons(SelectionProblem(problem.device))
 
 
 def indexer_reasons(problem: IndexerProblem) -> list[str]:

@@ -51,9 +51,14 @@ class SequenceKeys(NamedTuple):
 
 
 def _moved(layout: BlockLayout, places: Tensor) -> BlockLayout:
-    blocks = layout.kv_indices.clamp(0, len(places) - 1)  # entries past the last row are undefined
-    found = replace(layout, kv_indices=places.index_select(0, blocks))
-    before, now = layout.derived, found.derived
+    before = layout.derived
+    if before.placed is not None and before.placed[0] is places:
+        indices = before.placed[1]
+    else:
+        blocks = layout.kv_indices.clamp(0, len(places) - 1)  # entries past the last row are undefined
+        indices = places.index_select(0, blocks)
+    found = replace(layout, kv_indices=indices)
+    now = found.derived
     now.form, now.kv_order, now.make_host = before.form, before.kv_order, before.make_host  # the counts are the same
     return found
 

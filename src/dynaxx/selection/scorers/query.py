@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.contract import Candidates
+from dynaxx.kernels.contract import Candidates, QueryScoresKernels
 from dynaxx.kernels.cpu import block_scores
+from dynaxx.kernels.problem import QueryScoresProblem
+from dynaxx.kernels.registry import QUERY_SCORES
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, scoring_kernels
 from dynaxx.selection.scorers.int8 import center_of, int8_sums
@@ -69,8 +71,7 @@ class MeanQuery(Scorer):
     def prepare_in_place(
         self, q: Tensor, k: Tensor, places: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        kernels = scoring_kernels(q)
-        assert kernels is not None, "a caller with places must have asked `serves`"
+        kernels = query_kernels(k, grid)
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, k.dtype).vectors
         return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid, places=places)
 
@@ -91,11 +92,28 @@ class MeanQuery(Scorer):
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, dtype).vectors
         if kernels is not None:
             if center is None:
-                return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid, candidates)
+                full = query_kernels(k, grid, listed=candidates is not None)
+                return lambda start, stop: full.query_scores(queries(start, stop), k, start, grid, candidates)
             keys = kernels.quantised_keys(k, center, grid.block_size[1])
             return lambda start, stop: kernels.int8_scores(queries(start, stop), keys, start, grid, candidates)
         scores = all_scores if candidates is None else partial(scores_of, candidates)
         return lambda start, stop: scores(queries(start, stop), k, center, start, grid, memory_budget // 2)
+
+
+def query_kernels(k: Tensor, grid: BlockGrid, *, listed: bool = False) -> QueryScoresKernels:
+    """Return the fastest kernels on a GPU that score these keys; `listed`: only some blocks of each row.
+
+    Raises:
+        UnsupportedInputError: there are none; the error lists the reasons.
+    """
+    steps = [step * k.itemsize % 16 for step, size in zip(k.stride()[:3], k.shape, strict=False) if size > 1]
+    aligned = k.stride(3) == 1 and not any(steps) and k.data_ptr() % 16 == 0
+    return _query_kernels(QueryScoresProblem(k.device, k.dtype, k.shape[3], grid.block_size[1], listed, aligned))
+
+
+@lru_cache(maxsize=256)
+def _query_kernels(problem: QueryScoresProblem) -> QueryScoresKernels:
+    return QUERY_SCORES.kernels(QUERY_SCORES.resolve(problem))
 
 
 def all_scores(

@@ -55,8 +55,10 @@ def _emit_entries_kernel(
     p_indices,
     p_codes,
     p_same,
+    p_places,  # (C,) int32, if PLACED
     p_out_indices,  # (capacity,) int32
     p_out_codes,
+    p_out_places,
     capacity,
     serves,
     seqlen_q,
@@ -69,6 +71,7 @@ def _emit_entries_kernel(
     shift,
     HAS_STATIC: tl.constexpr,
     CAUSAL: tl.constexpr,
+    PLACED: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     i_choice = tl.program_id(0).to(tl.int64)
@@ -87,17 +90,27 @@ def _emit_entries_kernel(
     full = (code == FULL).to(tl.int32)
     slot = tl.where(partial == 1, tl.cumsum(partial, 0) - 1, tl.sum(partial, 0) + tl.cumsum(full, 0) - 1)
     i_bh = i_choice // q_blocks
+    place = o_c
+    if PLACED:
+        place = tl.load(p_places + o_c, mask=o_c < kv_blocks, other=0)
     for i_head in range(i_bh * serves, i_bh * serves + serves):
         start = tl.load(p_row_indptr + i_head * (q_blocks + 1) + i_row)
         kept = (code != EMPTY) & (start + slot < capacity)
         tl.store(p_out_indices + start + slot, o_c, mask=kept)
         tl.store(p_out_codes + start + slot, code, mask=kept)
+        if PLACED:
+            tl.store(p_out_places + start + slot, place, mask=kept)
 
 
 def emit_entries(
-    bits: Tensor, kv_indptr: Tensor, grid: BlockGrid, static: StaticEntries, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """Write the entries of a layout; return kv_indices and kv_masks, each (capacity,) int32.
+    bits: Tensor,
+    kv_indptr: Tensor,
+    grid: BlockGrid,
+    static: StaticEntries,
+    capacity: int,
+    places: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Write the entries of a layout; return kv_indices, kv_masks, and places[kv_indices], each (capacity,) int32.
 
     Args:
         bits: (B, H, R, W) int32, the selected blocks; H divides Hq.
@@ -105,22 +118,27 @@ def emit_entries(
         grid: lengths and block sizes.
         static: entries of the pattern.
         capacity: largest number of entries.
+        places: (C,) int32, where the blocks of keys in pages are; None for keys in order.
     """
     indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
     codes = torch.empty_like(indices)
+    placed = None if places is None else torch.empty_like(indices)
     block_c = columns(grid.kv_blocks)
     batch, choices = bits.shape[:2]
     _emit_entries_kernel[(batch * choices * grid.q_blocks,)](
         bits,
         kv_indptr,
         *static_arguments(static, kv_indptr),
+        kv_indptr if places is None else places,
         indices,
         codes,
+        indices if placed is None else placed,
         capacity=capacity,
         serves=kv_indptr.shape[1] // choices,
         **grid_arguments(grid),
         HAS_STATIC=static.layout is not None,
+        PLACED=places is not None,
         BLOCK_C=block_c,
         num_warps=warps(block_c),
     )
-    return indices, codes
+    return indices, codes, placed

@@ -6,7 +6,6 @@ from dynaxx.kernels.triton.selection.hash_counts import hash_counts
 from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
 from dynaxx.kernels.triton.selection.pool import pool_blocks
 from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
-from dynaxx.kernels.triton.selection.query_scores import query_scores
 from dynaxx.kernels.triton.selection.select import choose_rows
 from dynaxx.kernels.triton.selection.tile_mass import tile_mass
 
@@ -19,6 +18,5 @@ __all__ = [
     "pool_blocks",
     "probe_lines",
     "quantised_keys",
-    "query_scores",
     "tile_mass",
 ]
