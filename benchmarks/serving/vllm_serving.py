@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,7 +147,7 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
                 found["decoding"] = decoding(server, max(1, min(16, room)), arguments.context, 200)
                 result.add(**{which: found})
             if arguments.soak:
-                found["soak"] = soak(server, running.pid, arguments)
+                found["soak"] = soak(server, running.pid, arguments, lambda so_far: keep(result, which, found, so_far))
             found["failed"] = server.errors[:5]
             found |= facts(log)
             result.add(**{which: found})
@@ -263,18 +263,26 @@ def span(seconds: float) -> str:
     )
 
 
-def soak(server: Server, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def soak(
+    server: Server, pid: int, arguments: argparse.Namespace, progress: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Send many requests at a time for some minutes."""
     minutes = arguments.soak
     if arguments.until:
         minutes = min(minutes, (arguments.until - time.time()) / 60)
-    begun = time.monotonic()
     options = SimpleNamespace(
         url=server.url.geturl(), model=NAME, concurrent=arguments.concurrent, minutes=minutes, timeout=300, pid=pid,
         longest=arguments.soak_longest, vocabulary=32_000,
     )  # fmt: skip
-    found = vllm_soak.soak(options)  # type: ignore[arg-type]
-    return {"seconds": round(time.monotonic() - begun, 1), **found}
+    return vllm_soak.soak(options, progress)  # type: ignore[arg-type]
+
+
+def keep(result: Result, which: str, found: dict[str, Any], so_far: dict[str, Any]) -> None:
+    """Write what a soak has found so far, in case that it is cut off."""
+    found["soak"] = so_far
+    result[which] = found
+    if result.path:
+        Path(result.path).write_text(json.dumps(result, indent=1))
 
 
 def main() -> None:

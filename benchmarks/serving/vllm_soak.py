@@ -23,6 +23,7 @@ import threading
 import time
 import urllib.parse
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 PREFIX = 700  # tokens that half of the prompts share
@@ -101,24 +102,31 @@ def used_gpu_memory() -> int:
     return int(found.stdout.strip() or 0)
 
 
-def soak(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run all clients; returns what happened."""
+def soak(arguments: argparse.Namespace, progress: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+    """Run all clients; returns what happened. `progress` gets what happened so far, every 10 s."""
     begun, counts = time.monotonic(), Counter[str]()
     until = begun + 60 * arguments.minutes
     clients = [Client(arguments, at, until, counts) for at in range(arguments.concurrent)]
     for client in clients:
         client.start()
     memory, gpu = list[float](), list[int]()
+
+    def so_far() -> dict[str, Any]:
+        half, gpu_half = (each[len(each) // 2 :] or [0] for each in (memory, gpu))
+        errors = [error for client in clients for error in client.errors]
+        return {"seconds": round(time.monotonic() - begun, 1), **counts, "grew_mib": round(half[-1] - half[0], 1),
+                "gpu_grew_mib": gpu_half[-1] - gpu_half[0], "errors": errors[:5],
+                "memory_mib": [round(each) for each in memory], "gpu_mib": gpu}  # fmt: skip
+
     while any(client.is_alive() for client in clients):
         time.sleep(min(10.0, max(0.2, 6 * arguments.minutes)))
         memory.append(resident(arguments.pid))
         gpu.append(used_gpu_memory())
         sizes = f"{memory[-1]:,.0f} MiB, GPU {gpu[-1]:,} MiB"
         print(f"{time.monotonic() - begun:6.0f} s  {dict(counts)}  {sizes}", flush=True)
-    half, gpu_half = (each[len(each) // 2 :] or [0] for each in (memory, gpu))
-    errors = [error for client in clients for error in client.errors]
-    return {**counts, "grew_mib": round(half[-1] - half[0], 1), "gpu_grew_mib": gpu_half[-1] - gpu_half[0],
-            "errors": errors[:5], "memory_mib": [round(each) for each in memory], "gpu_mib": gpu}  # fmt: skip
+        if progress is not None:
+            progress(so_far())
+    return so_far()
 
 
 def main() -> None:

@@ -226,6 +226,16 @@ def selection(scorer: str) -> None:
                 select_on_device(q, k, Sink(16), rule, grid, 0.1, 1 << 20)
 
 
+def hopper_scores(head_dim: int, block: int, *, placed: bool = False) -> None:
+    """Run the scores of blocks by one query per row."""
+    from dynaxx.kernels.hopper.selection.query_scores import query_scores
+
+    grid = BlockGrid(TOKENS, TOKENS, (block, block), True)
+    queries = torch.zeros(1, 4, grid.q_blocks, head_dim, dtype=torch.bfloat16)
+    k = torch.zeros(1, TOKENS, 2, head_dim, dtype=torch.bfloat16)
+    query_scores(queries, k, 0, grid, None, torch.zeros(grid.kv_blocks, dtype=torch.int32) if placed else None)
+
+
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -271,6 +281,8 @@ add("triton tokens 4 of 128", tokens, "triton", 4, (128, 128), 1)
 add("triton tokens 16 of 576", tokens, "triton", 16, (576, 512), 4)
 add("triton tokens 128 of 576", tokens, "triton", 128, (576, 512), 1, kv_heads=1)
 add("hopper tokens 128 of 576", tokens, "hopper", 128, (576, 512), 1, kv_heads=1)
+add("hopper scores 64/64", hopper_scores, 64, 64)
+add("hopper scores 128/128 in pages", hopper_scores, 128, 128, placed=True)
 add("triton token decode 16 of 576", token_decode, (16, 1), (576, 512), torch.bfloat16)
 add("triton token decode int8", token_decode, (8, 2), (64, 64), torch.int8)
 add("triton indexer 4 of 64", indexer, "triton", 4, 64, torch.bfloat16)

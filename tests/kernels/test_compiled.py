@@ -18,6 +18,7 @@ from compiled import SHARED_MEMORY, compile_kernels
 from dynaxx.kernels.hopper.support import TRITON
 from dynaxx.kernels.triton.attention import backward, forward
 from dynaxx.kernels.triton.attention.config import TileSizes
+from dynaxx.layout import BlockGrid
 from dynaxx.patterns import SlidingWindow
 from interpreter import INTERPRETED
 
@@ -158,6 +159,19 @@ def test_hopper_forward_with_one_consumer_or_with_maxima(head_dim, block, given,
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
     check(compile_kernels(forward_of(head_dim, block, attention_forward, **given), "hopper_fwd", capfd), [spilled])
+
+
+@pytest.mark.gpu
+@gluon
+@pytest.mark.parametrize(("head_dim", "block"), [(64, 128), (128, 64), (128, 128)])
+def test_hopper_scores(head_dim, block, capfd):
+    from dynaxx.kernels.hopper.selection.query_scores import query_scores
+
+    grid = BlockGrid(TOKENS, TOKENS, (block, block), True)
+    queries = torch.zeros(1, HEADS[0], grid.q_blocks, head_dim, dtype=torch.bfloat16)
+    k = torch.zeros(1, TOKENS, HEADS[1], head_dim, dtype=torch.bfloat16)
+    places = torch.zeros(grid.kv_blocks, dtype=torch.int32)
+    check(compile_kernels(lambda: query_scores(queries, k, 0, grid, None, places), "scores", capfd), [0])
 
 
 @pytest.mark.gpu
