@@ -166,6 +166,29 @@ def test_scores_over_pages(layout):
         torch.testing.assert_close(got.cpu()[..., seen], want.cpu()[..., seen], rtol=1e-4, atol=1e-5)
 
 
+@runs_here
+@pytest.mark.parametrize("rule", [dx.TopK(3), dx.SlidingWindow(50) | dx.Sink(16) | dx.TopK(0.1)], ids=str)
+def test_a_choice_is_written_with_the_places_of_its_blocks(rule, monkeypatch):
+    from dynaxx.kernels.triton.selection import query_scores
+    from dynaxx.selection.device import select_on_device
+    from dynaxx.selection.scorers import query
+
+    monkeypatch.setattr(query, "_query_kernels", lambda problem: query_scores)
+    pattern, selector = (None, rule) if isinstance(rule, dx.TopK) else (rule.pattern, rule.selector)
+    chunk, grid = Chunk(200, 640, "heads first", 64), BlockGrid(200, 640, (16, 16), causal=True)
+    keys = in_place(chunk, 16)
+    want = select_on_device(chunk.q[None], chunk.k[None], pattern, selector, grid, 0.25, 1 << 28)
+    got = select_on_device(chunk.q[None], keys.k, pattern, selector, grid, 0.25, 1 << 28, keys.places)
+    visited = int(want.kv_indptr.flatten()[-1])
+    assert torch.equal(got.kv_indices[:visited], want.kv_indices[:visited])
+    assert torch.equal(got.kv_masks[:visited], want.kv_masks[:visited])
+    moved = keys.moved(got)
+    assert torch.equal(moved.kv_indices[:visited], keys.places[want.kv_indices[:visited].long()])
+    assert moved.form == got.form
+    other = keys._replace(places=keys.places.clone())
+    assert torch.equal(other.moved(got).kv_indices[:visited], moved.kv_indices[:visited])
+
+
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
