@@ -41,6 +41,7 @@ GROUPS = {  # kernels by name; the first pattern that fits
     "activations, norms, rotary embedding": "triton_",
     "everything else": "",
 }
+WHOLE = ("the GPU waits", "from the first to the last kernel")
 
 
 def kernels_of(path: Path) -> list[tuple[str, float, float]]:
@@ -85,7 +86,7 @@ def parts_of(profiled: dict[str, Any]) -> dict[str, float]:
     for kernel in profiled["by_kernel"]:
         found[next(name for name, pattern in GROUPS.items() if re.search(pattern, kernel["name"]))] += kernel["ms"]
     found["everything else"] += profiled["busy_ms"] - sum(found.values())
-    return found | {"the GPU waits": profiled["waiting_ms"], "from the first to the last kernel": profiled["span_ms"]}
+    return found | dict(zip(WHOLE, (profiled["waiting_ms"], profiled["span_ms"]), strict=True))
 
 
 def tables(own: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
@@ -96,7 +97,7 @@ def tables(own: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
         for length in lengths
         for title, each in (("FLASH_ATTN", own), ("dynaxx", ours))
     }
-    names = [*GROUPS, "the GPU waits", "from the first to the last kernel"]
+    names = [*GROUPS, *WHOLE]
     return [{"ms": name, **{title: f"{each[name]:,.1f}" for title, each in columns.items()}} for name in names]
 
 

@@ -5,15 +5,17 @@
 
 Two GPUs differ by some percent, and one GPU by its temperature, so the fairest comparison asks both engines for one
 prompt after the other. Each engine is a process with random weights of Llama-3.1-8B's shape, vLLM's defaults but a
-small cache, and the server's chunks of 8,192 tokens; while one computes, the other waits. A third turn is the engine
-with the policy again, when it copies keys out of the pages ("copied") instead of reading them in place.
+small cache, and the server's chunks of 8,192 tokens; while one computes, the other waits. The policy reads a window of
+1,024 tokens, the first 128, and 10 % of the blocks besides. For long prompts there is a third turn ("tenth"), with a
+smaller choice, so that window, first tokens and choice are 10 % of the blocks together.
 
 Prompts are random, every one another. Results are written after every prompt. The program ends its rounds when the next
 prompt would pass `--seconds` since its start. `--tables FILE` writes the rows for `record.py --from`.
 
 `--kernels LENGTHS` also profiles prompts of these lengths after the first round, in turns as well, and writes the time
 of their kernels by group and by name. Every prompt is written with the time at which it began, so that clocks and power
-that another program reads from the card can be laid beside it.
+that another program reads from the card can be laid beside it. `--busy PROCESSES` asks prompts of 1,000 tokens at the
+end while so many processes compute on the host.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gpu import PAGE, first_token, prompt, save_model, save_policy
-from vllm_profile import kernels_of, summary
+from vllm_profile import GROUPS, WHOLE, kernels_of, parts_of, summary
 from vllm_serving import bar, span
 
-TURNS = ("own", "in place", "copied")
+TURNS = ("own", "dynaxx", "tenth")
+LONG = 20_000  # tokens from which a tenth of the blocks is more than the window and the first tokens
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # engines that start together do not share
 TARGETS = {32768: 1.5, 131072: 2.8, 1000: 0.98}
 SECONDS = 1.5e-4  # per token, of all three turns together, at most: to end in time
@@ -69,14 +72,25 @@ def work(which: str, arguments: argparse.Namespace) -> None:
         max_num_seqs=16, enforce_eager=not cuda, **options,
     )  # fmt: skip
     say(time.monotonic() - begun)
-    from dynaxx.integrations.runtime.paged import Sequences
+    from dynaxx import load_policy
+    from dynaxx.integrations.vllm.engine import current
 
-    in_place, draw = Sequences.keys_in_place, random.Random(0)
+    draw, share = random.Random(0), 0.1
     for line in sys.stdin:
         tokens, turn, profiled = json.loads(line)
-        Sequences.keys_in_place = in_place if turn != "copied" else lambda *given: None  # type: ignore[method-assign]
+        wanted, engine = share_of_a_tenth(tokens) if turn == "tenth" else 0.1, current()
+        if engine is not None and wanted != share:
+            share = wanted
+            engine.replace(load_policy(save_policy(folder / "policy.json", arguments.shape, "sparse", share=share)))
         request = prompt(draw, tokens)
         say(profile(llm, request, folder / "trace.json") if profiled else first_token(llm, request))
+
+
+def share_of_a_tenth(tokens: int) -> float:
+    """Return the share to choose so that 10 % of the blocks are read with the window and the first tokens."""
+    visible = [row + 1 for row in range(-(-tokens // 128))]
+    always = sum(min(each, 10) for each in visible)  # nine blocks of the window, and the first
+    return round(0.1 - (always + len(visible) / 2) / sum(visible), 4)  # a choice is rounded up, by half a block
 
 
 def profile(llm: Any, request: dict[str, list[int]], path: Path) -> dict[str, Any]:
@@ -143,7 +157,14 @@ def measure(arguments: argparse.Namespace) -> None:
     """Ask both engines in turns until the time is over."""
     until, lengths = time.monotonic() + arguments.seconds, [int(each) for each in arguments.lengths.split(",")]
     engines = Engines(arguments)
-    found: dict[str, Any] = {"starts": engines.started(), "warm-up": [], "runs": [], "began": [], "kernels": []}
+    found: dict[str, Any] = {
+        "starts": engines.started(),
+        "warm-up": [],
+        "runs": [],
+        "began": [],
+        "kernels": [],
+        "busy": [],
+    }
     print(found["starts"], f"{until - time.monotonic():.0f} s left", flush=True)
     to_profile = [int(each) for each in arguments.kernels.split(",") if each]
 
@@ -154,8 +175,9 @@ def measure(arguments: argparse.Namespace) -> None:
         print(*(found[kind][-1] if kind != "kernels" else (turn, tokens, "profiled")), flush=True)
         Path(arguments.out).write_text(json.dumps(found))
 
+    turns_of = lambda tokens: TURNS if tokens >= LONG else TURNS[:2]
     for tokens in lengths:
-        for turn in TURNS:
+        for turn in turns_of(tokens):
             if turn != "own" or tokens < 50_000:  # its kernels are the same at any length
                 ask("warm-up", turn, tokens)
     rounds = sorted(lengths) + lengths
@@ -165,10 +187,18 @@ def measure(arguments: argparse.Namespace) -> None:
                 for turn in TURNS[:2]:
                     ask("kernels", turn, tokens)
         tokens = rounds[at % len(rounds)]
-        if time.monotonic() + SECONDS * tokens > until:
+        if time.monotonic() + SECONDS * tokens + 3 * bool(arguments.busy) > until:
             break
-        for turn in range(len(TURNS)):
-            ask("runs", TURNS[(at + turn) % len(TURNS)], tokens)
+        turns = turns_of(tokens)
+        for turn in range(len(turns)):
+            ask("runs", turns[(at + turn) % len(turns)], tokens)
+    if arguments.busy:
+        loop = [sys.executable, "-c", "while True: sum(range(1000))"]
+        others = [subprocess.Popen(loop) for _ in range(arguments.busy)]
+        for turn in TURNS[:2] * 8:
+            ask("busy", turn, 1000)
+        for other in others:
+            other.kill()
     engines.end()
 
 
@@ -177,14 +207,25 @@ def tables(found: dict[str, Any]) -> dict[str, Any]:
     rows, bars = [], []
     for tokens in sorted({tokens for _, tokens, _ in found["runs"]}, reverse=True):
         times = {turn: [s for other, n, s in found["runs"] if (other, n) == (turn, tokens)] for turn in TURNS}
-        own, here, copied = (statistics.median(times[turn]) for turn in TURNS)
+        own, ours, tenth = (statistics.median(times[turn] or [0.0]) for turn in TURNS)
         rows.append({
-            "tokens": f"{tokens:,}", "prompts each": len(times["own"]), "FLASH_ATTN": span(own), "dynaxx": span(here),
-            "speed-up": f"{own / here:.2f}x", "dynaxx, keys copied": span(copied),
+            "tokens": f"{tokens:,}", "prompts each": len(times["own"]), "FLASH_ATTN": span(own), "dynaxx": span(ours),
+            "speed-up": f"{own / ours:.2f}x", "10 % of the blocks in all": span(tenth) if tenth else "",
+            "its speed-up": f"{own / tenth:.2f}x" if tenth else "",
         })  # fmt: skip
         if tokens in TARGETS:
-            bars.append(bar(f"first token of {tokens:,} tokens", TARGETS[tokens], own / here))
-    return {"rows": rows, "bars": bars}
+            bars.append(bar(f"first token of {tokens:,} tokens", TARGETS[tokens], own / ours))
+    return {"rows": rows, "bars": bars, "kernels": kernel_rows(found["kernels"])}
+
+
+def kernel_rows(profiles: list[Any]) -> list[dict[str, Any]]:
+    """Return the ms of kernels by group, with columns by length and engine."""
+    columns = {
+        f"{tokens:,} tokens, {'FLASH_ATTN' if turn == 'own' else turn}": parts_of(each)
+        for turn, tokens, each in profiles
+    }
+    names = [*GROUPS, *WHOLE]
+    return [{"ms": name, **{title: f"{each[name]:,.1f}" for title, each in columns.items()}} for name in names]
 
 
 def main() -> None:
@@ -192,7 +233,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300, help="of the program, with the start of the engines")
     parser.add_argument("--lengths", default="131072,32768,8192,1000", help="prompts, in tokens")
-    parser.add_argument("--kernels", default="", help="lengths of prompts to profile, after the first round")
+    parser.add_argument("--kernels", default="", help="lengths of prompts to profile after the first round, on a GPU")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute on the host at the end")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--max-model-len", type=int, default=131_328)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step")
