@@ -28,7 +28,7 @@ from dynaxx.kernels.hopper.attention.forward_lazy_softmax import (
     without_maxima,
 )
 from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS
-from dynaxx.kernels.hopper.primitives.parts import store_output
+from dynaxx.kernels.hopper.primitives.parts import store_output, turns_of_program
 from dynaxx.kernels.hopper.primitives.signals import flag, get, pin, stored
 from dynaxx.kernels.hopper.primitives.softcap import capped
 from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, seen_of_block, where_seen
@@ -186,16 +186,16 @@ def consume(
                 mbarrier.arrive(judged.index(0), count=1)
                 mbarrier.wait(judged.index(0), 0)
                 all_units = gl.where(get(flags, 0) + get(flags, CONSUMERS - 1) > 0, all_units, 0)
-            for _ in range(gl.program_id(0), all_units, gl.num_programs(0)):
+            for _ in range(turns_of_program(all_units)):
                 done, lost = _attend(
                     given, i_mine, done, lost,
                     CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E,
                 )  # fmt: skip
                 i_mine += 1
     else:
-        for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
+        for i_turn in range(turns_of_program(all_units)):
             done, lost = _attend(
-                given, i_unit // gl.num_programs(0), done, lost,
+                given, i_turn, done, lost,
                 CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E,
             )  # fmt: skip
     tma.store_wait(0)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
-from dynaxx.kernels.hopper.primitives.parts import read_row, row_or_part
+from dynaxx.kernels.hopper.primitives.parts import read_row, row_or_part, turns_of_program, unit_of_turn
 from dynaxx.kernels.hopper.primitives.signals import look, put
 
 EVERYWHERE = gl.constexpr(1 << 20)  # a band that contains every pair of a block
@@ -112,18 +112,18 @@ def produce(
     all_units, flags, judged = units
     done = 0  # number of steps done
     i_mine = 0
-    for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
+    for i_turn in range(turns_of_program(all_units)):
         done = _feed(
-            given, buffers, layout, parts, sizes, i_unit, i_mine, done,
+            given, buffers, layout, parts, sizes, unit_of_turn(i_turn), i_mine, done,
             CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS, False,
         )  # fmt: skip
         i_mine += 1
     if unchecked(given.q_desc.dtype):
         mbarrier.wait(judged.index(0), 0)
         all_units = gl.where(look(flags, 0) + look(flags, CONSUMERS - 1) > 0, all_units, 0)
-        for i_unit in range(gl.program_id(0), all_units, gl.num_programs(0)):
+        for i_turn in range(turns_of_program(all_units)):
             done = _feed(
-                given, buffers, layout, parts, sizes, i_unit, i_mine, done,
+                given, buffers, layout, parts, sizes, unit_of_turn(i_turn), i_mine, done,
                 CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS, True,
             )  # fmt: skip
             i_mine += 1

@@ -12,6 +12,27 @@ ALL_ENTRIES = gl.constexpr((1 << 31) - 1)
 
 
 @gluon.jit
+def turns_of_program(all_units):
+    """Return how many units of work this persistent program processes: `unit_of_turn` of each turn lies within them."""
+    programs = gl.num_programs(0)
+    whole = all_units // programs
+    first = unit_of_turn(whole) - whole * programs
+    return whole + (first < all_units - whole * programs).to(gl.int32)
+
+
+@gluon.jit
+def unit_of_turn(i_turn):
+    """Return this persistent program's unit of work of a turn.
+
+    Units are sorted by length in parts, longest first. Every second turn therefore gives them to the programs in
+    reverse: a program that got a longer unit than others gets a shorter one next.
+    """
+    programs = gl.num_programs(0)
+    place = gl.where(i_turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    return i_turn * programs + place
+
+
+@gluon.jit
 def column_length(layout, i_b, i_hk, i_col, kv_blocks, group_size):
     """Return the number of entries of a column, over all heads of a group."""
     length = 0
