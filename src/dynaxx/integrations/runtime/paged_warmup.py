@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
 from dynaxx.integrations.runtime.paged import FP8, Pages, Softmax
+from dynaxx.integrations.runtime.paged_write import FEWEST, write_chunk
 from dynaxx.integrations.runtime.routing import MOST_QUERIES
 from dynaxx.layout.paging import PagedCache, SequenceKeys
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -102,6 +103,15 @@ def run_prefill(plan: LayerPlan, shape: LayerShape, shapes: list[tuple[int, int]
         run()
     else:
         _run_compiled(run, "prefill kernels", shape.device)
+
+
+def run_write(shape: LayerShape, page_size: int) -> None:
+    """Write the keys and values of a chunk, as a layer of the engine does before it attends."""
+    heads = shape.q_heads + 2 * shape.kv_heads  # q, k and v of a token lie side by side
+    both = torch.zeros(FEWEST, heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
+    _, k, v = both.split([shape.q_heads, shape.kv_heads, shape.kv_heads], dim=1)
+    pages = Pages(both.new_zeros(2, shape.kv_heads, page_size, 2 * shape.head_dim))
+    write_chunk(pages, k, v, torch.zeros(FEWEST, dtype=torch.int64, device=shape.device))
 
 
 def _placed(plan: LayerPlan, shape: LayerShape, q: Tensor, seqlen_k: int, k: Tensor, v: Tensor) -> SequenceKeys | None:

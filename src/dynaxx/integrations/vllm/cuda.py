@@ -13,8 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.integrations.runtime.paged_layer import Step
+from dynaxx.integrations.runtime.paged_write import write_chunk
 from dynaxx.integrations.vllm import contract as vllm_contract
-from dynaxx.integrations.vllm.backend import STEP, PolicyBuilder, PolicyImpl, some_rows
+from dynaxx.integrations.vllm.backend import STEP, PolicyBuilder, PolicyImpl, pages_of, some_rows
 
 vllm_contract.check(vllm_contract.CUDA)
 
@@ -72,6 +73,14 @@ class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
     """One attention layer."""
 
     compiles = True
+
+    @override
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store keys and values (tokens, kv_heads, head_size) in their pages; those of a chunk on dynaxx's kernel."""
+        if self.paged is None or not write_chunk(pages_of(layer, kv_cache), key, value, slot_mapping):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def dense(
         self,

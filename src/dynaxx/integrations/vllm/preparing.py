@@ -28,6 +28,7 @@ from dynaxx.integrations.runtime.paged_warmup import (
     prefill_shapes,
     run_decode,
     run_prefill,
+    run_write,
 )
 from dynaxx.integrations.vllm.engine import Engine, softmax_of
 from dynaxx.policy import LayerPlan
@@ -60,9 +61,15 @@ def prepare_prefill(
         log.info("compiling prefill kernels: layer %d, steps of %d tokens, prompts of %d", index, chunk, longest)
     engine.prepared |= {plan, kind}
     shape = shape_of(layer, query.device, dtype)
-    cache = config.cache_config
-    in_place = not cache.cache_dtype.startswith("fp8") and int(cache.block_size or 1) % plan.block_size[1] == 0
-    _told(partial(run_prefill, plan, shape, shapes, in_place=in_place), f"prefill kernels of layer {index}", log)
+    page_size, fp8 = int(config.cache_config.block_size or 1), config.cache_config.cache_dtype.startswith("fp8")
+    in_place = not fp8 and page_size % plan.block_size[1] == 0
+
+    def run() -> None:
+        run_prefill(plan, shape, shapes, in_place=in_place)
+        if not fp8:
+            run_write(shape, page_size)
+
+    _told(run, f"prefill kernels of layer {index}", log)
 
 
 def prepare_decode(
