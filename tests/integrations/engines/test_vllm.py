@@ -475,6 +475,21 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
     torch.testing.assert_close(out[:tokens], want[:tokens], **CLOSE)
 
 
+def test_on_cuda_dynaxx_writes_the_chunks_of_layers_with_rules(monkeypatch):
+    from dynaxx.integrations.vllm import cuda as vllm_cuda
+
+    wrote = []
+    monkeypatch.setattr(vllm_cuda.FlashAttentionImpl, "do_kv_cache_update", lambda impl, *args: wrote.append("vLLM"))
+    monkeypatch.setattr(vllm_cuda, "write_chunk", lambda pages, k, v, slots: wrote.append(len(slots)) or len(slots) > 1)
+    impl = object.__new__(vllm_cuda.CudaImpl)
+    given = torch.zeros(2, 1, 4), torch.zeros(2, 1, 4), torch.zeros(3, 1, 16, 8)
+    layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    for paged, slots in ((None, [0, 1]), (object(), [0, 1]), (object(), [0])):
+        impl.paged = paged
+        impl.do_kv_cache_update(layer, *given, torch.tensor(slots))
+    assert wrote == ["vLLM", 2, 1, "vLLM"]
+
+
 @pytest.mark.parametrize(
     ("mode", "largest"), [("NONE", 0), ("PIECEWISE", 0), ("FULL_DECODE_ONLY", 48), ("FULL_AND_PIECEWISE", 48)]
 )
