@@ -36,7 +36,7 @@ GROUPS = {  # kernels by name; the first pattern that fits
     "scores and choice of blocks": "_query_scores|_pool_kernel|_choose_rows|_emit_entries|_running_sum",
     "copies of keys, values and results": "gather_kernel<16|Memcpy DtoD|direct_copy|index_select",
     "summaries of pages for decoding": "_summarize_pages",
-    "keys and values into the cache": "reshape_and_cache",
+    "keys and values into the cache": "reshape_and_cache|_write_pages",
     "linear layers": "nvjet|gemm|cutlass",
     "activations, norms, rotary embedding": "triton_",
     "everything else": "",
