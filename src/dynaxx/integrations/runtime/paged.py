@@ -182,6 +182,11 @@ class Sequences:
         """
         key = (tuple(rows), max(batch, len(rows)))
         found = self._parts.get(key)
+        if found is None and key[1] == 1:  # a chunk of a prompt: views instead of copies of numbers to the device
+            row, device = rows[0], self.page_table.device
+            only = slice(row.index, row.index + 1)
+            places = torch.arange(row.start, row.start + row.seqlen_q, device=device)[None]
+            found = self._parts[key] = Part(self.seqused_k[only], self.page_table[only], places)
         if found is None:
             padding = key[1] - len(rows)
             numbers = [(row.index, row.start) for row in rows] + [(rows[0].index, rows[0].start)] * padding

@@ -92,5 +92,7 @@ def places_of(page_table: Tensor, page_size: int, step: int, kv_block: int) -> T
         step: rows from one page to the next, a multiple of `page_size`; see `rows_of`.
         kv_block: tokens of a block.
     """
-    inside = torch.arange(page_size // kv_block, dtype=torch.int32, device=page_table.device)
-    return (page_table.to(torch.int32)[:, None] * (step // kv_block) + inside).flatten()
+    first = page_table.to(torch.int32) * (step // kv_block)
+    if page_size == kv_block:
+        return first
+    return (first[:, None] + torch.arange(page_size // kv_block, dtype=torch.int32, device=first.device)).flatten()
