@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows
-from dynaxx.kernels.hopper.primitives.signals import barriers
+from dynaxx.kernels.hopper.primitives.signals import barriers, pin
 from dynaxx.layout import BlockGrid
 
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -88,7 +88,7 @@ def _score(logits, p_row, seen, known, tile, first_hidden, KV_BLOCK: gl.constexp
         logits = gl.where(o_n[None, :] < seen[:, None], logits, float("-inf"))
     best = gl.max(logits, 1)
     shift = gl.where(best == float("-inf"), 0.0, best)
-    total = gl.sum(gl.exp2(logits * LOG2_E - (shift * LOG2_E)[:, None]), 1)
+    total = pin(gl.sum(gl.exp2(logits * LOG2_E - (shift * LOG2_E)[:, None]), 1))  # before the wait for other products
     score = shift + gl.log2(gl.where(total == 0, 1.0, total)) / LOG2_E
     gl.store(p_row + tile, gl.where(total == 0, float("-inf"), score), mask=known)
 
