@@ -49,6 +49,7 @@ class Engine(NamedTuple):
     family: str = "llama"
     shared_prefix: bool = False  # every prompt begins as the longest one does
     answer: int = 24  # tokens
+    environment: dict[str, str] = {}  # noqa: RUF012 - never changed
 
 
 ENGINES = {
@@ -56,6 +57,7 @@ ENGINES = {
     "every key": Engine("everything"),
     "sparse": Engine("sparse"),
     "sparse, graphs": Engine("sparse", GRAPHS),
+    "sparse, Triton's launches": Engine("sparse", environment={"DYNAXX_LAUNCH_LISTS": "0"}),
     "sparse, small cache": Engine("sparse", SMALL_CACHE),
     "own, shared prefixes": Engine("", SHARED, shared_prefix=True),
     "every key, shared prefixes": Engine("everything", SHARED, shared_prefix=True),
@@ -85,6 +87,7 @@ ENGINES = {
 }
 PAIRS = (
     ("own", "every key"), ("own", "sparse"), ("sparse", "sparse, graphs"), ("sparse", "sparse, small cache"),
+    ("sparse", "sparse, Triton's launches"),
     ("own, shared prefixes", "every key, shared prefixes"), ("own, fp8 cache", "every key, fp8 cache"),
     ("own, Gemma 2", "every key, Gemma 2"),
     ("own, long answers", "own, preempted"), ("own, long answers", "every key, preempted"),
@@ -114,7 +117,8 @@ def run_tokens(arguments: argparse.Namespace) -> None:
                 at = names.index(name)
                 command = [sys.executable, __file__, "--engine", name, "--out", str(folder / f"{at}.json")]
                 with (folder / f"{at}.log").open("w") as log:
-                    started[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+                    environment = {**os.environ, **ENGINES[name].environment}
+                    started[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             for name, process in started.items():
                 at = names.index(name)
                 if process.wait() == 0:

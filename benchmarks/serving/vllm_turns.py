@@ -34,7 +34,7 @@ from typing import Any
 
 from vllm_gpu import PAGE, first_token, prompt, save_model, save_policy
 from vllm_profile import GROUPS, WHOLE, kernels_of, parts_of, summary
-from vllm_serving import bar, span
+from vllm_serving import bar, span, wait_for
 
 TURNS = ("own", "dynaxx", "tenth")
 LONG = 20_000  # tokens from which a tenth of the blocks is more than the window and the first tokens
@@ -166,6 +166,7 @@ def measure(arguments: argparse.Namespace) -> None:
         "busy": [],
     }
     print(found["starts"], f"{until - time.monotonic():.0f} s left", flush=True)
+    wait_for(arguments.wait_for)
     to_profile = [int(each) for each in arguments.kernels.split(",") if each]
 
     def ask(kind: str, turn: str, tokens: int) -> None:
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300, help="of the program, with the start of the engines")
     parser.add_argument("--lengths", default="131072,32768,8192,1000", help="prompts, in tokens")
     parser.add_argument("--kernels", default="", help="lengths of prompts to profile after the first round, on a GPU")
+    parser.add_argument("--wait-for", default="", help="a file; prompts begin when it is there")
     parser.add_argument("--busy", type=int, default=0, help="processes that compute on the host at the end")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--max-model-len", type=int, default=131_328)
