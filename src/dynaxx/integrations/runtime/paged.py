@@ -248,13 +248,15 @@ class Sequences:
 
     @lazy
     def with_new_keys(self) -> list[tuple[Part, int]]:
-        """Return all sequences in parts, each with the largest number of keys that a sequence gains in this step.
+        """Return all sequences in parts, each with an upper bound of the keys that a sequence gains in this step.
 
-        Decoding sequences form one part, and every chunk of a prompt is a part.
+        Decoding sequences form one part, and every chunk of a prompt is a part. Bounds are powers of two, so that
+        prompts of many lengths repeat the launches of few.
         """
         steps = [row for row in self.rows if row.seqlen_q < MOST_QUERIES]
         chunks = [[row] for row in self.rows if row.seqlen_q >= MOST_QUERIES]
-        return [(self.part(some), max(row.seqlen_q for row in some)) for some in (steps, *chunks) if some]
+        bound = lambda rows: 1 << (max(row.seqlen_q for row in rows) - 1).bit_length()
+        return [(self.part(some), bound(some)) for some in (steps, *chunks) if some]
 
 
 class Part(NamedTuple):
