@@ -2,7 +2,8 @@
 """Scores of one query per row of q blocks against every key, summed to blocks, on Hopper.
 
     producer warp            places -> a kv block of keys by TMA, STAGES blocks ahead
-    2 consumer warpgroups    128 queries each, in halves: q k.T of one half while the other's exponentials are summed
+    2 consumer warpgroups    128 queries each, in halves: q k.T of one half while the other's exponentials are summed;
+                             a half ends with the last block of which one of its queries sees something
 
 A program has 256 queries of one kv head in shared memory, such as the (row, q head) pairs of 64 rows of q blocks with 4
 q heads, so that a chunk of a prompt reads its keys once. It processes a run of kv blocks, see `blocks_of_a_program`.
@@ -94,33 +95,43 @@ def _score(logits, p_row, seen, known, tile, first_hidden, KV_BLOCK: gl.constexp
 
 
 @gluon.jit
+def _half(sizes, first, p_scores, layout: gl.constexpr):
+    """Return what 64 queries from `first` on see.
+
+    Returns:
+        (p_row, seen, known, first_hidden, stop): see `_score`; `stop` ends the blocks of which a query sees something.
+    """
+    rows, group_size = sizes.rows, sizes.group_size
+    i_query = first + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    i_row, i_head = i_query // group_size, gl.program_id(2).to(gl.int64) * group_size + i_query % group_size
+    p_row = p_scores + (i_head * rows + i_row) * sizes.kv_blocks
+    reach = sizes.first_row * sizes.q_block + sizes.offset
+    seen = gl.minimum(reach + (i_row + 1) * sizes.q_block, sizes.seqlen_k)
+    least = gl.minimum(reach + (first // group_size + 1) * sizes.q_block, sizes.seqlen_k)
+    last_row = gl.minimum((first + HALF - 1) // group_size, rows - 1)
+    most = gl.minimum(reach + (last_row + 1) * sizes.q_block, sizes.seqlen_k)
+    KV_BLOCK: gl.constexpr = layout.instr_shape[1]
+    stop = (gl.maximum(most, 0) + KV_BLOCK - 1) // KV_BLOCK
+    stop = gl.where(first // group_size < rows, gl.minimum(stop, sizes.stop), 0)
+    return p_row, seen, i_row < rows, gl.maximum(least, 0) // KV_BLOCK, stop
+
+
+@gluon.jit
 def _consume(
     buffers, sizes, p_scores,
     CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Score the program's blocks for 128 of its queries."""
+    """Score the program's blocks for 128 of its queries; the left half sees fewer blocks than the right half."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_BLOCK, 16])
-    o_m = gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    rows, group_size = sizes.rows, sizes.group_size
     first = (_lines() * 4 + CONSUMER * 2) * HALF
-    heads = gl.program_id(2).to(gl.int64) * group_size  # first q head of all batch entries
-    i_left, i_right = first + o_m, first + HALF + o_m
-    left_row, right_row = i_left // group_size, i_right // group_size
-    left_known, right_known = left_row < rows, right_row < rows
-    p_left = p_scores + ((heads + i_left % group_size) * rows + left_row) * sizes.kv_blocks
-    p_right = p_scores + ((heads + i_right % group_size) * rows + right_row) * sizes.kv_blocks
-    left_seen = (sizes.first_row + left_row + 1) * sizes.q_block + sizes.offset
-    right_seen = (sizes.first_row + right_row + 1) * sizes.q_block + sizes.offset
-    left_seen, right_seen = gl.minimum(left_seen, sizes.seqlen_k), gl.minimum(right_seen, sizes.seqlen_k)
-    left_hidden = (sizes.first_row + first // group_size + 1) * sizes.q_block + sizes.offset
-    right_hidden = (sizes.first_row + (first + HALF) // group_size + 1) * sizes.q_block + sizes.offset
-    left_hidden = gl.maximum(gl.minimum(left_hidden, sizes.seqlen_k), 0) // KV_BLOCK
-    right_hidden = gl.maximum(gl.minimum(right_hidden, sizes.seqlen_k), 0) // KV_BLOCK
+    p_left, left_seen, left_known, left_hidden, left_stop = _half(sizes, first, p_scores, layout)
+    p_right, right_seen, right_known, right_hidden, right_stop = _half(sizes, first + HALF, p_scores, layout)
+    both = gl.maximum(left_stop, sizes.begin)
+    one = gl.maximum(right_stop, both)
     zero = gl.zeros([HALF, KV_BLOCK], gl.float32, layout)
-    for tile in range(sizes.begin, sizes.stop):
-        i_load = tile - sizes.begin
-        stage = i_load % STAGES
-        mbarrier.wait(buffers.full.index(stage), (i_load // STAGES) & 1)
+    for tile in range(sizes.begin, both):
+        stage = (tile - sizes.begin) % STAGES
+        mbarrier.wait(buffers.full.index(stage), ((tile - sizes.begin) // STAGES) & 1)
         k = _keys(buffers.k, stage, KV_BLOCK, D).permute((1, 0))
         left = warpgroup_mma(buffers.q.index(2 * CONSUMER), k, zero, use_acc=False, is_async=True)
         right = warpgroup_mma(buffers.q.index(2 * CONSUMER + 1), k, zero, use_acc=False, is_async=True)
@@ -129,6 +140,18 @@ def _consume(
         logits = warpgroup_mma_wait(0, deps=[right])
         mbarrier.arrive(buffers.empty.index(stage), count=1)
         _score(logits, p_right, right_seen, right_known, tile, right_hidden, KV_BLOCK)
+    for tile in range(both, one):
+        stage = (tile - sizes.begin) % STAGES
+        mbarrier.wait(buffers.full.index(stage), ((tile - sizes.begin) // STAGES) & 1)
+        k = _keys(buffers.k, stage, KV_BLOCK, D).permute((1, 0))
+        right = warpgroup_mma(buffers.q.index(2 * CONSUMER + 1), k, zero, use_acc=False, is_async=True)
+        logits = warpgroup_mma_wait(0, deps=[right])
+        mbarrier.arrive(buffers.empty.index(stage), count=1)
+        _score(logits, p_right, right_seen, right_known, tile, right_hidden, KV_BLOCK)
+    for tile in range(one, sizes.stop):
+        stage = (tile - sizes.begin) % STAGES
+        mbarrier.wait(buffers.full.index(stage), ((tile - sizes.begin) // STAGES) & 1)
+        mbarrier.arrive(buffers.empty.index(stage), count=1)
 
 
 @gluon.jit
