@@ -136,6 +136,7 @@ def _layout(
     bits: Tensor,
     counts: Tensor,
     partials: Tensor,
+    *,
     places: Tensor | None = None,
 ) -> BlockLayout:
     from dynaxx.kernels.triton.selection.entries import emit_entries, running_sum
