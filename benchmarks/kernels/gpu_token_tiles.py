@@ -63,7 +63,7 @@ def sums() -> Iterator[Setting]:
 
 
 def latent() -> Iterator[Setting]:
-    """Yield settings of the steps of the latent backward."""
+    """Yield settings of the steps of the portable latent backward."""
     yield "as it is", {}
     first = config.wide_launches(2, True)
     for label, dq, rows in (
@@ -123,7 +123,7 @@ def compare(question: str, settings: Iterator[Setting], make: Callable[[], Calla
     return rows
 
 
-def attention(shape: Shape, backward: bool) -> Callable[[], Callable[[], Any]]:
+def attention(shape: Shape, backward: bool, backend: str = "auto") -> Callable[[], Callable[[], Any]]:
     """Return a function that prepares a layer and returns the call to time."""
     q, k, v = shape.inputs(shape.queries, shape.keys)
     chosen = choices(shape.queries, shape.keys, shape.tokens // shape.block_size, shape.block_size)
@@ -131,7 +131,7 @@ def attention(shape: Shape, backward: bool) -> Callable[[], Callable[[], Any]]:
     do = torch.randn(*q.shape[:3], shape.dim_v, device="cuda", dtype=q.dtype)
 
     def make() -> Callable[[], Any]:
-        attend = lambda: dx.selected_attention(q, k, v, chosen, block_size=shape.block_size)
+        attend = lambda: dx.selected_attention(q, k, v, chosen, block_size=shape.block_size, backend=backend)
         if not backward:
             return torch.no_grad()(attend)
         out = attend()
@@ -167,7 +167,7 @@ def main() -> None:
         elif question == "hopper-indexer":
             rows += compare(f"indexer of {args.keys}", hopper_indexers(), lambda: index(args.keys, "hopper"), 3)
         elif question == "latent":
-            rows += compare(question, latent(), attention(SHAPES[0], True), 3)
+            rows += compare(question, latent(), attention(SHAPES[0], True, "triton"), 3)
         else:
             for shape in (SHAPES[i] for i in args.shapes):
                 settings = sums() if question == "sums" else launches(question, shape)
