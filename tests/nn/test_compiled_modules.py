@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nn.SparseAttention` compiles without a graph break, and exports."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -33,6 +35,22 @@ def test_it_compiles_with_fullgraph_for_all_lengths():
         model(plain).square().sum().backward()
         compiled(traced).square().sum().backward()
         torch.testing.assert_close(traced.grad, plain.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_pattern_and_another_process_have_their_own_number():
+    """The number of a pattern follows the pattern; saved modules get the number of the process that loads them."""
+    torch._dynamo.reset()
+    model, x = Two(), torch.randn(1, 40, 32)
+    model.near.pattern = dx.SlidingWindow(3)
+    copied = pickle.loads(pickle.dumps(model))
+    compiled = torch.compile(copied, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+    saved = {name: value for name, value in vars(model.near).items() if name not in ("_pattern", "_number")}
+    older = SparseAttention.__new__(SparseAttention)
+    older.__setstate__({**saved, "pattern": dx.SlidingWindow(3)})  # as modules were saved before
+    assert older.pattern == dx.SlidingWindow(3)
+    torch.testing.assert_close(older(x), model.near(x))
 
 
 @pytest.mark.filterwarnings("ignore")

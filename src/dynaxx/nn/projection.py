@@ -150,7 +150,7 @@ class ProjectedAttention(nn.Module, ABC):
             packed = packed_layout(Causal(), cu_seqlens, block_size=64, device=q.device)
             return sparse_attention(q, k, v, packed, scale=self.scale)
         if q.shape[1] != k.shape[1]:
-            return attend_pattern(q, k, v, Causal(), 64, self.scale)
+            return attend_pattern(q, k, v, CAUSAL, CAUSAL_NUMBER, 64, self.scale)
         grouped = self.q_heads != self.kv_heads
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         attend = nn.functional.scaled_dot_product_attention
@@ -179,17 +179,30 @@ def _attend(
     return module.attend(x, q, k, v, cu_seqlens, cache)
 
 
-def attend_pattern(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_size: int, scale: float) -> Tensor:
-    """Attend over a pattern. `torch.compile` sees one op for all lengths; an export fixes the layout."""
+def attend_pattern(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, number: int, block_size: int, scale: float
+) -> Tensor:
+    """Attend over a pattern. `torch.compile` sees one op for all lengths; an export fixes the layout.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim).
+        pattern: the keys that each query sees.
+        number: its `number_of`, which torch 2.11 cannot compute while it compiles.
+        block_size: tokens per block of the layout.
+        scale: softmax scale.
+    """
     if torch.compiler.is_dynamo_compiling():
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        return pattern_attention(q, k, v, _constant_number(pattern), block_size, scale, needs_grad)[0]
+        return pattern_attention(q, k, v, number, block_size, scale, needs_grad)[0]
     with _disable_current_modes():  # the layout must have real tensors while torch traces with fake ones
         layout = pattern.layout(int(q.shape[1]), int(k.shape[1]), block_size=block_size, device=q.device)
     return sparse_attention(q, k, v, layout, scale=scale)
 
 
-_constant_number = torch.compiler.assume_constant_result(number_of)
+CAUSAL = Causal()
+CAUSAL_NUMBER = number_of(CAUSAL)
 
 
 @cache

@@ -13,6 +13,7 @@ from dynaxx.layout import CuSeqlens
 from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.projection import ProjectedAttention, attend_pattern
 from dynaxx.ops.attention import sparse_attention
+from dynaxx.ops.pattern_library import number_of
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.packed import packed_layout
 
@@ -45,6 +46,22 @@ class SparseAttention(ProjectedAttention):
             raise TypeError(f"`pattern` must be a pattern such as dynaxx.SlidingWindow(512), got {pattern!r}")
         self.pattern, self.block_size = pattern, block_size
 
+    @property
+    def pattern(self) -> Pattern:
+        """The keys that each query sees."""
+        return self._pattern
+
+    @pattern.setter
+    def pattern(self, pattern: Pattern) -> None:
+        self._pattern, self._number = pattern, number_of(pattern)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled module, whose pattern may have another number in this process."""
+        state = dict(state)
+        pattern = state.pop("pattern", None) or state.pop("_pattern")
+        super().__setstate__(state)
+        self.pattern = pattern
+
     @override
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
@@ -52,7 +69,7 @@ class SparseAttention(ProjectedAttention):
         if cu_seqlens is not None:
             packed = packed_layout(self.pattern, cu_seqlens, block_size=self.block_size, device=q.device)
             return sparse_attention(q, k, v, packed, scale=self.scale)
-        return attend_pattern(q, k, v, self.pattern, self.block_size, self.scale)
+        return attend_pattern(q, k, v, self.pattern, self._number, self.block_size, self.scale)
 
     def is_traceable(self, cu_seqlens: CuSeqlens | None, cache: LayerCache | None) -> bool:
         """Return whether `torch.compile` can trace the call: a batch, whose layout depends on the lengths only."""
