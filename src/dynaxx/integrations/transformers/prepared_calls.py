@@ -128,11 +128,10 @@ class Repeated:
     options: tuple[Any, ...]  # see `_options`
     by_rule: bool  # False for the model's own pattern
     measures: bool  # whether telemetry may measure a call of this pass
-    healthy: bool  # whether no layer failed before
 
     def may_run(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
-        if self.handle.faults or not (self.healthy or current.deployed.breakers[layer].healthy):
+        if self.handle.faults or not current.deployed.breakers[layer].healthy:
             return False
         if tuple(kwargs) != self.names or _options(kwargs) != self.options:
             return False
@@ -143,12 +142,11 @@ class Repeated:
 
 
 def _common(
-    current: ForwardContext, layer: Layer, mask: Tensor | None, kwargs: Any, *, by_rule: bool
-) -> tuple[Handle, Tensor | None, tuple[str, ...], tuple[Any, ...], bool, bool, bool]:
+    layer: Layer, mask: Tensor | None, kwargs: Any, *, by_rule: bool
+) -> tuple[Handle, Tensor | None, tuple[str, ...], tuple[Any, ...], bool, bool]:
     """Return the fields of a `Repeated`."""
     measures = by_rule and layer.handle.counts.probe.may_want()
-    healthy = all(each.healthy for each in current.deployed.breakers.values())
-    return layer.handle, mask, tuple(kwargs), _options(kwargs), by_rule, measures, healthy
+    return layer.handle, mask, tuple(kwargs), _options(kwargs), by_rule, measures
 
 
 @dataclass(slots=True)
@@ -373,7 +371,7 @@ def keep_repeated(
         return
     if not _may_repeat(q, kwargs):
         return
-    common = _common(current, layer, mask, kwargs, by_rule=work.route is not Route.OWN_PATTERN)
+    common = _common(layer, mask, kwargs, by_rule=work.route is not Route.OWN_PATTERN)
     found = RepeatedCall(*common, work.prepared, work.phase)
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
@@ -391,7 +389,7 @@ def keep_step(
     step, current.memory.repeated = current.memory.repeated, None
     if step is None or current.deployed.guard is not None or not _may_repeat(q, kwargs):
         return
-    common = _common(current, layer, mask, kwargs, by_rule=True)
+    common = _common(layer, mask, kwargs, by_rule=True)
     found = RepeatedStep(*common, step, current.deployed)
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
 
