@@ -239,16 +239,19 @@ class DensePasses:
     """
 
     def __init__(self) -> None:
-        self._known: dict[torch.Size, tuple[DenseOutcome, Hashable]] = {}
+        self._known: dict[torch.Size, tuple[DenseOutcome, tuple[Any, ...]]] = {}
 
     def keep(self, current: ForwardContext, done: DensePass, ids: Tensor | None, cache: Any) -> None:
         """Keep a pass that ended, if nothing but its shape, the policy and its state decided."""
         rollout = current.deployed.policy.rollout
         every = rollout.flag is None and rollout.share == 1.0
-        if ids is None or cache is not None or current.blocked is not None or not every or current.choice is not ALL:
+        if ids is None or ids.shape[-1] < 2 or cache is not None or current.blocked is not None:
             return
-        if len(self._known) >= MOST_OUTCOMES:
-            self._known.clear()
+        if not every or current.choice is not ALL:
+            return
+        latest = next(reversed(self._known.values()), None)
+        if len(self._known) >= MOST_OUTCOMES or (latest is not None and latest[1][0] is not current.deployed):
+            self._known = {}  # a former policy must not be kept alive
         self._known[ids.shape] = DenseOutcome(done.attention, done.outcome), _state(current.deployed, ids)
 
     def again(self, kwargs: dict[str, Any], deployed: Deployed) -> DensePass | None:
@@ -273,7 +276,7 @@ class _Thread(threading.local):
 running = _Thread()
 
 
-def _state(deployed: Deployed, ids: Tensor) -> Hashable:
+def _state(deployed: Deployed, ids: Tensor) -> tuple[Any, ...]:
     return deployed, deployed.was_long, deployed.decode_was_long, ids.device
 
 
