@@ -49,15 +49,19 @@ def test_a_head_is_most_alike_itself(model, ids):
     itself = alike.flatten(0, 1).flatten(1)
     torch.testing.assert_close(itself.diagonal(), torch.ones(LAYERS * HEADS))
     assert float(itself.max()) < 1.0001
-    found = sharing.matched(alike, 2)
+    found = sharing.matched(alike, 2, 2)
+    assert found.shape == (3, LAYERS, HEADS, 2)
+    assert torch.equal(found[0], torch.arange(HEADS)[:, None].expand(LAYERS, HEADS, 2))
     for lag, layer in ((1, 1), (1, 4), (2, 3)):
-        want = [max(range(HEADS), key=lambda h: float(alike[layer, head, layer - lag, h])) for head in range(HEADS)]
-        assert found[lag, layer].tolist() == want
+        for head in range(HEADS):
+            scores = alike[layer, head, layer - lag].tolist()
+            assert found[lag, layer, head].tolist() == sorted(range(HEADS), key=lambda h: -scores[h])[:2]
 
 
 def test_costs_without_lag_are_those_of_the_layers_own_choice(model, ids, costs):
     own = measure_head_costs(model, ids, [rule(budget) for budget in BUDGETS], block_size=BLOCK)
-    torch.testing.assert_close(torch.stack([each.loss for each in own], 1), costs.loss[0])
+    torch.testing.assert_close(torch.stack([each.loss for each in own], 1), costs.loss[0, ..., 0])
+    assert torch.equal(costs.loss[0, ..., 0], costs.loss[0, ..., -1])
     torch.testing.assert_close(torch.stack([each.density for each in own], 1), costs.density)
     assert bool(costs.loss[1, 1:-1, 1:].mean() > costs.loss[0, 1:-1, 1:].mean())  # others' blocks lose more
     assert bool(costs.loss[2, :-1, :2].isinf().all())
@@ -97,6 +101,23 @@ def test_heads_with_one_list_have_one_budget(costs):
     alone = sharing.shared_lists(costs, LAYERS, 0.8)
     assert alone.shared() == ()
     assert alone.least_density == pytest.approx(float(costs.density[0].mean()))
+
+
+def test_a_head_reads_the_list_that_suits_its_budget():
+    """One head needs many blocks and one few. Each reads the list of the head with such a need, whatever is alike."""
+    grid = torch.tensor(BUDGETS, dtype=torch.float64)
+    loss = torch.zeros(2, len(BUDGETS), 2, 2, 2, dtype=torch.float64)
+    loss[:, :, :, 0], loss[:, :, :, 1] = (10 * (1 - grid) ** 2)[:, None, None], (0.01 * (1 - grid) ** 2)[:, None, None]
+    loss[1, :, 0] = torch.inf
+    matches = torch.tensor([[[[0, 0], [1, 1]], [[0, 0], [1, 1]]], [[[0, 0], [1, 1]], [[1, 0], [0, 1]]]])
+    costs = sharing.SharedCosts((0, 1), matches, loss, grid[:, None, None].expand(-1, 2, 2))
+    lists = sharing.SharedLists(costs, [0, 0], 0.4)
+    (shared,) = lists.shared()
+    assert shared.heads == (0, 1)
+    density, budgets, _ = lists.at(0.4)
+    assert density <= 0.4
+    assert budgets[0] == budgets[1]
+    assert budgets[0][0] > budgets[0][1]
 
 
 def test_the_policy_visits_as_many_blocks_as_predicted(model, ids, costs):

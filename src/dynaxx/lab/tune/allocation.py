@@ -32,6 +32,7 @@ class Allocation(NamedTuple):
     choice: Tensor  # (heads,) int64
     density: float  # mean over heads
     loss: float  # sum over heads, nats per token
+    price: float  # loss that the next step would save per unit of one head's density; 0 if there is none
 
 
 def lower_hull(density: Sequence[float], loss: Sequence[float]) -> list[int]:
@@ -81,9 +82,11 @@ class Allocator:
     def at(self, density: float) -> Allocation:
         """Return the best allocation with at most this mean density, which is at least `least_density`."""
         choice, (spent, loss) = self._start.clone(), self._least
+        price = 0.0
         for step in self._steps:
             if spent + step.density > density * self._heads + 1e-9:
+                price = step.gain
                 break
             choice[step.head] = step.candidate
             spent, loss = spent + step.density, loss - step.saved
-        return Allocation(choice, spent / self._heads, loss)
+        return Allocation(choice, spent / self._heads, loss, price)

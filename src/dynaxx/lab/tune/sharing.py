@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find layers that can read the blocks of earlier layers, and the budgets of the heads that choose.
 
-    estimated masses --> the most alike head of each earlier layer --> costs of reading its list, at each budget
-                     --> dynamic programming: the layers that choose --> one budget for all heads that read one list
+    estimated masses --> the most alike heads of each earlier layer --> costs of reading their lists, at each budget
+                     --> dynamic programming: the layers that choose
+                     --> in turns: one budget for all heads that read one list, and the best list for each head
 
-Shapes: L layers that see their whole context, H q heads, R x C blocks.
+Shapes: L layers that see their whole context, H q heads, M lists that a head may read, R x C blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dynaxx.policy import SharedChoice
 from dynaxx.selection import Hybrid, Scorer, select_blocks
 
 REACH = 4  # most layers between a layer and the one whose blocks it reads
+LISTS = 3  # heads of a layer whose lists are measured for each head
+ROUNDS = 8  # turns of budgets and lists
 WORTH = 1.08  # more blocks than without sharing that the saved time of choosing pays for
 
 
@@ -31,8 +34,8 @@ class SharedCosts(NamedTuple):
     """The costs of reading another layer's blocks. Lag 0 is a layer's own choice."""
 
     layers: tuple[int, ...]
-    matches: Tensor  # (lags, L, H) int64, head of the layer that many places earlier, for each head
-    loss: Tensor  # (lags, budgets, L, H) fp64, nats per token; infinite where there is no such layer
+    matches: Tensor  # (lags, L, H, M) int64, heads of the layer that many places earlier, the most alike first
+    loss: Tensor  # (lags, budgets, L, H, M) fp64, nats per token; infinite where there is no such layer
     density: Tensor  # (budgets, L, H) fp64, of a layer's own choice
 
     @classmethod
@@ -81,13 +84,14 @@ def _open_blocks(forced: Hybrid, grid: BlockGrid) -> Tensor:
     return table[0] & ~table[1]
 
 
-def matched(alike: Tensor, reach: int) -> Tensor:
-    """Return the most alike head of the layers up to `reach` places earlier, (1 + reach, L, H); lag 0 is itself."""
+def matched(alike: Tensor, reach: int, lists: int = LISTS) -> Tensor:
+    """Return the most alike heads of the layers up to `reach` places earlier, (1 + reach, L, H, M); lag 0 is itself."""
     layers, heads = alike.shape[:2]
-    found = torch.arange(heads).expand(1 + reach, layers, heads).clone()
+    lists = min(lists, heads)
+    found = torch.arange(heads)[:, None].expand(1 + reach, layers, heads, lists).clone()
     for lag in range(1, 1 + reach):
         for layer in range(lag, layers):
-            found[lag, layer] = alike[layer, :, layer - lag].argmax(-1)
+            found[lag, layer] = alike[layer, :, layer - lag].topk(lists, dim=-1).indices
     return found
 
 
@@ -113,28 +117,35 @@ def shared_costs(
         done: a function that is called with the index of each finished layer.
     """
     layouts: dict[int, list[BlockLayout]] = {}
-    lags, layers, heads = matches.shape
-    loss = torch.full((lags, len(BUDGETS), layers, heads), torch.inf, dtype=torch.float64)
+    most: dict[int, list[int | None]] = {}  # slots for the lists of any heads, on a GPU
+    lags, layers, heads, lists = matches.shape
+    loss = torch.full((lags, len(BUDGETS), layers, heads, lists), torch.inf, dtype=torch.float64)
     density = torch.zeros(len(BUDGETS), layers, heads, dtype=torch.float64)
     loss[:, -1] = 0.0  # a budget of everything
 
     def see(layer: int, q: Tensor, k: Tensor, scale: float) -> None:
         each = [select_blocks(q, k, rule(budget), block_size=block_size, scale=scale) for budget in BUDGETS[:-1]]
         place, layouts[layer] = len(layouts), each
-        visible = max(1, each[0].grid().visible_blocks())
-        density[:-1, place] = torch.stack([x.kv_num_blocks.sum((0, 2)).double() / visible for x in each]).cpu()
+        counts = torch.stack([x.kv_num_blocks.sum((0, 2)) for x in each]).cpu()  # (budgets, H)
+        density[:-1, place] = counts.double() / max(1, each[0].grid().visible_blocks())
         density[-1, place] = 1.0
+        most[layer] = [heads * int(count) if q.is_cuda else None for count in counts.amax(1)]
 
     def visit(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> None:
         order = sorted(layouts)
         place = order.index(layer)
-        for lag in range(min(lags, 1 + place)):
-            source = order[place - lag]
-            for index, layout in enumerate(layouts[source]):
-                read = layout if lag == 0 else layout.take_heads(tuple(matches[lag, place].tolist()))
-                delta = sparse_attention(q, k, v, read, scale=scale) - out
-                cost = ((delta * grad).sum(-1).double() ** 2).sum((0, 1)) / (2 * out.shape[1])
-                loss[lag, index, place] = cost.cpu()
+
+        def cost(layout: BlockLayout) -> Tensor:
+            delta = sparse_attention(q, k, v, layout, scale=scale) - out
+            return ((delta * grad).sum(-1).double() ** 2).sum((0, 1)) / (2 * out.shape[1])
+
+        loss[0, :-1, place] = torch.stack([cost(layout) for layout in layouts[layer]]).cpu()[..., None]
+        for lag in range(1, min(lags, 1 + place)):
+            given = list(zip(layouts[order[place - lag]], most[order[place - lag]], strict=True))
+            for index in range(lists):
+                named = tuple(matches[lag, place, :, index].tolist())
+                found = [cost(layout.take_heads(named, capacity)) for layout, capacity in given]
+                loss[lag, :-1, place, :, index] = torch.stack(found).cpu()
         done(layer)
 
     with torch.no_grad(), reading(model, see):
@@ -200,25 +211,53 @@ def sources_of(choosing: Sequence[int], layers: int) -> list[int]:
 
 
 class SharedLists:
-    """Layers that choose, and budgets for any density with one budget for all heads that read one list.
+    """Layers that choose, lists that all other heads read, and budgets for any density: one for each list.
 
     Args:
         costs: the costs of reading other layers' blocks.
         sources: for each layer, the place of the layer whose blocks it reads.
+        density: the density at which each head gets the best list.
     """
 
-    def __init__(self, costs: SharedCosts, sources: Sequence[int]) -> None:
+    def __init__(self, costs: SharedCosts, sources: Sequence[int], density: float) -> None:
         self.costs, self.sources = costs, list(sources)
-        layers, heads = costs.matches.shape[1:]
-        places = list(enumerate(self.sources))
-        self._match = torch.stack([costs.matches[layer - source, layer] for layer, source in places])  # (L, H)
+        lags = [layer - source for layer, source in enumerate(self.sources)]
+        each = range(len(lags))
+        self._matches = torch.stack([costs.matches[lags[i], i] for i in each])  # (L, H, M)
+        self._loss = torch.stack([costs.loss[lags[i], :, i] for i in each], 1)  # (budgets, L, H, M)
+        of_source = costs.density[:, self.sources]  # (budgets, L, H)
+        self._density = torch.stack([of_source[:, i][:, self._matches[i]] for i in each], 1)  # (budgets, L, H, M)
+        alone = Allocator(costs.density.flatten(1), costs.loss[0, ..., 0].flatten(1)).at(density)
+        pick = self._best_lists(alone.choice, alone.price)
+        best: tuple[float, Tensor] | None = None
+        for _ in range(ROUNDS):
+            self._read(pick)
+            loss = self.at(density)[2]
+            if best is not None and loss >= best[0]:
+                break
+            best = loss, pick
+            found = self._allocator.at(density / self._share)
+            pick = self._best_lists(found.choice[self._index], found.price)
+        assert best is not None, "there is at least one round"
+        self._read(best[1])
+
+    def _read(self, pick: Tensor) -> None:
+        """Let each head read one of its lists, and prepare the allocation of budgets to lists."""
+        heads = pick.shape[1]
+        take = lambda each: each.gather(-1, pick.expand(*each.shape[:-1])[..., None])[..., 0]
+        self._match = take(self._matches)  # (L, H)
         owner = (torch.tensor(self.sources)[:, None] * heads + self._match).flatten()
         owners, self._index = owner.unique(return_inverse=True)
-        loss = torch.stack([costs.loss[layer - source, :, layer] for layer, source in places], 1)
-        density = torch.stack([costs.density[:, source, self._match[layer]] for layer, source in places], 1)
         add = lambda each: each.new_zeros(len(BUDGETS), len(owners)).index_add_(1, self._index, each.flatten(1))
-        self._allocator = Allocator(add(density), add(loss))
-        self._share = len(owners) / (layers * heads)  # lists per head
+        self._allocator = Allocator(add(take(self._density)), add(take(self._loss)))
+        self._share = len(owners) / owner.numel()  # lists per head
+
+    def _best_lists(self, budgets: Tensor, price: float) -> Tensor:
+        """Return the list that loses each head least at given budgets (L * H), at the price of its blocks."""
+        of_source = budgets.view(self._matches.shape[:2])[self.sources]  # (L, H), of the heads of each layer's source
+        of_list = of_source[:, None].expand(*self._matches.shape[:2], -1).gather(2, self._matches)[None]  # (1, L, H, M)
+        cost: Tensor = self._loss.gather(0, of_list)[0] + price * self._density.gather(0, of_list)[0]
+        return cost.argmin(-1)
 
     @property
     def least_density(self) -> float:
@@ -256,7 +295,7 @@ def shared_lists(costs: SharedCosts, count: int, density: float) -> SharedLists:
     Raises:
         ValueError: so few layers cannot serve all others within reach.
     """
-    table = layer_costs([(loss, costs.density) for loss in costs.loss], density)
+    table = layer_costs([(loss.amin(-1), costs.density) for loss in costs.loss], density)
     for lag in range(1, len(table)):
         table[lag, :lag] = torch.inf
-    return SharedLists(costs, sources_of(choosing_layers(table, count), len(costs.layers)))
+    return SharedLists(costs, sources_of(choosing_layers(table, count), len(costs.layers)), density)
