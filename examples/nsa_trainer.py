@@ -79,7 +79,8 @@ class Trainer:
         """Run forward and backward of a batch, as one CUDA graph while batches keep their shape, if asked to."""
         if not self.args.graphs:
             return self._gradients(tokens, targets)
-        kind = (tokens.shape, getattr(self.model.layers[0].attention, "sizes", None))
+        attention = self.model.layers[0].attention
+        kind = (tokens.shape, getattr(attention, "sizes", None), attention.dense)
         if self.graph is None or self.graph[0] != kind:
             self.graph = None
             self.optimizer.zero_grad(set_to_none=True)

@@ -125,9 +125,16 @@ def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int =
 
     for queries in (TOKENS, 8):
         q, k = torch.zeros(queries, heads, dim).to(dtype), torch.zeros(TOKENS, dim).to(dtype)
-        scale = torch.ones(TOKENS) if dtype in (torch.float32, torch.float8_e4m3fn) else None
+        scale = torch.ones(TOKENS) if dtype in (torch.float32, torch.float8_e4m3fn, torch.int8) else None
         spans = TokenSpans((0, queries), (0, TOKENS), grain)
         choose.index_tokens(q, k, torch.zeros(queries, heads), scale, spans, 64)
+
+
+def fp8_rows() -> None:
+    """Round rows to fp8."""
+    from dynaxx.kernels.gpu.tokens.rounding import round_rows
+
+    round_rows(torch.zeros(TOKENS, 100, dtype=torch.bfloat16))
 
 
 def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
@@ -288,6 +295,9 @@ add("triton token decode int8", token_decode, (8, 2), (64, 64), torch.int8)
 add("triton indexer 4 of 64", indexer, "triton", 4, 64, torch.bfloat16)
 add("triton indexer 16 of 128 in 8 bits", indexer, "triton", 16, 128, torch.float32, 4)
 add("hopper indexer 4 of 64", indexer, "hopper", 4, 64, torch.bfloat16)
+add("hopper tokens 4 of 128", tokens, "hopper", 4, (128, 128), 1)
+add("hopper indexer 2 of 32 in 8 bits", indexer, "hopper", 2, 32, torch.int8)
+add("triton rows in fp8", fp8_rows)
 add("hopper indexer 64 of 128 in fp8", indexer, "hopper", 64, 128, torch.float8_e4m3fn)
 add("triton decode bf16", decode, torch.bfloat16)
 add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)

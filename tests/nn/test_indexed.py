@@ -77,3 +77,26 @@ def test_positions():
 def test_sizes():
     with pytest.raises(ValueError, match="`hidden_size`, `heads` and `dim`"):
         nn.Indexer(8, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_decoding_over_pages_is_the_forward_traced_whole(precision):
+    torch.manual_seed(0)
+    attention = nn.IndexedSparseAttention(32, 4, 2, head_dim=16, choice=dx.TopKTokens(12), index_dim=8,
+                                          precision=precision).eval()  # fmt: skip
+    x = torch.randn(2, 40, 32)
+    angle = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001]).repeat(4)
+    rotary = (angle.cos().expand(2, -1, -1), angle.sin().expand(2, -1, -1))
+    with torch.no_grad():
+        want = attention(x, rotary)
+    pages = lambda *shape: torch.full((8, 16, *shape), torch.nan)
+    k, v, index_k, table = pages(2, 16), pages(2, 16), pages(8), torch.randperm(8, dtype=torch.int32).view(2, 4)
+    decode = torch.compile(attention.decode, fullgraph=True, backend="aot_eager")
+    used, done = torch.zeros(2, dtype=torch.int32), 0
+    for count in (30, 1, 1, 1, 3):
+        used, some = used + count, slice(done, done + count)
+        part = tuple(each[:, some] for each in rotary)
+        run = attention.decode if count == 30 else decode
+        got = run(x[:, some], part, dx.PagedCache(k, v, used, table), index_k)
+        torch.testing.assert_close(got, want[:, some], atol=1e-5, rtol=1e-5)
+        done += count

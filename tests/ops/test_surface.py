@@ -155,6 +155,17 @@ CALLS = {
         [torch.ones(64, 4, 8), torch.ones(64, 8), torch.ones(64, 4), dx.TopKTokens(4)],
         {**ENDED, "precision": "fp32", "backend": "auto"},
     ),
+    "index_decode": lambda: (
+        dx.index_decode,
+        [
+            torch.ones(2, 1, 4, 8),
+            torch.ones(2, 64, 8),
+            torch.ones(2, 1, 4),
+            dx.TopKTokens(4),
+            torch.tensor([64, 9]).int(),
+        ],
+        {"page_table": torch.tensor([[0, 1], [1, -1]]).int(), "precision": "fp32"},
+    ),
     "index_loss": lambda: (
         dx.index_loss,
         [torch.ones(1, 64, 4, 8), torch.ones(1, 64, 8), torch.ones(1, 64, 4), *qkv()[:2]],

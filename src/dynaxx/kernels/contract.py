@@ -203,6 +203,9 @@ class IndexerKernels(Protocol):
     ) -> Tensor:
         """Return the best blocks of each query, (T, 1, slots) int32, ascending, -1 behind."""
 
+    def to_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return e4m3 numbers and the scale of each row in fp32, bitwise as `kernels.rounding.to_fp8`."""
+
 
 class Pooling(Protocol):
     """Pooling of windows of tokens to compressed tokens, for sequences of equal length."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,13 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
+from dynaxx.layout.paging import PagedCache
 from dynaxx.nn.cache import LayerCache
-from dynaxx.nn.projection import ProjectedAttention
+from dynaxx.nn.projection import ProjectedAttention, rotate
 from dynaxx.ops.indexer import IndexLoss, Precision, index_loss, index_tokens
 from dynaxx.ops.selected import selected_attention
+from dynaxx.ops.token_steps.attend import selected_decode
+from dynaxx.ops.token_steps.choose import index_decode
 from dynaxx.selection.tokens import TopKTokens
 
 
@@ -117,9 +120,48 @@ class IndexedSparseAttention(ProjectedAttention):
             ValueError: as `ProjectedAttention`, and for packed sequences in training or a cache.
         """
         if cache is not None:
-            raise ValueError("`cache` must be None here: generate with a converted Llama (`convert_to_indexed`)")
+            raise ValueError("`cache` must be None here: call `decode`, or generate with a converted Llama")
         self._indexed = self.indexer(x, rotary)
         return super().forward(x, rotary, cu_seqlens=cu_seqlens)
+
+    @typed
+    @torch.no_grad()
+    def decode(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: PagedCache, index_k: Tensor) -> Tensor:
+        """Attend from the newest tokens of each sequence, after writing their keys and values into a cache's pages.
+
+        Nothing is read on the host: `torch.compile(fullgraph=True)` traces a step, and a CUDA graph captures it.
+
+        Args:
+            x: (batch, seqlen, hidden_size), the last `seqlen` tokens of each sequence.
+            rotary: (cos, sin) of their positions, each (batch, seqlen, head_dim).
+            cache: pages of keys and values in the dtype of x, whose `seqused_k` counts these tokens already.
+            index_k: (num_pages, page_size, index_dim), the indexer's keys in the same pages.
+
+        Returns:
+            A tensor of the shape of x.
+
+        Raises:
+            ValueError: a cache without a page table.
+        """
+        if cache.page_table is None:
+            raise ValueError("`cache` must have a page table, got a contiguous one")
+        q = self.q_proj(x).unflatten(-1, (self.q_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        indexed = self.indexer(x, rotary)
+        position = cache.seqused_k[:, None] - x.shape[1] + torch.arange(x.shape[1], device=x.device)
+        page = cache.page_table.gather(1, position // cache.page_size)
+        for pages, rows in ((cache.k, k), (cache.v, v), (index_k, indexed.k)):
+            pages[page, position % cache.page_size] = rows.to(pages.dtype)
+        chosen = index_decode(
+            indexed.q, index_k, indexed.weights, self.choice, cache.seqused_k, page_table=cache.page_table,
+            precision=self.precision,
+        )  # fmt: skip
+        out = selected_decode(q, cache, chosen, block_size=self.choice.block_size, scale=self.scale)
+        assert isinstance(out, Tensor), "without `return_lse`"
+        return cast(Tensor, self.o_proj(out.flatten(-2)))
 
     @override
     def attend(

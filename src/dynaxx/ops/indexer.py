@@ -11,8 +11,10 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
+from dynaxx.kernels.contract import IndexerKernels
 from dynaxx.kernels.problem import IndexerProblem
 from dynaxx.kernels.registry import INDEXER
+from dynaxx.kernels.rounding import to_int8
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.layout.tokens import TokenSpans
@@ -20,6 +22,7 @@ from dynaxx.ops.tokens import check_block_size, check_choice
 from dynaxx.selection.tokens import TopKTokens, check_queries_and_keys
 
 Precision = Literal["fp32", "bf16", "fp8", "int8"]
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 PIECE_BYTES = 64 << 20  # of scores of a few queries that `index_loss` holds at once
 _serving = lru_cache(maxsize=256)(INDEXER.resolve)
 
@@ -67,40 +70,25 @@ def index_tokens(
     if precision not in ("fp32", "bf16", "fp8", "int8"):
         raise ValueError(f"`precision` must be 'fp32', 'bf16', 'fp8' or 'int8', got {precision!r}")
     flat = (lambda x: x.flatten(0, 1)) if index_q.ndim == 4 else (lambda x: x)
-    q, k, weights, k_scale = _rounded(flat(index_q), flat(index_k), flat(index_weights), precision)
-    dtype = torch.int8 if precision == "int8" else q.dtype if k.dtype == q.dtype else torch.float32
+    q, k, weights = flat(index_q), flat(index_k), flat(index_weights)
+    dtype = DTYPES.get(precision, q.dtype if k.dtype == q.dtype else torch.float32)
     problem = IndexerProblem(q.device, dtype, len(q), q.shape[1], q.shape[2], choice.block_size, choice.slots)
-    name = _serving(problem, backend)
-    chosen = INDEXER.kernels(name).index_tokens(q, k, weights, k_scale, spans, choice.slots)
+    kernels = INDEXER.kernels(_serving(problem, backend))
+    chosen = kernels.index_tokens(*_rounded(q, k, weights, precision, kernels), spans, choice.slots)
     return chosen.unflatten(0, index_q.shape[:2]) if index_q.ndim == 4 else chosen
 
 
 def _rounded(
-    q: Tensor, k: Tensor, weights: Tensor, precision: Precision
+    q: Tensor, k: Tensor, weights: Tensor, precision: Precision, kernels: IndexerKernels
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return q, k and weights in the precision asked for, and the scale of each key in 8 bits."""
     if precision == "fp32":
         return q, k, weights, None
     if precision == "bf16":
         return q.bfloat16(), k.bfloat16(), weights, None
-    to_8_bits = _fp8 if precision == "fp8" else _int8
+    to_8_bits = kernels.to_fp8 if precision == "fp8" else to_int8
     (q8, q_scale), (k8, k_scale) = to_8_bits(q), to_8_bits(k)
     return q8, k8, weights.float() * q_scale, k_scale  # a scale above 0 passes through relu
-
-
-def _int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers from -127 to 127 in fp32, and the scale of each row."""
-    x = x.float()
-    scale = x.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-    return (x / scale[..., None]).round(), scale
-
-
-def _fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 numbers and the scale of each row, by which its largest number becomes the largest of the format."""
-    x = x.float()
-    most = torch.finfo(torch.float8_e4m3fn).max
-    scale = x.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny * most) / most
-    return (x / scale[..., None]).clamp(-most, most).to(torch.float8_e4m3fn), scale
 
 
 class IndexLoss(NamedTuple):

@@ -9,21 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
-from dynaxx.derivatives import first_derivative_only, refuse_transforms
+from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import TokenKernels
 from dynaxx.kernels.problem import AttentionProblem
-from dynaxx.kernels.registry import TOKEN_DECODE, TOKENS
-from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.registry import TOKENS
 from dynaxx.kernels.sinks import sink_gradient
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.grid import BLOCK_SIZES
-from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.tokens import TOKEN_BLOCKS, TokenSpans, ascending
-from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks, check_softcap, looks_at_values
-from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
-from dynaxx.ops.decode_dispatch import decode_problem
 from dynaxx.ops.packing import Packed
 
 
@@ -78,7 +72,7 @@ def _ascending_values(indices: Tensor, spans: TokenSpans) -> Tensor:
         if ((indices < -1) | (indices >= limits)).any():
             _refuse_outside(indices, spans)
         if has_duplicates(indices):
-            _refuse_duplicates()
+            refuse_duplicates()
         return ascending(indices)
     outside, falls = found
     if outside >= 0:
@@ -88,7 +82,7 @@ def _ascending_values(indices: Tensor, spans: TokenSpans) -> Tensor:
     indices = ascending(indices)
     again = _core_check(indices, spans)
     if again is not None and again[1] >= 0:
-        _refuse_duplicates()
+        refuse_duplicates()
     return indices
 
 
@@ -110,7 +104,8 @@ def _refuse_outside(indices: Tensor, spans: TokenSpans) -> None:
     )
 
 
-def _refuse_duplicates() -> None:
+def refuse_duplicates() -> None:
+    """Raise the ValueError of a block that occurs twice."""
     raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
 
 
@@ -133,7 +128,6 @@ def token_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int, softcap: flo
 
 
 _serving = lru_cache(maxsize=256)(TOKENS.resolve)
-_serving_decode = lru_cache(maxsize=256)(TOKEN_DECODE.resolve)
 
 
 def attend_tokens(
@@ -211,64 +205,6 @@ def check_scores(softcap: float | None, sinks: Tensor | None, q: Tensor) -> floa
     if sinks is not None:
         check_sinks(sinks, q)
     return None if softcap is None else check_softcap(softcap)
-
-
-@typed
-@torch.no_grad()
-def selected_decode(
-    q: Tensor,
-    cache: PagedCache,
-    block_indices: Tensor,
-    *,
-    block_size: int = 1,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-) -> Tensor | SparseAttentionOutput:
-    """Attend from the last tokens of each sequence to the tokens of its cache that each of them chose.
-
-    Args:
-        q: (batch, seqlen_q, q_heads, head_dim): the last `seqlen_q` tokens, whose keys are in the cache already.
-        cache: keys and values, in pages or contiguous. fp8 and int8 are dequantized exactly. For latent attention (MLA)
-            its v is the view k[..., :head_dim_v].
-        block_indices: (batch, seqlen_q, select_heads, slots), integers in any order, -1 for an empty slot: blocks of
-            `block_size` tokens, counted from the start of the sequence. Keys after the query are hidden.
-        block_size: tokens that are chosen together: 1, 2, 4, 8, 16, 32, 64 or 128.
-        scale: softmax scale, default head_dim ** -0.5.
-        softcap: as in `sparse_decode`.
-        sinks: as in `sparse_decode`.
-        return_lse: also return the log-sum-exp of the visible scores.
-        backend: "auto", or "triton", "cpu", "reference".
-
-    Returns:
-        out (batch, seqlen_q, q_heads, head_dim_v) in q's dtype, or (out, lse), lse (batch, q_heads, seqlen_q) fp32. A
-        query that sees nothing gives out = 0, lse = -inf.
-
-    Raises:
-        ValueError, TypeError: inputs that do not fit together. Values are checked on a CPU, on a GPU only with
-            DYNAXX_DEBUG=1.
-        UnsupportedInputError: no backend, or not the named one, can serve; with the reasons of each.
-    """
-    refuse_transforms("`selected_decode`", q)
-    check_cache(cache)
-    check_queries(q, cache)
-    check_values(cache)
-    check_block_size(block_size)
-    softcap = check_scores(softcap, sinks, q)
-    check_choice(block_indices, (q.shape[0], q.shape[1]), q.shape[2], cache.kv_heads, q.device)
-    if looks_at_values(q.device) and block_indices.numel():
-        least, most = (int(x) for x in block_indices.aminmax())
-        limit = -(-cache.max_keys // block_size)
-        if least < -1 or most >= limit:
-            raise ValueError(f"`block_indices` must hold -1 or blocks below {limit}, got {least} to {most}")
-        if has_duplicates(block_indices.to(torch.int32).flatten(0, 2)):
-            _refuse_duplicates()
-    kernels = TOKEN_DECODE.kernels(_serving_decode(decode_problem(cache, q), backend))
-    scale = softmax_scale(scale, q.shape[-1])
-    out, lse = kernels.attend_tokens(q, cache, block_indices.to(torch.int32), block_size, scale, softcap, sinks)
-    return SparseAttentionOutput(out, lse) if return_lse else out
 
 
 def check_block_size(block_size: int) -> None:

@@ -103,3 +103,79 @@ def test_fp8(heads):
     )
     shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(got[0, :, 0], want[0, :, 0], strict=True))
     assert shared > 0.98 * got.numel()
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize(("heads", "dim"), [(4, 64), (1, 32), (3, 128)])
+def test_eight_bits_with_few_heads(precision, heads, dim):
+    """Whole numbers and e4m3 are exact in the 16 bits that the kernel multiplies; scales of keys differ."""
+    torch.manual_seed(11)
+    q, k, weights = draw(300, 5000, heads, dim)
+    k[0, ::3] *= 4
+    k[0, ::97] = 0
+    run = lambda backend: dx.index_tokens(q, k, weights, dx.TopKTokens(200), precision=precision, backend=backend)
+    got, want = run("hopper"), run("reference")
+    shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(got[0, :, 0], want[0, :, 0], strict=True))
+    assert shared > 0.999 * got.numel()
+    assert torch.equal(got, run("hopper"))
+    ends, ends_k = (0, 100, 100, 300), (0, 1111, 1200, 5000)
+    packed = lambda backend: dx.index_tokens(
+        q[0], k[0], weights[0], dx.TopKTokens(200), precision=precision, backend=backend, cu_seqlens_q=ends,
+        cu_seqlens_k=ends_k,
+    )  # fmt: skip
+    got, want = packed("hopper"), packed("reference")
+    shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(got[:, 0], want[:, 0], strict=True))
+    assert shared > 0.999 * got.numel()
+
+
+@pytest.mark.parametrize("heads", [1, 4, 16])
+@pytest.mark.parametrize("levels", [1, 2, 5, 1000])
+def test_many_equal_scores(heads, levels):
+    """The best of few different scores, of which the earlier keys win; lists overflow with equal scores."""
+    torch.manual_seed(levels)
+    q, weights = (torch.ones(1, 150, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((heads, 32), (heads,)))
+    k = torch.zeros(1, 9000, 32, device="cuda", dtype=torch.bfloat16)
+    k[0, :, 0] = torch.randint(-1, levels, (9000,), device="cuda").clamp(max=256)
+    for count in (1, 100, 1000):
+        compare((q, k, weights), dx.TopKTokens(count))
+        compare((q, k, -weights), dx.TopKTokens(count))
+
+
+def test_numbers_that_are_none():
+    """Scores that are not a number count as the largest, in every path."""
+    torch.manual_seed(2)
+    q, k, weights = draw(100, 6000, 4, 64)
+    k[0, 4000:4020] = float("nan")
+    got = dx.index_tokens(q, k, weights, dx.TopKTokens(64), backend="hopper")
+    assert (got[0, :, 0] >= 4000).sum(1).ge(20).all()
+    assert ((got[0, :, 0] >= 4000) & (got[0, :, 0] < 4020)).sum(1).eq(20).all()
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(4, 64), (2, 128), (64, 128)])
+def test_long_sequences_against_the_portable_kernel(heads, dim):
+    """All tiles of a causal sequence, which programs fetch one after the other."""
+    torch.manual_seed(4)
+    inputs = draw(40000 if heads < 8 else 9000, 40000, heads, dim, most=2.0)
+    for count in (17, 2048):
+        got, want = (
+            dx.index_tokens(*inputs, dx.TopKTokens(count), precision="bf16", backend=backend)
+            for backend in ("hopper", "triton")
+        )
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 32, 100, 128, 1000])
+def test_rows_are_rounded_as_defined(kind, width):
+    from dynaxx.kernels import rounding
+    from dynaxx.kernels.gpu.tokens.rounding import to_fp8
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 77, width, device="cuda", dtype=torch.float32)
+    x = (x * torch.logspace(-30, 30, 77, device="cuda")[:, None]).to(kind)
+    x[0, 0] = 0
+    x[0, 1, 0] = float("nan")
+    x[0, 2, 0] = float("inf")
+    for given in (x, x.transpose(0, 1)):
+        for got, want in zip(to_fp8(given), rounding.to_fp8(given.cpu()), strict=True):
+            assert torch.equal(got.float().cpu().nan_to_num(7.0), want.float().nan_to_num(7.0))

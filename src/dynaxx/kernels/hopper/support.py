@@ -17,7 +17,9 @@ BLOCKS = (64, 128)
 NSA_HEAD_DIMS = (64, 128)
 LATENT_DIMS = (576, 512)  # of latent attention: keys, and values, which are their first part
 SCORED_DIMS = (64, 128)  # of keys that are scored by one query per row
+GROUPED, GROUPED_DIM = range(4, 65), 128  # q heads per kv head, and their width, over chosen tokens
 INDEX_HEADS, MANY_INDEX_HEADS = 4, (8, 16, 32, 64)  # of indexers: at most so many, or one of these
+INDEX_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.int8)
 INDEX_DIMS, INDEX_SLOTS = (32, 64, 128), 4096
 INDEX_QUERIES = 2048  # below, too few tiles of queries fill a GPU
 TRITON = (3, 6)  # the tested version; Gluon's interface changes with every release
@@ -64,14 +66,17 @@ def nsa_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def token_reasons(problem: AttentionProblem) -> list[str]:
-    """Return why the kernels over chosen tokens cannot serve: they are for latent attention (MLA)."""
+    """Return why the kernels over chosen tokens cannot serve: they are for latent attention, or grouped-query heads."""
     narrow = replace(problem, head_dim=HEAD_DIMS[0], head_dim_v=HEAD_DIMS[0], block_size=(BLOCKS[0], BLOCKS[0]))
     reasons = unsupported_reasons(narrow)
-    if (problem.head_dim, problem.head_dim_v, problem.kv_heads, problem.block_size[1]) != (*LATENT_DIMS, 1, 1):
+    dims = (problem.head_dim, problem.head_dim_v)
+    latent = dims == LATENT_DIMS and problem.kv_heads == 1
+    grouped = dims == (GROUPED_DIM, GROUPED_DIM) and problem.group_size in GROUPED
+    if not (latent or grouped) or problem.block_size[1] != 1:
         reasons.append(
-            f"serves latent attention, head_dim {LATENT_DIMS[0]}/{LATENT_DIMS[1]} over one kv head with tokens chosen "
-            f"one by one, got {problem.head_dim}/{problem.head_dim_v}, {problem.kv_heads} kv heads, "
-            f"blocks of {problem.block_size[1]}"
+            f"serves tokens chosen one by one, by latent attention (head_dim {LATENT_DIMS[0]}/{LATENT_DIMS[1]}, one kv "
+            f"head) or {GROUPED.start} to {GROUPED.stop - 1} q heads of {GROUPED_DIM} per kv head, "
+            f"got {problem.q_heads}/{problem.kv_heads} heads of {dims[0]}/{dims[1]}, blocks of {problem.block_size[1]}"
         )
     return reasons
 
@@ -94,8 +99,8 @@ def query_scores_reasons(problem: QueryScoresProblem) -> list[str]:
 def indexer_reasons(problem: IndexerProblem) -> list[str]:
     """Return why the kernel of indexers cannot serve; empty if it can."""
     reasons = device_reasons(problem.device)
-    if problem.dtype not in DTYPES and (problem.dtype != torch.float8_e4m3fn or problem.heads <= INDEX_HEADS):
-        reasons.append(f"serves fp16 and bf16, and fp8 of {MANY_INDEX_HEADS} heads, got {problem.dtype}")
+    if problem.dtype not in INDEX_DTYPES:
+        reasons.append(f"serves fp16, bf16, fp8 and int8, got {problem.dtype}")
     if (problem.heads > INDEX_HEADS and problem.heads not in MANY_INDEX_HEADS) or problem.dim not in INDEX_DIMS:
         reasons.append(
             f"serves up to {INDEX_HEADS} heads, or {MANY_INDEX_HEADS}, of one of {INDEX_DIMS}, "

@@ -18,7 +18,7 @@ from dynaxx.kernels.gpu.tokens.unions import _token_union_kernel
 from dynaxx.layout.host import on_host
 from dynaxx.layout.tokens import TokenSpans
 
-TABLES = 4  # programs per multiprocessor that build lists
+TABLES, WARPS = 4, 8  # programs per multiprocessor that build lists, and their warps
 TABLE_BYTES = 256 << 20
 
 
@@ -39,9 +39,17 @@ class TokenPlan:
 
 def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> TokenPlan:
     """Return the plan that forward and backward share. Numbers may be in any order; those out of range are not read."""
-    place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
     units = max(block_indices.shape[1], k.shape[1])
     rows = tile_rows(q.shape[1] // units, max(q.shape[2], v.shape[2]), q.itemsize)
+    return prepare_rows(block_indices, spans, q, k, rows)
+
+
+def prepare_rows(
+    block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, rows: TileRows, bits: int = 8
+) -> TokenPlan:
+    """Return the plan of tiles with these rows; marks have at least so many bits."""
+    place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
+    units = max(block_indices.shape[1], k.shape[1])
     chosen, position, tiles = (
         block_indices.contiguous(),
         place(spans.position),
@@ -49,7 +57,7 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
     )
     lists, marks, counts = chosen, chosen, None
     if rows.per_tile > 1:
-        lists, marks, counts = _unions(chosen, spans, rows.per_tile, tiles, position)
+        lists, marks, counts = _unions(chosen, spans, rows.per_tile, bits, tiles, position)
     first_key = place(spans.first_key)
     return TokenPlan(lists, marks, counts, tiles, position, first_key, spans.block_size, units, rows)
 
@@ -65,13 +73,13 @@ def query_tiles(spans: TokenSpans, per_tile: int) -> Tensor:
 
 
 def _unions(
-    chosen: Tensor, spans: TokenSpans, per_tile: int, tiles: Tensor, position: Tensor
+    chosen: Tensor, spans: TokenSpans, per_tile: int, bits: int, tiles: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, slots = chosen.shape[1:]
     blocks = max((-(-(d - c) // spans.block_size) for c, d in pairwise(spans.ends_k)), default=0)
     capacity = max(1, min(per_tile * slots, blocks))
     lists = chosen.new_empty(len(tiles), heads, capacity)
-    bits = 8 if per_tile <= 8 else 16 if per_tile <= 16 else 32
+    bits = max(bits, 8 if per_tile <= 8 else 16 if per_tile <= 16 else 32)
     marks = torch.empty_like(lists, dtype={8: torch.int8, 16: torch.int16, 32: torch.int32}[bits])
     counts = chosen.new_empty(len(tiles), heads)
     count = len(tiles) * heads
@@ -96,6 +104,6 @@ def _unions(
         BITS=bits,
         BLOCK_S=min(1024, power_of_two(max(16, slots))),
         BLOCK_W=min(1024 * bits // 32, power_of_two(max(16, words))),
-        num_warps=4,
+        num_warps=WARPS,
     )
     return lists, marks, counts

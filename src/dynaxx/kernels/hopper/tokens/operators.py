@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over chosen tokens on Hopper: special kernels for latent attention, the portable kernels for the rest."""
+"""Attention over chosen tokens on Hopper: kernels for latent and for grouped-query heads, else the portable ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens import operators as portable
 from dynaxx.kernels.gpu.tokens.gradients import WideSteps, write_dq, write_rows
-from dynaxx.kernels.gpu.tokens.plan import TokenPlan, prepare
-from dynaxx.kernels.hopper.tokens import latent, latent_dq, latent_rows, latent_scores
+from dynaxx.kernels.gpu.tokens.plan import TokenPlan
+from dynaxx.kernels.hopper.tokens import grouped_plan, latent, latent_dq, latent_rows, latent_scores
 from dynaxx.kernels.hopper.tokens.gather import REST, ROWS, WIDE
+from dynaxx.kernels.hopper.tokens.grouped_plan import GroupedPlan, prepare
 from dynaxx.kernels.hopper.tokens.latent import _token_latent_kernel
 from dynaxx.kernels.hopper.tokens.latent_dq import _token_latent_dq_kernel
 from dynaxx.kernels.hopper.tokens.latent_rows import _token_latent_rows_kernel
@@ -35,6 +36,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) in q's dtype and lse (Hq, T) in fp32, as `kernels.reference.tokens`."""
     q, k, v = (unit_stride(x) for x in (q, k, v))
+    if isinstance(plan, GroupedPlan):
+        if softcap is not None:
+            return portable.forward(q, k, v, plan.portable(q, k, v), scale, softcap, sinks)
+        return grouped_plan.forward(q, k, v, plan, scale, sinks)
     if softcap is not None or not q.shape[0] or not fits(q, k, v, plan):
         return portable.forward(q, k, v, plan, scale, softcap, sinks)
     q = _aligned(q)
@@ -77,6 +82,8 @@ def backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; bitwise reproducible."""
+    if isinstance(plan, GroupedPlan):
+        plan = plan.portable(q, k, v)
     steps = _steps(q, k, v, plan, softcap)
     if steps is not None:
         q, do, steps = _aligned(unit_stride(q)), _aligned(unit_stride(do)), steps._replace(rows=write_rows)
@@ -98,6 +105,8 @@ def latent_backward(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dk, which contains the gradient of v = k[..., :E]."""
+    if isinstance(plan, GroupedPlan):
+        plan = plan.portable(q, k, v)
     steps = _steps(q, k, v, plan, softcap)
     if steps is None:
         return portable.latent_backward(do, dlse, q, k, v, out, lse, plan, scale, softcap)

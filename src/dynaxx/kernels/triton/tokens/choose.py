@@ -15,8 +15,11 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two, processors
 from dynaxx.kernels.gpu.tokens.plan import query_tiles
+from dynaxx.kernels.gpu.tokens.rounding import to_fp8
 from dynaxx.kernels.triton.tokens.indexer import _index_scores_kernel, _index_tokens_kernel
 from dynaxx.layout.tokens import TokenSpans
+
+__all__ = ["index_tokens", "to_fp8"]
 
 MOST_SLOTS = 4096  # that a program keeps in lists of twice as many
 HELD_HEADS, HELD_COLUMNS = 4, 512  # of q, in shared memory while keys pass by

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ptxas compiles Hopper's kernels over tokens without serialized products, with work beside them; needs no GPU."""
+
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+from triton import knobs
+from triton.backends import backends
+
+from compiled import compile_kernels, compiling
+from dynaxx.kernels.hopper.support import TRITON
+from dynaxx.layout.tokens import TokenSpans
+from interpreter import INTERPRETED
+
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter"),
+    pytest.mark.skipif("nvidia" not in backends, reason="this triton has no compiler for NVIDIA's GPUs"),
+    pytest.mark.skipif(VERSION != TRITON, reason=f"is written for Gluon of triton {TRITON}, got {VERSION}"),
+]
+TOKENS = 4096
+
+
+def choose(heads, dim, dtype):
+    """Return a call that launches an indexer."""
+    from dynaxx.kernels.hopper.tokens import choose
+
+    q, k = torch.zeros(TOKENS, heads, dim).to(dtype), torch.zeros(TOKENS, dim).to(dtype)
+    scale, spans = torch.ones(TOKENS) if dtype.itemsize == 1 else None, TokenSpans((0, TOKENS), (0, TOKENS))
+    return lambda: choose.index_tokens(q, k, torch.zeros(TOKENS, heads), scale, spans, 2048)
+
+
+def attend():
+    """Launch the forward of grouped-query heads."""
+    from dynaxx.kernels.hopper.tokens import grouped_plan
+
+    q, k = torch.zeros(512, 8, 128, dtype=torch.bfloat16), torch.zeros(512, 2, 128, dtype=torch.bfloat16)
+    plan = grouped_plan.prepare(torch.zeros(512, 1, 64, dtype=torch.int32), TokenSpans((0, 512), (0, 512)), q, k, k)
+    grouped_plan.forward(q, k, k, plan, 0.1)
+
+
+CASES = {
+    "4 heads": (choose(4, 64, torch.bfloat16), "index_hopper"),
+    "64 heads": (choose(64, 128, torch.float8_e4m3fn), "index_heads"),
+    "grouped": (attend, "grouped"),
+}
+
+
+@pytest.mark.parametrize(("name", "spilled"), [("4 heads", 450), ("64 heads", 150), ("grouped", 64)])
+def test_products_are_not_serialized(name, spilled, capfd):
+    start, kernel = CASES[name]
+    (found,) = compile_kernels(start, kernel, capfd)
+    assert not found.warnings
+    assert found.spilled <= spilled  # outside the loops over keys, but for a few
+
+
+@pytest.mark.parametrize(("name", "products", "work"), [("4 heads", 9, 24), ("64 heads", 6, 48), ("grouped", 2, 48)])
+def test_work_lies_between_a_product_and_its_wait(name, products, work):
+    """ptxas would like to wait first: `hold` and `pin` keep maxima, of relu or of a softmax, in front of the wait."""
+    code = machine_code(*CASES[name])
+    beside = [
+        len(re.findall("FMNMX", part))
+        for part in re.findall(r"GMMA[^;]*gsb0 *;(.*?)WARPGROUP.DEPBAR.LE gsb0, 0x0", code, re.S)
+    ]
+    assert sum(count >= work for count in beside) >= products, beside
+
+
+def machine_code(start, name):
+    """Return the instructions of a kernel."""
+    found = []
+
+    def compile_only(kernel, grid, arguments, named):
+        if name in kernel.__name__:
+            patch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(kernel.warmup(*arguments, grid=grid, **named).asm["cubin"])
+                file.flush()
+                command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+                found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    with compiling(compile_only) as patch:
+        start()
+    return found[0]

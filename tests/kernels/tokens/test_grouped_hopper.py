@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped-query heads over chosen tokens on Hopper against fp64, forward and gradients."""
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.kernels.gpu.device import capability, triton_version
+from dynaxx.kernels.hopper.support import TRITON
+
+on_hopper = torch.cuda.is_available() and capability(torch.device("cuda"))[0] == 9 and triton_version() == TRITON
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs Hopper and its Triton")]
+SCALE = 0.09
+
+
+def draw(queries, keys, heads, slots, dtype=torch.bfloat16):
+    """Draw lists in any order with empty slots; some queries choose nothing, early ones see nothing."""
+    torch.manual_seed(queries + slots)
+    make = lambda rows, heads: torch.randn(1, rows, heads, 128, device="cuda").to(dtype).requires_grad_()
+    chosen = torch.rand(queries, keys, device="cuda").argsort(1)[:, :slots].int()
+    chosen[torch.rand_like(chosen, dtype=torch.float32) < 0.1] = -1
+    chosen[queries // 2] = -1
+    return (make(queries, heads[0]), make(keys, heads[1]), make(keys, heads[1])), chosen[None, :, None]
+
+
+def run(inputs, chosen, dtype, backend, **more):
+    out, lse = dx.selected_attention(
+        *(x.to(dtype) for x in inputs), chosen, block_size=1, scale=SCALE, return_lse=True, backend=backend, **more
+    )
+    loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
+    return out, lse, *torch.autograd.grad(loss, inputs)
+
+
+def compare(got, want, most=1e-2):
+    assert torch.equal(got[1].isfinite(), want[1].isfinite())
+    for x, y in zip(got, want, strict=True):
+        x, y = (each.double().masked_fill(each == -torch.inf, 0.0) for each in (x, y))
+        assert not x.isnan().any()
+        assert (x - y).norm() <= most * y.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(4, 1), (32, 8), (10, 2), (14, 2), (16, 1), (48, 1)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "slots"), [(1, 1, 1), (31, 64, 64), (33, 65, 10), (70, 900, 300), (129, 60, 40)]
+)
+def test_against_fp64(queries, keys, slots, heads, dtype):
+    inputs, chosen = draw(queries, keys, heads, slots, dtype)
+    got = run(inputs, chosen, dtype, "hopper")
+    compare(got, run(inputs, chosen, torch.float64, "reference"))
+    assert all(torch.equal(x, y) for x, y in zip(got, run(inputs, chosen, dtype, "hopper"), strict=True))
+
+
+def test_a_choice_per_kv_head_and_neighbours_that_agree():
+    (q, k, v), _ = draw(200, 700, (16, 4), 8)
+    shared = torch.arange(3, 700, 7, device="cuda", dtype=torch.int32)
+    chosen = torch.stack([shared, shared + 1, shared + 2, shared - 1])[None, None].expand(1, 200, 4, -1)
+    got = run((q, k, v), chosen, torch.bfloat16, "hopper")
+    compare(got, run((q, k, v), chosen, torch.float64, "reference"))
+
+
+def test_packed_sequences_sinks_strides_and_rows_that_nobody_chose():
+    (q, k, v), chosen = draw(140, 200, (32, 4), 24)
+    sinks, ends, ends_k = torch.randn(32, device="cuda"), (0, 65, 65, 140), (0, 80, 83, 200)
+    chosen = torch.where(chosen < 30, chosen, -1)[0]
+    q, k, v = (x.detach()[0] for x in (q, k, v))
+    both = torch.stack([k, v], 2)
+    for start, stop in ((30, 83), (113, 200)):
+        both[start:stop] = torch.nan
+    attend = lambda q, k, v, backend: dx.selected_attention(
+        q, k, v, chosen, block_size=1, scale=SCALE, cu_seqlens_q=ends, cu_seqlens_k=ends_k, sinks=sinks, backend=backend
+    )
+    got = attend(q, both[:, :, 0], both[:, :, 1], "hopper")
+    want = attend(q.double(), *both.nan_to_num().double().unbind(2), "reference")
+    assert (got.double() - want).norm() <= 1e-2 * want.norm()
+
+
+def test_others_are_served_too():
+    """Softcap and odd strides run on the portable kernels."""
+    inputs, chosen = draw(40, 300, (8, 2), 64)
+    compare(run(inputs, chosen, torch.bfloat16, "hopper", softcap=5.0),
+            run(inputs, chosen, torch.float64, "reference", softcap=5.0))  # fmt: skip
+    apart = [torch.nn.functional.pad(x.detach(), (0, 1))[..., :128] for x in inputs]
+    got = dx.selected_attention(*apart, chosen, block_size=1, scale=SCALE, backend="hopper")
+    want = dx.selected_attention(*(x.detach() for x in inputs), chosen, block_size=1, scale=SCALE, backend="triton")
+    assert (got - want).norm() <= 1e-2 * want.norm()
+
+
+def test_long_lists():
+    inputs, chosen = draw(300, 20000, (32, 8), 2048)
+    got = [x for x in run(inputs, chosen, torch.bfloat16, "hopper")]
+    compare(got, run(inputs, chosen, torch.bfloat16, "triton"))
