@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled models under a handle compile once, without a graph break, and behave like uncompiled ones in every call."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
 from test_transformers import SPARSE, close, llama, logits, policy_for, tokens
 
 import dynaxx as dx
+from dynaxx.integrations.transformers import compiled, decoder, layer, lazy_mask
 from dynaxx.integrations.transformers.border import BORDERS
 from dynaxx.integrations.transformers.masks import MaskRun, read_window
 
@@ -144,3 +147,14 @@ def test_a_window_is_read_from_a_mask(window, cached):
             assert read_window(wrong[None], window) is None
     assert read_window(mask[None], window + 1) is None or window >= 130
     assert read_window(mask.new_zeros(1, 5, 9), window) == [[MaskRun(0, 5, 0, 0, False)]]
+
+
+def test_traced_code_asks_torch_nothing_that_compilers_answer_wrongly():
+    """torch.compile of 2.11 answers `is_exporting` with True, and breaks the graph at an import."""
+    assert not decoder.is_exporting()
+    for module in (compiled, lazy_mask, layer):
+        assert "torch.compiler.is_exporting" not in inspect.getsource(module)
+    for function in (compiled.attend_compiled, layer.attention, lazy_mask.mask_maker()):
+        assert not [
+            line for line in inspect.getsource(function).splitlines() if line.split()[:1] in (["import"], ["from"])
+        ]
