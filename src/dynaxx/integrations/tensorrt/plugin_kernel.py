@@ -77,7 +77,7 @@ def dynaxx_sparse_attention(
         Strides(seqlen_k.to(tl.int64) * kv_heads * D, kv_heads * D, D),
         Strides(seqlen_k.to(tl.int64) * kv_heads * E, kv_heads * E, E),
         D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, BLOCK_N,
-        False, False, False, "in turn", False, MAXIMA,
+        False, False, False, "in turn", False, 1, MAXIMA,
     )  # fmt: skip
 
 
