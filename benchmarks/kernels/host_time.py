@@ -175,8 +175,8 @@ def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
 def step_times(tokens: int, layers: int = 30, steps: int = 60) -> Iterator[tuple[str, float]]:
     """Time the host's part of decode steps, per layer: models take their steps in turns, each with a growing cache.
 
-    cuDNN's SDPA makes a plan for every new number of keys, which takes a whole step's time. So all steps are taken
-    twice, and the second time counts.
+    SDPA's first step over a new number of keys takes twice as long, probably because cuDNN makes a plan for it. So all
+    steps are taken twice, and the second time counts.
     """
     dense = small_model(layers)
     copied = lambda: copy.deepcopy(dense, {id(x): x for x in (*dense.parameters(), *dense.buffers())})
