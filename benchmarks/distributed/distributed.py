@@ -2,7 +2,9 @@
 """Sparse attention with the sequence split over the GPUs of one machine, beside one GPU.
 
 First the link is measured. Then results and gradients of every kind of rule are compared with one GPU's; a wrong result
-gives no figures. Times are medians, one GPU and all GPUs in turns; memory is the peak of a call with its inputs.
+gives no figures. Times are medians of turns: every GPU runs the whole workload by itself, all at once, then all share
+it. If one GPU ran it alone, that GPU would reach its power limit, and the others would not. Memory is the peak of a
+call with its inputs.
 
 torchrun --nproc-per-node 2 benchmarks/distributed/distributed.py [--lengths 131072,524288] [--only NAME ...]
     [--json FILE]
@@ -31,6 +33,10 @@ SIZES = dx.NsaSizes()
 HYBRID = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
 BARS = {"window": 1.85, "random": 1.85, "hybrid": 1.8, "nsa": 1.8}
 MEMORY_BAR = 0.55
+ALONE = {
+    "all": "every GPU runs the whole workload by itself, all at once (1 GPU: their mean),",
+    "first": "one GPU runs the whole workload",
+}
 NCCL = {"TORCH_NCCL_HIGH_PRIORITY": "1"}  # as docs/guides/distributed.md advises
 
 
@@ -389,8 +395,9 @@ def result_of(report, date):
         "recorded": "measured",
         "device": f"{report['gpus']} x {report['gpu']}",
         "versions": {"torch": report["torch"], "nccl": report["nccl"]},
-        "setting": "bf16, batch 1, 32/8 heads of 128 (NSA 64/4), blocks of 128, causal; medians, one GPU and all GPUs "
-        f"in turns; link: {link['GB/s']} GB/s each way at once in messages of {link['bytes'] >> 20} MiB",
+        "setting": "bf16, batch 1, 32/8 heads of 128 (NSA 64/4), blocks of 128, causal; medians of turns, in which "
+        f"{ALONE[report['rows'][0].get('alone_on', 'first')]} and then all GPUs share it; "
+        f"link: {link['GB/s']} GB/s each way at once in messages of {link['bytes'] >> 20} MiB",
         "columns": ["workload", "1 GPU, ms", f"{report['gpus']} GPUs, ms", "speed-up", "1 GPU, GiB",
                     f"each of {report['gpus']}, GiB", "share of memory"],
         "rows": rows,

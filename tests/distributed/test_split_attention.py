@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with a sequence split over ranks equals attention on one device."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from ranks import cases_of, run_cases
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
+from dynaxx.distributed.exchange import copy_rows
 from dynaxx.distributed.plan import stages_of
 
 slow = lambda count: pytest.param((count, "cpu"), marks=pytest.mark.slow, id=f"{count} ranks")
@@ -88,3 +92,21 @@ def test_stages_keep_messages_large():
     assert stages_of(6, 100 << 20) == 6
     assert stages_of(11, 100 << 20) == 1
     assert stages_of(12, 100 << 20) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("dim", "first"), [(128, 0), (24, 3), (5, 0), (16, 1)])
+def test_rows_are_copied_whatever_their_alignment(dtype, dim, first):
+    k = torch.randn(1, 30, 8 * dim + 8, dtype=dtype)[:, :, first : first + 8 * dim].unflatten(2, (8, dim))[:, :, 2:4]
+    out = torch.zeros(30, 1, 2, 2 * dim + 8, dtype=dtype)
+    copy_rows(out[..., dim : 2 * dim], k.transpose(0, 1))
+    assert torch.equal(out[..., dim : 2 * dim], k.transpose(0, 1))
+    assert not out[..., :dim].any()
+    assert not out[..., 2 * dim :].any()
+
+
+def test_equal_splits_are_one_key():
+    splits = [dxd.SequenceSplit.zigzag(1000, 4, 64) for _ in range(2)]
+    splits.append(pickle.loads(pickle.dumps(splits[0])))
+    assert len(set(splits)) == 1
+    assert replace(splits[0], ranks=5) not in splits

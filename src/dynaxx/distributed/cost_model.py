@@ -105,6 +105,7 @@ class Machine:
         call: constant seconds per pass, for example to start the exchange.
         beside: share of the time of an overlapped exchange that the computation loses, because both use the same
             multiprocessors.
+        start: constant seconds of a call on the host before its first kernel, beyond those of one GPU.
     """
 
     forward: tuple[tuple[int, float], ...]
@@ -114,7 +115,8 @@ class Machine:
     node: int = 8
     copy: float = 2.5e12
     call: float = 1.5e-4
-    beside: float = 0.2
+    beside: float = 0.5
+    start: float = 0.0
 
 
 @typed
@@ -190,7 +192,7 @@ def predict(
     return Cost(
         compute=compute,
         exchange=passes * exchange,
-        other=passes * (copies + machine.call),
+        other=passes * (copies + machine.call) + machine.start,
         bytes_received=passes * received,
         memory=held + buffers * min(1.0, 2 / stages),
         hidden=min(overlapped * (1 - machine.beside), compute * later),
