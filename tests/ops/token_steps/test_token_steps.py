@@ -39,8 +39,10 @@ def test_choices_are_those_of_index_tokens(precision, count, size, seqlen_q):
         want = dx.index_tokens(q[some], own, weights[some], choice, precision=precision, backend="reference")
         plain = dx.index_decode(q[some], rows, weights[some], choice, used[some], precision=precision)
         for found in (got[some], plain):
-            differ = (found != want).float().mean()
-            assert differ <= (0.05 if precision in ("fp8", "int8") else 0)  # scales are no whole numbers
+            if precision in ("fp32", "bf16"):  # products of whole numbers are exact, products of scales are not
+                assert torch.equal(found, want)
+            pairs = zip(found.flatten(0, 2).tolist(), want.flatten(0, 2).tolist(), strict=True)
+            assert all(len(set(x) & set(y)) >= 0.75 * len(set(y)) for x, y in pairs)
 
 
 def test_missing_pages_are_never_chosen():

@@ -85,25 +85,24 @@ def _unions(
     count = len(tiles) * heads
     if not count:
         return lists, marks, counts
-    words = max(1, -(-blocks * bits // 32))
-    programs = max(1, min(count, TABLES * processors(chosen.device), TABLE_BYTES // (4 * words)))
+    columns = max(1, blocks)
+    programs = max(1, min(count, TABLES * processors(chosen.device), TABLE_BYTES * 8 // (bits * columns)))
     _token_union_kernel[(programs,)](
         chosen,
         tiles,
         position,
-        chosen.new_zeros(programs, words),
+        marks.new_zeros(programs, columns),
         lists,
         marks,
         counts,
         lists=count,
         heads=heads,
         slots=slots,
-        words=words,
+        blocks=columns,
         capacity=capacity,
         GRAIN=spans.block_size,
-        BITS=bits,
-        BLOCK_S=min(1024, power_of_two(max(16, slots))),
-        BLOCK_W=min(1024 * bits // 32, power_of_two(max(16, words))),
+        BLOCK_S=min(2048, power_of_two(max(16, slots))),
+        BLOCK_W=min(2048, power_of_two(max(16, columns))),
         num_warps=WARPS,
     )
     return lists, marks, counts

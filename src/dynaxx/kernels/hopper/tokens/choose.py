@@ -28,7 +28,7 @@ __all__ = ["index_tokens", "to_fp8"]
 
 PROGRAMS, PROGRAMS_OF_HEADS = 3, 2  # per multiprocessor
 MOST_REGISTERS = 168  # per thread, for as many programs
-SAMPLED_KEYS, SAMPLED_KEYS_OF_HEADS = 4096, 2048  # that a tile's first thresholds are taken from
+SAMPLED_KEYS = 2048  # that a tile's first thresholds are taken from
 
 
 def index_tokens(
@@ -69,7 +69,7 @@ def index_tokens(
         "HEADS": q.shape[1],
         "D": q.shape[2],
         "CAPACITY": capacity,
-        "SAMPLES": min(SAMPLED_KEYS if few else SAMPLED_KEYS_OF_HEADS, capacity) // keys,
+        "SAMPLES": min(SAMPLED_KEYS, capacity) // keys,
         "num_warps": best.WARPS,
     }
     if few:

@@ -2,11 +2,10 @@
 """The indexer with many heads on Hopper, streaming; `indexer.py` serves up to four, and `best.py` keeps the lists.
 
 A program is one warpgroup with the q of a few queries times all heads, 256 rows, in shared memory. Tiles of 64 keys
-come by TMA and are the rows of products, so that a thread adds its heads in registers. A product is of half of the
-queries, and the next one runs while its heads are added:
+come by TMA and are the rows of products, so that a thread adds its heads in registers:
 
-    k of 64 keys x q of 128 (query, head) -> relu, weighted -> sum over heads: scores of 64 keys for half of the queries
-    -> those above the query's threshold, appended to its list by one warp per query
+    k of 64 keys x q of 256 (query, head) -> relu, weighted -> sum over heads: scores of 64 keys for each query
+    -> those above the query's threshold, appended to its list by one warp per query, while the next product runs
 """
 
 import triton.language as tl
@@ -20,27 +19,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.primitives.signals import barriers, hold
+from dynaxx.kernels.hopper.primitives.signals import barriers
 from dynaxx.kernels.hopper.tokens.best import KEYS, add, best_of_tile, load_keys
 
-ROWS, HALF = gl.constexpr(256), gl.constexpr(128)  # queries times heads, of a tile and of a product
+ROWS = gl.constexpr(256)  # queries times heads of a tile
 BY_QUERY = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # [KEYS, queries]: a warp has whole queries
 QUERY, KEY = gl.constexpr(gl.SliceLayout(0, BY_QUERY)), gl.constexpr(gl.SliceLayout(1, BY_QUERY))
 
 
 @gluon.jit
-def _product(source, i_load, i_half: gl.constexpr):
-    """Start the product of the keys of a load, which has arrived, with half of the queries."""
+def _product(source, i_load):
+    """Start the product of the keys of a load, which has arrived, with all rows of q."""
     q, k_buffers = source[1], source[2]
-    zero = gl.zeros([KEYS, HALF], gl.float32, _products_layout(q.dtype.primitive_bitwidth // 8))
-    rows = q.slice(i_half * HALF, HALF, dim=0).permute((1, 0))
-    return warpgroup_mma(k_buffers.index(i_load % k_buffers.shape[0]), rows, zero, use_acc=False, is_async=True)
+    zero = gl.zeros([KEYS, ROWS], gl.float32, _products_layout(q.dtype.primitive_bitwidth // 8))
+    k = k_buffers.index(i_load % k_buffers.shape[0])
+    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.constexpr_function
 def _products_layout(itemsize):
     """Return the layout of a product."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32 // itemsize])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 32 // itemsize])
 
 
 @gluon.jit
@@ -52,41 +51,29 @@ def _start(stream):
         if i < turns:
             load_keys(source[0], source[2], source[3], first_row + i * distance, loaded + i)
     mbarrier.wait(source[3].index(loaded % STAGES), loaded // STAGES & 1)
-    return warpgroup_mma_wait(0, deps=[_product(source, loaded, 0)])
+    return warpgroup_mma_wait(0, deps=[_product(source, loaded)])
 
 
 @gluon.jit
 def _score(stream, i_key, products):
     """Return scores [KEYS, queries] of the `i_key`-th tile of keys, and the first product of the next, in flight."""
     source, first_row, distance, loaded, turns = stream
-    k_desc, _, k_buffers, full, weights, p_k_scale, p_lists = source
+    k_desc, _, k_buffers, full, weights, p_k_scale, query = source
     STAGES: gl.constexpr = k_buffers.shape[0]
     scale = 1.0
     if p_k_scale is not None:
         row = first_row + i_key * distance + gl.arange(0, KEYS, KEY)
         scale = gl.load(p_k_scale + row, mask=row < k_desc.shape[0], other=0.0)[:, None]
-    following = _product(source, loaded + i_key, 1)
-    hold(products, p_lists, k_desc.shape[0], -1)
-    even = _sums_of_heads(products, weights[0], weights[2].shape[0])
-    hold(even, p_lists, k_desc.shape[0], -2)
-    products = warpgroup_mma_wait(0, deps=[following])
     gl.thread_barrier()  # all warps have read the buffer
     if i_key + STAGES < turns:
         load_keys(k_desc, k_buffers, full, first_row + (i_key + STAGES) * distance, loaded + i_key + STAGES)
+    positive = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    by_query = gl.reshape(positive * weights[None, :], [KEYS, query.shape[0], ROWS // query.shape[0]])
+    scores = gl.sum(by_query, 2)
     i_next = loaded + gl.minimum(i_key + 1, turns - 1)  # behind the last tile, a product that nobody reads
     mbarrier.wait(full.index(i_next % STAGES), i_next // STAGES & 1)
-    running = _product(source, i_next, 0)
-    hold(products, p_lists, k_desc.shape[0], -1)
-    odd = _sums_of_heads(products, weights[1], weights[2].shape[0])
-    both = gl.reshape(gl.join(even, odd), [KEYS, 2 * even.shape[1]])
-    return gl.convert_layout(both, BY_QUERY) * scale + 0.0, running  # no -0
-
-
-@gluon.jit
-def _sums_of_heads(products, weights, QUERIES: gl.constexpr):
-    """Return [KEYS, QUERIES // 2]: the weighted sums over heads of relu(products)."""
-    weighted = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
-    return gl.sum(gl.reshape(weighted, [KEYS, QUERIES // 2, 2 * HALF // QUERIES]), 2)
+    running = _product(source, i_next)
+    return gl.convert_layout(scores, BY_QUERY) * scale + 0.0, running  # no -0
 
 
 @gluon.jit
@@ -104,12 +91,6 @@ def _append(
     entry = (scores.to(gl.int32, bitcast=True).to(gl.int64) << 32) | key.to(gl.uint32).to(gl.int64)[:, None]
     gl.store(p_lists + place, entry, mask=taken)
     return counts + gl.sum(one, 0)
-
-
-@gluon.jit
-def _place(row, HEADS: gl.constexpr):
-    """Return the place of a row of q in memory: the first half of the rows is of the even queries."""
-    return (row % HALF // HEADS * 2 + row // HALF) * HEADS + row % HEADS
 
 
 @kernel_launcher
@@ -144,10 +125,9 @@ def _index_heads_kernel(
     q_rows: gl.constexpr = gl.BlockedLayout([1, STEP], [32 * STEP // D, D // STEP], [4, 1], [1, 0])
     query = gl.arange(0, QUERIES, QUERY)
     o_key = gl.arange(0, KEYS, KEY)
-    place = _place(gl.arange(0, ROWS, gl.SliceLayout(1, q_rows)), HEADS)
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, q_rows))
     o_d = gl.arange(0, D, gl.SliceLayout(0, q_rows))
-    o_row = gl.arange(0, HALF, gl.SliceLayout(0, _products_layout(BYTES)))
-    even, odd = _place(o_row, HEADS), _place(HALF + o_row, HEADS)
+    o_column = gl.arange(0, ROWS, gl.SliceLayout(0, _products_layout(BYTES)))
     p_lists += gl.program_id(0).to(gl.int64) * (QUERIES * CAPACITY)
     loaded = 0
     i_turn = gl.program_id(0)
@@ -158,15 +138,14 @@ def _index_heads_kernel(
         seen = gl.maximum(gl.load(p_position + first_query) + 1, 0)  # keys that all queries of the tile see
         last = gl.load(p_position + first_query + queries_here - 1)
         position = gl.load(p_position + first_query + query, mask=query < queries_here, other=-1)
-        p_from = p_q + first_query.to(gl.int64) * (HEADS * D) + (place * D)[:, None] + o_d[None, :]
+        p_from = p_q + first_query.to(gl.int64) * (HEADS * D) + (o_row * D)[:, None] + o_d[None, :]
         gl.thread_barrier()  # the products of the tile before are done
-        q.store(gl.load(p_from, mask=(place < queries_here * HEADS)[:, None], other=0.0))
-        p_own = p_weights + first_query.to(gl.int64) * HEADS
-        weights_even = gl.load(p_own + even, mask=even < queries_here * HEADS, other=0.0)
-        weights_odd = gl.load(p_own + odd, mask=odd < queries_here * HEADS, other=0.0)
+        q.store(gl.load(p_from, mask=(o_row < queries_here * HEADS)[:, None], other=0.0))
+        p_own = p_weights + first_query.to(gl.int64) * HEADS + o_column
+        weights = gl.load(p_own, mask=o_column < queries_here * HEADS, other=0.0)
         fence_async_shared()
         gl.thread_barrier()
-        source = k_desc, q, k_buffers, full, (weights_even, weights_odd, query), p_k_scale, p_lists
+        source = k_desc, q, k_buffers, full, weights, p_k_scale, query
         loaded = best_of_tile(
             source, _start, _score, _append, p_lists, p_chosen + first_query.to(gl.int64) * slots, query, o_key,
             position, queries_here, first_row, seen, last, slots, loaded, 1, CAPACITY, SAMPLES,
