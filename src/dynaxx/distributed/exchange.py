@@ -127,7 +127,7 @@ def _pack(k: Tensor, v: Tensor, sent: Sent, out: Tensor | None = None) -> Tensor
 def copy_rows(out: Tensor, x: Tensor) -> None:
     """Copy x to `out`, both (..., dim) of one dtype, in elements of 16 bytes where all rows are aligned to them.
 
-    A GPU copies the heads of a slice two to three times faster this way.
+    A GPU copies the heads of a slice in about half the time this way.
     """
     wide = torch.complex128.itemsize // x.itemsize
     places = (x.shape[-1], out.storage_offset(), x.storage_offset(), *out.stride()[:-1], *x.stride()[:-1])
