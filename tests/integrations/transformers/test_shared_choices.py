@@ -7,7 +7,7 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.runtime import guarding
 from dynaxx.integrations.transformers.apply_policy import model_facts
-from dynaxx.policy import Guard, SharedChoice
+from dynaxx.policy import Guard, SharedChoice, resolve
 
 transformers = pytest.importorskip("transformers")
 SPARSE = dx.Sink(16) | dx.TopK((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), per="head")
@@ -81,12 +81,13 @@ def test_a_gpu_reads_the_same_blocks_as_a_cpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_reading_blocks_never_waits_for_the_gpu(never_waits):
-    model, ids = llama().cuda(), tokens(1, 256).cuda()
-    with dx.apply(model, policy_for(model)), torch.no_grad():
-        for _ in range(3):
-            model(ids, use_cache=False)
-        with never_waits():
-            model(ids, use_cache=False)
+    plan = resolve(policy_for(llama()))[0]
+    q, k = (torch.randn(1, 256, heads, 16, device="cuda") for heads in (6, 2))
+    layout = plan.layout(q, k)
+    plan.taken(layout, MAP)
+    with never_waits():
+        taken = plan.taken(layout, MAP)
+    assert torch.equal(taken.to_dense(), layout.to_dense()[:, list(MAP)])
 
 
 def test_a_source_further_back_serves_several_layers():
