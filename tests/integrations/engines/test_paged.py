@@ -570,3 +570,12 @@ def test_the_contract_says_what_moved():
     assert [line.split(" ", 1)[0] for line in found] == ["gone.Impl", "here.Other", "here.Impl.forward", "here.Impl"]
     assert "takes (layer, q), not (layer, query, ...)" in found[2]
     assert found[3].endswith("has no backward")
+
+
+def test_numbers_of_a_chunk_lie_at_multiples_of_16_bytes():
+    """Triton compiles other kernels for other addresses, and must not do so in a request."""
+    used = torch.full((7,), 900, dtype=torch.int32)
+    sequences = Sequences(torch.zeros(7, 11, dtype=torch.int32), used, range(0, 7000, 900), [900] * 7)
+    for part, _ in sequences.with_new_keys:
+        assert part.seqused_k.tolist() == [900]
+        assert part.seqused_k.data_ptr() % 16 == part.page_table.data_ptr() % 16 == 0

@@ -184,9 +184,9 @@ class Sequences:
         found = self._parts.get(key)
         if found is None and key[1] == 1:  # a chunk of a prompt: views instead of copies of numbers to the device
             row, device = rows[0], self.page_table.device
-            only = slice(row.index, row.index + 1)
+            used, table = (_aligned(x[row.index : row.index + 1]) for x in (self.seqused_k, self.page_table))
             places = torch.arange(row.start, row.start + row.seqlen_q, device=device)[None]
-            found = self._parts[key] = Part(self.seqused_k[only], self.page_table[only], places)
+            found = self._parts[key] = Part(used, table, places)
         if found is None:
             padding = key[1] - len(rows)
             numbers = [(row.index, row.start) for row in rows] + [(rows[0].index, rows[0].start)] * padding
@@ -257,6 +257,11 @@ class Sequences:
         chunks = [[row] for row in self.rows if row.seqlen_q >= MOST_QUERIES]
         bound = lambda rows: 1 << (max(row.seqlen_q for row in rows) - 1).bit_length()
         return [(self.part(some), bound(some)) for some in (steps, *chunks) if some]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy if its address is no multiple of 16 bytes, for which Triton would compile other kernels."""
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 class Part(NamedTuple):

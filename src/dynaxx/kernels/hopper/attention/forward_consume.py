@@ -31,6 +31,7 @@ from dynaxx.kernels.hopper.attention.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.hopper.primitives.parts import store_output, turns_of_program
 from dynaxx.kernels.hopper.primitives.signals import flag, get, pin, stored
 from dynaxx.kernels.hopper.primitives.softcap import capped
+from dynaxx.kernels.hopper.primitives.tiles import tile_of_parts
 from dynaxx.kernels.hopper.primitives.visible import WORD_LAYOUT, seen_of_block, where_seen
 
 ROWS = gl.constexpr(64)  # rows per consumer warpgroup: wgmma's M
@@ -58,14 +59,6 @@ class ConsumerArguments(NamedTuple):
 def arrivals(consumers, head_dim, dtype):
     """Return the arrivals per tile on a barrier: one per consumer, or one per thread if threads run independently."""
     return 128 if without_maxima(consumers, head_dim, dtype) else 1
-
-
-@gluon.jit
-def _step_of(buffers, stage, STEP: gl.constexpr, D: gl.constexpr):
-    """Return one stage's keys or values as one tile, composed of parts of 64 columns, as wgmma requires."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, buffers.layout.element_bitwidth, 2)
-    stages: gl.constexpr = buffers.shape[0] * buffers.shape[3] * buffers.shape[4] // (STEP * D)
-    return buffers._reinterpret(buffers.dtype, [stages, STEP, D], layout).index(stage)
 
 
 @gluon.jit
@@ -126,11 +119,11 @@ def _consume_steps(
         if CHECKED:
             mbarrier.wait(buffers.k_full.index(stage), (i_step // STAGES) & 1)
         zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
-        k = _step_of(buffers.k, stage, STEP, q.shape[1])
+        k = tile_of_parts(buffers.k, stage, STEP, q.shape[1])
         s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         mbarrier.wait(buffers.v_full.index(before), ((i_step - 1) // STAGES) & 1)
-        acc_token = warpgroup_mma(p, _step_of(buffers.v, before, STEP, acc.shape[1]), acc, is_async=True)
+        acc_token = warpgroup_mma(p, tile_of_parts(buffers.v, before, STEP, acc.shape[1]), acc, is_async=True)
         scores = capped(warpgroup_mma_wait(1, deps=[s_token]), given.cap_rate)
         if MASKED:
             scores = _hide(scores, first_row, buffers.step_numbers, stage, given.p_bits, Q_BLOCK, KV_BLOCK)
@@ -231,7 +224,7 @@ def _attend(
     stage = done % STAGES
     mbarrier.wait(buffers.k_full.index(stage), (done // STAGES) & 1)
     zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
-    k = _step_of(buffers.k, stage, STEP, q.shape[1])
+    k = tile_of_parts(buffers.k, stage, STEP, q.shape[1])
     s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     if SLOTS == 2:
         tma.store_wait(0)  # the previous row's result left through its q buffer
@@ -265,7 +258,7 @@ def _attend(
     last = (done - 1) % STAGES
     mbarrier.wait(buffers.v_full.index(last), ((done - 1) // STAGES) & 1)
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    acc_token = warpgroup_mma(p, _step_of(buffers.v, last, STEP, BLOCK_E), acc, is_async=True)
+    acc_token = warpgroup_mma(p, tile_of_parts(buffers.v, last, STEP, BLOCK_E), acc, is_async=True)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     if UNCHECKED:
         kept = (total > SMALLEST) & (total < LARGEST) | (steps == masked)

@@ -30,6 +30,7 @@ from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows
 from dynaxx.kernels.hopper.primitives.signals import barriers, pin
+from dynaxx.kernels.hopper.primitives.tiles import tile_of_parts
 from dynaxx.layout import BlockGrid
 
 LOG2_E = gl.constexpr(math.log2(math.e))
@@ -61,14 +62,6 @@ class ScoreSizes(NamedTuple):
     group_size: Any
     offset: Any
     q_block: Any
-
-
-@gluon.jit
-def _keys(buffers, stage, KV_BLOCK: gl.constexpr, D: gl.constexpr):
-    """Return a stage's keys as one tile, composed of parts of 64 columns, as wgmma requires."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, buffers.layout.element_bitwidth, 2)
-    stages: gl.constexpr = buffers.shape[0] * buffers.shape[3] * buffers.shape[4] // (KV_BLOCK * D)
-    return buffers._reinterpret(buffers.dtype, [stages, KV_BLOCK, D], layout).index(stage)
 
 
 @gluon.jit
@@ -132,7 +125,7 @@ def _consume(
     for tile in range(sizes.begin, both):
         stage = (tile - sizes.begin) % STAGES
         mbarrier.wait(buffers.full.index(stage), ((tile - sizes.begin) // STAGES) & 1)
-        k = _keys(buffers.k, stage, KV_BLOCK, D).permute((1, 0))
+        k = tile_of_parts(buffers.k, stage, KV_BLOCK, D).permute((1, 0))
         left = warpgroup_mma(buffers.q.index(2 * CONSUMER), k, zero, use_acc=False, is_async=True)
         right = warpgroup_mma(buffers.q.index(2 * CONSUMER + 1), k, zero, use_acc=False, is_async=True)
         logits = warpgroup_mma_wait(1, deps=[left])
@@ -143,7 +136,7 @@ def _consume(
     for tile in range(both, one):
         stage = (tile - sizes.begin) % STAGES
         mbarrier.wait(buffers.full.index(stage), ((tile - sizes.begin) // STAGES) & 1)
-        k = _keys(buffers.k, stage, KV_BLOCK, D).permute((1, 0))
+        k = tile_of_parts(buffers.k, stage, KV_BLOCK, D).permute((1, 0))
         right = warpgroup_mma(buffers.q.index(2 * CONSUMER + 1), k, zero, use_acc=False, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[right])
         mbarrier.arrive(buffers.empty.index(stage), count=1)
