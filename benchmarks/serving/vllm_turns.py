@@ -216,7 +216,20 @@ def tables(found: dict[str, Any]) -> dict[str, Any]:
         })  # fmt: skip
         if tokens in TARGETS:
             bars.append(bar(f"first token of {tokens:,} tokens", TARGETS[tokens], own / ours))
-    return {"rows": rows, "bars": bars, "kernels": kernel_rows(found["kernels"])}
+    return {"rows": rows, "bars": bars, "kernels": kernel_rows(found["kernels"]), "busy": busy_rows(found)}
+
+
+def busy_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the medians of prompts of 1,000 tokens with an idle and with a busy host."""
+    rows = []
+    for host, runs in (("idle", found["runs"]), ("busy", found["busy"])):
+        times = {turn: [s for other, n, s in runs if (other, n) == (turn, 1000)] for turn in TURNS[:2]}
+        if times["own"]:
+            own, ours = (statistics.median(times[turn]) for turn in TURNS[:2])
+            rows.append(
+                {"host": host, "prompts each": len(times["own"]), "FLASH_ATTN": span(own), "dynaxx": span(ours)}
+            )
+    return rows
 
 
 def kernel_rows(profiles: list[Any]) -> list[dict[str, Any]]:
