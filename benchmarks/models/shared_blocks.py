@@ -17,22 +17,34 @@ import time
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.transformers.apply_policy import apply
+from dynaxx.integrations.transformers.apply_policy import apply, model_facts
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, load_text, started
 
 
+def first_layers(model, policy, count):
+    """Return a policy for the first layers of a model, from one for all."""
+    rules = [
+        dx.Rule(**{**rule.model_dump(), "layers": kept})
+        for rule in policy.rules
+        if (kept := tuple(layer for layer in rule.layer_list(policy.model.layers) if layer < count))
+    ]
+    shared = tuple(each for each in policy.shared if each.layer < count)
+    return policy.replace(model=model_facts(model), rules=tuple(rules), shared=shared)
+
+
 def timed(model, ids, policy):
-    """Return (seconds, CPU seconds of the process, density) of one prefill."""
+    """Return (seconds, CPU seconds, density) of one prefill. CPU seconds are those of the only thread, or all."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.process_time
     seen = []
     with contextlib.ExitStack() as stack:
         if policy is not None:
             handle = stack.enter_context(apply(model, policy))
             stack.enter_context(handle.watch(lambda _, layout: seen.append(layout)))
-        begin, cpu = time.perf_counter(), time.process_time()
+        begin, cpu = time.perf_counter(), clock()
         model(ids, use_cache=True, logits_to_keep=1)
-        spent = time.perf_counter() - begin, time.process_time() - cpu
+        spent = time.perf_counter() - begin, clock() - cpu
     return *spent, sum(layout.density() for layout in seen) / len(seen) if seen else 1.0
 
 
@@ -45,6 +57,7 @@ def main():
     parser.add_argument("--text", default="pydoc")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=None, help="run only so many first layers")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -56,6 +69,10 @@ def main():
     own = policy.replace(shared=()) if args.own is None else dx.load_policy(args.own)
     ways = {"dense": None, "each layer chooses": own, "layers share": policy}
     model, tokenizer = load_model(args.model)
+    if args.layers:
+        model.base_model.layers = model.base_model.layers[: args.layers]
+        model.config.num_hidden_layers = args.layers
+        ways = {name: each and first_layers(model, each, args.layers) for name, each in ways.items()}
     ids = started(tokenizer, encode(tokenizer, load_text(args.text), args.tokens))
     found = {name: [] for name in ways}
     with evaluating(model):
