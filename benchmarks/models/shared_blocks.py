@@ -5,7 +5,8 @@
 
 The policy has the field `shared`, as `dynaxx tune --choosing-layers N` writes it. "each layer chooses" is the policy
 `--own`, or the same one without that field. Passes run in turns. The fastest counts, because other processes only add
-time. `--threads 1 --layers 15` counts the CPU seconds of one thread in the first layers, which other processes hardly disturb.
+time. `--threads 1 --layers 15` counts the CPU seconds of one thread in the first layers, which other processes hardly
+disturb.
 """
 
 import argparse
