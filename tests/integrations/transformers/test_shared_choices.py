@@ -7,7 +7,7 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.runtime import guarding
 from dynaxx.integrations.transformers.apply_policy import model_facts
-from dynaxx.policy import Guard, SharedChoice, resolve
+from dynaxx.policy import Guard, SharedChoice
 
 transformers = pytest.importorskip("transformers")
 SPARSE = dx.Sink(16) | dx.TopK((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), per="head")
@@ -76,18 +76,6 @@ def test_a_gpu_reads_the_same_blocks_as_a_cpu():
         for source, reader in ((0, 1), (2, 3)):
             assert torch.equal(seen[source][0].to_dense()[:, list(MAP)], seen[reader][0].to_dense())
         assert (found.cpu() - logits).abs().mean() < 0.02
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_reading_blocks_never_waits_for_the_gpu(never_waits):
-    plan = resolve(policy_for(llama()))[0]
-    q, k = (torch.randn(1, 256, heads, 16, device="cuda") for heads in (6, 2))
-    layout = plan.layout(q, k)
-    plan.taken(layout, MAP)
-    with never_waits():
-        taken = plan.taken(layout, MAP)
-    assert torch.equal(taken.to_dense(), layout.to_dense()[:, list(MAP)])
 
 
 def test_a_source_further_back_serves_several_layers():

@@ -111,7 +111,7 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 @pytest.mark.parametrize(
     "scorer",
     [dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.TwoStage(), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
-     dx.AntiDiagonal(), dx.TileQueries(), dx.SimHash()],
+     dx.AntiDiagonal(), dx.SimHash()],
     ids=str,
 )  # fmt: skip
 def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
@@ -139,9 +139,7 @@ def test_the_transposed_layout_is_made_without_waiting(never_waits):
 
 @gpu
 @on_gpu
-@pytest.mark.parametrize(
-    "scorer", [dx.MeanPool(16), dx.AntiDiagonal(16), dx.AntiDiagonal(8), dx.TileQueries(8)], ids=str
-)
+@pytest.mark.parametrize("scorer", [dx.MeanPool(16), dx.AntiDiagonal(16), dx.AntiDiagonal(8)], ids=str)
 def test_fused_tiles_give_the_mass_of_torch(scorer):
     for seqlen_q, seqlen_k, causal, block_size in [(1000, 1000, True, (128, 64)), (130, 517, True, (32, 128))]:
         q, k = torch.randn(2, seqlen_q, 4, 64) * 2, torch.randn(2, seqlen_k, 2, 64)
