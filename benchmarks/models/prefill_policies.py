@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time a whole prefill: dense, where each layer chooses its blocks, and where layers read those of others.
+"""Time a whole prefill under several policies, beside dense.
 
-    python benchmarks/models/shared_blocks.py smollm2 run/policy.json --tokens 8192 --turns 3 --json
+    python benchmarks/models/prefill_policies.py smollm2 "32 x 32=run/policy.json" "16 x 16=other.json" --turns 3 --json
 
-The policy has the field `shared`, as `dynaxx tune --choosing-layers N` writes it. "each layer chooses" is the policy
-`--own`, or the same one without that field. Passes run in turns. The fastest counts, because other processes only add
-time. `--threads 1 --layers 15` counts the CPU seconds of one thread in the first layers, which other processes hardly
-disturb.
+Passes run in turns. The fastest counts, because other processes only add time. `--threads 1 --layers 15` counts the CPU
+seconds of one thread in the first layers, which other processes hardly disturb.
 """
 
 import argparse
@@ -53,8 +51,7 @@ def timed(model, ids, policy):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("policy")
-    parser.add_argument("--own", default=None, help="policy in which each layer chooses")
+    parser.add_argument("policies", nargs="+", metavar="NAME=FILE", help="policies, each with a name for its row")
     parser.add_argument("--text", default="pydoc")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--turns", type=int, default=3)
@@ -64,11 +61,10 @@ def main():
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    policy = dx.load_policy(args.policy)
-    if not policy.shared:
-        parser.error(f"{args.policy} has no `shared`: tune with --choosing-layers")
-    own = policy.replace(shared=()) if args.own is None else dx.load_policy(args.own)
-    ways = {"dense": None, "each layer chooses": own, "layers share": policy}
+    if not all("=" in each for each in args.policies):
+        parser.error(f"policies must be NAME=FILE, got {args.policies}")
+    named = (each.split("=", 1) for each in args.policies)
+    ways = {"dense": None} | {name: dx.load_policy(path) for name, path in named}
     model, tokenizer = load_model(args.model)
     if args.layers:
         model.base_model.layers = model.base_model.layers[: args.layers]
