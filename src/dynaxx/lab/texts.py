@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +102,11 @@ def start_of(tokenizer: Any) -> list[int]:
 
 def started(tokenizer: Any, ids: Tensor) -> Tensor:
     """Return a stretch of text (1, tokens) whose first tokens are replaced by those of `start_of`."""
-    start = start_of(tokenizer)
+    return with_start(ids, start_of(tokenizer))
+
+
+def with_start(ids: Tensor, start: Sequence[int]) -> Tensor:
+    """Return stretches of text (texts, tokens) whose first tokens are replaced by `start`."""
     if not start:
         return ids
     ids = ids.clone()

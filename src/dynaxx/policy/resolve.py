@@ -23,7 +23,7 @@ from dynaxx.selection import Selector
 
 
 class BlockSource(NamedTuple):
-    """Where a layer's blocks come from: the layer that chooses them, and a head of it for each head of the layer."""
+    """The layer that chooses the blocks of another layer, and one of its heads for each head of that layer."""
 
     layer: int
     heads: tuple[int, ...] | None = None  # None: the same heads

@@ -34,6 +34,7 @@ from dynaxx.policy import LayerPlan
 from dynaxx.policy.rollout import ALL
 
 if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.dense_fallback import PlainMask
     from dynaxx.integrations.transformers.forward_context import ForwardContext
     from dynaxx.integrations.transformers.handle import Handle
     from dynaxx.integrations.transformers.layer import Layer
@@ -120,7 +121,7 @@ class DensePass:
 
 @dataclass(slots=True)
 class Repeated:
-    """What calls have in common that equal layers repeat within a pass."""
+    """A call that equal layers repeat within a pass: the fields of prepared calls and of decoding steps."""
 
     handle: Handle
     mask: Tensor | None  # see `DenseCall`
@@ -322,9 +323,7 @@ def keep_dense(
     if len(known) >= MOST_OUTCOMES:
         known.clear()
     known[_outcome_key(current, layer.index, q, mask, kwargs)] = outcome
-    attention = layer.dense.by_name[work.plain.name]
-    found = DenseCall(attention, mask, work.plain.mask, q.dtype, outcome, _form(work.plain.name, q, k))
-    _keep(current, layer, key_of(current, module, mask, kwargs), found)
+    _keep_dense(current, layer, module, q, k, mask, kwargs, work.plain, outcome)
 
 
 def keep_dense_alike(
@@ -340,10 +339,8 @@ def keep_dense_alike(
     """Keep a call that was planned dense, for layers with equal calls in a pass whose other calls may be sparse."""
     if work.reason is None or work.plain is None or not _may_repeat(q, kwargs):
         return
-    attention, outcome = layer.dense.by_name[work.plain.name], (work.reason, work.phase)
-    form = _form(work.plain.name, q, k)
-    found = DenseCall(attention, mask, work.plain.mask, q.dtype, outcome, form, _alike(q, k, kwargs))
-    _keep(current, layer, key_of(current, module, mask, kwargs), found)
+    outcome = work.reason, work.phase
+    _keep_dense(current, layer, module, q, k, mask, kwargs, work.plain, outcome, alike=_alike(q, k, kwargs))
 
 
 def dense_call(
@@ -360,8 +357,24 @@ def dense_call(
     if outcome is None or not _sdpa_computes(kwargs):
         return None
     plain = layer.dense.plain(mask, q.dtype, need_eager=False)
-    attention = layer.dense.by_name[plain.name]
-    found = DenseCall(attention, mask, plain.mask, q.dtype, outcome, _form(plain.name, q, k))
+    return _keep_dense(current, layer, module, q, k, mask, kwargs, plain, outcome)
+
+
+def _keep_dense(
+    current: ForwardContext,
+    layer: Layer,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    kwargs: Any,
+    plain: PlainMask,
+    outcome: tuple[DenseReason, str],
+    alike: Hashable = None,
+) -> DenseCall:
+    """Return the model's original attention as a `DenseCall`, kept for equal layers of the pass."""
+    form = DenseForm(plain.name, q.device.type, q.shape[2], k.shape[2])
+    found = DenseCall(layer.dense.by_name[plain.name], mask, plain.mask, q.dtype, outcome, form, alike)
     _keep(current, layer, key_of(current, module, mask, kwargs), found)
     return found
 
@@ -409,10 +422,6 @@ def _keep(current: ForwardContext, layer: Layer, key: Hashable, call: DenseCall 
     if before is not None:
         before.count(layer.handle.counts)
     current.straight[key] = call
-
-
-def _form(name: str, q: Tensor, k: Tensor) -> DenseForm:
-    return DenseForm(name, q.device.type, q.shape[2], k.shape[2])
 
 
 def _outcome_key(current: ForwardContext, index: int, q: Tensor, mask: Tensor | None, kwargs: Any) -> Hashable:

@@ -14,7 +14,7 @@ import torch
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.progress import Progress, SilentProgress
-from dynaxx.lab.texts import start_of
+from dynaxx.lab.texts import start_of, with_start
 from dynaxx.policy import Guard, Policy, Profile
 from dynaxx.policy.diff import PolicyDiff, diff
 from dynaxx.policy.renew import HeadRenewal, renew
@@ -180,7 +180,7 @@ def record(
                     break
                 seqlen = rng.choice(list(lengths))
                 start = rng.randrange(len(ids) - seqlen)
-                prompt = torch.tensor([[*begin, *ids[start + len(begin) : start + seqlen]]], device=model.device)
+                prompt = with_start(torch.tensor([ids[start : start + seqlen]], device=model.device), begin)
                 model(prompt, use_cache=False, logits_to_keep=1)
                 done += 1
                 task.advance(1, f"{seqlen:,} tokens")

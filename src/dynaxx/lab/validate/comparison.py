@@ -17,6 +17,7 @@ from dynaxx.lab.kinds import digest_of, label, text_of
 from dynaxx.lab.perplexity import ROWS, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
 from dynaxx.lab.tasks.run import SuitePlan, run_suite
+from dynaxx.lab.texts import with_start
 from dynaxx.lab.validate.noise import Noise, measure_noise
 from dynaxx.lab.validate.result import KindRow, LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
 from dynaxx.lab.validate.tasks import TASKS, score
@@ -59,7 +60,7 @@ class Comparison:
 
     def stretch(self, ids: list[int], first: int, tokens: int) -> Tensor:
         """Return a stretch of a text (1, tokens) that begins as the tokenizer begins a text."""
-        return torch.tensor([[*self.start, *ids[first + len(self.start) : first + tokens]]])
+        return with_start(torch.tensor([ids[first : first + tokens]]), self.start)
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
