@@ -157,7 +157,6 @@ def _checked(
         kind = (layout.block_size, layout.layout_batch, layout.layout_heads, layout.device)
         if kind != (block_size, 1, first.layout_heads, first.device):
             raise ValueError(
-                "`layouts` must agree in block size, heads and device, with batch 1, "
                 "`layouts` must agree in block size, heads and device, and have batch 1: expected "
                 f"{(block_size, 1, first.layout_heads, first.device)}, got {kind}"
             )

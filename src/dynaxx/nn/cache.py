@@ -38,7 +38,7 @@ class LayerCache:
         self.capacity, self.reselect_every = capacity, reselect_every
         self.lengths: list[int] = []
         self._k, self._v = torch.empty(0), torch.empty(0)  # (batch, room, kv_heads, dim), room in whole pages
-        self._compressed: CompressedPages | None = None  # of a contiguous cache
+        self._compressed: CompressedPages | None = None  # laid out as for a contiguous cache
         self._new = 0  # largest number of tokens in a sequence that are not compressed yet
         self._blocks: Tensor | None = None  # the last choice of a one-token step
         self._age = 0  # steps since that choice

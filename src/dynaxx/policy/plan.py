@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
+from dynaxx.layout.form import form_of
 from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
-from dynaxx.layout.signature import form_of
 from dynaxx.lazy import lazy
 from dynaxx.patterns import Pattern
 from dynaxx.policy.rule_parts import for_heads, parts

@@ -17,10 +17,10 @@ from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.host import moved_together
 from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
-from dynaxx.layout.signature import Form, form_of
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection.groups import heads_alike
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, Scorer, pieces

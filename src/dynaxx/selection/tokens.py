@@ -15,8 +15,8 @@ from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.layout.tokens import TOKEN_BLOCKS
 
-SCORE_BYTES = 64 << 20  # of scores held at once
-MOST_TOKENS = 1 << 20  # that a query keeps
+SCORE_BYTES = 64 << 20  # bytes of scores held at once
+MOST_TOKENS = 1 << 20  # limit on the tokens that a query keeps
 
 
 @typed

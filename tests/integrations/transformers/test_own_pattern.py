@@ -166,7 +166,7 @@ def test_layouts_show_what_the_mask_shows(monkeypatch, family, inputs):
         assert torch.equal(mask & True, mask.tensor())  # any operation makes the mask
         if not mask.is_local:
             rule = mask.rule
-            runs = causal_runs(*mask.shape[2:], mask.offset, mask.padding, rule.documents, mask.shape[0])
+            runs = causal_runs(mask.shape[2], mask.offset, mask.padding, rule.documents, mask.shape[0])
             assert runs == read_mask(mask.tensor()[:, 0])
 
 

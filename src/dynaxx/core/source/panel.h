@@ -42,7 +42,7 @@ inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spa
     const vec top = load(panel.top + i);
     const vec base = top == splat(NEG_INF) ? splat(0.f) : top * factor;  // no inf - inf for queries without keys so far
     const vec shrink = exp2_nonpositive(load(top_before + i) * factor - base);
-    vec sum = {};  // of this step alone: adding sums of steps rounds less than one long sum
+    vec sum = {};  // sum of this step alone: adding sums of steps rounds less than one long sum
     store(alpha + i, shrink);
     for (int s = 0; s < num_spans; s++) {
       float* score = scores + spans[s].at * PANEL + i;

@@ -149,7 +149,7 @@ class Builder {
     const Run *at, *last;
     int32_t shift;
     uint64_t radix;
-    int32_t start, end;  // of the run
+    int32_t start, end;  // first column of the run, and last + 1
     uint64_t key;        // the run's contribution to a key
 
     void read() {

@@ -29,13 +29,13 @@ from dynaxx.patterns import Causal, Full, Pattern
 from dynaxx.policy import HeadGroup, LayerPlan
 from dynaxx.policy.specs import AttentionSpec
 
-DOMAIN = "ai.onnx.contrib"  # of all Python operators
+DOMAIN = "ai.onnx.contrib"  # domain of onnxruntime-extensions' Python operators
 NAMES = {3: "DynaxxSparseAttention", 4: "DynaxxMaskedSparseAttention"}  # by number of inputs
 EXACT_BLOCK = (64, 64)
 FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 
 _one_run = threading.Lock()
-_failures: list[Exception] = []  # of the run that is under way
+_failures: list[Exception] = []  # exceptions of the current run
 _of_data: TypeAdapter[Any] = TypeAdapter(AttentionSpec)
 
 

@@ -21,7 +21,7 @@ from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.policy_events import PolicyEvents
-from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, Sequence, is_step, route
+from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, Route, SequenceLengths, is_step, route
 from dynaxx.kernels import cpu
 from dynaxx.layout import BlockLayout
 from dynaxx.patterns import Causal
@@ -100,7 +100,7 @@ class OpenVinoHandle:
         seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
         if not call.out.numel():
             return
-        steps = is_step(seqlen_q, seqlen_k)
+        decodes = is_step(seqlen_q, seqlen_k)
         phase = "decode" if seqlen_q == 1 else "prefill"
         blocked = DenseReason.KILLED if self.kill_switch.engaged() else None
         if not self._is_causal(layer, call):
@@ -108,9 +108,12 @@ class OpenVinoHandle:
             return
         state = self._deployed.state(layer, blocked)
         decision = route(
-            self._deployed.rules_of(layer), state, Arrived(serves_own_pattern=True), Sequence(seqlen_q, seqlen_k, steps)
+            self._deployed.rules_of(layer),
+            state,
+            CallProperties(serves_own_pattern=True),
+            SequenceLengths(seqlen_q, seqlen_k, decodes),
         )
-        self._deployed.remember_length(seqlen_k, decodes=steps)
+        self._deployed.remember_length(seqlen_k, decodes=decodes)
         if decision.route is Route.DENSE:
             self._dense(layer, call, decision.reason or DenseReason.NO_RULE, phase)
             return
@@ -129,7 +132,7 @@ class OpenVinoHandle:
             return
         breaker.worked()
         if decision.route is Route.RULE:
-            self.counts.sparse(layer)
+            self.counts.sparse()
         else:
             self.counts.own_pattern(phase)
 
@@ -151,7 +154,7 @@ class OpenVinoHandle:
             probe.done(call.k, call.v)
 
     def _dense(self, layer: int, call: Arguments, reason: DenseReason, phase: str) -> None:
-        self.counts.dense(layer, reason, phase)
+        self.counts.dense(reason, phase)
         _dense_attention(call)
 
     def _is_causal(self, layer: int, call: Arguments) -> bool:

@@ -14,7 +14,7 @@ from dynaxx.patterns import Causal, Pattern, SlidingWindow
 from dynaxx.policy import LayerPlan, Policy, resolve
 
 MOST_REASONS = 5
-BLOCK = (64, 64)  # of the windows that a model has by itself
+BLOCK = (64, 64)  # block size of layouts of a model's own windows
 
 
 class Heads(NamedTuple):

@@ -43,12 +43,8 @@ class Counts:
         self._said: set[str] = set()
         numbers.add_source(self)
 
-    def sparse(self, layer: int) -> None:
-        """Count a call with at least one sparse sequence."""
-        self.sparse_calls(1)
-
-    def sparse_calls(self, calls: int) -> None:
-        """Count several calls with at least one sparse sequence."""
+    def sparse(self, calls: int = 1) -> None:
+        """Count calls with at least one sparse sequence."""
         with self._lock:
             self._sparse += calls
 
@@ -76,7 +72,7 @@ class Counts:
         """End a decoding step. Its time includes the choice of pages."""
         call.done(q, q, backend="triton" if q.device.type == "cuda" else "cpu")
 
-    def decode_steps(self, layer: int, backend: str) -> None:
+    def decode_steps(self, backend: str) -> None:
         """Count a decoding step that may be replayed from a CUDA graph. It is not timed."""
         with self._lock:
             self._sparse += 1
@@ -86,12 +82,8 @@ class Counts:
             self._count_steps[backend] = count
         count()
 
-    def dense(self, layer: int, reason: DenseReason, phase: str = "prefill") -> None:
-        """Count a whole call that ran dense."""
-        self.dense_calls(1, reason, phase)
-
-    def dense_calls(self, calls: int, reason: DenseReason, phase: str = "prefill") -> None:
-        """Count several whole calls that ran dense."""
+    def dense(self, reason: DenseReason, phase: str = "prefill", calls: int = 1) -> None:
+        """Count whole calls that ran dense."""
         with self._lock:
             self._dense[reason] += calls
         if reason.is_fallback:
@@ -120,7 +112,7 @@ class Counts:
         with self._lock:
             pending, self._dense_passes = self._dense_passes, {}
         for outcome, (passes, calls, tokens) in pending.items():
-            self.dense_calls(calls, *outcome)
+            self.dense(*outcome, calls)
             requests, tokens_of = self.probe.request_counters("dense")
             requests(passes)
             tokens_of(tokens)
@@ -128,7 +120,7 @@ class Counts:
     def failed(self, layer: int, error: Exception, phase: str = "prefill") -> None:
         """Count a call that runs dense because a kernel failed. Log each kind of failure once, with its traceback."""
         event = failure_reason(error)
-        self.dense(layer, DenseReason.of(event.replace("_", " ")), phase)
+        self.dense(DenseReason.of(event.replace("_", " ")), phase)
         self.numbers.event(event, layer=layer)
         kind = f"{event} {type(error).__name__}"
         if kind not in self._said:
@@ -143,13 +135,13 @@ class Counts:
 
     def not_decided(self, layer: int, error: Exception) -> None:
         """Count a call that runs dense because routing raised an error. Log each kind of error once."""
-        self.dense(layer, DenseReason.NOT_DECIDED)
+        self.dense(DenseReason.NOT_DECIDED)
         kind = f"routing {type(error).__name__}"
         if kind not in self._said:
             self._said.add(kind)
             logger.warning("layer %d: routing failed, the call ran dense; logged once", layer, exc_info=error)
 
-    def dense_sequences(self, layer: int, reason: DenseReason, sequences: int) -> None:
+    def dense_sequences(self, reason: DenseReason, sequences: int) -> None:
         """Count sequences that ran dense in a call with sparse sequences."""
         with self._lock:
             self._sequences[reason] += sequences

@@ -47,6 +47,7 @@ class Deployed:
     Attributes:
         plans: prefill rules by layer; other layers have no prefill rule.
         sources: where blocks come from, for layers that read or provide them under the policy's `reuse` or `shared`.
+        flags: the application's flag service, if the policy's rollout names a flag.
         last_reader: the last layer that reads the blocks of each source.
         decode: decode rules by layer.
         rules: the inputs of `route` by layer.
@@ -117,13 +118,7 @@ class Deployed:
             blocked = DenseReason.LAYER_LEFT_OUT
         return PassState(blocked, self.was_long, self.decode_was_long)
 
-    def interruption(
-        self,
-        layer: int,
-        *,
-        own_pattern: bool = False,
-        window: tuple[int, int] | None = None,
-    ) -> DenseReason | None:
+    def interruption(self, layer: int, *, own_pattern: bool = False) -> DenseReason | None:
         """Return why a call must not run on dynaxx's kernels (the guard, or previous failures), or None.
 
         Call it once per call, since it counts the calls of a resting layer.
@@ -131,7 +126,6 @@ class Deployed:
         Args:
             layer: index of the layer.
             own_pattern: whether the call runs the model's own pattern, which the guard does not watch.
-            window: the window of an encoder's layer, if the caller asked for one.
         """
         guard = self.guard
         if guard is not None and not own_pattern and layer in self.plans and guard.level(layer) == Level.DENSE:

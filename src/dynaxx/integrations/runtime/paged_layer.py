@@ -15,8 +15,7 @@ from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_plac
 from dynaxx.integrations.runtime.paged import AnyPages, SequenceRow, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
-from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Route, is_step, route
-from dynaxx.integrations.runtime.routing import Sequence as Lengths
+from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, Route, SequenceLengths, is_step, route
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import PageSummaries
 
@@ -102,8 +101,8 @@ class Step:
         by_route: dict[Route, list[SequenceRow]] = {each: [] for each in Route}
         reasons = Counter[DenseReason]()
         for row in self.sequences.rows:
-            lengths = Lengths(row.seqlen_q, row.seqlen_k, is_step(row.seqlen_q, row.seqlen_k))
-            found = route(rules, state, Arrived(), lengths)
+            lengths = SequenceLengths(row.seqlen_q, row.seqlen_k, is_step(row.seqlen_q, row.seqlen_k))
+            found = route(rules, state, CallProperties(), lengths)
             by_route[found.route].append(row)
             if found.reason is not None:
                 reasons[found.reason] += 1
@@ -162,9 +161,9 @@ class PagedLayer:
             self.counts.failed(self.index, error, "prefill" if split.sparse else "decode")
             return False
         breaker.worked()
-        self.counts.sparse(self.index)
+        self.counts.sparse()
         for reason, sequences in split.reasons.items():
-            self.counts.dense_sequences(self.index, reason, sequences)
+            self.counts.dense_sequences(reason, sequences)
         return True
 
     def does_all(self, step: Step) -> bool:
@@ -177,9 +176,9 @@ class PagedLayer:
         if not split.runs_sparse:
             self._count_dense(split)
             return
-        self.counts.decode_steps(self.index, backend)
+        self.counts.decode_steps(backend)
         for reason, sequences in split.reasons.items():
-            self.counts.dense_sequences(self.index, reason, sequences)
+            self.counts.dense_sequences(reason, sequences)
 
     def _decode_step(self, q: Tensor, pages: AnyPages, step: Step, lengths: StepLengths, out: Tensor) -> bool:
         """Attend as `sparse` does, in a step that may be captured: without decisions or counts on the host."""
@@ -236,4 +235,4 @@ class PagedLayer:
         if split.reasons:
             reason = max(split.reasons, key=split.reasons.__getitem__)
             phase = "decode" if all(row.seqlen_q == 1 for row in split.dense) else "prefill"
-            self.counts.dense(self.index, reason, phase)
+            self.counts.dense(reason, phase)

@@ -26,7 +26,7 @@ from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
 
 logger = logging.getLogger("dynaxx")
-MOST_PROCESSES = 8  # that compile kernels side by side
+MOST_PROCESSES = 8  # processes that compile kernels side by side
 SHORT_KEYS = 40  # keys per sequence in the decoding steps of the warm-up
 
 

@@ -2,7 +2,7 @@
 """The routing decision of all engines: a sequence runs by a rule, by the model's own pattern, or dense, and why.
 
 `route` is a pure function of four values: the policy's rules for the layer (`LayerRules`), the state during a forward
-pass (`PassState`), the properties of the attention call (`Arrived`), and the lengths of one sequence (`Sequence`).
+pass (`PassState`), the properties of the attention call (`CallProperties`), and one sequence (`SequenceLengths`).
 Every reason that counters, metrics and documents show is a member of `DenseReason`.
 """
 
@@ -20,8 +20,8 @@ MOST_QUERIES = 16  # a call with more queries is a chunk of a prompt, not a deco
 class DenseReason(str, enum.ReprEnum):
     """The reason why a call, or one of its sequences, does not run by a policy's rule. Counters show the value.
 
-    To add a reason, add a member here, return it from `_why_no_rule` or pass it as `Arrived.unserved`, and add its row
-    to docs/guides/why_dense.md; a test compares the two.
+    To add a reason, add a member here, return it from `_why_no_rule` or pass it as `CallProperties.unserved`, and add
+    its row to docs/guides/why_dense.md; a test compares the two.
 
     Attributes:
         meaning: when it happens and the remedy; one row of the table in the documentation.
@@ -71,7 +71,7 @@ class DenseReason(str, enum.ReprEnum):
         "too few queries to gain",
         "Without a policy: a decoding step, or a prompt too short for dynaxx's kernels to be faster. Nothing to do.",
     )
-    # What arrived.
+    # The attention call.
     SHARDED = (
         "heads are sharded",
         "The process has only some heads. Split them by transformers' or vLLM's tensor parallelism, which give each "
@@ -219,7 +219,7 @@ class PassState(NamedTuple):
     decode_was_long: bool = False
 
 
-class Arrived(NamedTuple):
+class CallProperties(NamedTuple):
     """The properties of an attention call."""
 
     unserved: DenseReason | None = None  # why no rule can serve its tensors, mask or arguments
@@ -227,12 +227,12 @@ class Arrived(NamedTuple):
     serves_own_pattern: bool = False  # whether dynaxx's kernels serve the model's own pattern here and are faster
 
 
-class Sequence(NamedTuple):
+class SequenceLengths(NamedTuple):
     """One sequence of a call. Its queries are the last of its keys."""
 
     seqlen_q: int
     seqlen_k: int
-    steps: bool = False  # whether it is a decoding step; see `is_step`
+    decoding: bool = False  # whether it is a decoding step; see `is_step`
     causal: bool = True  # False for padding, and for a prefix that is visible in both directions
     unchosen: DenseReason | None = None  # why the rollout excludes its request
 
@@ -242,36 +242,36 @@ def is_step(seqlen_q: int, seqlen_k: int) -> bool:
     return seqlen_q == 1 or seqlen_q < min(MOST_QUERIES, seqlen_k)
 
 
-def route(layer: LayerRules, state: PassState, arrived: Arrived, sequence: Sequence) -> Decision:
+def route(layer: LayerRules, state: PassState, call: CallProperties, sequence: SequenceLengths) -> Decision:
     """Decide how one sequence runs in one layer. This is a pure function."""
-    steps = sequence.steps and (sequence.seqlen_q == 1 or layer.decodes)
-    reason = _why_no_rule(layer, state, arrived, sequence, steps)
+    decodes = sequence.decoding and (sequence.seqlen_q == 1 or layer.decodes)
+    reason = _why_no_rule(layer, state, call, sequence, decodes)
     if reason is None:
-        return Decision(Route.DECODE if steps else Route.RULE)
+        return Decision(Route.DECODE if decodes else Route.RULE)
     original = not reason.keeps_own_pattern or (state.blocked is not None and not state.blocked.keeps_own_pattern)
-    return Decision(Route.OWN_PATTERN if arrived.serves_own_pattern and not original else Route.DENSE, reason)
+    return Decision(Route.OWN_PATTERN if call.serves_own_pattern and not original else Route.DENSE, reason)
 
 
 def _why_no_rule(
-    layer: LayerRules, state: PassState, arrived: Arrived, sequence: Sequence, steps: bool
+    layer: LayerRules, state: PassState, call: CallProperties, sequence: SequenceLengths, decodes: bool
 ) -> DenseReason | None:
     if not layer.any:
         return DenseReason.NO_RULE
-    if steps and not layer.decodes:
+    if decodes and not layer.decodes:
         return DenseReason.DECODE
-    if not steps and layer.q_block is None:
+    if not decodes and layer.q_block is None:
         return DenseReason.NO_RULE
-    if not steps and sequence.seqlen_q < (layer.q_block or 0):
+    if not decodes and sequence.seqlen_q < (layer.q_block or 0):
         return DenseReason.FEW_QUERIES if sequence.causal else DenseReason.PADDING
-    if arrived.own_pattern:
+    if call.own_pattern:
         return DenseReason.OWN_PATTERN
     if state.blocked is not None:
         return state.blocked
     if not sequence.causal:
         return DenseReason.PADDING
-    borders, before = (layer.decode_borders, state.decode_was_long) if steps else (layer.borders, state.was_long)
+    borders, before = (layer.decode_borders, state.decode_was_long) if decodes else (layer.borders, state.was_long)
     if not is_long(sequence.seqlen_k, *borders, before=before):
         return DenseReason.BELOW
     if not layer.rollout.covers_length(sequence.seqlen_k):
         return DenseReason.LENGTH_LEFT_OUT
-    return arrived.unserved or sequence.unchosen
+    return call.unserved or sequence.unchosen

@@ -7,7 +7,15 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from dynaxx.integrations.runtime.routing import Arrived, LayerRules, PassState, Route, Sequence, is_step, route
+from dynaxx.integrations.runtime.routing import (
+    CallProperties,
+    LayerRules,
+    PassState,
+    Route,
+    SequenceLengths,
+    is_step,
+    route,
+)
 from dynaxx.ops import sparse_attention
 from dynaxx.patterns import Causal
 from dynaxx.policy import LayerPlan, parse_policy, resolve
@@ -28,8 +36,8 @@ def attend_by_policy(q: Tensor, k: Tensor, v: Tensor, *, policy: str, layer: int
     """
     plan, rules = rules_of(policy, layer)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    lengths = Sequence(seqlen_q, seqlen_k, is_step(seqlen_q, seqlen_k))
-    chosen = route(rules, PassState(None, False, False), Arrived(serves_own_pattern=True), lengths).route
+    lengths = SequenceLengths(seqlen_q, seqlen_k, is_step(seqlen_q, seqlen_k))
+    chosen = route(rules, PassState(None, False, False), CallProperties(serves_own_pattern=True), lengths).route
     if chosen is Route.RULE and plan is not None:
         layout = plan.layout(q, k, scale=scale)
     else:

@@ -47,7 +47,7 @@ logger = logging.getLogger("dynaxx")
 
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
-NsaParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
+OwnParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
 Place = tuple[int, MaskRun | None]  # a sequence of a pass, by batch entry and run
 
 
@@ -118,20 +118,20 @@ class ForwardContext:
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[tuple[Place, int], tuple[LayerPlan, BlockLayout]] = {}  # by sequence and layer
         self._mask: weakref.ref[Tensor] | None = None
-        self._parts: dict[Hashable, tuple[NsaParts, weakref.ref[Tensor] | None]] = {}
+        self._parts: dict[Hashable, tuple[OwnParts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
         self._runs: list[list[MaskRun]] | None = None
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass at its end. Later ones, as of recomputed layers, count themselves."""
         if self.dense_pass is not None:
-            counts.dense_calls(self.dense_pass.calls, *self.dense_pass.outcome)
+            counts.dense(*self.dense_pass.outcome, self.dense_pass.calls)
         elif self.is_dense and not self.dense_calls:
             keep_dense_pass(self, self.deployed.policy.model.layers)
         planned, self.dense_calls, self.dense_pass = self.dense_calls or Counter(), None, None
         straight, self.straight, self.is_dense = self.straight, {}, False
         for (reason, phase), calls in planned.items():
-            counts.dense_calls(calls, reason, phase)
+            counts.dense(reason, phase, calls)
         self.deployed.steps_repeat = False
         for call in straight.values():
             call.count(counts)
@@ -183,11 +183,10 @@ class ForwardContext:
         if self._mask is None or self._mask() is not mask:
             rule, self._mask, self._version, self._runs = mask.rule, weakref.ref(mask), 0, None
             if rule.causal and not mask.is_local:
-                seqlen_q, seqlen_k = mask.shape[2:]
-                self._runs = causal_runs(seqlen_q, seqlen_k, mask.offset, mask.padding, rule.documents, batch)
+                self._runs = causal_runs(mask.shape[2], mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 
-    def own_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], NsaParts]) -> NsaParts:
+    def own_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], OwnParts]) -> OwnParts:
         """Return the layouts of the model's own pattern, built once per mask."""
         known, of_mask = self._parts.get(key, (None, None))
         if known is None or (of_mask is not None and of_mask() is not mask):
@@ -264,7 +263,7 @@ def _start(
     hooks = _HOOKS.get(body)
     if hooks is None:  # a copy of a model with a policy
         return None
-    running.dense = None  # of a pass that failed
+    running.dense = None  # a pass that failed may have left one
     try:
         again = None if args else hooks.starter.dense_again(kwargs)
         if again is not None:

@@ -159,7 +159,7 @@ class Layer:
 
     def _count_dense(self, current: ForwardContext, work: Work, reason: DenseReason) -> None:
         if current.dense_calls is None:  # no hook reports the end of the pass
-            self.handle.counts.dense(self.index, reason, work.phase)
+            self.handle.counts.dense(reason, work.phase)
         else:
             current.dense_calls[reason, work.phase] += 1
 
@@ -182,7 +182,7 @@ class Layer:
                 q, k, v = follow_autocast(q, k, v)
                 call = AttentionCall(q, k, v, scores.scale, scores.softcap, sinks, guard, current)
                 self._sample_unseen(call, work)
-            counts.dense(self.index, stopped, work.phase)
+            counts.dense(stopped, work.phase)
             return None
         breaker = deployed.breakers[self.index]
         try:
@@ -203,7 +203,7 @@ class Layer:
         if work.route is Route.OWN_PATTERN:
             counts.own_pattern(work.phase)
             return out
-        counts.sparse(self.index)
+        counts.sparse()
         current.ran_sparse = True
         return out
 
@@ -303,7 +303,7 @@ class Layer:
                 pieces.append(
                     dense_piece(part.q, part.k, part.v, run, scale=part.scale, softcap=part.softcap, sinks=part.sinks)
                 )
-                self.handle.counts.dense_sequences(self.index, reason, call.q.shape[0])
+                self.handle.counts.dense_sequences(reason, call.q.shape[0])
             else:
                 pieces.append(self._sparse_piece(part, plan, work, scores))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)

@@ -39,13 +39,12 @@ class MaskRun(NamedTuple):
 
 
 def causal_runs(
-    seqlen_q: int, seqlen_k: int, offset: int, padding: Tensor | None, documents: Tensor | None, batch: int
+    seqlen_q: int, offset: int, padding: Tensor | None, documents: Tensor | None, batch: int
 ) -> list[list[MaskRun]] | None:
     """Return the runs of a causal mask from its parts, equal to those of `read_mask`, or None if padding has holes.
 
     Args:
         seqlen_q: number of queries.
-        seqlen_k: number of keys.
         offset: column of the first query's own key.
         padding: (batch, seqlen_k) bool, False for keys that no query sees.
         documents: (batch, seqlen_q) document numbers; queries see keys of their document, and `offset` must be 0.

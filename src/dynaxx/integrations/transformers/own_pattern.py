@@ -115,7 +115,7 @@ def pattern_of(rule: MaskRule, used: int, start: int = 0, entry: int = 0) -> Pat
     if rule.documents is not None:
         ends |= _starts_of_documents(rule.documents[entry])
     if rule.chunk is not None:
-        ends |= _starts_of_chunks(rule, used, start, entry, sorted(ends))
+        ends |= _starts_of_chunks(rule, start, entry, sorted(ends))
     return found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
 
 
@@ -139,7 +139,7 @@ def _starts_of_documents(documents: Tensor) -> set[int]:
     return set((documents.diff().nonzero().flatten() + 1).tolist())
 
 
-def _starts_of_chunks(rule: MaskRule, used: int, start: int, entry: int, ends: list[int]) -> set[int]:
+def _starts_of_chunks(rule: MaskRule, start: int, entry: int, ends: list[int]) -> set[int]:
     """Return the keys at which chunks start. In a pack, chunks count from the start of each document."""
     assert rule.chunk is not None, "the rule must have chunks"
     first = 0 if rule.chunk_start is None else int(rule.chunk_start[min(entry, len(rule.chunk_start) - 1)])

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.runtime.routing import MOST_QUERIES, Arrived, DenseReason, Route, Sequence, is_step, route
+from dynaxx.integrations.runtime.routing import (
+    MOST_QUERIES,
+    CallProperties,
+    DenseReason,
+    Route,
+    SequenceLengths,
+    is_step,
+    route,
+)
 from dynaxx.integrations.transformers.arguments import ScoreOptions, tensors_reason
 from dynaxx.integrations.transformers.border import Kind, beats_sdpa, causal_kind, least_queries, wins
 from dynaxx.integrations.transformers.decode import StepRows
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-PerRun = Ordered[Ordered[T]]  # by batch entry and run
+PerRun = Sequence[Sequence[T]]  # by batch entry and run
 
 
 @dataclass(slots=True)
@@ -39,8 +47,8 @@ class Work:
     runs: PerRun[MaskRun] = ()
     dense: PerRun[DenseReason | None] = ()  # why each run is dense; None if it runs by a rule
     plans: PerRun[LayerPlan] = ()  # the rule of each run
-    rows: Ordered[StepRows] = ()  # the rows of a decoding step
-    parts: Ordered[OwnPart] = ()  # layouts of the model's own pattern
+    rows: Sequence[StepRows] = ()  # the rows of a decoding step
+    parts: Sequence[OwnPart] = ()  # layouts of the model's own pattern
     argument: str = ""  # the name of an unsupported argument
     prepared: Prepared | None = None  # the call of later layers, prepared by the first one
     may_prepare: bool = True  # False after a call that cannot be prepared
@@ -84,9 +92,9 @@ def plan_call(
         assert isinstance(reason, DenseReason), "a call without parts must have a reason"
         return Work(Route.DENSE, phase, reason, argument=scores.argument)
     own_pattern = () if isinstance(own_pattern, DenseReason) else own_pattern
-    arrived = Arrived(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(own_pattern))
+    call = CallProperties(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(own_pattern))
     # No sequence is longer than the call. If a sequence of that length is dense, the mask need not be read.
-    whole = route(rules, state, arrived, Sequence(seqlen_q, seqlen_k, steps))
+    whole = route(rules, state, call, SequenceLengths(seqlen_q, seqlen_k, steps))
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
         if whole.reason is DenseReason.BELOW:
             deployed.remember_length(seqlen_k, decodes=steps)
@@ -108,13 +116,13 @@ def plan_call(
         if found is None:
             return Work(Route.DENSE, phase, DenseReason.MASK_KIND)
         runs = found
-    arrived = Arrived(serves_own_pattern=bool(own_pattern))
+    call = CallProperties(serves_own_pattern=bool(own_pattern))
 
     def why_dense(run: MaskRun, row: int) -> DenseReason | None:
         if current.steps and run.seqlen_q == 1:  # a decoding request among prompts, without a budget
             return DenseReason.DECODE
         unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
-        found = route(rules, state, arrived, Sequence(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen))
+        found = route(rules, state, call, SequenceLengths(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen))
         if run.causal:
             deployed.remember_length(run.seqlen_k)
         return found.reason
@@ -165,9 +173,9 @@ def is_dense_pass(current: ForwardContext, device: torch.device, seqlen_q: int, 
 
 
 def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bool:
-    deployed, longest = current.deployed, Sequence(seqlen_q, seqlen_k, seqlen_q == 1)
+    deployed, longest = current.deployed, SequenceLengths(seqlen_q, seqlen_k, seqlen_q == 1)
     found = (
-        route(deployed.rules[layer], deployed.state(layer, current.blocked), Arrived(), longest).reason
+        route(deployed.rules[layer], deployed.state(layer, current.blocked), CallProperties(), longest).reason
         for layer in deployed.one_of_each
     )
     return all(reason not in (None, DenseReason.LENGTH_LEFT_OUT) for reason in found)  # shorter ones may be in
@@ -188,7 +196,7 @@ def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: 
     unchosen = None if chosen else DenseReason.of(current.choice.reason)
     longest = max(entry[0].seqlen_k for entry in runs)
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
-    found_route = route(rules, state, Arrived(), Sequence(seqlen_q, longest, True, unchosen=unchosen))
+    found_route = route(rules, state, CallProperties(), SequenceLengths(seqlen_q, longest, True, unchosen=unchosen))
     deployed.remember_length(longest, decodes=True)
     if found_route.reason is not None:
         return Work(Route.DENSE, "decode", found_route.reason)
@@ -203,7 +211,7 @@ def _own_pattern(
     scores: ScoreOptions,
     module: nn.Module,
     is_causal: bool | None,
-) -> Ordered[OwnPart] | DenseReason:
+) -> Sequence[OwnPart] | DenseReason:
     """Return the layouts of the model's own pattern, or why the model's original attention must compute it."""
     seqlen_q, device = q.shape[2], q.device
     least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
@@ -221,7 +229,7 @@ def _own_pattern(
 
 def _make_parts(
     current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None, scores: ScoreOptions, causal: bool
-) -> Ordered[OwnPart] | DenseReason:
+) -> Sequence[OwnPart] | DenseReason:
     (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
     asked = _asked_window(current, q, k, mask)
     if asked is not None:

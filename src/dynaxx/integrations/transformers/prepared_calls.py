@@ -81,7 +81,7 @@ class DenseCall:
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass."""
-        counts.dense_calls(self.calls, *self.outcome)
+        counts.dense(*self.outcome, self.calls)
 
 
 class DenseOutcome(NamedTuple):
@@ -184,7 +184,7 @@ class RepeatedCall(Repeated):
         if not self.by_rule:
             counts.own_pattern(self.phase, self.calls)
         elif self.calls:
-            counts.sparse_calls(self.calls)
+            counts.sparse(self.calls)
             counts.probe.counter(self.prepared.backend)(self.calls)
 
 
@@ -215,7 +215,7 @@ class RepeatedStep(Repeated):
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass."""
         if self.calls:
-            counts.sparse_calls(self.calls)
+            counts.sparse(self.calls)
             counts.probe.counter("triton", "decode")(self.calls)
             self.deployed.steps_repeat = True
 

@@ -12,11 +12,11 @@ from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.kernels.problem import AttentionProblem, IndexerProblem, QueryScoresProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = range(64, 257, 8)  # of q and k; TMA needs rows that are multiples of 16 bytes
+HEAD_DIMS = range(64, 257, 8)  # head_dim of q and k; TMA needs rows that are multiples of 16 bytes
 BLOCKS = (64, 128)
 NSA_HEAD_DIMS = (64, 128)
 LATENT_DIMS = (576, 512)  # of latent attention: keys, and values, which are their first part
-SCORED_DIMS = (64, 128)  # of keys that are scored by one query per row
+SCORED_DIMS = (64, 128)  # head_dim of keys that are scored by one query per row
 GROUPED, GROUPED_DIM = range(4, 65), 128  # q heads per kv head, and their width, over chosen tokens
 INDEX_HEADS, MANY_INDEX_HEADS = 4, (8, 16, 32, 64)  # of indexers: at most so many, or one of these
 INDEX_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.int8)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dynaxx.layout.block_layout import BlockLayout
 
-MovedLayouts = dict[int, tuple[BlockLayout, BlockLayout]]  # by the id of a layout: it, and where its blocks are
+MovedLayouts = dict[int, tuple[BlockLayout, BlockLayout]]  # key: id of a layout; value: that layout, its `moved` one
 
 
 class SequenceKeys(NamedTuple):
@@ -32,7 +32,7 @@ class SequenceKeys(NamedTuple):
     v: Tensor  # (1, rows, kv_heads, head_dim_v)
     seqlen_k: int
     places: Tensor | None = None  # (kv_blocks,) int32
-    kept: MovedLayouts | None = None  # of all layers of a step, which share the layouts of patterns
+    kept: MovedLayouts | None = None  # cache of `moved`, which the layers of a step share; None caches nothing
 
     def moved(self, layout: BlockLayout) -> BlockLayout:
         """Return a causal layout of the sequence with the blocks of k and v that hold its blocks.
@@ -64,14 +64,14 @@ def _moved(layout: BlockLayout, places: Tensor) -> BlockLayout:
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int] | None:
-    """Return a page tensor as rows at equal distances, and the rows from one page to the next; None if it has no such.
+    """View a tensor of pages as rows at equal distances; None if its strides do not allow such a view.
 
     Args:
         x: (num_pages, page_size, kv_heads, head_dim), any strides.
 
     Returns:
-        A view (1, rows, kv_heads, head_dim) of the same memory, in which token t of page p is row p * step + t; and
-        `step`. Rows of different heads may overlap in memory.
+        (view, step): a view (1, rows, kv_heads, head_dim) of the same memory, in which token t of page p is row
+        p * step + t. Rows of different heads may overlap in memory.
     """
     num_pages, page_size, heads, head_dim = x.shape
     page, token, head, unit = x.stride()

@@ -32,7 +32,7 @@ from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
 if TYPE_CHECKING:
     from dynaxx.kernels.gpu.runtime.recorder import Recording
 
-MOST_RECORDINGS = 16  # of a prepared call
+MOST_RECORDINGS = 16  # recordings that a prepared call keeps
 
 
 class Prepared:
@@ -57,7 +57,9 @@ class Prepared:
         self.backend = backend
         self._call, self._given, self._settings = call, given, settings
         self._shapes, self._dtype, self._device = (q.shape, k.shape, v.shape), q.dtype, q.device
-        self._recordings: dict[Hashable, Recording] = {}  # by what differs between calls that it serves
+        self._recordings: dict[
+            Hashable, Recording
+        ] = {}  # key: strides and dtype of sinks, which may differ between calls
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
         """Return whether the call may run for these tensors: their forms are equal, and nothing records or traces."""

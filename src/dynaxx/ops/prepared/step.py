@@ -18,9 +18,9 @@ from torch import Tensor
 from dynaxx.derivatives import transforms_active
 from dynaxx.kernels.registry import DECODE
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.layout.paging.pages import PageStrides
-from dynaxx.layout.signature import Form, form_of
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode_dispatch import decode_problem
 from dynaxx.ops.library import is_traced

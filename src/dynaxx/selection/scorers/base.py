@@ -47,7 +47,7 @@ class Scorer(ABC):
 
     @property
     def reads_places(self) -> bool:
-        """Return whether `prepare_in_place` is there: scores on a GPU of keys that stay in the pages of a cache."""
+        """Return whether `prepare_in_place` is implemented, which scores keys that stay in the pages of a cache."""
         return False
 
     def prepare_in_place(

@@ -77,7 +77,7 @@ class LastQueryProbe(Scorer):
 
         def rows(start: int, stop: int) -> Tensor:
             row = torch.arange(start, stop, device=q.device)[:, None]
-            first = row * q_block + grid.offset - cols * kv_block + reach  # of the block's first pair
+            first = row * q_block + grid.offset - cols * kv_block + reach  # distance of the block's first pair
             lo, hi = (first - kv_block + 1).clamp(min=0), (first + q_block).clamp(max=2 * reach + 1)
             slash = cumulative[..., hi.flatten()].sub_(cumulative[..., lo.flatten()]).unflatten(-1, first.shape)
             return slash.clamp_(min=0).add_(by_block[:, :, None]).log_()

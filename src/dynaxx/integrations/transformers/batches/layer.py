@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.runtime.routing import Arrived, DenseReason, Sequence, route
+from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, SequenceLengths, route
 from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.batches.decode import page_size_reason
 from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep
@@ -62,9 +62,9 @@ class BatchCall(NamedTuple):
         # A sequence only grows, so one border suffices for hysteresis.
         rules = deployed.rules_of(index)
         state = deployed.state(index, blocked)._replace(was_long=False, decode_was_long=False)
-        arrived, sparse, dense = Arrived(self._unserved()), [], Counter[DenseReason]()
+        call, sparse, dense = CallProperties(self._unserved()), [], Counter[DenseReason]()
         for row in single:
-            found = route(rules, state, arrived, Sequence(row.run.seqlen_q, row.run.seqlen_k, steps=True))
+            found = route(rules, state, call, SequenceLengths(row.run.seqlen_q, row.run.seqlen_k, decoding=True))
             if found.reason is None:
                 sparse.append(row)
             else:
@@ -106,10 +106,10 @@ class BatchCall(NamedTuple):
             counts.failed(index, error, "decode")
             return None
         breaker.worked()
-        counts.sparse(index)
+        counts.sparse()
         self.current.ran_sparse = True
         for reason, sequences in dense.items():
-            counts.dense_sequences(index, reason, sequences)
+            counts.dense_sequences(reason, sequences)
         if guard is not None and index in self.current.deployed.plans and guard.wants_call():
             guard.left_out("decode")
         if rest.rows:
@@ -151,7 +151,7 @@ class BatchCall(NamedTuple):
 
     def _count_dense(self, dense: Counter[DenseReason]) -> None:
         """Count a step in which all requests decode dense."""
-        self.layer.handle.counts.dense(self.layer.index, dense.most_common(1)[0][0], "decode")
+        self.layer.handle.counts.dense(dense.most_common(1)[0][0], "decode")
 
 
 def for_attention(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynaxx.kernels.gpu.runtime.launcher import compiling_only
 
-MOST_SECONDS = 30.0  # that this process waits for its forks; then it compiles what is missing
+MOST_SECONDS = 30.0  # longest wait for the forks; then this process compiles what is missing
 MOST_SECONDS_EACH = 4.0  # more for each kernel that a fork compiles
 FILLED = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,

@@ -148,7 +148,7 @@ class Launch(NamedTuple):
     compiled: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]  # in the order of the kernel's parameters
-    names: Sequence[str] = ()  # of the kernel's parameters
+    names: Sequence[str] = ()  # names of the kernel's parameters
 
 
 def _record_launch(launch: Launch | None) -> Launch | None:

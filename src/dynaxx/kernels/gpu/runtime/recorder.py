@@ -23,7 +23,7 @@ ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
 Sizes = Mapping[str, "int | tuple[int, ...]"]
 Inputs = tuple["Tensor | None", ...]
 Addresses = Callable[[list[int]], tuple[int, ...]]
-Encode = Callable[[Any, int], Any]  # of the inputs and an address
+Encode = Callable[[Any, int], Any]  # (inputs, address) -> the encoded argument
 Place = tuple[int, int]  # a number of a tensor, see `Recording`, and an offset in bytes
 
 

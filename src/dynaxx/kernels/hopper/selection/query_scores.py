@@ -35,9 +35,9 @@ from dynaxx.layout import BlockGrid
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 HALF = gl.constexpr(64)  # queries of one product: wgmma's M
-QUERIES = 256  # of a program
+QUERIES = 256  # queries per program
 STAGES = 3  # kv blocks in flight
-COLUMNS = 64  # of a part of keys, as wide as TMA swizzles
+COLUMNS = 64  # columns of keys per load, as wide as TMA swizzles
 SIZES = ["rows", "first_row", "seqlen_k", "kv_blocks", "kv_heads", "group_size", "offset", "q_block", "tiles"]
 
 

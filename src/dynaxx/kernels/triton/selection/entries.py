@@ -24,7 +24,7 @@ from dynaxx.kernels.triton.selection.row import (
 )
 from dynaxx.layout import BlockGrid
 
-COUNTS_AT_ONCE, COUNT_WARPS = 4096, 16  # of a running sum
+COUNTS_AT_ONCE, COUNT_WARPS = 4096, 16  # counts per step, and warps, of the running sum
 
 
 @kernel_launcher

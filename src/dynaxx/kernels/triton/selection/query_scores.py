@@ -27,7 +27,7 @@ RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", 
                  "kv_heads", "group_size", "offset", "q_block", "tiles"]  # fmt: skip
 MOST_TILES = 16  # per program: few enough to balance causal rows, many enough to reuse the queries
 LEAST_TILES = 4
-PROGRAMS = 512  # that fill a GPU; with fewer, programs process fewer tiles each
+PROGRAMS = 512  # programs that fill a GPU; with fewer of them, each processes fewer tiles
 
 
 @kernel_launcher
