@@ -5,7 +5,8 @@
 
 Each method runs in every layer that sees its whole context, at one budget for all heads, except four whose budgets
 come from the costs of the heads: "tuned" by their mean over the texts, "even" so that the text that rises most rises
-least, "shared" with layers that read the blocks of earlier ones, "tasks" by texts and other samples of the tasks.
+least, "shared" with layers that read the blocks of earlier ones, "tasks" by texts and other samples of the tasks. With
+several `--scorers`, each head takes the one that loses least. `--policy` adds policies from files.
 Texts and prompts start as the tokenizer starts them (Gemma: <bos>). Layers with a window keep the model's own
 attention. Finished rows are stored in
 `--state`, so an interrupted run continues; several processes share the tasks with a state each, and `--show` prints
@@ -14,11 +15,12 @@ the rows of all.
 
 import argparse
 import contextlib
+import copy
 import json
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -33,14 +35,16 @@ from dynaxx.lab.models import load_model
 from dynaxx.lab.perplexity import logits_of, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
-from dynaxx.lab.tasks.result import judged
+from dynaxx.lab.tasks.result import interval_of, judged
 from dynaxx.lab.tasks.score import closed_book
 from dynaxx.lab.tasks.suite import DEFINITIONS, make_task, named_tasks
 from dynaxx.lab.texts import encode, load_text, split_text, started
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
+from dynaxx.lab.tune.costs import BUDGETS, LOCAL_TOKENS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 from dynaxx.lab.tune.sharing import REACH, SharedCosts, likeness, matched, shared_costs, shared_lists
+from dynaxx.layout import as_block_size
+from dynaxx.policy.resolve import head_rules, resolve
 
 STARTED = time.monotonic()
 LEFT_OUT = {"tuned": "tuned on the other texts", "even": "evenly tuned on the other texts"}
@@ -64,8 +68,18 @@ METHODS = {
     **dict(zip(("mean", "quest", "xattention", "minference", "forced"), UNIFORM, strict=True)),
     "window": WINDOW,
 }
+FINE_BUDGETS = (
+    *(0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08),
+    *(0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1.0),
+)
 COST_TASKS = "niah_multikey_1,niah_multivalue,vt,cwe,qa_1"
 TASKS = "niah_single_2,niah_multikey_1,niah_multivalue,vt,cwe"
+
+
+def block_size(text):
+    """Read a size of blocks, such as "32" or "16x32"."""
+    sizes = as_block_size(tuple(int(each) for each in text.split("x")) * (1 if "x" in text else 2))
+    return sizes if "x" in text else sizes[0]
 
 
 def stretches(tokenizer, text, tokens, count):
@@ -89,6 +103,14 @@ def density_of(rule, tokens, block):
     return dx.select_blocks(q, k, rule, block_size=block).density()
 
 
+@lru_cache(maxsize=1024)
+def cached_density(rule, tokens, block):
+    """Return the density of a rule, which does not depend on its scorer."""
+    if isinstance(rule, dx.Hybrid) and isinstance(rule.selector, dx.TopK):
+        rule = replace(rule, selector=replace(rule.selector, scorer=dx.MeanQuery()))
+    return density_of(rule, tokens, block)
+
+
 def at_density(make, tokens, density, block):
     """Return the densest rule of a family within a density, and its density."""
     low, high = 0.0, 1.0
@@ -100,17 +122,19 @@ def at_density(make, tokens, density, block):
 
 def forced_blocks(name, block):
     """Return the blocks that a method with one budget always shows."""
+    kv_block = as_block_size(block)[1]
     if name == TUNE_FORCED:
         return rule_of(dx.MeanQuery(), 0.0, block, 64, 0).pattern
-    return dx.Sink(block) | dx.LocalBlocks(max(1, LOCAL // block))
+    return dx.Sink(kv_block) | dx.LocalBlocks(max(1, LOCAL // kv_block))
 
 
 def uniform_policies(model, tokens, density, methods, block):
     """Yield name, policy and density of every method with one budget for all heads."""
     for name in methods:
         if name == WINDOW:
-            window = lambda x: dx.Sink(block) | dx.SlidingWindow(max(1, int(x)))
-            spans = [block * n for n in range(1, tokens // block + 1)]
+            kv_block = as_block_size(block)[1]
+            window = lambda x, kv_block=kv_block: dx.Sink(kv_block) | dx.SlidingWindow(max(1, int(x)))
+            spans = [kv_block * n for n in range(1, tokens // kv_block + 1)]
             static = lambda w: window(w).layout(tokens, causal=True, block_size=block).density()  # noqa: B023
             span = max((w for w in spans if static(w) <= density), default=spans[0])
             yield name, policy_of(model, [dx.Rule.of(window(span))], block), static(span)
@@ -142,14 +166,47 @@ def costs_from(plain):
     )
 
 
-def scorer_of(args):
-    """Return the scorer of the tuned methods."""
-    return dx.TileQueries(args.tile) if args.tile else dx.MeanQuery()
+def scorers_of(args):
+    """Return the scorers that heads of the tuned methods choose from."""
+    return [scorer_named(name) for name in args.scorers.split(",")]
 
 
-def budget_rules(args, budgets):
-    scorer, block = scorer_of(args), args.block_size
-    return [rule_of(scorer, budget, block, 64, args.tokens // block // 2) for budget in budgets]
+def scorer_named(name):
+    """Return a scorer by its name and tokens, such as "mean", "tile 8", "anti 16" or "bounds"."""
+    kind, _, tokens = name.partition(" ")
+    if kind == "mean":
+        return dx.MeanQuery(sharpness=float(tokens or 0.75))
+    return {"tile": dx.TileQueries, "anti": dx.AntiDiagonal}[kind](int(tokens)) if tokens else dx.MinMax()
+
+
+def budget_rule(args, scorer, budget):
+    """Return the rule of a scorer and one budget, or one per head."""
+    kv_block = as_block_size(args.block_size)[1]
+    found = rule_of(scorer, budget, args.block_size, args.last, round(args.tokens * args.floor) // kv_block)
+    pattern = dx.Sink(kv_block) | dx.LocalBlocks(max(2, args.local // kv_block)) | dx.LastQueries(args.last)
+    return pattern | found.selector
+
+
+def candidates(args):
+    """Return the scorers and budgets that heads choose from."""
+    budgets = FINE_BUDGETS if args.fine else BUDGETS
+    return [(scorer, budget) for scorer in scorers_of(args) for budget in budgets]
+
+
+def candidate_rules(args):
+    return [budget_rule(args, scorer, budget) for scorer, budget in candidates(args)]
+
+
+def head_policy_rules(layer, chosen, args):
+    """Return the rules of a layer whose heads have these (scorer, budget)."""
+    heads_of = {}
+    for head, (scorer, _) in enumerate(chosen):
+        heads_of.setdefault(scorer, []).append(head)
+    rules = []
+    for scorer, heads in heads_of.items():
+        rule = budget_rule(args, scorer, tuple(float(chosen[head][1]) for head in heads))
+        rules.append(dx.Rule.of(rule, layers=[layer], heads="all" if len(heads) == len(chosen) else heads))
+    return rules
 
 
 def best_choice(costs, density):
@@ -160,10 +217,13 @@ def best_choice(costs, density):
 
 def tuned_policy(model, costs, args, density):
     """Return the policy of the smallest predicted loss at a density, and its density."""
-    found = best_choice(costs, density)
-    rows = [tuple(row) for row in costs.budgets(found.choice)]
-    rules = zip(costs.layers, budget_rules(args, rows), strict=True)
-    rules = [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules]
+    found, every = best_choice(costs, density), candidates(args)
+    heads = found.choice.view(len(costs.layers), -1).tolist()
+    rules = [
+        rule
+        for layer, row in zip(costs.layers, heads, strict=True)
+        for rule in head_policy_rules(layer, [every[each] for each in row], args)
+    ]
     return policy_of(model, rules, args.block_size), found.density
 
 
@@ -201,14 +261,14 @@ def task_costs(model, tokenizer, text, names, args):
         for index in range(args.cost_samples):
             sample = make_task(name, tokenizer, haystack, args.tokens, seed=args.seed + 1000, index=index)
             ids = torch.cat([sample.prompt, sample.answer[None]], 1)
-            plain = head_costs(model, ids, budget_rules(args, BUDGETS), args.block_size, last=len(sample.answer))
+            plain = head_costs(model, ids, candidate_rules(args), args.block_size, last=len(sample.answer))
             found.append(costs_from(plain))
     return Costs.mean(found)
 
 
 def text_costs(model, texts, args, remember):
     """Return the costs on each text, the mean over its stretches (1, tokens + 1)."""
-    rules = budget_rules(args, BUDGETS)
+    rules = candidate_rules(args)
     found = []
     for index, each in enumerate(texts):
         make = lambda each=each: [head_costs(model, ids, rules, args.block_size) for ids in each]
@@ -232,9 +292,10 @@ def rises_per_loss(model, costs, texts, args, density, remember):
 
 def shared_text_costs(model, texts, args):
     """Return the costs of reading other layers' blocks, the mean over all texts."""
-    rule = lambda budget: budget_rules(args, [budget])[0]
+    (scorer,) = scorers_of(args)
+    rule = lambda budget: budget_rule(args, scorer, budget)
     every = [ids for each in texts for ids in each]
-    alike = [likeness(model, ids, scorer_of(args), rule(0.0), args.block_size) for ids in every]
+    alike = [likeness(model, ids, scorer, rule(0.0), args.block_size) for ids in every]
     matches = matched(torch.stack(alike).mean(0), min(REACH, alike[0].shape[0] - 1))
     found = []
     for ids in every:
@@ -247,8 +308,12 @@ def shared_policy(model, costs, args, density):
     """Return the policy in which `--choosing` layers choose and the others read their blocks, and its density."""
     lists = shared_lists(costs, args.choosing, density)
     found, budgets, _ = lists.at(density)
-    rules = zip(costs.layers, budget_rules(args, map(tuple, budgets)), strict=True)
-    policy = policy_of(model, [dx.Rule.of(rule, layers=[layer]) for layer, rule in rules], args.block_size)
+    (scorer,) = scorers_of(args)
+    rules = [
+        dx.Rule.of(budget_rule(args, scorer, tuple(row)), layers=[layer])
+        for layer, row in zip(costs.layers, budgets, strict=True)
+    ]
+    policy = policy_of(model, rules, args.block_size)
     return policy.replace(shared=lists.shared()), found
 
 
@@ -269,7 +334,7 @@ def tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args
     by_task = task_costs(model, tokenizer, texts[0], names, args)
     scorer = dx.MeanQuery()
     share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
-    both = by_text._replace(loss={scorer: share(by_text) + share(by_task)})
+    both = by_text._replace(loss={scorer: share(by_text) + args.task_weight * share(by_task)})
     for density in args.density:
         yield BY_TASKS, *tuned_policy(model, both, args, density)
 
@@ -330,6 +395,23 @@ def answered(model, sample, read):
     return float(logprobs.gather(1, answer[:, None]).mean()), sum(found) / len(found)
 
 
+@torch.no_grad()
+def preferences(model, samples, policy=None, wrong=3):
+    """Return how much more likely a model finds each sample's answer than other samples' answers, in nats per token.
+
+    All answers follow the sample's own prompt. A model that has not read the answer from the prompt finds them alike.
+    """
+    found = []
+    for index, sample in enumerate(samples):
+        with applied(model, policy) if policy is not None else contextlib.nullcontext():
+            read = model.base_model(sample.prompt.to(model.device), use_cache=True)
+        others = [samples[(index + 1 + n) % len(samples)] for n in range(wrong)]
+        answers = [each for each in others if each.answers != sample.answers]
+        scores = [answered(model, each, copy.deepcopy(read))[0] for each in (sample, *answers)]
+        found.append(scores[0] - sum(scores[1:]) / max(1, len(answers)) if answers else 0.0)
+    return found
+
+
 def flat(method, density, row):
     """Return one row of the table."""
     drop = row["drop"]
@@ -358,9 +440,16 @@ def main():
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--tile", type=int, default=0, help="score by mean queries of this many tokens; 0: of blocks")
+    parser.add_argument("--task-weight", type=float, default=1.0, help="of costs of tasks beside those of texts")
+    parser.add_argument("--scorers", default="mean", help="mean, 'tile N', 'anti N', bounds; several: best by head")
+    parser.add_argument("--fine", action="store_true", help="more budgets to choose from, and smaller ones")
+    parser.add_argument("--floor", type=float, default=0.5, help="rows of fewer tokens than this share count as it")
+    parser.add_argument("--local", type=int, default=LOCAL_TOKENS, help="tokens before each row that are always seen")
+    parser.add_argument("--last", type=int, default=64, help="last queries that see everything")
+    parser.add_argument("--preferences", action="store_true", help="compare right answers with other samples' answers")
+    parser.add_argument("--policy", action="append", default=[], metavar="NAME=FILE", help="a further method")
     parser.add_argument("--choosing", type=int, default=15, help="layers that choose blocks, for the method shared")
-    parser.add_argument("--block-size", type=int, choices=[16, 32, 64, 128], default=32)
+    parser.add_argument("--block-size", type=block_size, default=32, help="16, 32x16, ... (queries x keys)")
     parser.add_argument("--stretches", type=int, default=1, help="of each text, for costs and for perplexity")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=None)
@@ -453,7 +542,7 @@ def stored_rows(paths):
 
 def methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, remember):
     """Return (name, policy, density) of every method at every density."""
-    methods = [METHODS[each] for each in args.methods.split(",")]
+    methods = [METHODS[each] for each in args.methods.split(",") if each]
 
     def make():
         shared = shared_text_costs(model, tune_on, args) if SHARED in methods else None
@@ -462,7 +551,26 @@ def methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, remember):
             found += uniform_policies(model, args.tokens, density, methods, args.block_size)
         return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]
 
-    return [(name, dx.Policy.model_validate(policy), density) for name, policy, density in remember("methods", make)]
+    found = remember("methods", make) if methods else []
+    return [*from_files(args), *((name, dx.Policy.model_validate(policy), share) for name, policy, share in found)]
+
+
+def from_files(args):
+    """Yield name, policy and density of the policies of `--policy`."""
+    for given in args.policy:
+        name, _, path = given.partition("=")
+        policy = dx.load_policy(path)
+        yield name, policy, policy_density(policy, args.tokens)
+
+
+def policy_density(policy, tokens):
+    """Return the mean density of a policy's prompts over the heads of its layers, those without a rule as dense."""
+    rules, shares = head_rules(policy), []
+    for layer, plan in resolve(policy).items():
+        for head in range(policy.model.q_heads):
+            rule = rules[layer].get(head)
+            shares.append(1.0 if rule is None else cached_density(rule, tokens, plan.block_size))
+    return sum(shares) / len(shares)
 
 
 def shown(what):
@@ -482,21 +590,13 @@ def measured_rows(args):
         [stretches(tokenizer, each, args.tokens, args.stretches) for each in half] for half in (texts, held_out)
     )
     kept = (
-        "tokens",
-        "density",
-        "samples",
-        "seed",
-        "dtype",
-        "methods",
-        "cost_tasks",
-        "cost_samples",
-        "block_size",
-        "choosing",
+        *("tokens", "density", "samples", "seed", "dtype", "methods", "cost_tasks", "cost_samples", "block_size"),
+        *("choosing", "task_weight", "scorers", "fine", "floor", "local", "last"),
     )
     steps = Steps(args.state, fingerprint(model, tune_on[0][0], **{name: getattr(args, name) for name in kept}))
     haystack, methods = Haystack(held_out[0]), args.methods.split(",")
     with evaluating(model):
-        costs = text_costs(model, tune_on, args, steps.remember)
+        costs = text_costs(model, tune_on, args, steps.remember) if args.methods else []
         densities = args.density if "even" in methods else ()
         ratios = {each: rises_per_loss(model, costs, tune_on, args, each, steps.remember) for each in densities}
         policies = methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, steps.remember)
@@ -523,6 +623,10 @@ def measured_rows(args):
             samples = [make(index) for index in range(args.samples)]
             dense = steps.remember(f"dense {task}", lambda: scored(model, samples))  # noqa: B023
             known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
+            for name, policy in (("dense", None), *(each[:2] for each in policies)) if args.preferences else ():
+                gap = lambda policy=policy: preferences(model, samples, policy)  # noqa: B023
+                found = interval_of(steps.remember(f"preference {task} {name}", gap))
+                shown(f"{task} {name}: right answers above others by {found.to_text('+.2f')} nats per token")
             for name, policy, density in policies:
 
                 def compared(policy=policy):
