@@ -402,13 +402,16 @@ def preferences(model, samples, policy=None, wrong=3):
     All answers follow the sample's own prompt. A model that has not read the answer from the prompt finds them alike.
     """
     found = []
-    for index, sample in enumerate(samples):
+    for at in range(0, len(samples), TOGETHER):
         with applied(model, policy) if policy is not None else contextlib.nullcontext():
-            read = model.base_model(sample.prompt.to(model.device), use_cache=True)
-        others = [samples[(index + 1 + n) % len(samples)] for n in range(wrong)]
-        answers = [each for each in others if each.answers != sample.answers]
-        scores = [answered(model, each, copy.deepcopy(read))[0] for each in (sample, *answers)]
-        found.append(scores[0] - sum(scores[1:]) / max(1, len(answers)) if answers else 0.0)
+            some = [
+                model.base_model(each.prompt.to(model.device), use_cache=True) for each in samples[at : at + TOGETHER]
+            ]
+        for index, read in enumerate(some, at):
+            others = [samples[(index + 1 + n) % len(samples)] for n in range(wrong)]
+            answers = [samples[index], *(each for each in others if each.answers != samples[index].answers)]
+            first, *rest = [answered(model, each, copy.deepcopy(read))[0] for each in answers]
+            found.append(first - sum(rest) / len(rest) if rest else 0.0)
     return found
 
 
