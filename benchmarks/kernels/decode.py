@@ -25,6 +25,7 @@ from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 import dynaxx as dx
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+UNEVEN = (0.25, 0.5, 0.5, 0.75, 1.0, 1.0, 1.5, 2.5)  # pages of the kv heads, in units of their mean
 LAYERS_BYTES = 16 << 30  # of keys and values in bf16: so many layers that the start of a graph is no part of one
 
 
@@ -42,13 +43,16 @@ class Case:
     dtype: str = "bfloat16"
     paged: bool = False
     exact: bool = False  # the first and last tokens of an 8-bit cache
+    uneven: bool = False  # kv heads read different numbers of pages, with the same mean
 
     @property
     def budget(self):
         """Return a budget for this share of pages, counting the pages that are always read, such as the last one."""
         pages = math.ceil(self.share * self.seqlen / self.page_size)
         forced = 2 if self.exact else 1  # exact tokens: the first page is read, too, so that others see the same keys
-        return dx.PageBudget(max(0, pages - forced), sinks=int(self.exact), bound=self.bound)
+        free = max(0, pages - forced)
+        budget = tuple(round(free * factor) for factor in UNEVEN) if self.uneven else free
+        return dx.PageBudget(budget, sinks=int(self.exact), bound=self.bound)
 
     @property
     def layers(self):
@@ -58,12 +62,15 @@ class Case:
 GPU_CASES = (
     Case("batch 16, 32k, mean", 16, 32768, bound=0.0),
     Case("batch 16, 32k", 16, 32768),
+    Case("batch 16, 32k, uneven", 16, 32768, uneven=True),
     Case("batch 1, 128k, mean", 1, 131072, bound=0.0),
     Case("batch 16, 32k, paged", 16, 32768, bound=0.0, paged=True),
     Case("batch 16, 32k, pages of 16", 16, 32768, page_size=16),
     Case("batch 16, 32k, 4 queries", 16, 32768, seqlen_q=4),
     Case("batch 1, 128k", 1, 131072),
+    Case("batch 1, 128k, uneven", 1, 131072, uneven=True),
     Case("batch 64, 32k", 64, 32768),
+    Case("batch 64, 32k, uneven", 64, 32768, uneven=True),
     Case("batch 64, 32k, fp8", 64, 32768, dtype="float8_e4m3fn"),
     Case("batch 64, 32k, int8", 64, 32768, dtype="int8"),
     Case("batch 64, 32k, fp8, exact tokens", 64, 32768, dtype="float8_e4m3fn", exact=True),
@@ -76,6 +83,7 @@ COMBINATIONS = tuple(
 )
 CPU_CASES = (
     Case("batch 1, 32k", 1, 32768, dtype="float32"),
+    Case("batch 1, 32k, uneven", 1, 32768, uneven=True, dtype="float32"),
     Case("batch 1, 32k, mean", 1, 32768, bound=0.0, dtype="float32"),
     Case("batch 1, 32k, pages of 16", 1, 32768, page_size=16, dtype="float32"),
     Case("batch 1, 32k, paged", 1, 32768, dtype="float32", paged=True),
