@@ -188,6 +188,8 @@ def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True
         return
     cache = summarize_pages(cache, backend="reference")
     launch.summarize_pages(cache, cache.summaries, None)
+    if paged:
+        launch.summarize_layers(cache, torch.zeros(3, 5, dtype=torch.int64), 40)
     wanted = torch.full((2,), 0.25)
     launch.select_pages(q, cache, wanted, 1, 16, 6, 0.1)
     launch.select_and_attend(q, cache, wanted, 1, 16, 6, 0.1)

@@ -24,6 +24,7 @@ import vllm_engine_run as engine_run
 from dynaxx.integrations import vllm as plugin
 from dynaxx.integrations.runtime.paged import Sequences, dense_attention, stored
 from dynaxx.integrations.runtime.paged_graph import LayerLimits
+from dynaxx.integrations.runtime.summary_updates import JointUpdates
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm import engine as vllm_engine
 from dynaxx.policy import ModelFacts
@@ -448,7 +449,7 @@ def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch
         slot_mapping=torch.arange(tokens), seq_lens_cpu_upper_bound=sequences.seqused_k,
     )  # fmt: skip
     builder = object.__new__(vllm_cuda.CudaBuilder)
-    builder.bound, builder._parts = [paged], flash
+    builder.bound, builder._parts, builder.updates = [paged], flash, JointUpdates(0)
     builder.limits, builder.most_captured = LayerLimits([0] if steps else [], "cpu"), 8
     builder.engine = SimpleNamespace(step=lambda found: Step(found, ready, killed=case == "dense"))
     metadata = builder.build(0, common)

@@ -155,3 +155,37 @@ def test_a_captured_graph_follows_exact_tokens(dtype):
         assert used.tolist() == [length + 40 for length in lengths]
         exact = dx.sparse_decode(q.double(), fresh, dx.select_pages(q, fresh, budget), backend="reference")
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+@runs_here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bound", [0.5, 0.0])
+def test_several_layers_in_one_launch(dtype, bound):
+    """Layers whose caches differ in addresses: the summaries of each are those of its own launch."""
+    from dynaxx.kernels.triton.decode.launch import summarize_layers
+    from dynaxx.kernels.triton.decode.pages import layer_offsets
+
+    draw = torch.Generator().manual_seed(0)
+    table = torch.randperm(12, generator=draw).int().view(2, 6).to(DEVICE)
+    used = torch.tensor([91, 18], dtype=torch.int32, device=DEVICE)
+    layers = []
+    for _ in range(3):
+        k = torch.randn(12, 16, 2, 24, generator=draw)
+        scales = {}
+        if dtype.itemsize == 1:
+            k, scale = dx.quantize_pages(k, dtype, 16)
+            scales = {"k_scale": scale.to(DEVICE).squeeze(1), "v_scale": scale.to(DEVICE).squeeze(1)}
+        k = k.to(DEVICE, dtype)
+        layers.append(dx.PagedCache(k, k, used, table, **scales))
+    layers = [dx.summarize_pages(layer, bound=bound, backend="reference") for layer in layers]
+    fresh = [(layer.summaries.low.clone(), layer.summaries.scale.clone()) for layer in layers]
+    for layer in layers:
+        layer.summaries.low.zero_(), layer.summaries.high.zero_(), layer.summaries.scale.zero_()
+    offsets = layer_offsets(layers)
+    summarize_layers(layers[0], offsets, 100)
+    for layer, (low, scale) in zip(layers, fresh, strict=True):
+        here = torch.cat([table[0], table[1, :2]]).long()
+        torch.testing.assert_close(layer.summaries.scale[here], scale[here])
+        assert (layer.summaries.low[here].int() - low[here].int()).abs().max() <= 1
+        assert not layer.summaries.low[table[1, 2:].long()].any()
+    assert layer_offsets([layers[0], replace(layers[1], page_table=table[:, :4])]) is None

@@ -30,6 +30,17 @@ class LivingSummaries:
             summarize_pages(part.cache(pages, known), new_tokens=new_tokens)
         return known
 
+    def update_later(self, pages: AnyPages, bound: float) -> PageSummaries | None:
+        """Return the summaries, to which the caller adds the keys of a step later; None for new, complete ones."""
+        known = self._known(pages, bound)
+        if known is None:
+            self._made(pages, bound)
+        return known
+
+    def forget(self) -> None:
+        """Drop the summaries, because a step will add no keys to them."""
+        self._summaries = None
+
     def update_last(self, pages: AnyPages, sequences: Sequences, bound: float) -> PageSummaries:
         """Update the summaries for a step with one new key per sequence, without the host. A CUDA graph may capture it.
 

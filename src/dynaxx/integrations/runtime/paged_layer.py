@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,13 +16,16 @@ from dynaxx.integrations.runtime.paged import AnyPages, SequenceRow, Sequences, 
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
 from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, Route, SequenceLengths, is_step, route
+from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLayer
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import PageSummaries
+from dynaxx.lazy import lazy
 
 Watcher = Callable[[int, BlockLayout], None]
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True)
+class Split:
     """The sequences of a step that a layer runs sparse, and the dense ones by reason."""
 
     sparse: tuple[SequenceRow, ...]  # prompts and their chunks, by the prefill rule
@@ -30,10 +33,18 @@ class Split(NamedTuple):
     dense: tuple[SequenceRow, ...]
     reasons: dict[DenseReason, int]
 
-    @property
+    @lazy
     def runs_sparse(self) -> bool:
         """Return whether any sequence runs sparse."""
         return bool(self.sparse or self.decode)
+
+    @lazy
+    def outcome(self) -> tuple[DenseReason, str] | None:
+        """Return the reason and the phase that a call counts if no sequence runs sparse; None without sequences."""
+        if not self.reasons:
+            return None
+        phase = "decode" if all(row.seqlen_q == 1 for row in self.dense) else "prefill"
+        return max(self.reasons, key=self.reasons.__getitem__), phase
 
 
 class Step:
@@ -44,6 +55,9 @@ class Step:
         deployed: the policy in force.
         killed: whether the kill switch was engaged.
         lengths: the lengths of a step that decodes one token per sequence and may be captured; None for other steps.
+        updates: how the last layer updates and counts for all; None: every layer does it for itself.
+        waiting: the layers so far whose summaries the last layer updates.
+        dense_calls: the layers so far that ran dense as a whole, and that the last layer counts, by outcome.
     """
 
     def __init__(self, sequences: Sequences, deployed: Deployed, *, killed: bool = False) -> None:
@@ -51,6 +65,9 @@ class Step:
         self.deployed = deployed
         self.killed = killed
         self.lengths: StepLengths | None = None
+        self.updates: JointUpdates | None = None
+        self.waiting: list[WaitingLayer] = []
+        self.dense_calls = Counter[tuple[DenseReason, str]]()
         self._blocked: dict[int, DenseReason | None] = {}
         self._of_layer: dict[int, Split] = {}
         self._made: dict[tuple[int, DenseReason | None], Split] = {}
@@ -141,9 +158,16 @@ class PagedLayer:
         """
         if step.lengths is not None and self.does_all(step):
             return self._decode_step(q, pages, step, step.lengths, out)
-        split, summaries = step.split(self.index), self._summarized(pages, step)
+        worked = self._attend(q, pages, step, out)
+        if step.updates is not None and step.updates.last == self.index:
+            self._finish(step, step.updates)
+        return worked
+
+    def _attend(self, q: Tensor, pages: AnyPages, step: Step, out: Tensor) -> bool:
+        split = step.split(self.index)
+        summaries = self._summarized(pages, step, split)
         if not split.runs_sparse:
-            self._count_dense(split)
+            self._count_dense(step, split)
             if DenseReason.GUARD in split.reasons:
                 self._sample_unseen(q, pages, step, max(split.dense, key=lambda row: row.seqlen_q))
             return True
@@ -174,7 +198,8 @@ class PagedLayer:
         """Count a step with `lengths` when it starts, since a replayed graph runs no Python."""
         split = step.split(self.index)
         if not split.runs_sparse:
-            self._count_dense(split)
+            if split.outcome is not None:
+                self.counts.dense(*split.outcome)
             return
         self.counts.decode_steps(backend)
         for reason, sequences in split.reasons.items():
@@ -216,12 +241,19 @@ class PagedLayer:
             k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
             guard.take(self.index, queries, k, v, scale, plan, runs, found)
 
-    def _summarized(self, pages: AnyPages, step: Step) -> PageSummaries | None:
-        """Return the page summaries for decoding, including pages that dense sequences wrote."""
+    def _summarized(self, pages: AnyPages, step: Step, split: Split) -> PageSummaries | None:
+        """Return the page summaries if a sequence decodes. They include pages that dense sequences wrote."""
         plan = step.deployed.decode.get(self.index)
         if plan is None or plan.budget.reads_everything:
+            self._summaries.forget()
             return None
-        return self._summaries.update(pages, step.sequences, plan.budget.bound)
+        bound = plan.budget.bound
+        if split.decode or step.updates is None:
+            return self._summaries.update(pages, step.sequences, bound)
+        known = self._summaries.update_later(pages, bound)
+        if known is not None:
+            step.waiting.append(WaitingLayer(pages, known))
+        return None
 
     def _sample_unseen(self, q: Tensor, pages: AnyPages, step: Step, row: SequenceRow) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
@@ -231,8 +263,19 @@ class PagedLayer:
             plan = step.deployed.plans[self.index]
             guard.take(self.index, q[None, row.tokens], k, v, self.softmax.scale, plan, None, None)
 
-    def _count_dense(self, split: Split) -> None:
-        if split.reasons:
-            reason = max(split.reasons, key=split.reasons.__getitem__)
-            phase = "decode" if all(row.seqlen_q == 1 for row in split.dense) else "prefill"
-            self.counts.dense(reason, phase)
+    def _count_dense(self, step: Step, split: Split) -> None:
+        if split.outcome is None:
+            return
+        if step.updates is None:
+            self.counts.dense(*split.outcome)
+        else:
+            step.dense_calls[split.outcome] += 1
+
+    def _finish(self, step: Step, updates: JointUpdates) -> None:
+        """Do what the layers of a step left to the last one. A layer that runs even later does it for itself."""
+        waiting, step.waiting, step.updates = step.waiting, [], None
+        if waiting:
+            updates.run(waiting, step.sequences)
+        for outcome, calls in step.dense_calls.items():
+            self.counts.dense(*outcome, calls)
+        step.dense_calls.clear()

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
-from dynaxx.integrations.runtime.paged import FP8, Pages, Softmax
+from dynaxx.integrations.runtime.paged import FP8, Pages, Part, Softmax
 from dynaxx.integrations.runtime.paged_write import FEWEST, write_chunk
 from dynaxx.integrations.runtime.routing import MOST_QUERIES
+from dynaxx.integrations.runtime.summary_updates import WaitingLayer, joined, update
 from dynaxx.layout.paging import PagedCache, SequenceKeys
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan
@@ -170,6 +171,9 @@ def _run_decoding_step(plan: DecodePlan, shape: LayerShape, decoding: Decoding, 
         summaries = summarize_pages(everything, bound=plan.budget.bound).summaries
         chosen: PagedCache = cached.cache(used, table, summaries)
         summarize_pages(chosen, new_tokens=queries)
+        if summaries is not None:
+            layers, part = [WaitingLayer(cached, summaries)], Part(used, table, used)
+            update(layers, joined(layers, part), part, queries)
         sparse_decode(q, chosen, plan.budget, **shape.softmax.arguments)
 
 

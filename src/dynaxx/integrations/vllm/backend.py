@@ -22,6 +22,7 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.paged import Pages, Sequences, on_device
 from dynaxx.integrations.runtime.paged_graph import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
+from dynaxx.integrations.runtime.summary_updates import JointUpdates
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm.engine import Engine, engine_of
 from dynaxx.integrations.vllm.preparing import prepare_decode, prepare_prefill
@@ -49,6 +50,7 @@ class PolicyBuilder:
         )
         decoding = [] if self.engine is None else self.engine.decoding(self.bound)
         self.limits = LayerLimits(decoding, device)
+        self.updates = JointUpdates(max(paged.index for paged in self.bound)) if self.bound else None
         self.most_captured = self.largest_capture(vllm_config) if decoding else 0
         if self.engine is not None:
             self.engine.captured |= self.most_captured > 0
@@ -80,6 +82,7 @@ class PolicyBuilder:
 
     def _prepare(self, step: Step) -> None:
         """Prepare a decoding step for capture, and count it here, since a replayed graph calls no layer."""
+        step.updates = self.updates
         captured = len(step.sequences.seqused_k) <= self.most_captured
         if captured and step.capturable(self.limits):
             for paged in self.bound:

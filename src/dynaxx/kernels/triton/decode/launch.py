@@ -125,6 +125,22 @@ def _summarize(cache, new_tokens):
     return ()
 
 
+def summarize_layers(cache: PagedCache, offsets: Tensor, new_tokens: int) -> None:
+    """Write the summaries of several layers in one launch.
+
+    Args:
+        cache: the sequences in the first layer.
+        offsets: the result of `layer_offsets`.
+        new_tokens: as for `summarize_pages`.
+    """
+    record_or_replay(_summarize_layers, cache, (offsets,), min(new_tokens, cache.max_keys))
+
+
+def _summarize_layers(cache, offsets, new_tokens):
+    _summarize_pages(cache, cache.summaries, new_tokens, offsets)
+    return ()
+
+
 def attend_pages(
     q: Tensor,
     cache: PagedCache,

@@ -6,6 +6,7 @@ Grids depend only on tensor sizes and lengths are read on the device, so a captu
 Legend: B batch, Hk kv heads, D head_dim.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from dynaxx.kernels.triton.primitives.conversion import nearest
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 
 KEYS_AT_ONCE = 4096  # numbers of a page's keys that the one warp of a program holds
+PLACES = tl.constexpr(5)  # columns of `p_offsets`: k, low, high, their scale, k's scale
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
@@ -79,6 +81,7 @@ def _summarize_pages_kernel(
     p_table,
     p_seqused,
     p_leftpad,
+    p_offsets,  # (layers, PLACES) int64 if LAYERS: numbers from the first layer's tensors to each layer's
     table_stride,
     num_physical,
     kv_heads,
@@ -95,12 +98,20 @@ def _summarize_pages_kernel(
     SCALED: tl.constexpr,
     ROUND: tl.constexpr,  # quantize to int8
     MEAN: tl.constexpr,
+    LAYERS: tl.constexpr,  # many layers, whose caches differ in addresses only
     PAGE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_entry, i_h = tl.program_id(0), tl.program_id(1)
+    if LAYERS:
+        p_of_layer = p_offsets + tl.program_id(2) * PLACES
+        p_k += tl.multiple_of(tl.load(p_of_layer), 128 // p_k.dtype.element_ty.primitive_bitwidth)
+        p_low += tl.multiple_of(tl.load(p_of_layer + 1), 128 // p_low.dtype.element_ty.primitive_bitwidth)
+        p_high += tl.multiple_of(tl.load(p_of_layer + 2), 128 // p_high.dtype.element_ty.primitive_bitwidth)
+        p_scale += tl.load(p_of_layer + 3)
+        p_k_scale += tl.load(p_of_layer + 4)
     i_b = i_entry // pages_per_entry
     seqused = tl.load(p_seqused + i_b)
     leftpad = first_key(p_leftpad, i_b, HAS_LEFTPAD)
@@ -148,20 +159,28 @@ def _summarize_pages_kernel(
             tl.store(p_high + at, high.to(p_high.dtype.element_ty), mask=o_d < D)
 
 
-def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
-    """Write summaries, like `kernels.reference.decode`."""
+def summarized_places(cache: PagedCache) -> tuple[Tensor, ...]:
+    """Return the tensors of a layer that `summarize_pages` reads and writes by `offsets`, one per column of them."""
+    summaries = cache.summaries
+    assert summaries is not None, "the caller must have made them"
+    scale = summaries.low if summaries.scale is None else summaries.scale
+    return cache.k, summaries.low, summaries.high, scale, cache.k if cache.k_scale is None else cache.k_scale
+
+
+def summarize_pages(
+    cache: PagedCache, summaries: PageSummaries, new_tokens: int | None, offsets: Tensor | None = None
+) -> None:
+    """Write summaries, like `kernels.reference.decode`; with `offsets` those of every layer, see `layer_offsets`."""
     per_entry = cache.max_pages
     if new_tokens is not None:
         per_entry = min(per_entry, (new_tokens + cache.page_size - 2) // cache.page_size + 1 if new_tokens else 0)
     if cache.batch * per_entry * cache.kv_heads == 0:
         return
-    _summarize_pages_kernel[(cache.batch * per_entry, cache.kv_heads)](
-        cache.k,
-        summaries.low,
-        summaries.high,
-        summaries.low if summaries.scale is None else summaries.scale,
-        cache.k_scale if cache.k_scale is not None else cache.k,
-        **table_arguments(cache),
+    table = table_arguments(cache)
+    _summarize_pages_kernel[(cache.batch * per_entry, cache.kv_heads, 1 if offsets is None else len(offsets))](
+        *summarized_places(cache),
+        p_offsets=table["p_seqused"] if offsets is None else offsets,
+        **table,
         kv_heads=cache.kv_heads,
         new_tokens=-1 if new_tokens is None else new_tokens,
         pages_per_entry=per_entry,
@@ -174,12 +193,32 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
         SCALED=cache.k_scale is not None,
         ROUND=summaries.scale is not None,
         MEAN=summaries.low is summaries.high,
+        LAYERS=offsets is not None,
         PAGE=cache.page_size,
         D=cache.head_dim,
         BLOCK_D=padded(cache.head_dim),
         BLOCK_N=min(cache.page_size, max(16, KEYS_AT_ONCE // padded(cache.head_dim))),
         num_warps=1,  # sums need no other warp: on an H100 8,192 keys of 8 heads take 8 us, with four warps 19
     )
+
+
+def layer_offsets(caches: Sequence[PagedCache]) -> Tensor | None:
+    """Return where layers keep keys and summaries, (layers, PLACES) int64, for `summarize_pages`.
+
+    Returns:
+        The numbers between each tensor of the first layer and that of every layer; None if the layers differ in more
+        than addresses, or if an address is no multiple of 16 bytes.
+    """
+    places = [summarized_places(cache) for cache in caches]
+    if any(cache.form != caches[0].form for cache in caches):
+        return None
+    if any(x.data_ptr() % 16 for own in places for x in own[:3]):
+        return None
+    rows = [
+        [(x.data_ptr() - first.data_ptr()) // x.itemsize for x, first in zip(own, places[0], strict=True)]
+        for own in places
+    ]
+    return torch.tensor(rows, device=caches[0].device)
 
 
 def table_arguments(cache: PagedCache) -> dict[str, object]:

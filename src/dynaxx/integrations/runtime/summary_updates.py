@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of page summaries that the layers of a step leave to its last layer.
+
+Every layer of a step updates the same pages of its own cache. If no layer reads its summaries in this step, the last
+layer updates those of all in one launch, so that the others spend no time on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dynaxx.integrations.runtime.paged import AnyPages, Part, Sequences
+from dynaxx.kernels.registry import DECODE
+from dynaxx.layout.paging import PageSummaries
+from dynaxx.ops.decode import summarize_pages
+from dynaxx.ops.decode_dispatch import decode_problem
+
+MOST_SETS = 16  # sets of waiting layers whose places are kept
+
+
+class WaitingLayer(NamedTuple):
+    """A layer whose summaries lack the keys of the current step."""
+
+    pages: AnyPages
+    summaries: PageSummaries
+
+
+class JointLayers(NamedTuple):
+    """Layers that one launch updates."""
+
+    members: list[int]  # their numbers among the waiting layers
+    offsets: Tensor | None  # see `layer_offsets`; None: one layer after the other
+
+
+class JointUpdates:
+    """The updates of layers that share a page table, and the places of their caches.
+
+    Args:
+        last: index of the layer that runs last.
+    """
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self._joint: dict[tuple[int, ...], tuple[list[PageSummaries], list[JointLayers]]] = {}
+
+    def run(self, waiting: Sequence[WaitingLayer], sequences: Sequences) -> None:
+        """Update the summaries of all layers that wait."""
+        key = tuple([id(layer.summaries) for layer in waiting])
+        found = self._joint.get(key)
+        if found is None:
+            if len(self._joint) >= MOST_SETS:
+                self._joint.clear()
+            joint = joined(waiting, sequences.with_new_keys[0][0])
+            found = self._joint[key] = [layer.summaries for layer in waiting], joint  # keeps the objects of the key
+        for part, new_tokens in sequences.with_new_keys:
+            update(waiting, found[1], part, new_tokens)
+
+
+def joined(waiting: Sequence[WaitingLayer], part: Part) -> list[JointLayers]:
+    """Return the layers in groups that one launch updates."""
+    caches = [part.cache(*layer) for layer in waiting]
+    groups: dict[Hashable, list[int]] = {}
+    for at, cache in enumerate(caches):
+        groups.setdefault(cache.form, []).append(at)
+    if DECODE.resolve(decode_problem(caches[0], None)) != "triton":
+        return [JointLayers(members, None) for members in groups.values()]
+    from dynaxx.kernels.triton.decode.pages import layer_offsets  # needs Triton
+
+    return [JointLayers(members, layer_offsets([caches[at] for at in members])) for members in groups.values()]
+
+
+def update(waiting: Sequence[WaitingLayer], joint: Sequence[JointLayers], part: Part, new_tokens: int) -> None:
+    """Update the summaries of layers with the last keys of some sequences; `joint` is the result of `joined`."""
+    for members, offsets in joint:
+        if offsets is None:
+            for at in members:
+                summarize_pages(part.cache(*waiting[at]), new_tokens=new_tokens)
+        else:
+            from dynaxx.kernels.triton.decode.launch import summarize_layers  # needs Triton
+
+            summarize_layers(part.cache(*waiting[members[0]]), offsets, new_tokens)
