@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -82,6 +83,11 @@ def save_policy(path: Path, shape: str, kind: str, family: str = "llama", share:
     rules = (dx.Rule.of(prefill), dx.Rule.of(decode, phase="decode", block_size=PAGE))
     dx.save_policy(dx.Policy(model=facts, block_size=128, rules=rules, **borders), path)
     return path
+
+
+def has_gpu() -> bool:
+    """Return whether there is an NVIDIA GPU, without the seconds that torch takes to load."""
+    return shutil.which("nvidia-smi") is not None
 
 
 class Result(dict[str, Any]):

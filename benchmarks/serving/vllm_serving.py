@@ -43,7 +43,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm_soak
-from vllm_gpu import PAGE, Result, save_model, save_policy
+from vllm_gpu import PAGE, Result, has_gpu, save_model, save_policy
 from vllm_traffic import Server, add_traffic_options, decoding, mixed, one_at_a_time
 
 NAME = "model"
@@ -60,10 +60,11 @@ def serving(
     Raises:
         TimeoutError: it does not start; the message ends with its log.
     """
-    import torch
-
-    cuda = torch.cuda.is_available()
+    cuda = has_gpu()
     model = save_model(folder / "model", arguments.shape, "bfloat16" if cuda else "float32")
+    policy = folder / "policy.json"
+    if which == "dynaxx" and not policy.exists():
+        save_policy(policy, arguments.shape, "sparse")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -79,7 +80,7 @@ def serving(
     environment = {name: value for name, value in os.environ.items() if name != "DYNAXX_POLICY"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if which == "dynaxx":
-        environment["DYNAXX_POLICY"] = str(save_policy(folder / "policy.json", arguments.shape, "sparse"))
+        environment["DYNAXX_POLICY"] = str(policy)
         environment["DYNAXX_FOLLOW"] = str(int(bool(arguments.shares)))
     log = Path(f"{arguments.out or folder / 'serving'}.{which}.log")
     with log.open("wb") as out:
@@ -124,9 +125,9 @@ def facts(log: Path) -> dict[str, Any]:
 def measure(which: str, arguments: argparse.Namespace, result: Result, found: dict[str, Any]) -> None:
     """Start a server and take it through its parts."""
     parts = arguments.parts.split(",")
-    with tempfile.TemporaryDirectory() as folder:
-        begun = time.monotonic()
-        with serving(which, arguments, Path(folder)) as (server, running, log):
+    with tempfile.TemporaryDirectory() as made:
+        folder, begun = Path(arguments.folder or made), time.monotonic()
+        with serving(which, arguments, folder) as (server, running, log):
             found["start_s"] = round(time.monotonic() - begun, 1)
             found |= facts(log)
             result.add(**{which: found})
@@ -137,7 +138,7 @@ def measure(which: str, arguments: argparse.Namespace, result: Result, found: di
                 )
                 result.add(**{which: found})
             if arguments.shares and which == "dynaxx":
-                found["alone by share"] = by_share(server, arguments, Path(folder) / "policy.json", log)
+                found["alone by share"] = by_share(server, arguments, folder / "policy.json", log)
                 result.add(**{which: found})
             if "traffic" in parts:
                 found["traffic"] = mixed(server, arguments)
@@ -301,6 +302,7 @@ def main() -> None:
     parser.add_argument("--engine", default="", help="further options of the server, in one argument")
     parser.add_argument("--wait-for", default="", help="a file; the parts begin when it is there")
     parser.add_argument("--patience", type=float, default=400, help="seconds for a start")
+    parser.add_argument("--folder", default="", help="of model and policy; vLLM keeps compiled code by its path")
     parser.add_argument("--out", default="", help="a JSON file; logs go beside it")
     parser.add_argument("--tables", nargs=2, type=Path, metavar="FILE", help="results to read, of own and of dynaxx")
     parser.add_argument("--again", nargs=2, type=Path, metavar="FILE", help="with --tables: later starts of both")

@@ -4,11 +4,11 @@
     python benchmarks/serving/vllm_tokens.py --out tokens.json
     python benchmarks/serving/vllm_tokens.py --only fp8 --out tokens.json
 
-Engines of `ENGINES` serve a small random model or SmolLM2, each in a process of its own, those of a pair at the same
-time on the same GPU. A pair's engines must agree: `own` is vLLM's attention, `every key` a policy of density 1.0,
-`sparse` one that chooses. Where tokens differ, the difference of the two best log-probabilities there says whether it
-was a tie. `own` beside `own, other chunks` shows how far vLLM's attention differs from itself when prompts are cut
-elsewhere.
+Engines of `ENGINES` serve a small random model, SmolLM2, or random weights of Llama-3.1-8B's shape ("8B"), each in a
+process of its own, those of a pair at the same time on the same GPU. A pair's engines must agree: `own` is vLLM's
+attention, `every key` a policy of density 1.0, `sparse` one that chooses. Where tokens differ, the difference of the
+two best log-probabilities there says whether it was a tie. `own` beside `own, other chunks` shows how far vLLM's
+attention differs from itself when prompts are cut elsewhere.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ ENGINES = {
     "every key, SmolLM2, compiled": Engine("everything", COMPILED, family="smollm2"),
     "sparse, SmolLM2": Engine("sparse", family="smollm2"),
     "sparse, SmolLM2, graphs": Engine("sparse", GRAPHS, family="smollm2"),
+    "own, 8B": Engine(family="8b"),
+    "own, 8B, other chunks": Engine("", OTHER_CHUNKS, family="8b"),
+    "every key, 8B": Engine("everything", family="8b"),
     "sparse, two GPUs": Engine("sparse", TWO_GPUS),
     "own, two GPUs": Engine("", {"tensor_parallel_size": 2}),
 }
@@ -97,6 +100,7 @@ PAIRS = (
     ("own, SmolLM2", "own, SmolLM2, other chunks"), ("own, SmolLM2", "every key, SmolLM2"),
     ("own, SmolLM2", "every key, SmolLM2, graphs"), ("own, SmolLM2, compiled", "every key, SmolLM2, compiled"),
     ("sparse, SmolLM2", "sparse, SmolLM2, graphs"),
+    ("own, 8B", "own, 8B, other chunks"), ("own, 8B", "every key, 8B"),
     ("own", "own, two GPUs"), ("sparse", "sparse, two GPUs"),
 )  # fmt: skip
 
@@ -153,8 +157,12 @@ def run_engine(arguments: argparse.Namespace) -> None:
         options["dtype"] = "float16"  # whose steps are eight times finer than bfloat16's
     if cuda or "enforce_eager" not in engine.options:
         options |= engine.options
+    if engine.family == "8b":
+        options["load_format"] = "dummy"
     begun = time.perf_counter()
     llm = start(model, "dynaxx" if engine.policy else "own", path, **options)
+    if engine.family == "8b":
+        llm.apply_model(fill_weights)
     started = time.perf_counter() - begun
     parameters = SamplingParams(max_tokens=engine.answer, temperature=0, logprobs=2, detokenize=False, ignore_eos=True)
     prompts = prompts_of(engine, model, lengths)
@@ -176,6 +184,8 @@ def model_of(family: str, folder: Path, dtype: str) -> Path:
         from dynaxx.lab.models import resolve_model
 
         return Path(resolve_model("smollm2"))
+    if family == "8b":
+        return save_model(folder, "8b", dtype)
     model = save_model(folder, "small", dtype, family)
     fill_model(model)
     if family == "sinks":
@@ -189,7 +199,8 @@ def model_of(family: str, folder: Path, dtype: str) -> Path:
 def policy_of(engine: Engine, model: Path, path: Path) -> Path:
     """Write the policy of an engine."""
     if engine.family != "smollm2":
-        return save_policy(path, "small", engine.policy, engine.family)
+        shape, family = ("8b", "llama") if engine.family == "8b" else ("small", engine.family)
+        return save_policy(path, shape, engine.policy, family)
     import transformers
 
     import dynaxx as dx
@@ -248,6 +259,20 @@ def fill_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(folder, initializer_range=0.1)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def fill_weights(model: Any) -> None:
+    """Replace vLLM's tiny dummy weights by random ones whose tokens differ clearly, the same in every process."""
+    import torch
+
+    draw: torch.Generator | None = None
+    for weights in model.parameters():
+        if draw is None:
+            draw = torch.Generator(weights.device).manual_seed(0)
+        if weights.ndim < 2:
+            weights.data.fill_(1)  # of norms
+        else:
+            weights.data.uniform_(-0.03, 0.03, generator=draw)
 
 
 def ranked(logprobs: Any) -> list[list[float]]:

@@ -102,7 +102,7 @@ def one_at_a_time(server: Server, lengths: Sequence[int], repeats: int = 3, othe
     """
     found: dict[str, list[float]] = {}
     for tokens in sorted(lengths, reverse=True):
-        for at in range(2 * repeats if tokens < 4000 else max(1, repeats - (tokens > 100_000))):
+        for at in range(6 * repeats if tokens < 4000 else max(1, repeats - (tokens > 100_000))):
             answer = server.send(server.body(tokens, 1, 1000 * tokens + 100 * others + at), tokens)
             found.setdefault(str(tokens), []).append(answer.times[0] if answer else math.nan)
     first = next(iter(found.values()))[0]

@@ -38,6 +38,7 @@ from vllm_serving import bar, span, wait_for
 
 TURNS = ("own", "dynaxx", "tenth")
 LONG = 20_000  # tokens from which a tenth of the blocks is more than the window and the first tokens
+SHORT, AGAIN = 4000, 6  # prompts of fewer tokens are sent so often in every round, since their times vary
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # engines that start together do not share
 TARGETS = {32768: 1.5, 131072: 2.8, 1000: 0.98}
 SECONDS = 1.5e-4  # per token, of all three turns together, at most: to end in time
@@ -191,8 +192,9 @@ def measure(arguments: argparse.Namespace) -> None:
         if time.monotonic() + SECONDS * tokens + 3 * bool(arguments.busy) > until:
             break
         turns = turns_of(tokens)
-        for turn in range(len(turns)):
-            ask("runs", turns[(at + turn) % len(turns)], tokens)
+        for again in range(AGAIN if tokens < SHORT else 1):
+            for turn in range(len(turns)):
+                ask("runs", turns[(at + again + turn) % len(turns)], tokens)
     if arguments.busy:
         loop = [sys.executable, "-c", "while True: sum(range(1000))"]
         others = [subprocess.Popen(loop) for _ in range(arguments.busy)]
@@ -210,13 +212,23 @@ def tables(found: dict[str, Any]) -> dict[str, Any]:
         times = {turn: [s for other, n, s in found["runs"] if (other, n) == (turn, tokens)] for turn in TURNS}
         own, ours, tenth = (statistics.median(times[turn] or [0.0]) for turn in TURNS)
         rows.append({
-            "tokens": f"{tokens:,}", "prompts each": len(times["own"]), "FLASH_ATTN": span(own), "dynaxx": span(ours),
+            "tokens": f"{tokens:,}", "prompts each": len(times["own"]), "FLASH_ATTN": spread(times["own"]),
+            "dynaxx": spread(times["dynaxx"]),
             "speed-up": f"{own / ours:.2f}x", "10 % of the blocks in all": span(tenth) if tenth else "",
             "its speed-up": f"{own / tenth:.2f}x" if tenth else "",
         })  # fmt: skip
         if tokens in TARGETS:
             bars.append(bar(f"first token of {tokens:,} tokens", TARGETS[tokens], own / ours))
     return {"rows": rows, "bars": bars, "kernels": kernel_rows(found["kernels"]), "busy": busy_rows(found)}
+
+
+def spread(seconds: list[float]) -> str:
+    """Return a median in words; of ten and more times with their quartiles."""
+    middle = statistics.median(seconds or [0.0])
+    if len(seconds) < 10:
+        return span(middle)
+    low, _, high = statistics.quantiles(seconds)
+    return f"{span(middle)} ({low * 1e3:.1f} to {high * 1e3:.1f})"
 
 
 def busy_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
