@@ -149,8 +149,8 @@ def test_models_repeat_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from dynaxx.integrations.transformers import layer as layers
-    from dynaxx.integrations.transformers import prepared_calls
     from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
                          num_key_value_heads=2, vocab_size=99, attn_implementation="sdpa")  # fmt: skip
@@ -199,8 +199,9 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
     """Every step of a cache that grows beyond two pages equals the step that is not prepared."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from dynaxx.integrations.transformers import decode, prepared_calls
+    from dynaxx.integrations.transformers import decode
     from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                          num_key_value_heads=2, vocab_size=99, attn_implementation="sdpa")  # fmt: skip

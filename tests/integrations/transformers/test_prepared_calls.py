@@ -7,7 +7,7 @@ from test_transformers import SPARSE, llama, logits, policy_for, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import layer as layers
-from dynaxx.integrations.transformers import prepared_calls
+from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 from dynaxx.ops.prepared import layer as prepared
 from dynaxx.policy import Guard
 from dynaxx.telemetry import Recorder, use

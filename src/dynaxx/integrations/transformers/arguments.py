@@ -76,7 +76,8 @@ class ScoreOptions(NamedTuple):
 
 def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
     """Return the learned sinks of a call, (q_heads,), or None."""
-    return next((kwargs[name] for name in SINKS if kwargs.get(name) is not None), None)
+    found: Tensor | None = kwargs.get(SINKS[0])
+    return kwargs.get(SINKS[1]) if found is None else found
 
 
 def tensors_reason(

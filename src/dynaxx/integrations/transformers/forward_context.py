@@ -28,15 +28,9 @@ from dynaxx.integrations.transformers.decoder import cache_of
 from dynaxx.integrations.transformers.lazy_mask import LazyMask, make_plain_masks
 from dynaxx.integrations.transformers.masks import MaskRun, causal_runs, read_mask
 from dynaxx.integrations.transformers.own_pattern import OwnPart
-from dynaxx.integrations.transformers.planning import Work
-from dynaxx.integrations.transformers.prepared_calls import (
-    DenseCall,
-    DensePass,
-    RepeatedCall,
-    RepeatedStep,
-    keep_dense_pass,
-    running,
-)
+from dynaxx.integrations.transformers.planning import CallPlan
+from dynaxx.integrations.transformers.repeats.dense import DenseCall, DensePass, keep_dense_pass, running
+from dynaxx.integrations.transformers.repeats.prepared import RepeatedCall, RepeatedStep
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import LayerPlan
@@ -63,11 +57,11 @@ class ForwardContext:
         timer: the timer of a pass over a prompt.
         memory: the summaries of the pass's cache for decoding; None if no cache is known.
         steps: in continuous batching, the steps by allocator.
-        works: plans of calls by their common properties and mask, so that equal layers are planned once.
+        call_plans: plans of calls by their common properties and mask, so that equal layers are planned once.
         dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
         is_dense: whether the whole pass is certain to be dense.
         dense_pass: its calls, if they are known from an earlier pass.
-        straight: calls that equal layers make without planning, see `prepared_calls`; empty for unannounced passes.
+        repeats: calls that equal layers make without planning, by key; see `repeats`. Empty for unannounced passes.
         measures_next: whether the next call is measured, because a repeated call was drawn.
         arguments: the decoder's arguments by name, while it runs.
     """
@@ -80,6 +74,7 @@ class ForwardContext:
         "_version",
         "arguments",
         "blocked",
+        "call_plans",
         "choice",
         "dense_calls",
         "dense_pass",
@@ -88,11 +83,10 @@ class ForwardContext:
         "measures_next",
         "memory",
         "ran_sparse",
+        "repeats",
         "steps",
-        "straight",
         "timer",
         "tokens",
-        "works",
     )
 
     def __init__(
@@ -110,11 +104,11 @@ class ForwardContext:
         self.timer: RequestTimer | None = None
         self.memory: CacheMemory | None = None
         self.steps: dict[int, BatchStep] = {}
-        self.works: dict[Hashable, tuple[Work, weakref.ref[Tensor] | None]] = {}
+        self.call_plans: dict[Hashable, tuple[CallPlan, weakref.ref[Tensor] | None]] = {}
         self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
         self.is_dense = self.measures_next = False
         self.dense_pass: DensePass | None = None
-        self.straight: dict[Hashable, DenseCall | RepeatedCall | RepeatedStep] = {}
+        self.repeats: dict[Hashable, DenseCall | RepeatedCall | RepeatedStep] = {}
         self.arguments: dict[str, Any] = {}
         self._layouts: dict[tuple[Place, int], tuple[LayerPlan, BlockLayout]] = {}  # by sequence and layer
         self._mask: weakref.ref[Tensor] | None = None
@@ -129,11 +123,11 @@ class ForwardContext:
         elif self.is_dense and not self.dense_calls:
             keep_dense_pass(self, self.deployed.policy.model.layers)
         planned, self.dense_calls, self.dense_pass = self.dense_calls or Counter(), None, None
-        straight, self.straight, self.is_dense = self.straight, {}, False
+        repeats, self.repeats, self.is_dense = self.repeats, {}, False
         for (reason, phase), calls in planned.items():
             counts.dense(reason, phase, calls)
         self.deployed.steps_repeat = False
-        for call in straight.values():
+        for call in repeats.values():
             call.count(counts)
 
     def know_runs(self, mask: Tensor, runs: list[MaskRun]) -> None:

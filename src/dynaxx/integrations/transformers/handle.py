@@ -29,7 +29,7 @@ from dynaxx.integrations.transformers.forward_context import ForwardContext, Pas
 from dynaxx.integrations.transformers.layer import LAYERS, Layer
 from dynaxx.integrations.transformers.lazy_mask import IMPLEMENTATIONS
 from dynaxx.integrations.transformers.planning import is_dense_pass
-from dynaxx.integrations.transformers.prepared_calls import DensePass, DensePasses, dense_pass
+from dynaxx.integrations.transformers.repeats.dense import DensePass, DensePasses, dense_pass
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request

@@ -22,18 +22,10 @@ from dynaxx.integrations.transformers.dense_fallback import DenseAttention, dens
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.integrations.transformers.own_pattern import OwnPart
-from dynaxx.integrations.transformers.planning import Work, plan_call
-from dynaxx.integrations.transformers.prepared_calls import (
-    dense_call,
-    keep_dense,
-    keep_dense_alike,
-    keep_repeated,
-    keep_step,
-    key_of,
-    prepare,
-    restore_prepared,
-    running,
-)
+from dynaxx.integrations.transformers.planning import CallPlan, plan_call
+from dynaxx.integrations.transformers.repeats.dense import dense_call, keep_dense, keep_dense_alike, running
+from dynaxx.integrations.transformers.repeats.keys import key_of
+from dynaxx.integrations.transformers.repeats.prepared import keep_repeated, keep_step, prepare, restore_prepared
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.autocast import follow_autocast
 from dynaxx.policy import LayerPlan
@@ -106,34 +98,34 @@ class Layer:
         try:
             current = current or self.handle.unseen_pass(self.index)
             scores = ScoreOptions.of(kwargs)
-            work = self._work(current, module, q, k, mask, scores, kwargs.get("is_causal"))
+            planned = self._plan(current, module, q, k, mask, scores, kwargs.get("is_causal"))
         except Exception as error:  # an error in routing must not fail the request
             self.handle.counts.not_decided(self.index, error)
             return self.dense(module, q, k, v, mask, **kwargs)
-        if work.route is not Route.DENSE:
+        if planned.route is not Route.DENSE:
             sinks = sinks_of(kwargs) if scores.has_sinks else None
-            out = self._run_guarded(current, work, scores, q, k, v, sinks)
+            out = self._run_guarded(current, planned, scores, q, k, v, sinks)
             if out is not None:
                 if current.dense_calls is None:  # the pass has no end, which counts its calls
                     pass
-                elif work.route is Route.DECODE:
+                elif planned.route is Route.DECODE:
                     keep_step(current, self, module, q, mask, kwargs)
                 else:
-                    keep_repeated(current, self, module, q, mask, kwargs, work)
+                    keep_repeated(current, self, module, q, mask, kwargs, planned)
                 return out, None
         else:
-            assert work.reason is not None, "a dense call must have a reason"
-            self._count_dense(current, work, work.reason)
-        plain = work.plain
+            assert planned.reason is not None, "a dense call must have a reason"
+            self._count_dense(current, planned, planned.reason)
+        plain = planned.plain
         if plain is None or plain.dtype is not q.dtype:
-            plain = work.plain = self.dense.plain(mask, q.dtype, need_eager=scores.need_eager)
-        if work.route is Route.DENSE and not scores.need_eager and current.dense_calls is not None:
+            plain = planned.plain = self.dense.plain(mask, q.dtype, need_eager=scores.need_eager)
+        if planned.route is Route.DENSE and not scores.need_eager and current.dense_calls is not None:
             keep = keep_dense if current.is_dense else keep_dense_alike
-            keep(current, self, module, q, k, mask, kwargs, work)
+            keep(current, self, module, q, k, mask, kwargs, planned)
         found: tuple[Tensor, Tensor | None] = self.dense.by_name[plain.name](module, q, k, v, plain.mask, **kwargs)
         return found
 
-    def _work(
+    def _plan(
         self,
         current: ForwardContext,
         module: nn.Module,
@@ -142,31 +134,31 @@ class Layer:
         mask: Tensor | None,
         scores: ScoreOptions,
         is_causal: bool | None,
-    ) -> Work:
+    ) -> CallPlan:
         """Return the plan of the call, which all layers with equal calls share during a pass."""
         kind, version = current.deployed.kind(self.index), None
         if mask is not None:
             version = (id(mask), 0 if mask.is_inference() else mask._version)
         key = (kind, q.shape, k.shape, version, scores, is_causal)
-        known, of_mask = current.works.get(key, (None, None))
+        known, of_mask = current.call_plans.get(key, (None, None))
         if known is not None and (of_mask is None or of_mask() is mask):  # ids of objects are reused
             return known
-        work = plan_call(current, self.index, module, q, k, mask, scores, is_causal)
-        current.works[key] = work, None if mask is None else weakref.ref(mask)
-        if work.argument:
-            _warn_once(f"attention calls with the unsupported argument {work.argument!r} run dense")
-        return work
+        planned = plan_call(current, self.index, module, q, k, mask, scores, is_causal)
+        current.call_plans[key] = planned, None if mask is None else weakref.ref(mask)
+        if planned.argument:
+            _warn_once(f"attention calls with the unsupported argument {planned.argument!r} run dense")
+        return planned
 
-    def _count_dense(self, current: ForwardContext, work: Work, reason: DenseReason) -> None:
+    def _count_dense(self, current: ForwardContext, planned: CallPlan, reason: DenseReason) -> None:
         if current.dense_calls is None:  # no hook reports the end of the pass
-            self.handle.counts.dense(reason, work.phase)
+            self.handle.counts.dense(reason, planned.phase)
         else:
-            current.dense_calls[reason, work.phase] += 1
+            current.dense_calls[reason, planned.phase] += 1
 
     def _run_guarded(
         self,
         current: ForwardContext,
-        work: Work,
+        planned: CallPlan,
         scores: ScoreOptions,
         q: Tensor,
         k: Tensor,
@@ -176,32 +168,32 @@ class Layer:
         """Run by a rule, and return (B, Lq, Hq, D), or None if the guard or a failure makes the call dense."""
         counts, deployed = self.handle.counts, current.deployed
         guard = deployed.guard if self.index in deployed.plans else None
-        stopped = deployed.interruption(self.index, own_pattern=work.route is Route.OWN_PATTERN)
+        stopped = deployed.interruption(self.index, own_pattern=planned.route is Route.OWN_PATTERN)
         if stopped is not None:
-            if stopped is DenseReason.GUARD and work.route is Route.RULE:
+            if stopped is DenseReason.GUARD and planned.route is Route.RULE:
                 q, k, v = follow_autocast(q, k, v)
                 call = AttentionCall(q, k, v, scores.scale, scores.softcap, sinks, guard, current)
-                self._sample_unseen(call, work)
-            counts.dense(stopped, work.phase)
+                self._sample_unseen(call, planned)
+            counts.dense(stopped, planned.phase)
             return None
         breaker = deployed.breakers[self.index]
         try:
             q, k, v = follow_autocast(q, k, v)
             out = drawn = None
-            if work.route is Route.DECODE:
-                out = self._decode(current, work, scores, guard, q, k, v, sinks)
-            elif work.prepared is not None or work.may_prepare:
-                out, drawn = self._repeat(current, work, scores, guard, q, k, v, sinks)
+            if planned.route is Route.DECODE:
+                out = self._decode(current, planned, scores, guard, q, k, v, sinks)
+            elif planned.prepared is not None or planned.may_prepare:
+                out, drawn = self._repeat(current, planned, scores, guard, q, k, v, sinks)
             if out is None:
                 call = AttentionCall(q, k, v, scores.scale, scores.softcap, sinks, guard, current, drawn=drawn)
-                out = self._run(call, work, scores)
+                out = self._run(call, planned, scores)
         except Exception as error:  # a failing kernel must not fail the request
             breaker.failed()
-            counts.failed(self.index, error, work.phase)
+            counts.failed(self.index, error, planned.phase)
             return None
         breaker.worked()
-        if work.route is Route.OWN_PATTERN:
-            counts.own_pattern(work.phase)
+        if planned.route is Route.OWN_PATTERN:
+            counts.own_pattern(planned.phase)
             return out
         counts.sparse()
         current.ran_sparse = True
@@ -210,7 +202,7 @@ class Layer:
     def _repeat(
         self,
         current: ForwardContext,
-        work: Work,
+        planned: CallPlan,
         scores: ScoreOptions,
         guard: LiveGuard | None,
         q: Tensor,
@@ -220,12 +212,12 @@ class Layer:
     ) -> tuple[Tensor | None, Drawn | None]:
         """Run a prepared call and return (B, Lq, Hq, D). None if there is none, or if something needs the layout."""
         handle, q, k, v = self.handle, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if work.prepared is None:
-            restore_prepared(current, self.index, work, scores, q, k, v)
-        prepared = work.prepared
+        if planned.prepared is None:
+            restore_prepared(current, self.index, planned, scores, q, k, v)
+        prepared = planned.prepared
         if prepared is None or handle.faults or handle.watchers or not prepared.serves(q, k, v, sinks):
             return None, None
-        if work.route is Route.OWN_PATTERN:
+        if planned.route is Route.OWN_PATTERN:
             return prepared(q, k, v, sinks), None
         if guard is not None and guard.level(self.index) != Level.OK:
             return None, None
@@ -241,7 +233,7 @@ class Layer:
     def _decode(
         self,
         current: ForwardContext,
-        work: Work,
+        planned: CallPlan,
         scores: ScoreOptions,
         guard: LiveGuard | None,
         q: Tensor,
@@ -260,7 +252,7 @@ class Layer:
             q,
             k,
             v,
-            work.rows,
+            planned.rows,
             deployed.decode[self.index],
             self.index,
             memory,
@@ -274,30 +266,30 @@ class Layer:
             guard.left_out("decode")
         return out
 
-    def _run(self, call: AttentionCall, work: Work, scores: ScoreOptions) -> Tensor:
+    def _run(self, call: AttentionCall, planned: CallPlan, scores: ScoreOptions) -> Tensor:
         """Return (B, Lq, Hq, D), with one layout per sequence."""
         for fault in self.handle.faults:
             fault(self.index)
-        if work.route is Route.OWN_PATTERN:
-            return self._run_own_pattern(call, work, scores)
-        if work.alike:
-            return self._run_entry(call, work, scores, 0)
-        return torch.cat([self._run_entry(call.entry(b), work, scores, b) for b in range(len(work.runs))])
+        if planned.route is Route.OWN_PATTERN:
+            return self._run_own_pattern(call, planned, scores)
+        if planned.alike:
+            return self._run_entry(call, planned, scores, 0)
+        return torch.cat([self._run_entry(call.entry(b), planned, scores, b) for b in range(len(planned.runs))])
 
-    def _run_own_pattern(self, call: AttentionCall, work: Work, scores: ScoreOptions) -> Tensor:
+    def _run_own_pattern(self, call: AttentionCall, planned: CallPlan, scores: ScoreOptions) -> Tensor:
         """Run the model's own pattern, (B, Lq, Hq, D)."""
         q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
-        layout = work.parts[0].layout
-        if len(work.parts) > 1 or layout is None or not work.parts[0].covers(q, k):
-            return _run_parts(call, work.parts)
+        layout = planned.parts[0].layout
+        if len(planned.parts) > 1 or layout is None or not planned.parts[0].covers(q, k):
+            return _run_parts(call, planned.parts)
         out = sparse_attention(q, k, v, layout, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
-        if work.may_prepare:
-            prepare(call.current, self.index, work, scores, layout, q, k, v)
+        if planned.may_prepare:
+            prepare(call.current, self.index, planned, scores, layout, q, k, v)
         return out
 
-    def _run_entry(self, call: AttentionCall, work: Work, scores: ScoreOptions, b: int) -> Tensor:
+    def _run_entry(self, call: AttentionCall, planned: CallPlan, scores: ScoreOptions, b: int) -> Tensor:
         pieces = []
-        for run, reason, plan in zip(work.runs[b], work.dense[b], work.plans[b], strict=True):
+        for run, reason, plan in zip(planned.runs[b], planned.dense[b], planned.plans[b], strict=True):
             part = call.part(run)
             if reason:
                 pieces.append(
@@ -305,10 +297,10 @@ class Layer:
                 )
                 self.handle.counts.dense_sequences(reason, call.q.shape[0])
             else:
-                pieces.append(self._sparse_piece(part, plan, work, scores))
+                pieces.append(self._sparse_piece(part, plan, planned, scores))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _sparse_piece(self, part: AttentionCall, plan: LayerPlan, work: Work, scores: ScoreOptions) -> Tensor:
+    def _sparse_piece(self, part: AttentionCall, plan: LayerPlan, planned: CallPlan, scores: ScoreOptions) -> Tensor:
         """Return the result of one sequence, (B, n, Hq, D)."""
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
         runs, drawn, meter = (
@@ -325,21 +317,21 @@ class Layer:
         probe.done(k, v)
         for watcher in self.handle.watchers:
             watcher(self.index, layout)
-        if work.may_prepare and runs is plan:
-            prepare(part.current, self.index, work, scores, layout, q, k, v, plan)
+        if planned.may_prepare and runs is plan:
+            prepare(part.current, self.index, planned, scores, layout, q, k, v, plan)
         if part.guard is not None and (drawn.sampled if drawn else part.guard.wants_call()):
             part.guard.take(self.index, q[:1], k[:1], v[:1], part.scale, plan, runs, out[:1], read)
         return out
 
-    def _sample_unseen(self, call: AttentionCall, work: Work) -> None:
+    def _sample_unseen(self, call: AttentionCall, planned: CallPlan) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
         assert call.guard is not None, "only a guard disables a rule"
         if not call.guard.wants_call():
             return
-        b, i = next((b, i) for b, entry in enumerate(work.dense) for i, reason in enumerate(entry) if not reason)
-        part = call.entry(b).part(work.runs[b][i])
+        b, i = next((b, i) for b, entry in enumerate(planned.dense) for i, reason in enumerate(entry) if not reason)
+        part = call.entry(b).part(planned.runs[b][i])
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
-        call.guard.take(self.index, q, k, v, part.scale, work.plans[b][i], None, None)
+        call.guard.take(self.index, q, k, v, part.scale, planned.plans[b][i], None, None)
 
 
 def _run_parts(call: AttentionCall, parts: Sequence[OwnPart]) -> Tensor:
@@ -396,8 +388,8 @@ def attention(
         attended: tuple[Tensor, Tensor | None] = dense.attention(module, query, key, value, mask, **kwargs)
         return attended
     known = None
-    if current is not None and current.straight:
-        known = current.straight.get(key_of(current, module, attention_mask, kwargs))
+    if current is not None and current.repeats:
+        known = current.repeats.get(key_of(current, module, attention_mask, kwargs))
         found = None if known is None else known.run(current, module, query, key, value, kwargs)
         if found is not None:
             return found

@@ -38,7 +38,7 @@ PerRun = Sequence[Sequence[T]]  # by batch entry and run
 
 
 @dataclass(slots=True)
-class Work:
+class CallPlan:
     """The plan of a call. Lists have one item per batch entry, or one for all entries."""
 
     route: Route
@@ -69,7 +69,7 @@ def plan_call(
     mask: Tensor | None,
     scores: ScoreOptions,
     is_causal: bool | None,
-) -> Work:
+) -> CallPlan:
     """Plan a call of layer `index`.
 
     Args:
@@ -90,7 +90,7 @@ def plan_call(
     if not deployed.policy.rules and (current.blocked is not None or isinstance(own_pattern, DenseReason)):
         reason = current.blocked or own_pattern
         assert isinstance(reason, DenseReason), "a call without parts must have a reason"
-        return Work(Route.DENSE, phase, reason, argument=scores.argument)
+        return CallPlan(Route.DENSE, phase, reason, argument=scores.argument)
     own_pattern = () if isinstance(own_pattern, DenseReason) else own_pattern
     call = CallProperties(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(own_pattern))
     # No sequence is longer than the call. If a sequence of that length is dense, the mask need not be read.
@@ -98,14 +98,14 @@ def plan_call(
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
         if whole.reason is DenseReason.BELOW:
             deployed.remember_length(seqlen_k, decodes=steps)
-        return Work(whole.route, phase, whole.reason, parts=own_pattern)
+        return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
     unserved = (
         _sharded(current, index, module, q, k) or scores.unserved or tensors_reason(module, q, k, mask, is_causal)
     )
     if unserved is not None:
-        return Work(Route.DENSE, phase, unserved, argument=scores.argument)
+        return CallPlan(Route.DENSE, phase, unserved, argument=scores.argument)
     if whole.reason is not None and whole.reason is not DenseReason.LENGTH_LEFT_OUT:
-        return Work(whole.route, phase, whole.reason, parts=own_pattern)
+        return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
     if whole.route is Route.DECODE:
         return _plan_step(current, index, q, k, mask)
     runs = [
@@ -114,7 +114,7 @@ def plan_call(
     if mask is not None:
         found = current.runs(mask, batch)
         if found is None:
-            return Work(Route.DENSE, phase, DenseReason.MASK_KIND)
+            return CallPlan(Route.DENSE, phase, DenseReason.MASK_KIND)
         runs = found
     call = CallProperties(serves_own_pattern=bool(own_pattern))
 
@@ -134,17 +134,17 @@ def plan_call(
         runs_own_pattern = bool(own_pattern) and all(
             each is None or each.keeps_own_pattern for each in (*reasons, state.blocked)
         )
-        return Work(Route.OWN_PATTERN if runs_own_pattern else Route.DENSE, phase, reason, parts=own_pattern)
+        return CallPlan(Route.OWN_PATTERN if runs_own_pattern else Route.DENSE, phase, reason, parts=own_pattern)
     plan = deployed.plans[index]
     if not plan.needs_tokens:
-        return Work(Route.RULE, phase, None, runs, dense, [[plan] * len(entry) for entry in runs])
+        return CallPlan(Route.RULE, phase, None, runs, dense, [[plan] * len(entry) for entry in runs])
     if missing := current.tokens.missing(batch, seqlen_k, runs):
-        return Work(Route.DENSE, phase, DenseReason.of(missing))
+        return CallPlan(Route.DENSE, phase, DenseReason.of(missing))
     plans = [
         [plan if reason else current.tokens.resolve(plan, b, run) for run, reason in zip(*entry, strict=True)]
         for b, entry in enumerate(zip(runs, dense, strict=True))
     ]
-    return Work(Route.RULE, phase, None, runs, dense, plans)
+    return CallPlan(Route.RULE, phase, None, runs, dense, plans)
 
 
 def is_dense_pass(current: ForwardContext, device: torch.device, seqlen_q: int, past: int) -> bool:
@@ -181,17 +181,17 @@ def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bo
     return all(reason not in (None, DenseReason.LENGTH_LEFT_OUT) for reason in found)  # shorter ones may be in
 
 
-def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Work:
+def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> CallPlan:
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
     deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
     runs = [[MaskRun(0, seqlen_q, 0, seqlen_k, True)]] * batch
     if mask is not None:
         found = current.runs(mask, batch)
         if found is None or any(not _is_one_step(entry) for entry in found):
-            return Work(Route.DENSE, "decode", DenseReason.MASK_KIND)
+            return CallPlan(Route.DENSE, "decode", DenseReason.MASK_KIND)
         runs = found
     if current.memory is None:
-        return Work(Route.DENSE, "decode", DenseReason.NO_CACHE)
+        return CallPlan(Route.DENSE, "decode", DenseReason.NO_CACHE)
     chosen = all(current.choice.row(row, batch) for row in range(batch))
     unchosen = None if chosen else DenseReason.of(current.choice.reason)
     longest = max(entry[0].seqlen_k for entry in runs)
@@ -199,8 +199,8 @@ def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: 
     found_route = route(rules, state, CallProperties(), SequenceLengths(seqlen_q, longest, True, unchosen=unchosen))
     deployed.remember_length(longest, decodes=True)
     if found_route.reason is not None:
-        return Work(Route.DENSE, "decode", found_route.reason)
-    return Work(Route.DECODE, "decode", rows=StepRows.of([run for (run,) in runs]))
+        return CallPlan(Route.DENSE, "decode", found_route.reason)
+    return CallPlan(Route.DECODE, "decode", rows=StepRows.of([run for (run,) in runs]))
 
 
 def _own_pattern(

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared sparse calls and decoding steps, and their repetition by equal layers and later passes.
+
+A `RepeatedCall` repeats a prepared call, and a `RepeatedStep` a prepared decoding step, for equal layers of one pass.
+A prepared call is also kept for later passes of the same shapes: with the policy in force if it follows a rule, with
+the layout if it runs the model's own pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
+from dynaxx.integrations.runtime.routing import Route
+from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.decode import StepTaken, repeat_step
+from dynaxx.integrations.transformers.repeats.keys import Attended, keep, key_of, may_repeat, options_of
+from dynaxx.layout import BlockLayout
+from dynaxx.ops.prepared.layer import LayerReplay, Prepared, prepare_layout, prepare_rule, prepared_layout
+from dynaxx.patterns import Pattern
+from dynaxx.policy import LayerPlan
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.forward_context import ForwardContext
+    from dynaxx.integrations.transformers.handle import Handle
+    from dynaxx.integrations.transformers.layer import Layer
+    from dynaxx.integrations.transformers.planning import CallPlan
+
+MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
+
+
+@dataclass(slots=True)
+class Repeated:
+    """A call that equal layers repeat within a pass: the fields of prepared calls and of decoding steps."""
+
+    handle: Handle
+    mask: Tensor | None  # see `DenseCall`
+    names: tuple[str, ...]  # of the keyword arguments
+    options: tuple[Any, ...]  # see `options_of`
+    by_rule: bool  # False for the model's own pattern
+    measures: bool  # whether telemetry may measure a call of this pass
+
+    def may_run(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
+        if self.handle.faults or not current.deployed.breakers[layer].healthy:
+            return False
+        if tuple(kwargs) != self.names or options_of(kwargs) != self.options:
+            return False
+        if self.measures and self.handle.counts.probe.wants(q.device):
+            current.measures_next = True
+            return False
+        return True
+
+
+def _common(
+    layer: Layer, mask: Tensor | None, kwargs: Any, *, by_rule: bool
+) -> tuple[Handle, Tensor | None, tuple[str, ...], tuple[Any, ...], bool, bool]:
+    """Return the fields of a `Repeated`."""
+    measures = by_rule and layer.handle.counts.probe.may_want()
+    return layer.handle, mask, tuple(kwargs), options_of(kwargs), by_rule, measures
+
+
+@dataclass(slots=True)
+class RepeatedCall(Repeated):
+    """A prepared call, which equal layers repeat."""
+
+    prepared: Prepared
+    phase: str
+    replay: LayerReplay | None = None  # the call of the layer before, if it can be repeated from addresses
+    calls: int = 0
+
+    def run(
+        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
+    ) -> Attended | None:
+        """Attend as in `AttentionInterface`; None if the call must be planned."""
+        if self.handle.watchers or not self.may_run(current, module.layer_idx, q, kwargs):
+            return None
+        sinks = sinks_of(kwargs)
+        try:
+            out = None if self.replay is None else self.replay(q, k, v, sinks)
+            if out is None:
+                given = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks)
+                if not self.prepared.serves(*given):
+                    return None
+                out = self.prepared(*given)
+                self.replay = self.prepared.replay(q, k, v, sinks)
+        except Exception:  # planned, the call fails again, and is counted and logged
+            return None
+        self.calls += 1
+        return out, None
+
+    def count(self, counts: Counts) -> None:
+        """Count the calls of the pass."""
+        if not self.by_rule:
+            counts.own_pattern(self.phase, self.calls)
+        elif self.calls:
+            counts.sparse(self.calls)
+            counts.probe.counter(self.prepared.backend)(self.calls)
+
+
+@dataclass(slots=True)
+class RepeatedStep(Repeated):
+    """A prepared decoding step, which equal layers repeat."""
+
+    step: StepTaken
+    deployed: Deployed
+    calls: int = 0
+
+    def run(
+        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
+    ) -> Attended | None:
+        """Attend as in `AttentionInterface`; None if the step must be planned."""
+        layer, memory = module.layer_idx, current.memory
+        if memory is None or not self.may_run(current, layer, q, kwargs):
+            return None
+        try:
+            out = repeat_step(self.step, memory, layer, q, k, v, sinks_of(kwargs))
+        except Exception:  # planned, the step fails again, and is counted and logged
+            return None
+        if out is None:
+            return None
+        self.calls += 1
+        return out, None
+
+    def count(self, counts: Counts) -> None:
+        """Count the calls of the pass."""
+        if self.calls:
+            counts.sparse(self.calls)
+            counts.probe.counter("triton", "decode")(self.calls)
+            self.deployed.steps_repeat = True
+
+
+def keep_repeated(
+    current: ForwardContext,
+    layer: Layer,
+    module: nn.Module,
+    q: Tensor,
+    mask: Tensor | None,
+    kwargs: Any,
+    planned: CallPlan,
+) -> None:
+    """Keep a call that was prepared, unless each of its layers needs a decision of its own."""
+    if planned.prepared is None or (current.deployed.guard is not None and planned.route is Route.RULE):
+        return
+    if not may_repeat(q, kwargs):
+        return
+    common = _common(layer, mask, kwargs, by_rule=planned.route is not Route.OWN_PATTERN)
+    found = RepeatedCall(*common, planned.prepared, planned.phase)
+    keep(current, layer, key_of(current, module, mask, kwargs), found)
+
+
+def keep_step(
+    current: ForwardContext,
+    layer: Layer,
+    module: nn.Module,
+    q: Tensor,
+    mask: Tensor | None,
+    kwargs: Any,
+) -> None:
+    """Keep a decoding step that was repeated, unless each of its layers needs a decision of its own."""
+    assert current.memory is not None, "a decoding step has a memory"
+    step, current.memory.repeated = current.memory.repeated, None
+    if step is None or current.deployed.guard is not None or not may_repeat(q, kwargs):
+        return
+    common = _common(layer, mask, kwargs, by_rule=True)
+    found = RepeatedStep(*common, step, current.deployed)
+    keep(current, layer, key_of(current, module, mask, kwargs), found)
+
+
+def restore_prepared(
+    current: ForwardContext, layer: int, planned: CallPlan, scores: ScoreOptions, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Set `planned.prepared` to the call that an earlier pass prepared, if there is one.
+
+    Args:
+        current: the context of the pass.
+        layer: index of the layer.
+        planned: the plan of the call.
+        scores: its options.
+        q: (batch, seqlen_q, q_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+    """
+    if layer in current.deployed.sources or not _is_whole(planned, q, k):
+        planned.may_prepare = False
+    elif planned.route is Route.OWN_PATTERN:
+        layout = planned.parts[0].layout
+        assert layout is not None, "a whole part has a layout"
+        planned.prepared = prepared_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+    elif planned.plans[0][0].is_static:  # kept with the layout, whose cache is bounded by bytes
+        layout = planned.plans[0][0].layout(q, k, scale=scores.scale)
+        planned.prepared = prepared_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+    else:
+        planned.prepared = current.deployed.prepared.get(_key(current, layer, scores, q, k, v))
+
+
+def prepare(
+    current: ForwardContext,
+    layer: int,
+    planned: CallPlan,
+    scores: ScoreOptions,
+    layout: BlockLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: LayerPlan | None = None,
+) -> None:
+    """Prepare a call that just ran over `layout`: by the rule of `plan`, or the model's own pattern if it is None."""
+    planned.may_prepare = False
+    if plan is None or plan.is_static:
+        planned.prepared = prepare_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+        return
+    if len(plan.groups) > 1 or plan is not current.deployed.plans.get(layer):
+        return
+    rule = plan.groups[0].rule
+    assert not isinstance(rule, Pattern), "the plan is not static"
+    planned.prepared = prepare_rule(rule, layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+    if planned.prepared is not None:
+        kept = current.deployed.prepared
+        if len(kept) >= MOST_CALLS:
+            kept.clear()
+        kept[_key(current, layer, scores, q, k, v)] = planned.prepared
+
+
+def _is_whole(planned: CallPlan, q: Tensor, k: Tensor) -> bool:
+    """Return whether a call has one plan that covers all of its queries and keys."""
+    if planned.route is Route.OWN_PATTERN:
+        return len(planned.parts) == 1 and planned.parts[0].layout is not None and planned.parts[0].covers(q, k)
+    if planned.route is not Route.RULE or not planned.alike or len(planned.runs[0]) > 1:
+        return False
+    return planned.dense[0][0] is None and planned.runs[0][0] == (0, q.shape[1], 0, k.shape[1], True)
+
+
+def _key(current: ForwardContext, layer: int, scores: ScoreOptions, q: Tensor, k: Tensor, v: Tensor) -> Hashable:
+    form = (q.shape, k.shape, v.shape, q.dtype, q.device)
+    return (current.deployed.kind(layer), scores.scale, scores.softcap, *form)
