@@ -2,7 +2,7 @@
 """Read untrusted files with a limit, and write files whole or not at all.
 
 A path can name a pipe that never ends, a device, a file of any size, or a planted link. Readers here accept regular
-files up to a size; writers create a new file beside the target, follow no link, and rename it.
+files up to a size; writers create a new file or folder beside the target, follow no link, and rename it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import errno
 import json
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,6 +88,40 @@ def write_whole_file(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], o
         raise OSError(error.errno, error.strerror, str(target)) from None  # name the caller's file, not the temporary
     if sync:
         sync_folder(target.parent)
+
+
+def check_new_folder(path: Path) -> None:
+    """Check that a folder can be made at a path.
+
+    Raises:
+        ValueError: the path exists and is not an empty folder.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path} already exists: remove it, or choose another folder")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder, which becomes `path` in one step at the end, or is removed after an error.
+
+    Raises:
+        ValueError: `path` exists and is not an empty folder; nothing was changed.
+        OSError: the folder cannot be written, for example on a full disk; nothing is left.
+    """
+    check_new_folder(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"no space left to write {path}; free some, or choose another folder"
+            raise OSError(error.errno, message) from error
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from dynaxx import storage
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
 MOST_BYTES = 256 * 1024 * 1024  # limit on a result file; an analysis of 16,000 heads takes 100 MB
@@ -117,20 +118,15 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `path` in one step, and is removed if filling it fails.
+    """Do what `storage.new_folder` does, and flush the folder to the disk before it appears.
 
     Raises:
-        ValueError: `path` exists; nothing was changed.
+        ValueError: `path` exists and is not an empty folder; nothing was changed.
         OutOfSpaceError: the disk is full; nothing was changed.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} exists already; remove it, or choose another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_file(path) as temporary, explain_full_disk(path):
-        temporary.mkdir()
+    with explain_full_disk(path), storage.new_folder(path) as temporary:
         yield temporary
         sync_tree(temporary)
-        temporary.rename(path)
 
 
 @contextmanager

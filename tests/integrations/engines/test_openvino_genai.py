@@ -45,7 +45,7 @@ def test_mass_by_antidiagonals_is_xattention() -> None:
 @pytest.mark.parametrize(
     ("rule", "fields", "said"),
     [
-        (dx.TopK(0.3), {}, "no word for TopK"),
+        (dx.TopK(0.3), {}, "cannot express TopK"),
         (dx.TopP(0.9), {}, "AntiDiagonal"),
         (dx.TopP(0.9, dx.AntiDiagonal(8)), {}, 'per="head"'),
         (dx.SlidingWindow(64) | dx.TopP(0.9, dx.AntiDiagonal(8), per="head"), {}, "only for LastQueries"),
@@ -54,7 +54,7 @@ def test_mass_by_antidiagonals_is_xattention() -> None:
         (dx.TopP(0.9, dx.AntiDiagonal(8), per="head"), {"block_size": (32, 64)}, "one block size"),
         (dx.Sink(4) | dx.SlidingWindow(64), {}, "32 for 4"),
         (dx.Sink(32), {}, "needs a SlidingWindow"),
-        (dx.SlidingWindow(64) | dx.Strided(64), {}, "no word for Strided"),
+        (dx.SlidingWindow(64) | dx.Strided(64), {}, "cannot express Strided"),
         (dx.SlidingWindow(64), {"dense_below": 4096}, "from 4096 tokens on"),
         (dx.SlidingWindow(64), {"sparse_from": 4096}, "from 4096 tokens on"),
         (dx.SlidingWindow(64), {"layers": [0, 2]}, "all heads of all layers"),

@@ -46,7 +46,7 @@ def test_engines_are_built_for_each_graph(exported, tmp_path, cards):
     manifest = json.loads((tmp_path / "engines" / "dynaxx.json").read_text())
     assert manifest["compute_capability"] == list(cards)
     assert manifest["shapes"] == {"max_batch": 2, "max_prompt": 512, "max_cache": 1024}
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="already exists"):
         build_engines(exported / "sparse", tmp_path / "engines")
 
 

@@ -18,6 +18,7 @@ from string import Template
 
 import dynaxx
 from dynaxx.arguments import typed
+from dynaxx.storage import new_folder
 
 NAME = "dynaxx-attention"
 FOLDER = NAME.replace("-", "_")
@@ -62,17 +63,22 @@ def write_kernel_package(out: str | os.PathLike[str]) -> Path:
     """Write a kernel package: `build.toml`, its source in `torch-ext`, and `build/torch-universal`, ready to be loaded.
 
     Args:
-        out: a folder that does not exist yet, or is empty.
+        out: an empty or missing folder. It appears only when it is complete.
 
     Returns:
         The folder, for `kernels.get_local_kernel`.
 
     Raises:
-        ValueError: there is something at `out`.
+        ValueError: `out` already exists.
     """
-    target, source = Path(out), Path(dynaxx.__file__).parent
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{target} is there already: remove it, or choose another folder")
+    target = Path(out)
+    with new_folder(target) as folder:
+        _fill(folder, Path(dynaxx.__file__).parent)
+    return target
+
+
+def _fill(target: Path, source: Path) -> None:
+    """Write the package of the sources in `source` into an empty folder."""
     files = _files(source)
     digest = hashlib.blake2b(b"\0".join(files[name] for name in sorted(files)), digest_size=6).hexdigest()
     made = target / "torch-ext" / FOLDER
@@ -80,10 +86,7 @@ def write_kernel_package(out: str | os.PathLike[str]) -> Path:
         path = made / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_rewritten(name, content, digest) if name.endswith(".py") else content)
-    for name in (
-        "integrations/__init__.py",
-        "integrations/flash_attn/__init__.py",
-    ):  # dynaxx's own load lazily, by name
+    for name in ("integrations/__init__.py", "integrations/flash_attn/__init__.py"):  # dynaxx's own load lazily
         (made / name).write_text('"""Part of a kernel package."""\n', encoding="utf-8")
     (made / "__init__.py").write_text(FRONT.substitute(version=dynaxx.__version__), encoding="utf-8")
     (target / "build.toml").write_text(BUILD.substitute(name=NAME), encoding="utf-8")
@@ -92,7 +95,6 @@ def write_kernel_package(out: str | os.PathLike[str]) -> Path:
     metadata = {"id": f"_{FOLDER}_{digest}", "name": NAME, "version": 1, "license": "Apache-2.0", "python-depends": [],
                 "backend": {"type": "cpu"}}  # fmt: skip
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
-    return target
 
 
 def _files(source: Path) -> dict[str, bytes]:

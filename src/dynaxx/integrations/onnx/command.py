@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynaxx.integrations.onnx.export import OnnxExport, check_target, export_onnx
+from dynaxx.integrations.onnx.export import OnnxExport, export_onnx
 from dynaxx.integrations.onnx.packages import require
 from dynaxx.policy import Policy
+from dynaxx.storage import check_new_folder
 
 OPTIONS = ("form", "logits", "window")
 
@@ -33,7 +34,7 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
         raise ValueError(f"--option logits must be last or all, got {logits!r}")
     window = _window(options.get("window"))
     require("onnx", "onnxscript", "onnx_ir", "transformers")
-    check_target(out)  # before the model is loaded
+    check_new_folder(out)  # before the model is loaded
     model = _load(folder)
     return export_onnx(model, out, policy, form=form, window=window, all_logits=logits == "all")  # type: ignore[arg-type]
 

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +27,7 @@ from dynaxx.integrations.portable.plans import PortableRules, is_causal, portabl
 from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy import Policy, policy_digest, resolve, save_policy
+from dynaxx.storage import check_new_folder, new_folder
 
 Form = Literal["auto", "portable", "custom"]
 MANIFEST = "dynaxx.json"
@@ -96,11 +93,11 @@ def export_onnx(
         OSError: the folder cannot be written, for example on a full disk. No files remain.
     """
     require("onnx", "onnxscript", "onnx_ir")
-    check_target(Path(out))
+    check_new_folder(Path(out))
     _check_model(model)
     policy = None if policy is None else without_guard(policy, "ONNX Runtime")
     made = _Export.of(model, policy, form, window)
-    with _new_folder(Path(out)) as folder:
+    with new_folder(Path(out)) as folder:
         graphs = made.graphs(model, all_logits)
         save_graphs(graphs, folder)
         for name in graphs:
@@ -163,16 +160,6 @@ class _Export(NamedTuple):
         }
 
 
-def check_target(path: Path) -> None:
-    """Check that a path is free.
-
-    Raises:
-        ValueError: the path exists and is not an empty folder.
-    """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} already exists: remove it, or choose another folder")
-
-
 def _check_model(model: nn.Module) -> None:
     if model.training:
         raise ValueError("`model` must be in eval mode, or dropout would be exported: call model.eval()")
@@ -191,23 +178,3 @@ def _versions() -> dict[str, str]:
 
     packages = (torch, transformers, onnx, onnxscript)
     return {"dynaxx": dynaxx.__version__, **{each.__name__: str(each.__version__) for each in packages}}
-
-
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `path` at the end, or removed after an error."""
-    check_target(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        yield temporary
-        temporary.rename(path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message = f"no space left to write {path}; free some, or choose another folder"
-            raise OSError(error.errno, message) from error
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

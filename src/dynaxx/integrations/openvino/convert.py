@@ -61,8 +61,8 @@ def convert_prefill(module: nn.Module, *, traced_from: int = 2) -> Any:
     """Convert a module from `input_ids` (batch, seqlen) to logits, both dimensions dynamic.
 
     Args:
-        module: in eval mode.
-        traced_from: tokens from which torch promises one graph; OpenVINO's graph serves shorter prompts, too.
+        module: a module in eval mode that maps token ids (batch, seqlen) to logits.
+        traced_from: number of tokens from which torch guarantees one graph; OpenVINO's graph serves shorter ones too.
     """
     ov, sample = openvino(), torch.zeros(2, SAMPLE, dtype=torch.int64)
     batch, seqlen = torch.export.Dim("batch", min=1), torch.export.Dim("seqlen", min=traced_from)

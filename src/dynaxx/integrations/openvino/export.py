@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +26,7 @@ from dynaxx.integrations.openvino.running import OpenVinoHandle
 from dynaxx.integrations.portable import PortableModel
 from dynaxx.integrations.portable.attention import CHUNK
 from dynaxx.policy import Policy, load_policy, policy_digest, save_policy
+from dynaxx.storage import check_new_folder, new_folder
 
 Form = Literal["auto", "portable", "custom"]
 MANIFEST = "dynaxx.json"
@@ -36,12 +36,12 @@ OPTIONS = ("cache", "form", "logits")
 
 
 class OpenVinoExport(NamedTuple):
-    """The files of an export, and its form.
+    """Result of an export.
 
     Attributes:
-        folder: with `openvino_model.xml` and `.bin`, `dynaxx.json` and, for a policy, `policy.json`.
+        folder: folder with `openvino_model.xml` and `.bin`, `dynaxx.json` and, for a policy, `policy.json`.
         form: "portable" or "custom".
-        bytes: of all files.
+        bytes: size of all files.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class OpenVinoExport(NamedTuple):
 
 
 class LoadedOpenVino(NamedTuple):
-    """A model to compile, and the policy at work in it, None where OpenVINO alone runs it."""
+    """A model to compile, and the handle of the policy inside it; None if OpenVINO alone runs it."""
 
     model: Any
     handle: OpenVinoHandle | None
@@ -74,31 +74,30 @@ def export_openvino(
 
     Args:
         model: a decoder of transformers, in eval mode, on a CPU.
-        out: a folder that does not exist yet, or is empty; it appears when it is whole.
-        policy: for this model. None exports it dense.
-        form: "portable", "custom", or "auto": portable where every rule is static and there is no border, else custom.
-        all_logits: return the logits of every token, and not of the last one alone.
+        out: an empty or missing folder. It appears only when the export is complete.
+        policy: policy for a decoder of this shape; see `load_policy`. None exports the dense model.
+        form: "portable", "custom", or "auto", which is portable if every rule is static and there is no border, and
+            custom otherwise.
+        all_logits: return the logits of every token instead of the last one only.
         cache: keep the KV cache in the model's state, so that it generates; see `to_openvino`. Only in the custom form.
 
     Returns:
-        What was written.
+        The files and the form of the export.
 
     Raises:
         ImportError: openvino is not installed.
-        ValueError: there is something at `out`, or the model is in training mode or on a GPU.
-        PolicyError: the policy was made for another model.
-        UnsupportedInputError: this form cannot hold the policy rightly; with the reasons.
+        ValueError: `out` already exists, or the model is in training mode or on a GPU.
+        PolicyError: the policy is for another model.
+        UnsupportedInputError: this form cannot represent the policy; the error lists the reasons.
+        OSError: the folder cannot be written, for example on a full disk. No files remain.
     """
     ov, target = openvino(), Path(out)
-    check_target(target)
+    check_new_folder(target)
     converted, chosen = _converted(model, policy, form, all_logits, cache)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        ov.save_model(converted, temporary / MODEL, compress_to_fp16=False)
+    with new_folder(target) as folder:
+        ov.save_model(converted, folder / MODEL, compress_to_fp16=False)
         if policy is not None:
-            save_policy(policy, temporary / "policy.json")
+            save_policy(policy, folder / "policy.json")
         manifest = {
             "format": "dynaxx.openvino",
             "version": VERSION,
@@ -107,34 +106,31 @@ def export_openvino(
             "policy": None if policy is None else policy_digest(policy),
             "versions": {"dynaxx": dynaxx.__version__, "torch": torch.__version__, "openvino": ov.__version__},
         }
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        size = sum(file.stat().st_size for file in temporary.iterdir())
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        size = sum(file.stat().st_size for file in folder.iterdir())
     return OpenVinoExport(target, chosen, size)
 
 
 @typed
 def load_openvino(folder: str | os.PathLike[str], *, precision: str = "f32", name: str = "openvino") -> LoadedOpenVino:
-    """Read what `export_openvino` wrote, and put the policy inside where its form is "custom".
+    """Read a folder that `export_openvino` wrote, and insert the policy into the model if its form is "custom".
 
     Args:
-        folder: of the export.
-        precision: that it will be compiled for, as for `insert_policy`.
-        name: of the model in metrics.
+        folder: the folder of the export.
+        precision: precision for which the model will be compiled, as in `insert_policy`.
+        name: name of the model in metrics.
 
     Raises:
         ImportError: openvino is not installed.
-        FileNotFoundError: this is no such folder.
-        ValueError: a newer dynaxx wrote it.
+        FileNotFoundError: the folder contains no export.
+        ValueError: a newer version of dynaxx wrote the export.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: give a folder that dynaxx export --format openvino wrote")
     manifest = json.loads(path.read_text(encoding="utf-8"))
     if manifest.get("format") != "dynaxx.openvino" or manifest.get("version", 0) > VERSION:
-        raise ValueError(f"{path} is of a newer dynaxx, or no export to OpenVINO: upgrade dynaxx, or export again")
+        raise ValueError(f"{path} is from a newer dynaxx, or not an OpenVINO export: upgrade dynaxx, or export again")
     model, policy = openvino().Core().read_model(Path(folder) / MODEL), Path(folder) / "policy.json"
     if manifest["form"] != "custom" or not policy.is_file():
         return LoadedOpenVino(model, None)
@@ -145,7 +141,7 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     """Export the model in a folder of Hugging Face's format, for the command line.
 
     Raises:
-        ValueError: an option that is not there, or has another form; and as `export_openvino`.
+        ValueError: an option is unknown or invalid; also see `export_openvino`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -160,7 +156,7 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     if cache not in ("no", "yes"):
         raise ValueError(f"--option cache must be yes or no, got {cache!r}")
     openvino()
-    check_target(out)  # before the model is loaded
+    check_new_folder(out)  # before the model is loaded
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     return export_openvino(
@@ -171,16 +167,6 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
         all_logits=logits == "all",
         cache=cache == "yes",
     )
-
-
-def check_target(path: Path) -> None:
-    """Refuse a folder that holds something, before any work is done.
-
-    Raises:
-        ValueError: there is something.
-    """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} is there already: remove it, or choose another folder")
 
 
 class _Portable(nn.Module):

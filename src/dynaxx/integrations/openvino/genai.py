@@ -84,18 +84,18 @@ def sparse_attention_config(policy: Policy, *, cache_block: int = CACHE_BLOCK) -
         reasons.append("GenAI's rule holds for all heads of all layers: give the policy one rule for all of them")
     elif len(rules) > 1:
         reasons.append(f"GenAI has one rule for all heads, and the policy has {len(rules)}: tune with uniform budgets")
-    said = None
+    found = None
     if len(rules) == 1:
-        said = _say(next(iter(rules.values())), policy, cache_block, reasons)
-    if said is not None and said.mode == "TRISHAPE":
-        seen = said.num_retained_start_tokens_in_cache + said.num_retained_recent_tokens_in_cache
+        found = _settings_of(next(iter(rules.values())), policy, cache_block, reasons)
+    if found is not None and found.mode == "TRISHAPE":
+        seen = found.num_retained_start_tokens_in_cache + found.num_retained_recent_tokens_in_cache
         if max(policy.dense_below, policy.sparse_from or 0) > seen:
             reasons.append(_border(policy))
-    elif said is not None and max(policy.dense_below, policy.sparse_from or 0) > 0:
+    elif found is not None and max(policy.dense_below, policy.sparse_from or 0) > 0:
         reasons.append(_border(policy))
-    if reasons or said is None:
+    if reasons or found is None:
         raise UnsupportedInputError("a policy for OpenVINO GenAI", {"openvino_genai": reasons})
-    return said
+    return found
 
 
 def _border(policy: Policy) -> str:
@@ -119,15 +119,15 @@ def _refusals(policy: Policy) -> list[str]:
     return reasons
 
 
-def _say(
+def _settings_of(
     rule: AttentionRule | None, policy: Policy, cache_block: int, reasons: list[str]
 ) -> GenAiSparseAttention | None:
-    """Return the config of a rule, or None after appending the reason."""
+    """Return the settings of a rule, or None after appending the reason to `reasons`."""
     if isinstance(rule, TopP | Hybrid):
         return _xattention(rule, policy, reasons)
     if not isinstance(rule, Pattern):
         name = "dense" if rule is None else type(rule).__name__
-        reasons.append(f"GenAI has no word for {name}: it has SlidingWindow with Sink, and TopP with AntiDiagonal")
+        reasons.append(f"GenAI cannot express {name}: it has SlidingWindow with Sink, and TopP with AntiDiagonal")
         return None
     start = recent = last = 0
     for part in rule.parts if isinstance(rule, Union) else (rule,):
@@ -138,7 +138,7 @@ def _say(
         elif isinstance(part, LastQueries):
             last = max(last, part.queries)
         else:
-            reasons.append(f"GenAI has no word for {part!r}")
+            reasons.append(f"GenAI cannot express {part!r}")
     for name, tokens in (("the window", recent), ("the sink", start)):
         if tokens % cache_block:
             upper = -(-tokens // cache_block) * cache_block
@@ -160,7 +160,7 @@ def _xattention(rule: TopP | Hybrid, policy: Policy, reasons: list[str]) -> GenA
     last = 0
     if isinstance(rule, Hybrid):
         if not isinstance(rule.pattern, LastQueries):
-            reasons.append(f"XATTENTION has no word for {rule.pattern!r} beside the choice, only for LastQueries")
+            reasons.append(f"XATTENTION cannot express {rule.pattern!r} beside the choice, only LastQueries")
         else:
             last = rule.pattern.queries
     selector = rule.selector if isinstance(rule, Hybrid) else rule

@@ -103,7 +103,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, sca
 def dense_bias(
     seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype, *, causal: bool, key_mask: Tensor | None = None
 ) -> Tensor | None:
-    """Return the bias of attention to all keys, None where nothing is hidden.
+    """Return the bias of attention to all keys; None if it hides nothing.
 
     (B or 1, 1, 1, N or 1, M): the keys after each query if `causal`, queries being the last of the keys, and those that
     a (B, M) bool mask hides.
@@ -157,9 +157,9 @@ def _positions(tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[
 def gather_bias(
     rule: GatherRule, seqlen_q: Any, seqlen_k: Any, dtype: torch.dtype, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Return the bias of a rule: 0 where a gathered key is seen, else HIDDEN.
+    """Return the bias of a rule, (B or 1, 1, n, 1, T, W): 0 where a query sees a gathered key, else HIDDEN.
 
-    (B or 1, 1, n, 1, T, W), with a (B, M) bool mask of keys, where one is given.
+    `key_mask` is (B, M) bool and hides further keys; None hides none.
     """
     tiles = Tiles.of(rule)
     count = (seqlen_q + tiles.tile - 1) // tiles.tile

@@ -12,7 +12,7 @@ from dynaxx.integrations.portable.attention import dense_attention, dense_bias, 
 from dynaxx.integrations.portable.plans import PortableRules
 from dynaxx.integrations.portable.rules import GatherRule
 
-Known = dict[GatherRule | None, Tensor | None]  # the bias of each rule; of None, for heads that see all keys
+Known = dict[GatherRule | None, Tensor | None]  # bias by rule; None is the rule of heads that see all keys
 
 
 def attend_by_rules(
@@ -58,7 +58,7 @@ def bias_of(
     causal: bool,
     key_mask: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the bias of a rule, for so many queries at the end of so many keys; None where nothing is hidden."""
+    """Return the bias of a rule for `seqlen_q` queries aligned to the last of `seqlen_k` keys; None hides nothing."""
     if rule is None:
         return dense_bias(seqlen_q, seqlen_k, dtype, causal=causal, key_mask=key_mask)
     return gather_bias(rule, seqlen_q, seqlen_k, dtype, key_mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a model and its policy into the gather rules of each layer; or say why it cannot be done."""
+"""Turn a model and its policy into the gather rules of each layer, or return the reasons why that is impossible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = (64, 64)  # block size of layouts of a model's own windows
 
 
 class Heads(NamedTuple):
-    """Some q heads of a layer and their rule, None for dense."""
+    """Some q heads of a layer, and the rule that they follow; None means dense."""
 
     heads: tuple[int, ...]
     rule: GatherRule | None
@@ -41,13 +41,13 @@ def portable_rules(
     """Return the rules of every layer.
 
     Args:
-        model: of transformers.
-        policy: static rules for the layers that see everything; None for none.
-        window: of an encoder, as for `dynaxx.apply`; None for none.
+        model: a decoder or an encoder of transformers.
+        policy: a policy with static rules for the layers that see everything; None uses only the model's own windows.
+        window: window of an encoder, as in `dynaxx.apply`.
 
     Raises:
         PolicyError: the policy is for another model.
-        UnsupportedInputError: a layer that plain operations cannot serve rightly; with the reasons.
+        UnsupportedInputError: plain operations cannot serve a layer exactly; the error lists the reasons.
     """
     decoder = Decoder.of(model)
     causal = is_causal(decoder)
@@ -76,7 +76,7 @@ def portable_rules(
 
 
 def portable_refusals(model: nn.Module, policy: Policy | None = None) -> list[str]:
-    """Return why a model with a policy cannot be exported in plain operations; empty where it can."""
+    """Return the reasons why a model with a policy cannot be exported in plain operations; empty if it can."""
     try:
         portable_rules(model, policy)
     except UnsupportedInputError as error:
@@ -85,9 +85,9 @@ def portable_refusals(model: nn.Module, policy: Policy | None = None) -> list[st
 
 
 def own_window(decoder: Decoder, index: int) -> int | None:
-    """Return the window that a layer has by itself, counting the query's own key; None if it sees everything.
+    """Return the window of a layer in the model's own config, the query's own key included; None if it has none.
 
-    Layers of bidirectional models count alike: W shows W - 1 keys on each side.
+    In bidirectional models, a window W shows W - 1 keys on each side.
     """
     config, types = decoder.config, getattr(decoder.config, "layer_types", None)
     found = window_of(decoder.layers[index])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn a pattern into what a gather needs: where its keys can lie, and which pairs it shows, for any length.
 
-A pattern says itself in numbers (`Pattern.program`). From those come its reach (a band of distances around each query,
-ranges of keys that all queries see, ranges of queries that see all keys) and a mask of positions in plain torch, which
-any exporter can follow.
+`Pattern.program` encodes a pattern as numbers. This module derives from them the pattern's reach (a band of distances
+around each query, ranges of keys that all queries see, ranges of queries that see all keys) and a mask of positions in
+plain torch, which every exporter supports.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dynaxx.patterns import Pattern
 from dynaxx.patterns.program import Op
 
 LONG = 1 << 26  # tokens: longer than any sequence, and short enough for int32 arithmetic
-UNBOUNDED = LONG // 4  # distances from here on count as "any"
+UNBOUNDED = LONG // 4  # distances of at least this many tokens count as unlimited
 
-Ranges = tuple[tuple[int, int], ...]  # first, end
+Ranges = tuple[tuple[int, int], ...]  # (first, last + 1) of each range
 
 
 class Node(NamedTuple):
@@ -43,10 +43,10 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherRule:
-    """A static rule whose keys per query block are a fixed number, whatever the length.
+    """A static rule that shows each query block a fixed number of keys at every length.
 
     Attributes:
-        node: the rule itself.
+        node: the rule as a tree.
         reach: where its pairs lie.
         block_size: (q_block, kv_block), which rules on whole blocks depend on.
         sees_itself: whether every query sees its own key, so that no row is empty.
@@ -62,7 +62,7 @@ class GatherRule:
         """Return the rule of a pattern.
 
         Raises:
-            ValueError: the pattern cannot be gathered in a fixed number of keys per query block; with the reason.
+            ValueError: the pattern has no fixed number of keys per query block; the message has the reason.
         """
         grid = BlockGrid(LONG, LONG, block_size, causal)
         if pattern.needs_tokens:
@@ -84,7 +84,7 @@ class GatherRule:
         return cls(node, reach, block_size, _shows_itself(node))
 
     def visible(self, q_pos: Tensor, k_pos: Tensor, offset: int) -> Tensor:
-        """Return whether the query at q_pos sees the key at k_pos; offset is the position of query 0."""
+        """Return whether queries at `q_pos` see keys at `k_pos`, bool; `offset` is the position of query 0."""
         return _visible(self.node, q_pos, k_pos, offset, self.block_size)
 
 
@@ -114,7 +114,7 @@ def parse(numbers: list[int]) -> Node:
 
 
 def reach_of(node: Node, block_size: tuple[int, int]) -> Reach | None:
-    """Return a bound on the pairs that a rule shows, None where there is none for all lengths."""
+    """Return a bound on the pairs that a rule shows; None if no bound holds for all lengths."""
     if node.op is Op.BAND:
         lo, hi = node.numbers
         return Reach((lo, hi)) if -lo < UNBOUNDED and hi < UNBOUNDED else None
@@ -150,7 +150,7 @@ def _either(a: Reach, b: Reach) -> Reach:
 
 
 def _within(reach: Reach, least: int) -> Reach:
-    """Return a reach of which only distances >= least remain."""
+    """Return the part of a reach with distances >= `least`."""
     band = None if reach.band is None else (max(reach.band[0], least), reach.band[1])
     if least < 0:
         return Reach(band, reach.keys, reach.queries)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.storage import check_new_folder, new_folder
 
 MANIFEST = "dynaxx.json"
 CARDS = {"7.5": "SM75", "8.0": "SM80", "8.6": "SM86", "8.9": "SM89", "12.0": "SM120", "12.1": "SM121"}
@@ -59,7 +59,7 @@ def build_engines(
 
     Args:
         onnx: the folder, with the portable form of a decoder.
-        out: a folder that does not exist yet, or is empty; it appears when it is whole.
+        out: an empty or missing folder. It appears only when it is complete.
         settings: shapes and cards.
 
     Returns:
@@ -67,18 +67,14 @@ def build_engines(
 
     Raises:
         ImportError: TensorRT for RTX is not installed.
-        FileNotFoundError, ValueError: `onnx` is no such folder, or there is something at `out`.
-        UnsupportedInputError: TensorRT refuses a graph; with its reasons.
+        FileNotFoundError, ValueError: `onnx` is no such folder, or `out` already exists.
+        UnsupportedInputError: TensorRT refuses a graph; the error lists its reasons.
     """
     settings, source, target = settings or EngineSettings(), Path(onnx), Path(out)
     manifest = _manifest(source)
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{target} is there already: remove it, or choose another folder")
+    check_new_folder(target)
     trt = _bindings()
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with new_folder(target) as unfinished:
         sizes = {}
         for graph in manifest["graphs"]:
             engine = _build(trt, source / f"{graph}.onnx", settings, decodes=graph == "decode")
@@ -88,11 +84,6 @@ def build_engines(
         result["tensorrt_rtx"] = str(trt.__version__)
         written = {**manifest, "format": "dynaxx.tensorrt", **result, "shapes": _shapes(settings)}
         (unfinished / MANIFEST).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return result
 
 

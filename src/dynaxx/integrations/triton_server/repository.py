@@ -12,7 +12,6 @@ model_repository/
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from string import Template
 from typing import Any
 
 from dynaxx.policy import Policy, save_policy
+from dynaxx.storage import new_folder
 
 CONFIG = Template("""\
 # Written by dynaxx. Triton's documentation explains each field.
@@ -135,12 +135,8 @@ def write_repository(
     if target.exists():
         raise ValueError(f"{target} already exists: remove it, or choose another folder or name")
     _check(source, policy)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with new_folder(target) as unfinished:
         _fill(unfinished, source, policy, settings)
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return {"model": str(target), "name": settings.name, "policy": policy is not None, "stream": settings.stream}
 
 
@@ -171,7 +167,7 @@ def _value(name: str, kind: str, text: str) -> Any:
 
 def _fill(folder: Path, source: Path, policy: Policy | None, settings: RepositorySettings) -> None:
     version = folder / "1"
-    version.mkdir(parents=True)
+    version.mkdir()
     shutil.copytree(source, version / "model")
     if policy is not None:
         save_policy(policy, version / "policy.json")
