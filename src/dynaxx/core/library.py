@@ -187,6 +187,8 @@ def _declare(library: CDLL) -> CDLL:
         "token_top": [pointer, size, size, pointer, size, size, pointer],
         "index_tokens": [pointer],
         "block_scores": [pointer],
+        "best_blocks": [pointer],
+        "list_blocks": [pointer, size],
         "mark_best": [pointer, size, size, pointer, size, pointer],
         "static_layout": [pointer, size, pointer, pointer, pointer],
         "take_layout": [pointer, pointer, size],

@@ -18,6 +18,7 @@ from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_codes
 from dynaxx.patterns.base import Pattern
+from dynaxx.selection import in_core
 from dynaxx.selection.device import select_on_device, serves
 from dynaxx.selection.groups import Per, heads_alike, shared_ranks, shared_scores
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer, pieces
@@ -190,6 +191,8 @@ def _select(
     scale = softmax_scale(scale, head_dim)
     if serves(q, grid, selector):
         return select_on_device(q, k, pattern, selector, grid, scale, memory_budget)
+    if in_core.serves(q, k, grid, selector, memory_budget):
+        return in_core.select_in_core(q, k, pattern, selector, grid, scale)
     forced = _Forced.of(pattern, grid, q.device)
     score_rows = selector.scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
     alike = heads_alike(selector, heads, k.shape[2])

@@ -39,14 +39,14 @@ class ForwardRow {
   static int64_t memory_needed(const ForwardArgs& args, int64_t heads) {
     const int64_t panels = heads * (args.plan->block / PANEL);
     return panels * (args.head_dim + args.head_dim_v + 2) * PANEL +
-           STEP_ROWS * (PANEL + args.head_dim + args.head_dim_v) + PANEL * std::max(args.head_dim, args.head_dim_v);
+           STEP_ROWS * (2 * PANEL + args.head_dim + args.head_dim_v) + PANEL * std::max(args.head_dim, args.head_dim_v);
   }
 
   void run() {
     load_queries();
     const Rows k = rows_of(args_.k, args_.k_strides, D_, pairs_), v = rows_of(args_.v, args_.v_strides, E_, false);
     const int64_t k_stride = k.step_stride(), v_stride = v.step_stride();
-    float* scores = take(STEP_ROWS * PANEL);
+    float* scores = take(2 * STEP_ROWS * PANEL);
     const int32_t* indptr = row_indptr(plan_, task_.batch, task_.head, task_.row);
     for (int64_t entry = indptr[0]; entry < indptr[1];) {
       Step step;
@@ -56,7 +56,15 @@ class ForwardRow {
         next.fetch(num_panels_);
         Span spans[MAX_SPANS];
         const int num_spans = step_spans(plan_, step, p % panels_per_head_, k_stride, v_stride, spans);
-        if (num_spans) attend(panels_[p], spans, num_spans, k_stride, v_stride, depth_, E_, scale_, pairs_, scores);
+        if (!num_spans) continue;
+        if (p + 1 < num_panels_ && step.plain() && pairable(depth_, scale_, pairs_)) {
+          attend_pair(panels_[p], panels_[p + 1], spans, num_spans, k_stride, v_stride, depth_, E_, scale_,
+                      {scores, scores + STEP_ROWS * PANEL});
+          next.fetch(num_panels_);
+          p++;
+        } else {
+          attend(panels_[p], spans, num_spans, k_stride, v_stride, depth_, E_, scale_, pairs_, scores);
+        }
       }
     }
     for (int p = 0; p < num_panels_; p++) store_panel(p);

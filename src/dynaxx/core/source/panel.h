@@ -65,4 +65,36 @@ inline void attend(const QueryPanel& panel, const Span* spans, int num_spans, in
   add_rows<false>(spans, num_spans, v_stride, E, scores, alpha, panel.out);
 }
 
+// Return whether `attend_pair` serves: the build has registers for two panels, and their sums have one part.
+DYNAXX_INLINE bool pairable(int64_t D, const Scale& scale, bool pairs) {
+  return LANES == PANEL && D <= DOT_PART && !scale.capped() && !pairs;
+}
+
+// Like `attend` for two panels that see the same spans, without masks. Rows of k and v are loaded once for both; results
+// are equal bit by bit.
+inline void attend_pair(const QueryPanel& one, const QueryPanel& two, const Span* spans, int num_spans, int64_t k_stride,
+                        int64_t v_stride, int64_t D, int64_t E, const Scale& scale, float* const (&scores)[2]) {
+  float top_before[2][PANEL], alpha[2][PANEL];
+  const QueryPanel* const panels[2] = {&one, &two};
+  for (int p = 0; p < 2; p++)
+    for (int i = 0; i < PANEL; i++) top_before[p][i] = panels[p]->top[i];
+  for (int s = 0; s < num_spans; s++) {
+    const Span& span = spans[s];
+    for (int r = 0; r < span.rows;) {
+      const int rows = next_tile(span.rows - r, SCORE_ROWS);
+      const int64_t at = (span.at + r) * PANEL;
+      SCORE_PAIR_TILES[rows - 1](span.k + r * k_stride, k_stride, {one.q, two.q}, D, {scores[0] + at, scores[1] + at},
+                                 {one.top, two.top});
+      r += rows;
+    }
+  }
+  for (int p = 0; p < 2; p++) softmax_step(*panels[p], spans, num_spans, top_before[p], scale.factor, scores[p], alpha[p]);
+  for (int64_t c = 0; c < E;) {
+    const int cols = next_tile(int(E - c), PAIR_VALUE_ROWS);
+    SUM_PAIR_TILES[cols - 1](spans, num_spans, c, v_stride, {scores[0], scores[1]}, {alpha[0], alpha[1]},
+                             {one.out + c * PANEL, two.out + c * PANEL});
+    c += cols;
+  }
+}
+
 }  // namespace dynaxx

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step: about 128 visited rows that are gathered in the cache before all panels of a task read them.
 #pragma once
+#include <algorithm>
+
 #include "args.h"
 #include "pack.h"
 #include "plan.h"
@@ -34,6 +36,11 @@ struct Step {
   Block blocks[MAX_BLOCKS];
   int num_blocks = 0;
   int rows = 0;
+
+  // Return whether all panels see all rows.
+  bool plain() const {
+    return std::all_of(blocks, blocks + num_blocks, [](const Block& block) { return block.mask < 0; });
+  }
 };
 
 // Return whether to copy rows: if they need widening, or if several panels read them and they are not contiguous. With

@@ -138,6 +138,68 @@ static void sum_tile(const Span* spans, int num_spans, int64_t first, int64_t st
   }
 }
 
+// Like score_tile without masks and caps, for two panels that read the same rows; D <= DOT_PART. Sums are equal bit by bit.
+template <int R>
+static void score_pair_tile(const float* rows, int64_t stride, const float* const (&panels)[2], int64_t D,
+                            float* const (&scores)[2], float* const (&tops)[2]) {
+  vec sum[2][R][VECS] = {};
+  const float *first = panels[0], *second = panels[1];
+  for (int64_t d = 0; d < D; d++) {
+    vec b[2][VECS];
+    DYNAXX_UNROLL
+    for (int i = 0; i < VECS; i++) b[0][i] = load(first + d * PANEL + i * LANES), b[1][i] = load(second + d * PANEL + i * LANES);
+    DYNAXX_UNROLL
+    for (int r = 0; r < R; r++) {
+      const vec a = splat(rows[r * stride + d]);
+      DYNAXX_UNROLL
+      for (int i = 0; i < VECS; i++) sum[0][r][i] += a * b[0][i], sum[1][r][i] += a * b[1][i];
+    }
+  }
+  DYNAXX_UNROLL
+  for (int p = 0; p < 2; p++)
+    DYNAXX_UNROLL
+  for (int i = 0; i < VECS; i++) {
+    vec highest = load(tops[p] + i * LANES);
+    DYNAXX_UNROLL
+    for (int r = 0; r < R; r++) {
+      highest = max_second_if_nan(highest, sum[p][r][i]);
+      store(scores[p] + r * PANEL + i * LANES, sum[p][r][i]);
+    }
+    store(tops[p] + i * LANES, highest);
+  }
+}
+
+// Like sum_tile<R, false> for two panels that read the same rows.
+template <int R>
+static void sum_pair_tile(const Span* spans, int num_spans, int64_t first, int64_t stride, const float* const (&weights)[2],
+                          const float* const (&alphas)[2], float* const (&panels)[2]) {
+  vec sum[2][R][VECS] = {};
+  for (int s = 0; s < num_spans; s++) {
+    const float* row = spans[s].v + first;
+    const float *one = weights[0] + spans[s].at * PANEL, *two = weights[1] + spans[s].at * PANEL;
+    for (int r = 0; r < spans[s].rows; r++, row += stride, one += PANEL, two += PANEL) {
+      vec b[2][VECS];
+      DYNAXX_UNROLL
+      for (int i = 0; i < VECS; i++) b[0][i] = load(one + i * LANES), b[1][i] = load(two + i * LANES);
+      DYNAXX_UNROLL
+      for (int c = 0; c < R; c++) {
+        const vec a = splat(row[c]);
+        DYNAXX_UNROLL
+        for (int i = 0; i < VECS; i++) sum[0][c][i] += a * b[0][i], sum[1][c][i] += a * b[1][i];
+      }
+    }
+  }
+  DYNAXX_UNROLL
+  for (int p = 0; p < 2; p++)
+    DYNAXX_UNROLL
+  for (int c = 0; c < R; c++)
+    DYNAXX_UNROLL
+  for (int i = 0; i < VECS; i++) {
+    float* at = panels[p] + c * PANEL + i * LANES;
+    store(at, load(at) * load(alphas[p] + i * LANES) + sum[p][c][i]);
+  }
+}
+
 // The template instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows, at index R - 1.
 template <bool CAPPED, bool PAIRS, int... R>
 constexpr auto score_tiles(std::integer_sequence<int, R...>) {
@@ -148,6 +210,20 @@ template <bool FROM_K, int... R>
 constexpr auto sum_tiles(std::integer_sequence<int, R...>) {
   return std::array{&sum_tile<R + 1, FROM_K>...};
 }
+
+template <int... R>
+constexpr auto score_pair_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&score_pair_tile<R + 1>...};
+}
+
+template <int... R>
+constexpr auto sum_pair_tiles(std::integer_sequence<int, R...>) {
+  return std::array{&sum_pair_tile<R + 1>...};
+}
+
+constexpr int PAIR_VALUE_ROWS = VALUE_ROWS / 2;
+constexpr auto SCORE_PAIR_TILES = score_pair_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
+constexpr auto SUM_PAIR_TILES = sum_pair_tiles(std::make_integer_sequence<int, PAIR_VALUE_ROWS>());
 
 template <bool CAPPED, bool PAIRS>
 constexpr auto SCORE_TILES = score_tiles<CAPPED, PAIRS>(std::make_integer_sequence<int, SCORE_ROWS>());

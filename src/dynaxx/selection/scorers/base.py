@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ GPU_MEMORY_BUDGET = 1 << 30  # default on a GPU, where many small steps cost mor
 ScoreRows = Callable[[int, int], Tensor]  # (first row, last row + 1) -> (B, Hq, R, C) fp32 logits
 Reduce = Callable[[Tensor, int], Tensor]  # (fp32 tensor, dim) -> without that dim
 _KERNELS: dict[Reduce, str] = {torch.mean: "mean", torch.amin: "smallest", torch.amax: "largest"}  # their GPU names
+
+
+class MeanQueryTiles(NamedTuple):
+    """Scores that are masses of single keys, for the mean queries of tiles."""
+
+    size: int  # tokens per tile, a divisor of the q block
+    sharpness: float  # factor on the scores
 
 
 class Scorer(ABC):
@@ -44,6 +52,10 @@ class Scorer(ABC):
             memory_budget: bytes of temporary memory, besides q, k and a dozen fp32 numbers per score. The summaries of
                 all keys and one row of scores cannot be split and may exceed it.
         """
+
+    def mean_query_tiles(self, q_block: int) -> MeanQueryTiles | None:
+        """Return the tiles of a q block whose mean queries the scorer multiplies with single keys; None if others."""
+        return None
 
     @property
     def reads_places(self) -> bool:

@@ -18,7 +18,15 @@ from dynaxx.kernels.cpu import block_scores
 from dynaxx.kernels.problem import QueryScoresProblem
 from dynaxx.kernels.registry import QUERY_SCORES
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pieces, scoring_kernels
+from dynaxx.selection.scorers.base import (
+    MEMORY_BUDGET,
+    MeanQueryTiles,
+    Scorer,
+    ScoreRows,
+    per_kv_head,
+    pieces,
+    scoring_kernels,
+)
 from dynaxx.selection.scorers.int8 import center_of, int8_sums
 from dynaxx.selection.scorers.pooling import mean_tiles
 
@@ -61,6 +69,10 @@ class MeanQuery(Scorer):
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
         return self.among(None, q, k, grid, scale, memory_budget=memory_budget)
+
+    @override
+    def mean_query_tiles(self, q_block: int) -> MeanQueryTiles | None:
+        return MeanQueryTiles(q_block, self.sharpness) if self.precision == "full" else None
 
     @property
     @override

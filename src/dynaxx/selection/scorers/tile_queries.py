@@ -12,7 +12,14 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.kernels.cpu import block_scores
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most, scoring_kernels
+from dynaxx.selection.scorers.base import (
+    MEMORY_BUDGET,
+    MeanQueryTiles,
+    Scorer,
+    ScoreRows,
+    divisor_at_most,
+    scoring_kernels,
+)
 from dynaxx.selection.scorers.pooling import mean_tiles
 from dynaxx.selection.scorers.tiles import TokenTiles, tile_scores
 
@@ -39,6 +46,10 @@ class TileQueries(Scorer):
             raise ValueError(f"`tokens` must be >= 1, got {self.tokens}")
         if not self.sharpness > 0:
             raise ValueError(f"`sharpness` must be > 0, got {self.sharpness}")
+
+    @override
+    def mean_query_tiles(self, q_block: int) -> MeanQueryTiles:
+        return MeanQueryTiles(divisor_at_most(q_block, self.tokens), self.sharpness)
 
     @override
     def prepare(
