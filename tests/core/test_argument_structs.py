@@ -9,7 +9,7 @@ import pytest
 
 from dynaxx.core.build import SOURCE
 from dynaxx.integrations.onnx.library import SOURCE as ONNX_SOURCE
-from dynaxx.kernels.cpu import arguments, block_scores, decode, indexer, token_decode, tokens
+from dynaxx.kernels.cpu import arguments, best_blocks, block_scores, decode, indexer, token_decode, tokens
 
 STRUCTURES = {
     "Plan": arguments.WorkPlan,
@@ -24,6 +24,8 @@ STRUCTURES = {
     "TokenDecodeArgs": token_decode.TokenDecodeArgs,
     "IndexArgs": indexer.IndexArgs,
     "BlockScoreArgs": block_scores.BlockScoreArgs,
+    "BestBlocksArgs": best_blocks.BestBlocksArgs,
+    "ListBlocksArgs": best_blocks.ListBlocksArgs,
 }
 NAMES = {"grain": "block_size"}  # the core's word: Python's word
 KINDS = {"int64_t": "q", "double": "d"}  # as in the module `struct`; Q is a pointer

@@ -16,6 +16,7 @@ import sys
 import threading
 from contextlib import nullcontext
 from ctypes import byref, c_int64, c_void_p
+from math import prod
 
 import torch
 
@@ -23,7 +24,7 @@ import dynaxx as dx
 from dynaxx.core.library import active_library
 from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
 from dynaxx.kernels import cpu
-from dynaxx.kernels.cpu import block_scores, decode, indexer, token_decode, tokens
+from dynaxx.kernels.cpu import best_blocks, block_scores, decode, indexer, token_decode, tokens
 from dynaxx.kernels.cpu.arguments import forward_args
 from dynaxx.kernels.cpu.plan import plan_of
 
@@ -235,6 +236,43 @@ def _choose_blocks(draw: random.Random, library: ctypes.CDLL) -> None:
     counts = torch.tensor([draw.choice((*INT32, *range(5))) for _ in range(80)])
     marked = torch.empty(80, 4, dtype=torch.bool)
     check(library.dynaxx_cpu_mark_best(best.data_ptr(), 80, 4, counts.data_ptr(), 2, marked.data_ptr()))
+    _choose_and_list(draw, library)
+
+
+def _choose_and_list(draw: random.Random, library: ctypes.CDLL) -> None:
+    """Choose blocks with any counts and bits, and list them beside those of a pattern with any entries."""
+    tokens, lengths = draw.choice((1, 8, 16)), (draw.randrange(70), draw.randrange(1, 70))
+    q, k = torch.randn(2, lengths[0], 4, 16), torch.randn(2, lengths[1], 2, 16)
+    k[1, draw.randrange(lengths[1])] = draw.choice(FLOATS)
+    rows, blocks = -(-lengths[0] // 16), -(-lengths[1] // 32)
+    words = -(-blocks // 32)
+    bits = lambda *shape: torch.tensor([draw.choice((*INT32, 1, 3)) for _ in range(prod(shape))], dtype=torch.int32)
+    counts, optional, chosen = bits(4 * rows), bits(rows, words), bits(2, 4, rows, words)
+    args = best_blocks.BestBlocksArgs(
+        q=q.data_ptr(), k=k.data_ptr(), counts=counts.data_ptr(), optional=optional.data_ptr(),
+        chosen=chosen.data_ptr(), q_strides=(c_int64 * 3)(*q.stride()[:3]), k_strides=(c_int64 * 3)(*k.stride()[:3]),
+        batch=2, seqlen_q=lengths[0], seqlen_k=lengths[1], q_heads=4, kv_heads=2, head_dim=16, q_block=16, kv_block=32,
+        tile=tokens, causal=draw.random() < 0.5, scale=draw.choice(FLOATS), threads=2,
+    )  # fmt: skip
+    if draw.random() < 0.2:
+        setattr(args, draw.choice(("kv_heads", "kv_block", "tile")), draw.choice((-1, 0, 3, 2**40, -(2**63))))
+    check(library.dynaxx_cpu_best_blocks(byref(args)))
+    entries = draw.randrange(5)
+    pattern_indptr = torch.tensor(sorted(draw.randrange(entries + 1) for _ in range(rows + 1)), dtype=torch.int32)
+    indices = torch.tensor([draw.choice((*INT32, 0, 1)) for _ in range(5)], dtype=torch.int32)
+    indptr, num_partial = torch.zeros(8, rows + 1, dtype=torch.int32), torch.zeros(8, rows, dtype=torch.int32)
+    listed = best_blocks.ListBlocksArgs(
+        chosen=chosen.data_ptr(), pattern_indptr=draw.choice((None, pattern_indptr.data_ptr())),
+        pattern_indices=indices.data_ptr(), pattern_codes=indices.data_ptr(), indptr=indptr.data_ptr(),
+        num_partial=num_partial.data_ptr(), heads=8, rows=rows, blocks=blocks, causal=draw.random() < 0.5,
+        q_block=16, kv_block=32, offset=lengths[1] - lengths[0], first_cut=-15, cut_step=16,
+    )  # fmt: skip
+    if draw.random() < 0.2:
+        setattr(listed, draw.choice(("kv_block", "cut_step", "blocks")), draw.choice((-1, 0, 3, -(2**63))))
+    if library.dynaxx_cpu_list_blocks(byref(listed), 2) == OK and rows:
+        found = torch.empty(2, max(1, int(indptr[-1, -1])), dtype=torch.int32)
+        listed.indices, listed.codes, listed.capacity = found[0].data_ptr(), found[1].data_ptr(), found.shape[1]
+        check(library.dynaxx_cpu_list_blocks(byref(listed), 2))
 
 
 def shared(draw: random.Random) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose blocks on a CPU in the compiled core: scores, ranks and lists in two calls. The choice equals that of torch."""
+"""Choose blocks on a CPU in the compiled core: scores, ranks and lists. The choice equals that of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.cpu import best_blocks, block_scores
-from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout import FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_codes
 from dynaxx.patterns.base import Pattern
@@ -44,7 +44,8 @@ def select_in_core(
 ) -> BlockLayout:
     """Choose blocks as `select_blocks` does. `serves` must have accepted the inputs."""
     tiles, choice = selector.scorer.mean_query_tiles(grid.block_size[0]), selector.choice(q.shape[2])
-    assert tiles is not None and choice is not None, "`serves` asked before"
+    assert tiles is not None, "`serves` asked before"
+    assert choice is not None, "`serves` asked before"
     given, counts = _given(pattern, grid), _counts(choice, grid, q.shape[2])
     factor = scale * tiles.sharpness * math.log2(math.e)
     chosen = best_blocks.best_blocks(q.detach(), k.detach(), counts, given.optional, grid, tiles.size, factor)
@@ -72,10 +73,7 @@ def _given(pattern: Pattern | None, grid: BlockGrid) -> _Given:
         own = causal_codes(grid, rows, cols)
         same = (part.codes == FULL) | ((part.codes >= 0) & (part.same_as_causal[part.codes.clamp(min=0)] == own))
         optional[rows[same], cols[same]] = False
-        shown = part.codes != EMPTY
-        assert bool(shown.all()), "a layout has no empty entries"
-        layout = part.layout
-        entries = tuple(x.int().contiguous() for x in (layout.kv_indptr[0, 0], cols, part.codes))
+        entries = part.layout.kv_indptr[0, 0].contiguous(), cols.int(), part.codes.int()
     return _Given(_packed(optional), entries, part.masks)
 
 

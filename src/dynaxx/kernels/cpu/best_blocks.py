@@ -90,7 +90,8 @@ def best_blocks(
     library = active_library()
     assert library is not None, "`serves` says whether there is a core"
     (batch, _, q_heads, head_dim), kv_heads = q.shape, k.shape[2]
-    assert counts.is_contiguous() and optional.is_contiguous(), "cached tensors are contiguous"
+    assert counts.is_contiguous(), "`counts` must be contiguous"
+    assert optional.is_contiguous(), "`optional` must be contiguous"
     chosen = torch.empty(batch, q_heads, *optional.shape, dtype=torch.int32)
     args = BestBlocksArgs(
         q.data_ptr(),
