@@ -165,7 +165,7 @@ def layer_row(name, kind, seqlen, device, turns):
         own: lambda: function(module, q, k, v, mask, **kwargs)[0],
         "dynaxx": lambda: layer.attend(current, module, q, k, v, lazy, own_kwargs)[0],
     }
-    work = next(iter(current.works.values()))[0]
+    work = next(iter(current.call_plans.values()))[0]
     if len(work.parts) == 1:
         (part,), scores = work.parts, {"softcap": own_kwargs.get("softcap"), "sinks": own_kwargs.get("s_aux")}
         views = [x.transpose(1, 2) for x in (q, k, v)]
