@@ -138,12 +138,22 @@ def test_tables_of_benchmarks_equal_their_results():
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_files_exist(page):
-    """Source files that a page names exist; a page may name the end of a path."""
+    """Source files that a page names exist and have the named parts; a page may name the end of a path."""
     folders = ("src", "tests", "benchmarks", "examples", "docs")
-    files = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    named = re.findall(r"`([\w*/.-]+\.(?:py|cpp|h|j2|yml))`", page.read_text(encoding="utf-8"))
-    missing = [name for name in named if not any(fnmatch.fnmatch(path, f"*/{name}") for path in files)]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    named = re.findall(r"`([\w*/.-]+\.(?:py|cpp|h|j2|yml))(?::([\w.]+))?`", page.read_text(encoding="utf-8"))
+    missing = []
+    for name, part in named:
+        found = [path for path in files if fnmatch.fnmatch(path.as_posix(), f"*/{name}")]
+        if not any(defines(path, part) for path in found):
+            missing.append(f"{name}:{part}")
     assert missing == []
+
+
+def defines(path, part):
+    """Return whether a file defines a function or class, `name` or `Class.name`; any file defines the empty part."""
+    text = path.read_text(encoding="utf-8") if part else ""
+    return all(re.search(rf"^\s*(def|class) {name}\b", text, re.M) for name in part.split(".") if name)
 
 
 def test_the_api_reference_has_every_public_name():
