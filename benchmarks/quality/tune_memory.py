@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dynaxx.lab.texts import encode, load_text, split_text
-from dynaxx.lab.tune.costs import BUDGETS, SCORERS, rule_of
+from dynaxx.lab.tune.costs import BUDGETS, DEFAULT_SCORERS, rule_of, scorers_named
 from dynaxx.lab.tune.run import tune
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 
@@ -74,7 +74,11 @@ def main():
     part, size = split_text(text).calibration, args.block_size
     for tokens in args.lengths:
         ids = encode(tokenizer, part, tokens + 1)
-        rules = [rule_of(scorer, budget, size, 64, tokens // size // 2) for scorer in SCORERS for budget in BUDGETS]
+        rules = [
+            rule_of(scorer, budget, size, 64, tokens // size // 2)
+            for scorer in scorers_named(DEFAULT_SCORERS)
+            for budget in BUDGETS
+        ]
         measured("costs of all heads", tokens, lambda: measure_head_costs(model, ids, rules, block_size=size))  # noqa: B023
     with tempfile.TemporaryDirectory() as folder:
         options = dict(block_size=size, time_budget=args.seconds, with_reference=False, name="Llama-3.1-8B's shape")

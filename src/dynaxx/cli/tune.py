@@ -58,6 +58,17 @@ def tune(
             help="Layers that choose blocks; the others read those of an earlier layer. 0: each layer chooses.",
         ),
     ] = 0,
+    scorers: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="Scorers of blocks to try: mean, bounds, tiles (a mean query per 8 tokens; fewer blocks, on CPUs).",
+        ),
+    ] = "mean,bounds",
+    stretches: Annotated[
+        int,
+        typer.Option(min=1, help="Stretches of each text for costs, and for trials; more permit fewer blocks."),
+    ] = 1,
     lengths: LengthsOption = "",
     block_size: Annotated[
         str,
@@ -111,6 +122,7 @@ def tune(
       dynaxx tune smollm2 --out run --kinds all --held-out
       dynaxx tune smollm2 --out run --hold niah_single_2,vt
       dynaxx tune smollm2 --out run --choosing-layers 15
+      dynaxx tune smollm2 --out run --tokens 8192 --block-size 32x16 --scorers mean,tiles --stretches 2
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
@@ -141,6 +153,8 @@ def tune(
             hold=held,
             held_out=held_out,
             choosing=choosing,
+            scorers=names(scorers),
+            stretches=stretches,
             skip=frozenset(
                 step
                 for step, wanted in zip(

@@ -114,8 +114,12 @@ def with_start(ids: Tensor, start: Sequence[int]) -> Tensor:
     return ids
 
 
-def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str = "text") -> Tensor:
+def encode(
+    tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str = "text", most: int | None = None
+) -> Tensor:
     """Return the token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
+
+    With `most`, return as many as the text has, from `tokens` to `most`.
 
     Raises:
         ValueError: the text is too short; the message names it by `part` and gives its length.
@@ -127,7 +131,7 @@ def encode(tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str =
         )
     import torch
 
-    return torch.tensor([ids[skip : skip + tokens]], dtype=torch.int64)
+    return torch.tensor([ids[skip : skip + max(tokens, most or 0)]], dtype=torch.int64)
 
 
 def check_tokens(model: Any, tokens: int, block_size: int) -> None:

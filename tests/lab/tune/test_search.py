@@ -148,27 +148,26 @@ def test_tasks_must_hold(tuned, monkeypatch):
     assert found.chosen is None or found.chosen.tasks[0].passed
 
 
-SCORERS = (dx.MeanQuery(), dx.MinMax(bound=0.5))
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Use small blocks, so that a policy has blocks to choose from at 512 tokens."""
     monkeypatch.setattr(trials_module, "LAST_QUERIES", 16)
     monkeypatch.setattr(costs_module, "LOCAL_TOKENS", 32)
 
-    def use(*scorers):
-        monkeypatch.setattr(costs_module, "SCORERS", scorers)
-        monkeypatch.setattr(search_module, "SCORERS", scorers)
 
-    return use
+def test_unknown_scorers_and_no_stretches_are_refused(tuned):
+    with pytest.raises(ValueError, match="must be some of mean, bounds, tiles, got best"):
+        tuned(scorers=("mean", "best"))
+    with pytest.raises(ValueError, match="got none"):
+        tuned(scorers=())
+    with pytest.raises(ValueError, match="`stretches` must be >= 1"):
+        tuned(stretches=0)
 
 
-@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
-def test_every_scorer_gives_a_policy(tuned, small, scorer):
-    small(scorer)
-    found = tuned(tokens=512, tolerance=0.9)
-    assert found.scorer == repr(scorer)
+@pytest.mark.parametrize("name", costs_module.SCORERS)
+def test_every_scorer_gives_a_policy(tuned, small, name):
+    found = tuned(tokens=512, tolerance=0.9, scorers=(name,))
+    assert found.scorer == repr(costs_module.SCORERS[name])
     assert found.chosen is not None
     assert found.chosen.density < 1
     for each in found.tuned:
@@ -221,6 +220,10 @@ def test_a_single_text_has_two_stretches_and_several_have_one_each(loaded):
     assert several.kinds == ("sample", "other")
     assert [stretch.ids.shape for stretch in several.search] == [(1, 129), (1, 129)]
     assert not torch.equal(several.costs[0].ids[:, :128], several.search[0].ids[:, :128])
+    more = texts_module.search_texts(loaded.tokenizer, TEXT, {"other": TEXT}, 64, stretches=2)
+    assert more.kinds == ("sample", "other")
+    assert [len(part) for part in (more.costs, more.search)] == [4, 4]
+    assert len({tuple(stretch.ids[0, 1:].tolist()) for stretch in (*more.costs[:2], *more.search[:2])}) == 4
     with pytest.raises(ValueError, match="the half of 'other' to tune on must have at least"):
         texts_module.search_texts(loaded.tokenizer, TEXT, {"other": TEXT[:3000]}, 900)
 

@@ -12,15 +12,28 @@ from torch import Tensor
 from dynaxx.lab.tune.sensitivity import HeadCosts
 from dynaxx.layout import as_block_size
 from dynaxx.patterns import LastQueries, LocalBlocks, Sink
-from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TopK
+from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TileQueries, TopK
 
 BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # budgets that heads choose from
 
 Budgets = list[list[float]]  # per layer and q head
 
 
-SCORERS: tuple[Scorer, ...] = (MeanQuery(), MinMax(bound=0.5))
+SCORERS: dict[str, Scorer] = {"mean": MeanQuery(), "bounds": MinMax(bound=0.5), "tiles": TileQueries(8)}
+DEFAULT_SCORERS = ("mean", "bounds")  # other engines and exports serve both
 LOCAL_TOKENS = 128  # tokens up to each q block's end that are always visible, in at least two whole blocks
+
+
+def scorers_named(names: Sequence[str]) -> tuple[Scorer, ...]:
+    """Return the scorers with these names without duplicates.
+
+    Raises:
+        ValueError: a name is unknown, or there is none.
+    """
+    unknown = [name for name in names if name not in SCORERS]
+    if unknown or not names:
+        raise ValueError(f"`scorers` must be some of {', '.join(SCORERS)}, got {', '.join(unknown) or 'none'}")
+    return tuple(SCORERS[name] for name in dict.fromkeys(names))
 
 
 def rule_of(
@@ -92,10 +105,10 @@ class Costs(NamedTuple):
         }
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Costs:
+    def of(cls, found: dict[str, Any], scorers: Sequence[Scorer]) -> Costs:
         """Read the costs of each scorer that `plain` wrote."""
-        density, loss = (torch.tensor(found[name]).chunk(len(SCORERS)) for name in ("density", "loss"))
-        by_scorer = lambda parts: dict(zip(SCORERS, parts, strict=True))
+        density, loss = (torch.tensor(found[name]).chunk(len(scorers)) for name in ("density", "loss"))
+        by_scorer = lambda parts: dict(zip(scorers, parts, strict=True))
         return cls(tuple(found["layers"]), by_scorer(density), by_scorer(loss))
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from dynaxx.lab.kinds import kinds_of, text_of
 from dynaxx.lab.progress import Progress
+from dynaxx.lab.tune.costs import DEFAULT_SCORERS
 from dynaxx.lab.tune.decode import check_cuda_graph
 from dynaxx.lab.tune.result import TuneResult
-from dynaxx.lab.tune.search import Search, calibration_ids
+from dynaxx.lab.tune.search import Search
 
-__all__ = ["calibration_ids", "default_block_size", "tune"]
+__all__ = ["default_block_size", "tune"]
 
 
 def tune(
@@ -41,6 +42,8 @@ def tune(
     hold: Sequence[str] = (),
     held_out: bool = False,
     choosing: int = 0,
+    scorers: Sequence[str] = DEFAULT_SCORERS,
+    stretches: int = 1,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
     name: str = "",
@@ -67,6 +70,9 @@ def tune(
         held_out: also tune on all kinds except one, for each kind, and measure the excluded kind.
         choosing: number of layers that choose blocks, while all others read those of an earlier layer; 0 means all. The
             policy shares blocks only if that takes at most 8 % more of them.
+        scorers: names of scorers of blocks to try (`costs.SCORERS`); the one that loses least is taken.
+        stretches: stretches of each text for the costs of heads, and as many others for the trials. More of them allow
+            sparser policies: a trial must pass by two standard errors.
         resume: continue from `out/tuning_state.json` if model, text and settings are the same.
         progress: reports each step.
         command: the command, stored as evidence.
@@ -86,7 +92,7 @@ def tune(
     if held_out and not others:
         raise ValueError("`held_out` needs several kinds of text: give `kinds`, for example --kinds all")
     settings = (out, tokens, block_size, seed, resume, progress, time_budget, tolerance, others, hold, choosing)
-    search = Search(model, tokenizer, text, *settings)
+    search = Search(model, tokenizer, text, *settings, scorers, stretches)
     traffic = text if with_reference else ""
     return search.run(command, name or type(model).__name__, traffic, with_decode, cuda_graph, held_out)
 

@@ -20,7 +20,7 @@ from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, SCORERS, Budgets, Costs
+from dynaxx.lab.tune.costs import BUDGETS, DEFAULT_SCORERS, Budgets, Costs, scorers_named
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
@@ -28,7 +28,7 @@ from dynaxx.lab.tune.guide import Guide
 from dynaxx.lab.tune.held_tasks import HeldTasks
 from dynaxx.lab.tune.reference import with_reference
 from dynaxx.lab.tune.result import HeldOutKind, Trial, TuneResult, sparser
-from dynaxx.lab.tune.search_texts import SearchTexts, calibration_ids, search_texts
+from dynaxx.lab.tune.search_texts import SearchTexts, search_texts
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.tune.sharing import (
     REACH,
@@ -46,7 +46,7 @@ from dynaxx.layout import as_block_size
 from dynaxx.policy import rules_digest
 from dynaxx.selection import Scorer
 
-__all__ = ["Search", "calibration_ids"]
+__all__ = ["Search"]
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
@@ -75,14 +75,17 @@ class Search:
         kinds: Mapping[str, str] | None = None,
         hold: Sequence[str] = (),
         choosing: int = 0,
+        scorers: Sequence[str] = DEFAULT_SCORERS,
+        stretches: int = 1,
     ) -> None:
-        self.choosing = choosing
+        self.choosing, self.scorers = choosing, scorers_named(scorers)
         self.tokenizer = tokenizer
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
         self.time = TimeBudget(time_budget)
-        self.texts: SearchTexts = search_texts(tokenizer, text, kinds or {}, tokens)
-        key = fingerprint(model, self.texts.key(), tokens=tokens, block_size=block_size, seed=seed)
+        self.texts: SearchTexts = search_texts(tokenizer, text, kinds or {}, tokens, stretches)
+        settings = dict(tokens=tokens, block_size=block_size, seed=seed, scorers=self.scorers)
+        key = fingerprint(model, self.texts.key(), **settings)
         self.steps = Steps(self.out / "tuning_state.json", key, resume)
         held = HeldTasks(model, tokenizer, text, hold, tokens, seed, self.steps.remember) if hold else None
         self.trials = Trials(model, self.texts, self.steps, tokens, block_size, tolerance, held)
@@ -97,7 +100,7 @@ class Search:
         held_out: bool = False,
     ) -> TuneResult:
         """Search, measure and write the policy with its evidence."""
-        steps = 4 + len(SCORERS) + 2 * SEARCH_STEPS + 2 + 2
+        steps = 4 + len(self.scorers) + 2 * SEARCH_STEPS + 2 + 2
         with evaluating(self.model), fast_linears(self.model), self.progress.task("tuning", total=steps) as task:
             result = self._with_evidence(self._run(task, command, name, held_out))
             if with_decode:
@@ -113,7 +116,7 @@ class Search:
         task.advance(0, "dense perplexity")
         self.trials.measure_dense()
         task.advance(1, "loss of each head")
-        each_costs = [self._head_costs(i) for i in range(len(self.texts.costs))]
+        each_costs = self._costs_by_kind()
         costs = Costs.mean(each_costs)
         layers = costs.layers
         if 0 < self.choosing * (1 + REACH) < len(layers):
@@ -121,7 +124,7 @@ class Search:
             raise ValueError(f"`choosing` must be at least {fewest} of the {len(layers)} layers, got {self.choosing}")
         task.advance(3, "which scorer")
         scorer, allocator, known = self._best_scorer(costs)
-        task.advance(len(SCORERS), repr(scorer))
+        task.advance(len(self.scorers), repr(scorer))
         tuned = self._tuned(costs, allocator)
 
         def uniform(target: float) -> tuple[float, Budgets]:
@@ -254,6 +257,13 @@ class Search:
         trial = self.trials.evaluate(*make(best.aim), costs.layers, scorer, kinds=[kind])
         return HeldOutKind(kind, trial.density, trial.ratio, trial.error, trial.passed)
 
+    def _costs_by_kind(self) -> list[Costs]:
+        """Return the costs on each kind of text, the means over its stretches."""
+        by_kind: dict[str, list[Costs]] = {}
+        for index, stretch in enumerate(self.texts.costs):
+            by_kind.setdefault(stretch.kind, []).append(self._head_costs(index))
+        return [Costs.mean(each) for each in by_kind.values()]
+
     def _head_costs(self, index: int) -> Costs:
         """Return the loss of each head on one of the texts for costs."""
         stretch = self.texts.costs[index]
@@ -261,7 +271,7 @@ class Search:
         until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
 
         def measure() -> list[HeadCosts]:
-            candidates = [self.trials.rule(budget, scorer) for scorer in SCORERS for budget in BUDGETS]
+            candidates = [self.trials.rule(budget, scorer) for scorer in self.scorers for budget in BUDGETS]
             with self.progress.task(f"Measuring the loss of each head{of}", total=layers) as inner:
                 return measure_head_costs(
                     self.model,
@@ -284,7 +294,7 @@ class Search:
                 self.steps.remember(key, lambda: found)
         if not found["layers"]:
             raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
-        return Costs.of(found)
+        return Costs.of(found, self.scorers)
 
     def _timings(self, policy: Policy) -> list[LengthTiming]:
         """Time attention at increasing lengths, as long as there is time."""
@@ -297,10 +307,10 @@ class Search:
         costs decide and there is no trial.
         """
         tried: list[tuple[float, Scorer, Allocator, Budgets | None]] = []
-        for scorer in SCORERS:
+        for scorer in self.scorers:
             allocator = Allocator(costs.density[scorer], costs.loss[scorer])
             found = allocator.at(SCORER_DENSITY)
-            if not self.time.allows(TUNED_UNTIL, len(SCORERS) * self.trials.evaluation_seconds):
+            if not self.time.allows(TUNED_UNTIL, len(self.scorers) * self.trials.evaluation_seconds):
                 tried.append((found.loss, scorer, allocator, None))
                 continue
             budgets = costs.budgets(found.choice)

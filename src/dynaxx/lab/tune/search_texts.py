@@ -34,39 +34,43 @@ class SearchTexts:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds of text, in the order of the search."""
-        return tuple(stretch.kind for stretch in self.costs)
+        return tuple(dict.fromkeys(stretch.kind for stretch in self.costs))
 
     def key(self) -> Tensor:
         """Return all ids concatenated, as an identity of the texts."""
         return torch.cat([stretch.ids[0] for stretch in (*self.costs, *self.search)])
 
 
-def search_texts(tokenizer: Any, text: str, kinds: Mapping[str, str], tokens: int) -> SearchTexts:
-    """Divide the calibration half of each text into stretches, the first for costs, the others for the search.
+def search_texts(tokenizer: Any, text: str, kinds: Mapping[str, str], tokens: int, stretches: int = 1) -> SearchTexts:
+    """Divide the calibration half of each text into stretches, the first ones for costs, the others for the search.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        text: the sample.
+        kinds: further kinds of text.
+        tokens: tokens per stretch.
+        stretches: stretches of each text for costs, and as many for the search, as far as the text has them. The search
+            gets more if they are odd, and at least `SEARCH_TEXTS` of a single text.
 
     Raises:
         ValueError: a text is too short; the message names it and gives its length.
     """
-    if not kinds:
-        ids = calibration_ids(tokenizer, text, tokens)
-        starts = range(tokens, tokens * (1 + SEARCH_TEXTS), tokens)
-        made = [Stretch(SAMPLE, started(tokenizer, ids[:, start : start + tokens + 1])) for start in (0, *starts)]
-        return SearchTexts((made[0],), tuple(made[1:]))
+    if stretches < 1:
+        raise ValueError(f"`stretches` must be >= 1, got {stretches}")
+    fewest = 1 if kinds else SEARCH_TEXTS  # of the search
+    most = stretches + max(fewest, stretches)
     costs: list[Stretch] = []
     found: list[Stretch] = []
     for kind, each in {SAMPLE: text, **kinds}.items():
         part = f"the half of {kind!r} to tune on" if kind != SAMPLE else "the half of the text to tune on"
-        ids = encode(tokenizer, split_text(each).calibration, 2 * tokens + 1, part=part)
-        costs.append(Stretch(kind, started(tokenizer, ids[:, : tokens + 1])))
-        found.append(Stretch(kind, started(tokenizer, ids[:, tokens:])))
+        room = (1 + fewest) * tokens + 1, most * tokens + 1
+        ids = encode(tokenizer, split_text(each).calibration, room[0], part=part, most=room[1])
+        count = (ids.shape[1] - 1) // tokens
+        made = [
+            Stretch(kind, started(tokenizer, ids[:, start : start + tokens + 1]))
+            for start in range(0, count * tokens, tokens)
+        ]
+        for_costs = min(count // 2, count - fewest)
+        costs += made[:for_costs]
+        found += made[for_costs:]
     return SearchTexts(tuple(costs), tuple(found))
-
-
-def calibration_ids(tokenizer: Any, text: str, tokens: int) -> Tensor:
-    """Return the token ids to tune on, from the calibration half of a text: (1, ...) int64.
-
-    Raises:
-        ValueError: the text is too short; the message gives its length.
-    """
-    part = split_text(text).calibration
-    return encode(tokenizer, part, (1 + SEARCH_TEXTS) * tokens + 1, part="the half of the text to tune on")

@@ -21,6 +21,7 @@ from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.profile.run import default_lengths
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import check_tokens, split_text
+from dynaxx.lab.tune.costs import DEFAULT_SCORERS, scorers_named
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.layout import as_block_size
 
@@ -54,6 +55,8 @@ class TuneSettings:
     hold: tuple[str, ...] = ()  # tasks that the policy must pass
     held_out: bool = False  # also tune on all kinds except one, for each kind
     choosing: int = 0  # layers that choose blocks, while the others read theirs; 0 means all
+    scorers: tuple[str, ...] = DEFAULT_SCORERS  # scorers of blocks to try
+    stretches: int = 1  # stretches of each text for costs, and for trials
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
@@ -122,7 +125,8 @@ class _Steps:
         self.files: list[Path] = []
         check_tokens(model, plan.tokens, max(as_block_size(self.block_size)))
         kinds = {kind: text_of(kind) for kind in kinds_of(plan.kinds)}
-        search_texts(tokenizer, text, kinds, plan.tokens)
+        scorers_named(plan.scorers)
+        search_texts(tokenizer, text, kinds, plan.tokens, plan.stretches)
         if plan.held_out and not kinds:
             raise ValueError("--held-out needs several kinds of text: give --kinds, for example --kinds all")
         if plan.hold:
@@ -169,6 +173,8 @@ class _Steps:
             hold=plan.hold,
             held_out=plan.held_out,
             choosing=plan.choosing,
+            scorers=plan.scorers,
+            stretches=plan.stretches,
             progress=self.progress,
             command=plan.command,
             name=plan.name,
