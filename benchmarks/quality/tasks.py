@@ -36,7 +36,7 @@ from dynaxx.lab.perplexity import logits_of, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.result import interval_of, judged
-from dynaxx.lab.tasks.score import closed_book
+from dynaxx.lab.tasks.score import closed_book, other_answers
 from dynaxx.lab.tasks.suite import DEFINITIONS, make_task, named_tasks
 from dynaxx.lab.texts import encode, load_text, split_text, started
 from dynaxx.lab.tune.allocation import Allocator
@@ -378,25 +378,24 @@ def scored(model, samples, policy=None):
         with applied(model, policy) if policy is not None else contextlib.nullcontext() as handle:
             read = [model.base_model(each.prompt.to(model.device), use_cache=True) for each in some]
             assert handle is None or handle.stats()["sparse_calls"] > 0, "the prompts ran dense"
-        found += [answered(model, *each) for each in zip(some, read, strict=True)]
+        found += [answered(model, each.answer, one, each.ends) for each, one in zip(some, read, strict=True)]
     return found
 
 
-def answered(model, sample, read):
-    """Score one sample after its prompt."""
-    answer, cache = sample.answer.to(model.device), cache_of(read)
+def answered(model, answer, read, ends=()):
+    """Score an answer (a,) after a prompt; `ends` are the numbers of its tokens up to each of its parts."""
+    answer, cache = answer.to(model.device), cache_of(read)
     hidden = [read[0][:, -1:]]
     if len(answer) > 1:
         hidden.append(model.base_model(answer[None, :-1], use_cache=True, **with_cache(model.base_model, cache))[0])
     logprobs = logits_of(model, torch.cat(hidden, 1))[0].log_softmax(-1)
     right = logprobs.argmax(-1) == answer
-    starts = (0, *sample.ends)
-    found = [bool(right[a:b].all()) for a, b in zip(starts, sample.ends, strict=False)]
-    return float(logprobs.gather(1, answer[:, None]).mean()), sum(found) / len(found)
+    found = [bool(right[a:b].all()) for a, b in zip((0, *ends), ends, strict=False)]
+    return float(logprobs.gather(1, answer[:, None]).mean()), sum(found) / max(1, len(found))
 
 
 @torch.no_grad()
-def preferences(model, samples, policy=None, wrong=3):
+def preferences(model, samples, policy=None):
     """Return how much more likely a model finds each sample's answer than other samples' answers, in nats per token.
 
     All answers follow the sample's own prompt. A model that has not read the answer from the prompt finds them alike.
@@ -408,10 +407,9 @@ def preferences(model, samples, policy=None, wrong=3):
                 model.base_model(each.prompt.to(model.device), use_cache=True) for each in samples[at : at + TOGETHER]
             ]
         for index, read in enumerate(some, at):
-            others = [samples[(index + 1 + n) % len(samples)] for n in range(wrong)]
-            answers = [samples[index], *(each for each in others if each.answers != samples[index].answers)]
+            answers = [samples[index].answer, *other_answers(samples, index)]
             first, *rest = [answered(model, each, copy.deepcopy(read))[0] for each in answers]
-            found.append(first - sum(rest) / len(rest) if rest else 0.0)
+            found.append(first - sum(rest) / len(rest) if rest else None)
     return found
 
 
@@ -461,6 +459,7 @@ def main():
     parser.add_argument("--state", type=Path, default=Path("benchmarks-tasks-state.json"))
     parser.add_argument("--write", type=Path, default=None, help="folder for the policies of the methods")
     parser.add_argument("--only-policies", action="store_true", help="run no task: only perplexity, by text")
+    parser.add_argument("--only-tasks", action="store_true", help="do not measure perplexity")
     parser.add_argument("--show", type=Path, nargs="+", help="print the rows of these states and measure nothing")
     parser.add_argument("--side-by-side", action="store_true", help="one row per task and density, methods as columns")
     parser.add_argument("--json", action="store_true")
@@ -607,13 +606,13 @@ def measured_rows(args):
             args.write.mkdir(parents=True, exist_ok=True)
             dx.save_policy(policy, args.write / f"{name.replace(', ', '_').replace(' ', '_')}_{density:.3f}.json")
         shown("policies of the methods")
-        losses = dense_losses(model, ids)
+        losses = [] if args.only_tasks else dense_losses(model, ids)
         shown(f"dense perplexity {[round(math.exp(float(torch.cat(each).mean())), 2) for each in losses]}")
-        for name, policy, density in policies:
+        for name, policy, density in policies if losses else ():
             rise = lambda policy=policy: perplexity_rise(model, policy, ids, losses)
             found = steps.remember(f"perplexity {name}|{density}", rise)
             shown(f"perplexity of {name} at {density:.1%}: {' '.join(f'{each:+.2%}' for each in found)}")
-        for density, method in product(args.density if len(costs) > 2 else (), LEFT_OUT):
+        for density, method in product(args.density if len(costs) > 2 and losses else (), LEFT_OUT):
             if method not in methods:
                 continue
             given = (model, costs, ratios, ids, losses, args, density, method == "even")
@@ -626,15 +625,19 @@ def measured_rows(args):
             samples = [make(index) for index in range(args.samples)]
             dense = steps.remember(f"dense {task}", lambda: scored(model, samples))  # noqa: B023
             known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
-            for name, policy in (("dense", None), *(each[:2] for each in policies)) if args.preferences else ():
-                gap = lambda policy=policy: preferences(model, samples, policy)  # noqa: B023
-                found = interval_of(steps.remember(f"preference {task} {name}", gap))
+            gaps = steps.remember(f"preference {task} dense", lambda: preferences(model, samples))  # noqa: B023
+            gap = interval_of([each for each in gaps if each is not None] or [0.0])
+            shown(f"{task} dense: right answers above others by {gap.to_text('+.2f')} nats per token")
+            others = [None if gap is None else each[0] - gap for each, gap in zip(dense, gaps, strict=True)]
+            for name, policy, _ in policies if args.preferences else ():
+                measure = lambda policy=policy: preferences(model, samples, policy)  # noqa: B023
+                found = interval_of(steps.remember(f"preference {task} {name}", measure))
                 shown(f"{task} {name}: right answers above others by {found.to_text('+.2f')} nats per token")
             for name, policy, density in policies:
 
                 def compared(policy=policy):
                     sparse = scored(model, samples, policy)  # noqa: B023
-                    return asdict(judged(task, args.tokens, dense, sparse, known, 0.1))  # noqa: B023
+                    return asdict(judged(task, args.tokens, dense, sparse, known, 0.1, others=others))  # noqa: B023
 
                 steps.remember(f"{task} {name}|{density}", compared)
                 shown(f"{task} of {name} at {density:.1%}")

@@ -63,6 +63,8 @@ class TaskRow:
         dense_logprob, sparse_logprob: nats per answer token.
         drop: dense minus sparse log-probability of the same prompts.
         context_gain: dense log-probability with the context minus without it.
+        preference: dense log-probability of the correct answers minus that of other samples' answers after the same
+            prompt; None if there are none.
         verdict: whether the policy passes the task; "unclear" if there are too few samples to decide.
         why: explanation of the verdict.
     """
@@ -78,6 +80,7 @@ class TaskRow:
     context_gain: Interval
     verdict: Verdict
     why: str
+    preference: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def judged(
     known: Sequence[float],
     limit: float | None,
     *,
+    others: Sequence[float | None] = (),
     ran_sparse: bool = True,
 ) -> TaskRow:
     """Return the row of a task.
@@ -139,12 +143,15 @@ def judged(
         sparse: (log-probability, match) of each sample, sparse.
         known: dense log-probability of each answer without the context.
         limit: allowed loss in nats per answer token; None means no limit.
+        others: dense log-probability of wrong answers after the same prompt, for the samples that have some.
         ran_sparse: False where every call ran dense, so that dense was compared with dense.
     """
     drop = interval_of([before[0] - after[0] for before, after in zip(dense, sparse, strict=True)])
     gain = interval_of([before[0] - without for before, without in zip(dense, known, strict=True)])
     dense_match, sparse_match = (share_of([each[1] for each in found]) for found in (dense, sparse))
-    verdict, why = _verdict(dense_match, sparse_match, drop, gain, limit)
+    gaps = [before[0] - other for before, other in zip(dense, others, strict=False) if other is not None]
+    preference = interval_of(gaps) if gaps else None
+    verdict, why = _verdict(dense_match, sparse_match, drop, gain, preference, limit)
     if not ran_sparse:
         verdict, why = "dense by policy", "the policy leaves prompts of this length dense"
     return TaskRow(
@@ -159,11 +166,17 @@ def judged(
         context_gain=gain,
         verdict=verdict,
         why=why,
+        preference=preference,
     )
 
 
 def _verdict(
-    dense: Interval, sparse: Interval, drop: Interval, gain: Interval, limit: float | None
+    dense: Interval,
+    sparse: Interval,
+    drop: Interval,
+    gain: Interval,
+    preference: Interval | None,
+    limit: float | None,
 ) -> tuple[Verdict, str]:
     """Return the verdict of a row and its explanation."""
     learns = gain.low >= KNOWN if math.isfinite(gain.low) else gain.mean >= KNOWN
@@ -171,6 +184,12 @@ def _verdict(
         return "not informative", (
             f"the dense model finds {dense.mean:.0%} of the answers, and its context makes them {gain.mean:+.2f} nats "
             "per token more likely"
+        )
+    if dense.mean < ANSWERED and not prefers(preference):
+        assert preference is not None, "without wrong answers there is no preference to miss"
+        return "not informative", (
+            f"the dense model finds {dense.mean:.0%} of the answers, and does not tell them from other prompts' "
+            f"answers: they are {preference.to_text('+.2f')} nats per token more likely"
         )
     by = "" if dense.mean >= ANSWERED else "; judged by likelihood: dense decoding finds few answers itself"
     if limit is None:
@@ -185,6 +204,11 @@ def _verdict(
         "unclear",
         f"loses {drop.mean:.2f} nats per answer token, at most {drop.high:.2f}: more samples would tell{by}",
     )
+
+
+def prefers(preference: Interval | None) -> bool:
+    """Return whether correct answers are more likely than wrong ones beyond chance; True if that is unknown."""
+    return preference is None or not math.isfinite(preference.low) or preference.low > 0
 
 
 def finite(value: Any) -> Any:

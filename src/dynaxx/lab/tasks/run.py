@@ -10,7 +10,7 @@ from typing import Any
 
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.result import SuiteResult, TaskRow, judged
-from dynaxx.lab.tasks.score import answer_task, closed_book
+from dynaxx.lab.tasks.score import answer_task, closed_book, other_answers
 from dynaxx.lab.tasks.suite import TaskSample, make_task, named_tasks
 
 LENGTHS = (1024, 4096)
@@ -51,14 +51,18 @@ class SuitePlan:
 class DenseAnswers:
     """Cache of the dense model's answers, so that several policies are compared with one dense run."""
 
-    found: dict[tuple[str, int, int, int], tuple[float, float, float]] = field(default_factory=dict)
+    found: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] = field(default_factory=dict)
 
-    def of(self, model: Any, tokenizer: Any, sample: TaskSample, seed: int, index: int, generate: bool) -> Any:
-        """Return (log-probability, match, log-probability without the context)."""
+    def of(
+        self, model: Any, tokenizer: Any, samples: Sequence[TaskSample], seed: int, index: int, generate: bool
+    ) -> tuple[float, float, float, float | None]:
+        """Return (log-probability, match, log-probability without the context, that of wrong answers) of a sample."""
+        sample = samples[index]
         key = (sample.task, sample.tokens, seed, index)
         if key not in self.found:
-            answer = answer_task(model, tokenizer, sample, generate=generate)
-            self.found[key] = (answer.logprob, answer.match, closed_book(model, sample))
+            others = other_answers(samples, index)
+            answer = answer_task(model, tokenizer, sample, generate=generate, others=others)
+            self.found[key] = (answer.logprob, answer.match, closed_book(model, sample), answer.others)
         return self.found[key]
 
 
@@ -114,16 +118,17 @@ def _row(
     seed: int,
     dense: DenseAnswers,
 ) -> TaskRow:
-    before = [dense.of(model, tokenizer, sample, seed, index, plan.generate) for index, sample in enumerate(made)]
+    before = [dense.of(model, tokenizer, made, seed, index, plan.generate) for index in range(len(made))]
     with applied() as handle:
         after = [answer_task(model, tokenizer, sample, generate=plan.generate) for sample in made]
         ran_sparse = handle is None or handle.stats()["sparse_calls"] > 0
     return judged(
         made[0].task,
         made[0].tokens,
-        [each[:2] for each in before],
+        [(each[0], each[1]) for each in before],
         [(each.logprob, each.match) for each in after],
         [each[2] for each in before],
         limit,
+        others=[each[3] for each in before],
         ran_sparse=ran_sparse,
     )

@@ -24,6 +24,7 @@ from dynaxx.lab.tasks.example import Grade
 from dynaxx.lab.tasks.suite import DEFINITIONS, SPARE, TaskSample
 
 NAME = re.compile(r"\b[0-9a-f]{6}\b")
+OTHERS = 3  # wrong answers that are scored after a prompt
 BEGINNING = 8  # letters that a "ratio" answer must begin with
 
 
@@ -34,14 +35,18 @@ class TaskAnswer:
     Attributes:
         logprob: mean log-probability of the answer's tokens in nats.
         match: grade of the greedily decoded text, 0 to 1.
+        others: mean log-probability of wrong answers after the same prompt, None if there are none.
     """
 
     logprob: float
     match: float
+    others: float | None = None
 
 
 @torch.no_grad()
-def answer_task(model: Any, tokenizer: Any, sample: TaskSample, *, generate: bool = True) -> TaskAnswer:
+def answer_task(
+    model: Any, tokenizer: Any, sample: TaskSample, *, generate: bool = True, others: Sequence[Tensor] = ()
+) -> TaskAnswer:
     """Score one sample.
 
     Args:
@@ -50,13 +55,17 @@ def answer_task(model: Any, tokenizer: Any, sample: TaskSample, *, generate: boo
         sample: a sample of `make_task`.
         generate: continue greedy decoding after a wrong token. If False, an answer is found if each of its tokens is
             the most likely one after the correct tokens before it.
+        others: wrong answers (a,) to score after the same prompt, such as `other_answers`.
     """
     answer = sample.answer.to(model.device)
     cache, fed, found = None, sample.prompt.to(model.device), 0.0
     right: list[bool] = []
     written: list[int] | None = None
+    wrong: list[float] = []
     for token in answer:
         logits, cache = _step(model, fed, cache)
+        if not right:
+            wrong = [_continued(model, logits, cache, each) for each in others]
         logprobs = logits.log_softmax(-1)
         found += float(logprobs[token])
         best = logprobs.argmax()
@@ -74,7 +83,23 @@ def answer_task(model: Any, tokenizer: Any, sample: TaskSample, *, generate: boo
         starts = (0, *sample.ends)
         each = [all(right[a:b]) for a, b in zip(starts, sample.ends, strict=False)]
         match = sum(each) / len(each)
-    return TaskAnswer(found / len(answer), match)
+    return TaskAnswer(found / len(answer), match, sum(wrong) / len(wrong) if wrong else None)
+
+
+def other_answers(samples: Sequence[TaskSample], index: int, count: int = OTHERS) -> list[Tensor]:
+    """Return the answers of the next samples of a task that differ from the answer of sample `index`."""
+    following = [samples[(index + 1 + i) % len(samples)] for i in range(min(count, len(samples) - 1))]
+    return [each.answer for each in following if each.answers != samples[index].answers]
+
+
+def _continued(model: Any, logits: Tensor, cache: Any, answer: Tensor) -> float:
+    """Return the mean log-probability of an answer after a prompt with these last logits. The cache stays unchanged."""
+    answer = answer.to(logits.device)
+    rows = [logits[None]]
+    if len(answer) > 1:
+        kept = with_cache(model.base_model, copy.deepcopy(cache))
+        rows.append(logits_of(model, model.base_model(answer[None, :-1], use_cache=True, **kept)[0])[0])
+    return float(torch.cat(rows).log_softmax(-1).gather(1, answer[:, None]).mean())
 
 
 @torch.no_grad()

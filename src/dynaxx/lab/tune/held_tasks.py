@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.tasks.haystack import Haystack
-from dynaxx.lab.tasks.result import ANSWERED, KNOWN
-from dynaxx.lab.tasks.score import answer_task, closed_book
+from dynaxx.lab.tasks.result import ANSWERED, KNOWN, interval_of, prefers
+from dynaxx.lab.tasks.score import answer_task, closed_book, other_answers
 from dynaxx.lab.tasks.suite import make_task, named_tasks
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.result import TaskTrial
@@ -60,7 +60,9 @@ class HeldTasks:
         for name, samples in self._samples.items():
             dense = self._remember(f"task {name} dense", partial(self._answers, name, True))
             known, match = (statistics.mean(each[i] for each in dense) for i in (2, 1))
-            informative = match >= ANSWERED or statistics.mean(each[0] for each in dense) - known >= KNOWN
+            gaps = [each[0] - each[3] for each in dense if each[3] is not None]
+            learns = statistics.mean(each[0] for each in dense) - known >= KNOWN
+            informative = match >= ANSWERED or (learns and prefers(interval_of(gaps) if gaps else None))
             drop = 0.0
             if informative:
                 with apply(self._model, policy):
@@ -70,10 +72,16 @@ class HeldTasks:
             rows.append(TaskTrial(name, drop, informative, drop <= LIMIT))
         return tuple(rows)
 
-    def _answers(self, name: str, alone: bool) -> list[tuple[float, float, float]]:
-        """Return the log-probability, the match, and on request the log-probability without the context."""
+    def _answers(self, name: str, alone: bool) -> list[tuple[float, float, float, float | None]]:
+        """Return the log-probability and the match of each sample.
+
+        Alone, also the log-probability without the context, and that of other samples' answers.
+        """
         found = []
-        for sample in self._samples[name]:
-            answer = answer_task(self._model, self._tokenizer, sample, generate=False)
-            found.append((answer.logprob, answer.match, closed_book(self._model, sample) if alone else 0.0))
+        samples = self._samples[name]
+        for index, sample in enumerate(samples):
+            others = other_answers(samples, index) if alone else ()
+            answer = answer_task(self._model, self._tokenizer, sample, generate=False, others=others)
+            known = closed_book(self._model, sample) if alone else 0.0
+            found.append((answer.logprob, answer.match, known, answer.others))
         return found
