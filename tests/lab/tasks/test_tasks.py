@@ -17,7 +17,7 @@ from dynaxx.lab.tasks.haystack import NOISE, Haystack, different
 from dynaxx.lab.tasks.needles import NEEDLE_TASKS
 from dynaxx.lab.tasks.result import Interval, interval_of, judged, share_of
 from dynaxx.lab.tasks.run import DenseAnswers, SuitePlan, run_suite
-from dynaxx.lab.tasks.score import answer_task, closed_book, grade
+from dynaxx.lab.tasks.score import answer_task, closed_book, grade, other_answers
 from dynaxx.lab.tasks.suite import DEFINITIONS, RULER, SUITES, make_task, named_tasks
 from dynaxx.lab.texts import pydoc_text
 
@@ -274,6 +274,24 @@ def test_scores_are_those_of_a_plain_computation(model):
         )
 
 
+def test_wrong_answers_are_scored_after_the_same_prompt(model):
+    samples = [make_task("niah_single_1", Letters(), HAYSTACK, 900, index=i) for i in range(3)]
+    others = other_answers(samples, 0)
+    assert [each.tolist() for each in others] == [each.answer.tolist() for each in samples[1:]]
+    assert other_answers(samples[:1], 0) == []
+    assert other_answers([samples[0]] * 2, 0) == [], "the same answer is not a wrong one"
+    found = answer_task(model, Letters(), samples[0], others=others)
+    plain = answer_task(model, Letters(), samples[0])
+    assert (found.logprob, found.match, plain.others) == (plain.logprob, plain.match, None)
+    with torch.no_grad():
+        each = []
+        for answer in others:
+            ids = torch.cat([samples[0].prompt, answer[None]], dim=1)
+            logprobs = model(ids).logits.log_softmax(-1)[0, samples[0].prompt.shape[1] - 1 : -1]
+            each.append(float(logprobs.gather(1, answer[:, None]).mean()))
+    assert found.others == pytest.approx(sum(each) / len(each), rel=1e-4)
+
+
 def test_a_suite_compares_a_model_with_itself(model):
     plan = SuitePlan(("niah_single_1", "vt", "niah_multivalue"), (1000, 2200), samples=2)
     dense, said = DenseAnswers(), []
@@ -315,6 +333,15 @@ def test_verdicts():
     held = verdict([wrong] * 5, [wrong] * 5)  # not found, but the context makes it likelier by one nat
     assert held[0] == "holds"
     assert "judged by likelihood" in held[1]
+    wide = [-8.0, -1.0, -3.0, -1.0, -2.0]  # of wrong answers after the same prompts: as likely as the right ones
+    row = judged("vt", 1024, [wrong] * 5, [wrong] * 5, [-4.0] * 5, 0.1, others=wide)
+    assert row.verdict == "not informative"
+    assert "does not tell them from other prompts' answers" in row.why
+    assert row.preference is not None
+    assert row.preference.low < 0 < row.preference.high
+    for others in ([-6.0] * 5, [None] * 5, [-2.0] + [None] * 4):  # clearly less likely; unknown; known for one alone
+        assert judged("vt", 1024, [wrong] * 5, [wrong] * 5, [-4.0] * 5, 0.1, others=others).verdict == "holds"
+    assert judged("vt", 1024, [right] * 5, [right] * 5, [-4.0] * 5, 0.1, others=wide).verdict == "holds", "found"
     assert verdict([right] * 5, [wrong] * 5, limit=None)[0] == "holds"
     assert verdict([right], [right])[0] == "unclear", "one sample"
     assert judged("vt", 1024, [right], [right], [-4.0], 0.1, ran_sparse=False).verdict == "dense by policy"

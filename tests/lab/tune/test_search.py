@@ -174,6 +174,17 @@ def test_every_scorer_gives_a_policy(tuned, small, name):
         assert each.density == pytest.approx(each.aim, abs=1e-6), "shares of blocks do not depend on the text"
 
 
+def test_long_texts_have_finer_budgets(tuned, small, monkeypatch):
+    assert costs_module.budgets_for(8192) == costs_module.BUDGETS
+    assert costs_module.budgets_for(32768) == costs_module.LONG_BUDGETS
+    monkeypatch.setattr(costs_module, "LONG_TEXT", 512)
+    found = tuned(tokens=512, tolerance=0.9, resume=False)
+    chosen = {budget for row in found.budgets for budget in row}
+    assert chosen <= set(costs_module.LONG_BUDGETS)
+    for each in found.tuned:
+        assert each.density == pytest.approx(each.aim, abs=1e-6)
+
+
 def test_a_limited_search_tries_one_budget_only_where_it_could_win(tuned, small):
     options = dict(tokens=512, tolerance=0.02, resume=False)
     free, limited = tuned(**options), tuned(**options, time_budget=3600.0)
@@ -209,7 +220,7 @@ def test_held_tasks_are_scored_once(loaded, tmp_path):
     policy = dx.Policy(model=model_facts(loaded.model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
     (row,) = tasks.under(policy, "a")
     assert (row.task, row.informative, row.drop, row.passed) == ("niah_single_1", False, 0.0, True)
-    assert "task niah_single_1 dense" in steps
+    assert "task niah_single_1 alone" in steps
     assert "task niah_single_1 a" not in steps, "what the dense model cannot do is not asked of the policy"
 
 

@@ -58,7 +58,7 @@ class HeldTasks:
 
         rows = []
         for name, samples in self._samples.items():
-            dense = self._remember(f"task {name} dense", partial(self._answers, name, True))
+            dense = self._remember(f"task {name} alone", partial(self._answers, name, True))
             known, match = (statistics.mean(each[i] for each in dense) for i in (2, 1))
             gaps = [each[0] - each[3] for each in dense if each[3] is not None]
             learns = statistics.mean(each[0] for each in dense) - known >= KNOWN

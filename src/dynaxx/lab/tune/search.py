@@ -20,7 +20,7 @@ from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import BUDGETS, DEFAULT_SCORERS, Budgets, Costs, scorers_named
+from dynaxx.lab.tune.costs import DEFAULT_SCORERS, Budgets, Costs, budgets_for, scorers_named
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
@@ -269,9 +269,10 @@ class Search:
         stretch = self.texts.costs[index]
         of = "" if len(self.texts.costs) == 1 else f" on {stretch.kind}"
         until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
+        budgets = budgets_for(self.tokens)
 
         def measure() -> list[HeadCosts]:
-            candidates = [self.trials.rule(budget, scorer) for scorer in self.scorers for budget in BUDGETS]
+            candidates = [self.trials.rule(budget, scorer) for scorer in self.scorers for budget in budgets]
             with self.progress.task(f"Measuring the loss of each head{of}", total=layers) as inner:
                 return measure_head_costs(
                     self.model,
@@ -284,7 +285,7 @@ class Search:
                 )
 
         layers = self.model.config.get_text_config().num_hidden_layers
-        key = f"costs by scorer {index}"
+        key = f"costs of {len(budgets)} budgets by scorer {index}"
         if key in self.steps:
             found = self.steps.remember(key, dict)
         else:
@@ -294,7 +295,7 @@ class Search:
                 self.steps.remember(key, lambda: found)
         if not found["layers"]:
             raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
-        return Costs.of(found, self.scorers)
+        return Costs.of(found, self.scorers, budgets)
 
     def _timings(self, policy: Policy) -> list[LengthTiming]:
         """Time attention at increasing lengths, as long as there is time."""
