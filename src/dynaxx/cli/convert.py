@@ -52,14 +52,14 @@ def convert(
     to: Annotated[
         Target, typer.Option(help="nsa: Native Sparse Attention; indexed: tokens that an indexer chooses.")
     ] = Target.nsa,
-    slc_count: Annotated[int, typer.Option(min=1, help="Blocks that each query selects.")] = 16,
-    slc_block: Annotated[int, typer.Option(help="Tokens per selected block: 16, 32, 64 or 128.")] = 64,
-    window: Annotated[int, typer.Option(min=1, help="Keys of the window branch.")] = 512,
+    slc_count: Annotated[int, typer.Option(min=1, help="nsa: blocks that each query selects.")] = 16,
+    slc_block: Annotated[int, typer.Option(help="nsa: tokens per selected block: 16, 32, 64 or 128.")] = 64,
+    window: Annotated[int, typer.Option(min=1, help="nsa: keys of the window branch.")] = 512,
     compression: Annotated[
-        Compression, typer.Option(help="How to compress a window of keys into one key.")
+        Compression, typer.Option(help="nsa: how to compress a window of keys into one key.")
     ] = Compression.mlp,
     dense_gate: Annotated[
-        float, typer.Option(help="Initial gate of the selected branch; the other branches share the rest.")
+        float, typer.Option(help="nsa: initial gate of the selected branch; the other branches share the rest.")
     ] = 0.96,
     tokens: Annotated[int, typer.Option(min=1, help="indexed: tokens that each query attends to.")] = 2048,
     token_block: Annotated[int, typer.Option(help="indexed: neighbours chosen together: 1, 2, 4 or 8.")] = 1,
@@ -72,11 +72,12 @@ def convert(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Convert a dense Llama to native sparse attention (NSA).
+    r"""Convert a dense Llama to trained sparse attention.
 
-    Fine-tune the result: it has the weights of the dense model, and its gates start close to dense attention. Load DIR
-    with transformers' from_pretrained after `import dynaxx.integrations.transformers.nsa_llama`. DIR must not exist
-    yet; it appears once it is complete.
+    --to nsa: native sparse attention (NSA), with gates that start close to dense attention. --to indexed: attention to
+    tokens that a small indexer chooses. The result has the weights of the dense model; fine-tune it. Load DIR with
+    transformers' from_pretrained after `import dynaxx.integrations.transformers.nsa_llama`, or `indexed_llama`. DIR
+    must not exist yet; it appears once it is complete.
 
     \b
     Examples:

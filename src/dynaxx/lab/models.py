@@ -238,10 +238,8 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
                 )
         except ImportError as error:
             raise ImportError(f"reading a GGUF needs: pip install 'dynaxx[transformers]' ({error})") from error
-        model.hf_quantizer, model.is_quantized = (
-            None,
-            False,
-        )  # otherwise save_pretrained refuses, although the weights are plain now
+        # The weights are plain now, but save_pretrained would refuse a model that seems quantized.
+        model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         task.advance(8, "saving")

@@ -18,6 +18,7 @@ from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.paging.compressed import CompressedPages
 from dynaxx.layout.paging.pages import SCALED_DTYPES
 from dynaxx.ops.decode import sparse_decode
+from dynaxx.ops.decode_checks import check_cache
 from dynaxx.ops.decode_dispatch import serving
 
 # How windows become compressed tokens. None: their mean. Tensor: a weighted sum with weights (cmp_block, kv_heads).
@@ -203,8 +204,7 @@ def _one_query_each(q: Tensor, cache: PagedCache) -> tuple[Tensor, PagedCache]:
 
 
 def _check_cache(cache: PagedCache) -> None:
-    if not isinstance(cache, PagedCache):
-        raise TypeError(f"`cache` must be a PagedCache, got {type(cache).__name__}")
+    check_cache(cache)
     if cache.k.dtype in SCALED_DTYPES:
         raise ValueError(f"`cache` must hold floats of 16 bits or more, got {cache.k.dtype}")
     if cache.leftpad_k is not None:

@@ -79,10 +79,8 @@ def diff(old: Policy, new: Policy) -> PolicyDiff:
 
 
 def _head_changes(old: Policy, new: Policy, phase: Phase) -> list[HeadChange]:
-    rules, shown = (
-        [head_rules(policy, phase) for policy in (old, new)],
-        lambda rule: "dense" if rule is None else repr(rule),
-    )
+    rules = [head_rules(policy, phase) for policy in (old, new)]
+    shown = lambda rule: "dense" if rule is None else repr(rule)
     changes = []
     for layer in sorted({*rules[0], *rules[1]}):
         for head in range(max(old.model.q_heads, new.model.q_heads)):

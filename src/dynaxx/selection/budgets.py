@@ -64,9 +64,8 @@ class TopK(Selector):
     @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         budgets = _checked_heads("budget", _per_head(self.budget), scores.shape[1])
-        counts = torch.stack([_count(budget, visible.clamp(min=self._floor())) for budget in budgets])[
-            ..., None
-        ]  # (Hq | 1, R, 1)
+        least = visible.clamp(min=self._floor())
+        counts = torch.stack([_count(budget, least) for budget in budgets])[..., None]  # (Hq | 1, R, 1)
         # The same for every piece of rows, so that ties break independently of how the rows are split.
         columns = scores.shape[-1]
         most = min(columns, max(int(_count(budget, torch.tensor(max(columns, self._floor())))) for budget in budgets))

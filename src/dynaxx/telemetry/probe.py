@@ -249,7 +249,7 @@ class MeasuredCall(Call):
                 backend=backend,
                 clock=self._clock,
                 marks=(self._started, self._selected, ended),
-                blocks=None if layout is None else count_blocks(self._q, k, v, layout, probe._slots, overlap),
+                blocks=None if layout is None else count_blocks(self._q, v, layout, probe._slots, overlap),
                 copied=self._clock.mark(),
             )
         except Exception as error:

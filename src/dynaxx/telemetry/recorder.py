@@ -59,7 +59,7 @@ class Recorder:
 
     def counter(self, name: str, **labels: str | int) -> Callable[..., None]:
         """Return a function that adds one, or a given number. It is faster than `add` for frequent calls."""
-        series, store = self._find("counter", name, labels), self._store
+        series, store = self._find(name, labels), self._store
         if series is None or series.metric.kind != "counter":
             return lambda number=1: self.add(name, number, **labels)
 
@@ -100,7 +100,7 @@ class Recorder:
         try:
             series = self._found[(name, *labels.items())]
         except (KeyError, TypeError):
-            found = self._find(kind, name, labels)
+            found = self._find(name, labels)
             if found is None:
                 return None
             series = found
@@ -126,7 +126,7 @@ class Recorder:
             self._store.forward(sink, series, value)
         return series
 
-    def _find(self, kind: str, name: str, labels: dict[str, Any]) -> Series | None:
+    def _find(self, name: str, labels: dict[str, Any]) -> Series | None:
         """Return the series of a name and its labels, created if new, or None if they are invalid."""
         metric = CATALOG.get(name)
         if metric is None:

@@ -89,14 +89,11 @@ class HostSlots:
         return self._pinned[next(self._turns)]
 
 
-def count_blocks(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, slots: HostSlots, overlap: Random | None
-) -> BlockCounts:
+def count_blocks(q: Tensor, v: Tensor, layout: BlockLayout, slots: HostSlots, overlap: Random | None) -> BlockCounts:
     """Count the blocks of a call without waiting for its device.
 
     Args:
         q: see `sparse_attention`.
-        k: see `sparse_attention`.
         v: see `sparse_attention`.
         layout: the layout of the call.
         slots: host memory for the counts.

@@ -303,11 +303,8 @@ class Layer:
     def _sparse_piece(self, part: AttentionCall, plan: LayerPlan, planned: CallPlan, scores: ScoreOptions) -> Tensor:
         """Return the result of one sequence, (B, n, Hq, D)."""
         q, k, v = (x.transpose(1, 2) for x in (part.q, part.k, part.v))
-        runs, drawn, meter = (
-            plan if part.guard is None else part.guard.plan(self.index, plan),
-            part.drawn,
-            self.handle.counts.probe,
-        )
+        runs = plan if part.guard is None else part.guard.plan(self.index, plan)  # the guard may have widened it
+        drawn, meter = part.drawn, self.handle.counts.probe
         probe = meter.measured(self.index, q) if drawn and drawn.measured else meter.start(self.index, q)
         read = part.current.layout(self.index, part.place, runs)  # the blocks that another layer chose
         layout = read or runs.layout(q, k, scale=part.scale)

@@ -111,11 +111,11 @@ def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tenso
     rows = rows_of(group)
     layouts = []
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
-        layouts.append(_rows_layout(block_indices[a:b], d - c, spans.sizes.slc_block, rows, group))
+        layouts.append(_rows_layout(block_indices[a:b], d - c, spans.sizes.slc_block, rows))
     return CpuSelectedPlan(spans.ends_q, spans.ends_k, heads, group, rows, tuple(layouts))
 
 
-def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int, group: int) -> BlockLayout:
+def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int) -> BlockLayout:
     """Return the layout of one sequence, whose rows are those of its positions.
 
     The mask of a visited block depends on which positions of its q block selected it, and on its distance from them.

@@ -57,7 +57,7 @@ def select_pages(
 ) -> tuple[Tensor, Tensor]:
     """Return the pages to read, (B, Hk, slots) int32, ascending, padded with -1, and their number, (B, Hk) int32.
 
-    `selection.PageBudget` defines the rule. With wanted (2, Hk), a head reads row 0 + ceil(row 1 * pages of the
+    `selection.pages.PageBudget` defines the rule. With wanted (2, Hk), a head reads row 0 + ceil(row 1 * pages of the
     sequence) pages, in fp32, in addition to sinks and window. The best scores win; for equal scores, the earlier page.
     """
     first, stop = page_range(cache)

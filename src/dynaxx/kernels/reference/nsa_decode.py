@@ -2,8 +2,8 @@
 """Reference definition of decoding with native sparse attention: compression of new windows, and selection of blocks.
 
 Legend: B sequences with one query each; W windows per sequence; Hq, Hk query and kv heads; D head_dim of q and k, E
-head_dim of v; L compressed tokens; P logical pages; n selected blocks. `layout.compressed.CompressedPages` defines the
-positions of compressed tokens.
+head_dim of v; L compressed tokens; P logical pages; n selected blocks. `layout.paging.compressed.CompressedPages`
+defines the positions of compressed tokens.
 """
 
 from __future__ import annotations

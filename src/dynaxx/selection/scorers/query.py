@@ -152,9 +152,8 @@ def all_scores(
     position = torch.arange(grid.kv_blocks * kv_block, device=k.device).unflatten(0, (-1, kv_block))
     for first, last in pieces(grid.kv_blocks, _block_bytes(queries, k, kv_block), min(memory_budget, PIECE_BYTES)):
         begin, stop = first * kv_block, last * kv_block
-        above, inside = (
-            int((ends <= edge).sum()) for edge in (begin, stop - 1)
-        )  # the rows from which some key is hidden
+        # Rows before `above` see none of these keys; rows from `inside` on see all of them.
+        above, inside = (int((ends <= edge).sum()) for edge in (begin, stop - 1))
         if above == rows:
             break
         keys = k[:, begin:stop].float()

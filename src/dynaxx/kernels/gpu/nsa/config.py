@@ -65,7 +65,7 @@ def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dty
     return QueryTiles(positions, group, rows, block_n, 4 if rows <= 64 else 8, stages)
 
 
-def forward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
+def forward_key_tiles(group_size: int, dtype: torch.dtype) -> KeyTiles:
     """Return tile sizes for the partial outputs by key."""
     group = group_rows(group_size)
     if dtype == torch.float32:

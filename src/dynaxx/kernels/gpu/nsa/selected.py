@@ -174,7 +174,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     else:  # the kernels by key overwrite these results, or do nothing
         out, lse = plan.forward_by_query(q, k, v, scale, taken)
-    key_tiles = config.forward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
+    key_tiles = config.forward_key_tiles(plan.group_size, q.dtype)
     row_bytes = v.shape[2] * q.dtype.itemsize
     for kv, own, part in plan.by_heads(k.shape[1], row_bytes, PARTIAL_BYTES):
         index, chunks = part.items(row_bytes, PARTIAL_BYTES)

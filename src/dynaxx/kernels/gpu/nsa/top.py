@@ -171,8 +171,8 @@ def top_blocks(
     """Select the blocks of some queries by their scores.
 
     Args:
-        own: (T, Hs, C) fp32, C a multiple of 16; see `nsa.select.Scores`.
-        behind: (T, Hs, C) fp32; see `nsa.select.Scores`.
+        own: (T, Hs, C) fp32, C a multiple of 16; see `nsa.select.ScoreTensors`.
+        behind: (T, Hs, C) fp32; see `nsa.select.ScoreTensors`.
         indices: (all queries, Hs, n) int32, receives the selection.
         num_blocks: (all queries,) int32, number of blocks that each query sees.
         num_cmp: (all queries,) int32, number of compressed tokens that each query sees.

@@ -23,7 +23,7 @@ from dynaxx.kernels.hopper.attention.backward_consume import consume
 from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256 import WIDE
 from dynaxx.kernels.hopper.attention.backward_produce import ProducerArguments, fed_by, produce
 from dynaxx.kernels.hopper.attention.backward_rows import BackwardRows
-from dynaxx.kernels.hopper.attention.config import REACH, backward_pieces, backward_stages, tile_width
+from dynaxx.kernels.hopper.attention.config import BACKWARD_STAGES, REACH, backward_pieces, tile_width
 from dynaxx.layout import BlockLayout
 
 
@@ -77,7 +77,7 @@ def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
     return {
         "CONSUMERS": kv_block // 64,
         "KV_BLOCK": kv_block,
-        "STAGES": backward_stages(tile_width(q.shape[3])),
+        "STAGES": BACKWARD_STAGES,
         "maxnreg": 168 if kv_block == 128 else 128,
     }
 

@@ -26,7 +26,7 @@ from dynaxx.kernels.hopper.attention.backward_dkv_head_dim_256_consume import (
     consume_dv,
 )
 from dynaxx.kernels.hopper.attention.backward_produce import ProducerArguments, fed_by, produce
-from dynaxx.kernels.hopper.attention.config import backward_stages
+from dynaxx.kernels.hopper.attention.config import BACKWARD_STAGES
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.primitives.signals import barriers
 from dynaxx.layout import BlockLayout
@@ -76,7 +76,7 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
 
 
 def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
-    return {"KV_BLOCK": layout.block_size[1], "STAGES": backward_stages(256), "maxnreg": 168}
+    return {"KV_BLOCK": layout.block_size[1], "STAGES": BACKWARD_STAGES, "maxnreg": 168}
 
 
 WIDE = ColumnKernel(_sparse_attention_hopper_bwd_dkv_head_dim_256_kernel, _others, keys=64)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+BACKWARD_STAGES = 2  # tiles of q and do in flight in the backward over kv blocks
 WIDTHS = (64, 128, 256)
 
 
@@ -33,11 +34,6 @@ def forward_heads_together(seqlen_k: int, head_dim: int, kv_heads: int) -> int:
     """
     most = max(1, (48 << 20) // (seqlen_k * head_dim * 4))
     return max(heads for heads in range(1, min(most, kv_heads) + 1) if kv_heads % heads == 0)
-
-
-def backward_stages(head_dim: int) -> int:
-    """Return the tiles of q and do in flight in the backward over kv blocks."""
-    return 2
 
 
 def fused_stages(head_dim: int) -> int:

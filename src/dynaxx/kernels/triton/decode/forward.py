@@ -44,7 +44,7 @@ def _decode_fwd_kernel(
     p_counts,  # (B, Hk) int32
     p_k_scale,
     p_v_scale,
-    p_exact_k,  # (B, EXACT, Hk, D) contiguous: `layout.exact_tokens.ExactTokens`
+    p_exact_k,  # (B, EXACT, Hk, D) contiguous: `layout.paging.exact_tokens.ExactTokens`
     p_exact_v,
     p_scores,  # (B, Hk, P) fp32: scores of pages, if this kernel selects them
     p_wanted,  # (2, Hk) fp32

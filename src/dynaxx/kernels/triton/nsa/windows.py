@@ -5,7 +5,7 @@ Results are those of `kernels.reference.nsa_decode`. Lengths are read on the dev
 length.
 
 Legend: B sequences, W windows per sequence; Hk kv heads; D head_dim of k or of v. Positions of compressed tokens are
-defined in `layout.compressed.CompressedPages`.
+defined in `layout.paging.compressed.CompressedPages`.
 """
 
 import triton
