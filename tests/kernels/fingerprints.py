@@ -130,6 +130,21 @@ def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int =
         choose.index_tokens(q, k, torch.zeros(queries, heads), scale, spans, 64)
 
 
+def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dtype: torch.dtype) -> None:
+    """Run the loss of an indexer and its gradients, over all keys and over chosen ones."""
+    from dynaxx.kernels.triton.tokens.index_loss import index_loss
+    from dynaxx.layout.tokens import TokenSpans
+
+    q, k = (torch.zeros(TOKENS, count, heads[2], dtype=dtype) for count in heads[:2])
+    index_q, index_k = (
+        torch.zeros(TOKENS, index_heads, index_dim, dtype=dtype),
+        torch.zeros(TOKENS, index_dim).to(dtype),
+    )
+    spans, blocks = TokenSpans((0, TOKENS), (0, TOKENS)), torch.zeros(TOKENS, 64, dtype=torch.int32)
+    for chosen in (None, blocks):
+        index_loss(index_q, index_k, torch.zeros(TOKENS, index_heads), q, k, chosen, spans, 0.1, 0.1, True)
+
+
 def fp8_rows() -> None:
     """Round rows to fp8."""
     from dynaxx.kernels.gpu.tokens.rounding import round_rows
@@ -299,6 +314,9 @@ add("triton indexer 16 of 128 in 8 bits", indexer, "triton", 16, 128, torch.floa
 add("hopper indexer 4 of 64", indexer, "hopper", 4, 64, torch.bfloat16)
 add("hopper tokens 4 of 128", tokens, "hopper", 4, (128, 128), 1)
 add("hopper indexer 2 of 32 in 8 bits", indexer, "hopper", 2, 32, torch.int8)
+add("triton index loss 4 of 32", index_loss, (8, 2, 64), 4, 32, torch.bfloat16)
+add("triton index loss 16 of 128 beside 576", index_loss, (16, 1, 576), 16, 128, torch.bfloat16)
+add("triton index loss 2 of 64 in fp32", index_loss, (4, 2, 128), 2, 64, torch.float32)
 add("triton rows in fp8", fp8_rows)
 add("hopper indexer 64 of 128 in fp8", indexer, "hopper", 64, 128, torch.float8_e4m3fn)
 add("triton decode bf16", decode, torch.bfloat16)

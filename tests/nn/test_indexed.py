@@ -55,12 +55,18 @@ def test_it_attends_to_what_the_indexer_chooses():
     torch.testing.assert_close(attention(x), want, atol=1e-6, rtol=1e-4)
 
 
-def test_packed_in_evaluation_only():
-    attention, x, ends = module().eval(), torch.randn(90, 48), (0, 40, 90)
-    packed = attention(x, cu_seqlens=ends)
-    torch.testing.assert_close(packed[40:], attention(x[None, 40:])[0], atol=1e-6, rtol=1e-4)
-    with pytest.raises(ValueError, match="`cu_seqlens` must be None in training"):
-        attention.train()(x, cu_seqlens=ends)
+@pytest.mark.parametrize("dense", [True, False])
+def test_packed_is_each_sequence_alone(dense):
+    attention, x, ends = module(), torch.randn(90, 48), (0, 40, 90)
+    attention.dense = dense
+    packed, found = attention(x, cu_seqlens=ends), attention.index_loss
+    losses, recalls = [], []
+    for a, b in ((0, 40), (40, 90)):
+        torch.testing.assert_close(packed[a:b], attention(x[None, a:b])[0], atol=1e-6, rtol=1e-4)
+        losses.append(attention.index_loss.loss * (b - a))
+        recalls.append(attention.index_loss.recall * (b - a))
+    torch.testing.assert_close(found.loss, sum(losses) / 90)
+    torch.testing.assert_close(found.recall, sum(recalls) / 90)
     with pytest.raises(ValueError, match="`cache` must be None"):
         attention.eval()(x[None], cache=nn.LayerCache())
 

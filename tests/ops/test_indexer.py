@@ -9,7 +9,7 @@ import torch
 import dynaxx as dx
 from dynaxx.core import library
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.ops import indexer
+from dynaxx.kernels.reference import index_loss as pieces
 
 ISAS = ["", "torch"]
 
@@ -91,7 +91,7 @@ def divergence(index_q, index_k, weights, q, k, scale, index_scale, visible):
 @pytest.mark.parametrize("piece", [1 << 26, 5000])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_loss_and_gradients(sparse, piece, monkeypatch):
-    monkeypatch.setattr(indexer, "PIECE_BYTES", piece)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
     leaves = [x.requires_grad_() for x in draw(40, 50)]
     q, k = torch.randn(2, 40, 6, 16), torch.randn(2, 50, 2, 16)
     chosen = dx.index_tokens(*leaves, dx.TopKTokens(8, block_size=2)) if sparse else None

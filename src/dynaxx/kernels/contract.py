@@ -207,6 +207,28 @@ class IndexerKernels(Protocol):
         """Return e4m3 numbers and the scale of each row in fp32, bitwise as `kernels.rounding.to_fp8`."""
 
 
+class IndexLossKernels(Protocol):
+    """The divergence between dense attention and an indexer, of packed sequences."""
+
+    def index_loss(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        weights: Tensor,
+        q: Tensor,
+        k: Tensor,
+        block_indices: Tensor | None,
+        spans: TokenSpans,
+        scale: float,
+        index_scale: float,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the sums over queries of divergence and of attention on `block_indices` (T, n), and the gradients.
+
+        Gradients are those of the sum of divergence in index_q, index_k and weights, in fp32 at least, if asked for.
+        """
+
+
 class Pooling(Protocol):
     """Pooling of windows of tokens to compressed tokens, for sequences of equal length."""
 

@@ -118,3 +118,23 @@ class IndexerProblem:
             f"choice of {self.slots} blocks of {self.block_size} for {self.queries} queries on {self.device} by an "
             f"indexer of {self.heads} heads of {self.dim} in {str(self.dtype).removeprefix('torch.')}"
         )
+
+
+@dataclass(frozen=True)
+class IndexLossProblem:
+    """The divergence between dense attention and an indexer."""
+
+    device: torch.device
+    dtype: torch.dtype  # of attention's q and k
+    head_dim: int
+    index_dtype: torch.dtype  # of the indexer's q and k
+    index_heads: int
+    index_dim: int
+
+    def __str__(self) -> str:
+        """Return the problem in words, for error messages."""
+        name = lambda dtype: str(dtype).removeprefix("torch.")
+        return (
+            f"the loss on {self.device} of an indexer of {self.index_heads} heads of {self.index_dim} in "
+            f"{name(self.index_dtype)} beside attention of head_dim {self.head_dim} in {name(self.dtype)}"
+        )

@@ -21,6 +21,7 @@ from dynaxx.kernels.contract import (
     AttentionKernels,
     DecodeKernels,
     IndexerKernels,
+    IndexLossKernels,
     NsaDecodeKernels,
     NsaKernels,
     QueryScoresKernels,
@@ -32,6 +33,7 @@ from dynaxx.kernels.problem import (
     AttentionProblem,
     DecodeProblem,
     IndexerProblem,
+    IndexLossProblem,
     QueryScoresProblem,
     SelectionProblem,
 )
@@ -170,6 +172,13 @@ INDEXER: Operation[IndexerProblem, IndexerKernels] = Operation(
         "triton": Backend("triton.tokens.choose", "triton.support:indexer_reasons"),
         "cpu": Backend("cpu.indexer", "cpu.indexer:unsupported_reasons"),
         "reference": Backend("reference.indexer", "reference.indexer:unsupported_reasons"),
+    },
+)
+INDEX_LOSS: Operation[IndexLossProblem, IndexLossKernels] = Operation(
+    "the loss of an indexer",
+    {
+        "triton": Backend("triton.tokens.index_loss", "triton.support:index_loss_reasons"),
+        "reference": Backend("reference.index_loss", "reference.index_loss:unsupported_reasons"),
     },
 )
 SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(

@@ -53,9 +53,13 @@ class Indexer(nn.Module):
 
     @typed
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> IndexerOutput:
-        """Project (..., seqlen, hidden_size); `rotary` (cos, sin) rotates the first columns, as many as it has."""
+        """Project (..., seqlen, hidden_size); `rotary` (cos, sin) rotates the first columns, as many as it has.
+
+        Under autocast, q, k and weights have its dtype, so that kernels multiply q and k in it.
+        """
         x = x.detach()
-        q, k = self.q_proj(x).unflatten(-1, (self.heads, self.dim)), self.k_norm(self.k_proj(x))
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
+        k = self.k_norm(self.k_proj(x)).to(q.dtype)
         if rotary is not None:
             q, k = turned(q, rotary), turned(k.unsqueeze(-2), rotary).squeeze(-2)
         return IndexerOutput(q, k, self.weight_proj(x))
@@ -114,10 +118,10 @@ class IndexedSparseAttention(ProjectedAttention):
         cu_seqlens: CuSeqlens | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Attend like `ProjectedAttention`, over the sequences of a batch, without a cache.
+        """Attend like `ProjectedAttention`, without a cache.
 
         Raises:
-            ValueError: as `ProjectedAttention`, and for packed sequences in training or a cache.
+            ValueError: as `ProjectedAttention`, and for a cache.
         """
         if cache is not None:
             raise ValueError("`cache` must be None here: call `decode`, or generate with a converted Llama")
@@ -192,11 +196,10 @@ class IndexedSparseAttention(ProjectedAttention):
         self.index_loss = None
         if not self.training or not torch.is_grad_enabled():
             return
-        if cu_seqlens is not None:
-            raise ValueError("`cu_seqlens` must be None in training: the indexer's loss takes sequences of a batch")
         self.index_loss = index_loss(
-            *indexed, q, k, block_indices=chosen, block_size=self.choice.block_size, scale=self.scale
-        )
+            *indexed, q, k, block_indices=chosen, block_size=self.choice.block_size, cu_seqlens_q=cu_seqlens,
+            scale=self.scale,
+        )  # fmt: skip
 
     @override
     def extra_repr(self) -> str:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
-from dynaxx.kernels.contract import IndexerKernels
-from dynaxx.kernels.problem import IndexerProblem
-from dynaxx.kernels.registry import INDEXER
+from dynaxx.kernels.contract import IndexerKernels, IndexLossKernels
+from dynaxx.kernels.problem import IndexerProblem, IndexLossProblem
+from dynaxx.kernels.registry import INDEX_LOSS, INDEXER
 from dynaxx.kernels.rounding import to_int8
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.packed import CuSeqlens, host_lengths
@@ -23,8 +23,8 @@ from dynaxx.selection.tokens import TopKTokens, check_queries_and_keys
 
 Precision = Literal["fp32", "bf16", "fp8", "int8"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-PIECE_BYTES = 64 << 20  # of scores of a few queries that `index_loss` holds at once
 _serving = lru_cache(maxsize=256)(INDEXER.resolve)
+_serving_loss = lru_cache(maxsize=256)(INDEX_LOSS.resolve)
 
 
 @typed
@@ -113,56 +113,73 @@ def index_loss(
     *,
     block_indices: Tensor | None = None,
     block_size: int = 1,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
     scale: float | None = None,
     index_scale: float | None = None,
+    backend: str = "auto",
 ) -> IndexLoss:
     """Return the divergence between dense attention and the softmax of an indexer's scores, to train the indexer.
 
     The target is attention averaged over all q heads. Without `block_indices` it covers all keys (the dense warm-up of
     DeepSeek-V3.2). With them, target and softmax are renormalised to the keys that each query chose (its sparse stage).
-    A few queries are processed at a time, so memory is linear in the number of keys, forward and backward.
+    A few queries are processed at a time, so memory is linear in the number of keys, forward and backward. On a GPU,
+    q and k are multiplied in their dtype, as in attention, and gradients in the dtype of `index_q` and `index_k`.
 
     Args:
-        index_q: (batch, seqlen_q, index_heads, index_dim).
+        index_q: (batch, seqlen_q, index_heads, index_dim); packed without batch.
         index_k: (batch, seqlen_k, index_dim).
         index_weights: (batch, seqlen_q, index_heads).
         q: (batch, seqlen_q, q_heads, head_dim), of attention. It gets no gradient.
         k: (batch, seqlen_k, kv_heads, head_dim), of attention. It gets no gradient.
-        block_indices: (batch, seqlen_q, 1, slots) int32: the blocks to which each query attends.
+        block_indices: (batch, seqlen_q, 1, slots) integers: the blocks to which each query attends, each once.
         block_size: tokens per block of `block_indices`.
+        cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
+        cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
         scale: softmax scale of attention, default head_dim ** -0.5.
         index_scale: of the indexer's scores, default (index_dim * index_heads) ** -0.5.
+        backend: "auto", or "triton", "reference".
 
     Returns:
         The loss and the recall of the choice.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together.
+        UnsupportedInputError: the named backend cannot serve.
     """
     refuse_transforms("`index_loss`", index_q, index_k, index_weights)
-    if index_q.ndim != 4:
-        raise ValueError(f"`index_q` must be (batch, seqlen_q, index_heads, index_dim), got {tuple(index_q.shape)}")
-    _check_indexer(index_q, index_k, index_weights, None, None, 1)
-    check_queries_and_keys(q, k)
-    if q.shape[:2] != index_q.shape[:2] or k.shape[:2] != index_k.shape[:2]:
+    check_block_size(block_size)
+    spans = _check_indexer(index_q, index_k, index_weights, cu_seqlens_q, cu_seqlens_k, block_size)
+    before = tuple(index_q.shape[:-2])
+    if q.ndim != index_q.ndim or k.ndim != q.ndim:
+        raise ValueError(f"`q` and `k` must have {index_q.ndim} dimensions, as `index_q`, got {q.ndim} and {k.ndim}")
+    batched = (lambda x: x) if index_q.ndim == 4 else (lambda x: x[None])
+    check_queries_and_keys(batched(q), batched(k))
+    if q.shape[:-2] != before or k.shape[:-2] != index_k.shape[:-1]:
         raise ValueError(
             "`q` and `k` must be of the tokens that the indexer has, "
             f"got {tuple(q.shape)} and {tuple(k.shape)} beside {tuple(index_q.shape)} and {tuple(index_k.shape)}"
         )
-    check_block_size(block_size)
+    if q.device != index_q.device:
+        raise ValueError(f"`q` must be on the indexer's device {index_q.device}, got {q.device}")
     if block_indices is not None:
-        check_choice(block_indices, tuple(q.shape[:2]), q.shape[2], k.shape[2], q.device)
-        if block_indices.shape[2] != 1:
-            raise ValueError(f"`block_indices` must have one select_head here, got {block_indices.shape[2]}")
-    heads, dim = index_q.shape[2:]
-    index_scale = softmax_scale(index_scale, dim * heads)
-    settings = (block_indices, block_size, softmax_scale(scale, q.shape[-1]), index_scale)
-    loss, recall = _IndexLoss.apply(index_q, index_k, index_weights, q.detach(), k.detach(), *settings)
+        check_choice(block_indices, before, q.shape[-2], k.shape[-2], q.device)
+        if block_indices.shape[-2] != 1:
+            raise ValueError(f"`block_indices` must have one select_head here, got {block_indices.shape[-2]}")
+        block_indices = block_indices.flatten(0, -2)
+    heads, dim = index_q.shape[-2:]
+    scales = (softmax_scale(scale, q.shape[-1]), softmax_scale(index_scale, dim * heads))
+    flat = (lambda x: x.flatten(0, 1)) if index_q.ndim == 4 else (lambda x: x)
+    inputs = [flat(x) for x in (index_q, index_k, index_weights, q.detach(), k.detach())]
+    dtypes = [torch.promote_types(a.dtype, b.dtype) for a, b in (inputs[3:], inputs[:2])]
+    problem = IndexLossProblem(q.device, dtypes[0], q.shape[-1], dtypes[1], heads, dim)
+    kernels = INDEX_LOSS.kernels(_serving_loss(problem, backend))
+    loss, recall = _IndexLoss.apply(*inputs, block_indices, spans, scales, kernels)
     return IndexLoss(loss, recall)
 
 
 class _IndexLoss(torch.autograd.Function):
-    """Compute the loss and its gradients in one pass over pieces of queries, without storing scores."""
+    """Compute the loss and its gradients together, without storing scores."""
 
     @staticmethod
     def forward(
@@ -173,85 +190,25 @@ class _IndexLoss(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         block_indices: Tensor | None,
-        block_size: int,
-        scale: float,
-        index_scale: float,
+        spans: TokenSpans,
+        scales: tuple[float, float],
+        kernels: IndexLossKernels,
     ) -> Any:
-        leaves = [x.detach().float().requires_grad_() for x in (index_q, index_k, weights)]
-        grads = [torch.zeros_like(x, dtype=torch.float32) for x in leaves]
-        total, covered = torch.zeros((), device=q.device), torch.zeros((), device=q.device)
-        batch, seqlen_q, q_heads = q.shape[:3]
-        seqlen_k = k.shape[1]
         needs = any(ctx.needs_input_grad[:3])
-        step = max(1, PIECE_BYTES // (4 * max(1, seqlen_k) * (q_heads + 2 * index_q.shape[2])))
-        for b in range(batch):
-            for at in range(0, seqlen_q, step):
-                some = slice(at, min(at + step, seqlen_q))
-                seen = seqlen_k - seqlen_q + some.stop
-                if seen <= 0:
-                    continue
-                position = torch.arange(some.start, some.stop, device=q.device) + seqlen_k - seqlen_q
-                target, visible, mass = _target(
-                    q[b, some], k[b, :seen], position, scale, block_indices, b, some, block_size
-                )
-                with torch.enable_grad():
-                    piece = [leaves[0][b, some], leaves[1][b, :seen], leaves[2][b, some]]
-                    loss = _divergence(target, visible, (piece[0], piece[1], piece[2]), index_scale)
-                    if needs:
-                        found = torch.autograd.grad(loss, piece)
-                        for grad, part, where in zip(grads, found, (some, slice(0, seen), some), strict=True):
-                            grad[b, where] += part
-                total += loss.detach()
-                covered += mass
-        count = max(1, batch * seqlen_q)
+        total, covered, grads = kernels.index_loss(
+            index_q, index_k, weights, q, k, block_indices, spans, *scales, needs
+        )
         ctx.save_for_backward(*grads)
-        ctx.count, ctx.dtypes = count, (index_q.dtype, index_k.dtype, weights.dtype)
-        recall = covered / count
+        ctx.count, ctx.dtypes = max(1, q.shape[0]), (index_q.dtype, index_k.dtype, weights.dtype)
+        recall = covered / ctx.count
         ctx.mark_non_differentiable(recall)
-        return total / count, recall
+        return total / ctx.count, recall
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> Any:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *((grad * (dloss / ctx.count)).to(dtype) for grad, dtype in pairs), *(None,) * 6
-
-
-def _target(
-    q: Tensor,
-    k: Tensor,
-    position: Tensor,
-    scale: float,
-    block_indices: Tensor | None,
-    entry: int,
-    some: slice,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention (t, M) averaged over heads, the keys that count, and their share of attention, summed over t."""
-    key = torch.arange(k.shape[0], device=q.device)
-    visible = key <= position[:, None]
-    grouped = q.float().unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # (Hk, G, t, D)
-    logits = grouped @ k.float().permute(1, 2, 0)[:, None] * scale
-    attention = logits.masked_fill_(~visible, -torch.inf).softmax(-1).nan_to_num_(0.0).mean((0, 1))
-    if block_indices is None:
-        return attention, visible, attention.sum()
-    blocks = block_indices[entry, some, 0].long()
-    at = torch.where(blocks < 0, k.shape[0], blocks * block_size)[..., None] + torch.arange(block_size, device=q.device)
-    chosen = torch.zeros(len(q), k.shape[0] + 1, dtype=torch.bool, device=q.device)
-    visible = visible & chosen.scatter_(1, at.flatten(1).clamp(max=k.shape[0]), True)[:, :-1]
-    kept = attention.masked_fill(~visible, 0.0)
-    mass = kept.sum(-1, keepdim=True)
-    return kept / mass.clamp(min=torch.finfo(torch.float32).tiny), visible, mass.sum()
-
-
-def _divergence(target: Tensor, visible: Tensor, piece: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """Return the sum over queries of KL(target || softmax of the indexer's scores)."""
-    q, k, weights = piece
-    products = torch.einsum("thd,md->thm", q, k).relu()
-    scores = (torch.einsum("thm,th->tm", products, weights) * scale).masked_fill(~visible, -torch.inf)
-    seen = visible.any(-1, keepdim=True)
-    logs = scores.masked_fill(~seen, 0.0).log_softmax(-1).masked_fill(~visible, 0.0)
-    return (torch.special.xlogy(target, target) - target * logs).sum()
 
 
 def _check_indexer(

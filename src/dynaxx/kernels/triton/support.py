@@ -13,6 +13,7 @@ from dynaxx.kernels.problem import (
     AttentionProblem,
     DecodeProblem,
     IndexerProblem,
+    IndexLossProblem,
     QueryScoresProblem,
     SelectionProblem,
 )
@@ -22,6 +23,7 @@ MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
 MAX_PAGES = 16384  # scores that one program ranks in registers
 MAX_LISTS = 8192
+MAX_INDEX_DIM = 256  # of an indexer's loss
 MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
 
 
@@ -113,3 +115,23 @@ def indexer_reasons(problem: IndexerProblem) -> list[str]:
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
         return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
     return [] if importlib.util.find_spec("triton") else ["triton is not installed: pip install triton"]
+
+
+def index_loss_reasons(problem: IndexLossProblem) -> list[str]:
+    """Return the reasons why the kernels of an indexer's loss cannot serve; empty if they can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    reasons = []
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed: pip install triton")
+    for dtype in {problem.dtype, problem.index_dtype}:
+        if dtype not in DTYPES:
+            reasons.append(f"serves fp16, bf16 and fp32, got {dtype}")
+        elif dtype == torch.bfloat16 and problem.device.type == "cpu":
+            reasons.append("Triton's interpreter does not multiply bf16")
+    if problem.head_dim > MAX_LATENT_DIM or problem.index_dim > MAX_INDEX_DIM:
+        reasons.append(
+            f"serves head_dim up to {MAX_LATENT_DIM} and index_dim up to {MAX_INDEX_DIM}, "
+            f"got {problem.head_dim} and {problem.index_dim}"
+        )
+    return reasons
