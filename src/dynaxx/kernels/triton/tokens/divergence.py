@@ -108,7 +108,7 @@ def _attention_lse_kernel(
     p_rows = p_q + row * q_strides.n + i_head * q_strides.h
     p_k += first_key * k_strides.n + i_head // group_size * k_strides.h
     o_k, last = tl.arange(0, BLOCK_K).to(tl.int64), tl.max(position, 0)
-    seen = (tl.min(tl.where(known, position, last), 0) + 1) // BLOCK_K * BLOCK_K  # every query sees keys before it
+    seen = tl.maximum(tl.min(tl.where(known, position, last), 0) + 1, 0) // BLOCK_K * BLOCK_K  # every query sees these
     row_max, row_sum = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     q = rows_of(p_rows, known, 0, D, BLOCK_D)
     for first in tl.range(0, seen, BLOCK_K):
