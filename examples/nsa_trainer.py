@@ -52,7 +52,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.args.lr * min(1.0, share / 0.03 + 0.01) * (0.55 + 0.45 * math.cos(math.pi * share))
             self.resize(sizes_at(self.sizes, share) if self.args.find_first else self.sizes)
-            self.warm_up(share < FIND)
+            self.warm_up(share < self.args.warm_up)
             self.gradients(tokens.to(self.device), targets.to(self.device))
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()

@@ -180,7 +180,7 @@ def arguments(argv=None):
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        help="indexed learns beside dense attention for the first 0.6 of the run, then by itself",
+        help="indexed learns beside dense attention for the first part of the run (--warm-up), then by itself",
         default=list(VARIANTS[:3]),
     )
     length = parser.add_mutually_exclusive_group()
@@ -205,6 +205,8 @@ def arguments(argv=None):
                             help=f"{what}: {full}, with --tiny {tiny}")  # fmt: skip
     parser.add_argument("--find-first", action="store_true", help="let layers of the nsa variant learn to find "
                         "through compressed tokens alone, for the first 0.6 of the run")  # fmt: skip
+    parser.add_argument("--warm-up", type=float, default=0.6, metavar="SHARE", help="of the run, in which indexers "
+                        "learn beside dense attention; they should see long contexts in it")  # fmt: skip
     parser.add_argument("--compression", choices=["mlp", "weighted", "mean"], default="mlp",
                         help="of the nsa variant; weighted and mean add next to no parameters")  # fmt: skip
     parser.add_argument("--rotary", type=float, default=1.0, help="share of the rotary pairs that turn, the fastest")
@@ -235,6 +237,8 @@ def arguments(argv=None):
         parser.error(f"--heads must have a multiple of KV as Q, got {args.heads}")
     if args.from_context and args.from_context > args.context:
         parser.error(f"--from-context must be at most --context = {args.context}, got {args.from_context}")
+    if not 0 <= args.warm_up <= 1:
+        parser.error(f"--warm-up must be between 0 and 1, got {args.warm_up}")
     if args.text and not args.text.is_file():
         parser.error(f"--text: there is no file {args.text}; `python examples/nsa_data.py FILE` makes one")
     try:

@@ -18,6 +18,7 @@ OPERATIONS = (
     (registry.NSA, contract.NsaKernels),
     (registry.NSA_DECODE, contract.NsaDecodeKernels),
     (registry.SELECTION, contract.SelectionKernels),
+    (registry.INDEX_LOSS, contract.IndexLossKernels),
 )
 PARTS = {"pooling": contract.Pooling, "gating": contract.Gating, "fused": contract.FusedBranches}
 EACH = [(operation, protocol, name) for operation, protocol in OPERATIONS for name in operation.backends]
