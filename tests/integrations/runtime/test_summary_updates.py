@@ -172,6 +172,14 @@ def test_summaries_are_made_anew_after_steps_that_did_not_update_them(telemetry)
     assert torch.equal(found.low, summarize_pages(_every_page(pages), bound=found.bound).summaries.low)
 
 
+def test_steps_of_padding_update_nothing():
+    pages, padding = pages_of(0), Sequences(torch.zeros(2, PAGES).int(), torch.zeros(2).int(), [0, 0, 0], [0, 0])
+    layer = WaitingLayer(pages, summarize_pages(_every_page(pages), bound=0.5).summaries)
+    before = layer.summaries.low.clone()
+    JointUpdates(0).run([layer], padding)
+    assert torch.equal(layer.summaries.low, before)
+
+
 def test_few_sets_of_layers_are_kept():
     joint, sequences = JointUpdates(0), step_of(((20, 20),))
     for seed in range(3 * summary_updates.MOST_SETS):

@@ -48,14 +48,17 @@ class JointUpdates:
 
     def run(self, waiting: Sequence[WaitingLayer], sequences: Sequences) -> None:
         """Update the summaries of all layers that wait."""
+        parts = sequences.with_new_keys
+        if not parts:  # a step of padding only
+            return
         key = tuple([id(layer.summaries) for layer in waiting])
         found = self._joint.get(key)
         if found is None:
             if len(self._joint) >= MOST_SETS:
                 self._joint.clear()
-            joint = joined(waiting, sequences.with_new_keys[0][0])
+            joint = joined(waiting, parts[0][0])
             found = self._joint[key] = [layer.summaries for layer in waiting], joint  # keeps the objects of the key
-        for part, new_tokens in sequences.with_new_keys:
+        for part, new_tokens in parts:
             update(waiting, found[1], part, new_tokens)
 
 
