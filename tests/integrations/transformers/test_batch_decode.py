@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
-from dynaxx.integrations.transformers.batches.step import Tenant
+from dynaxx.integrations.transformers.batches.step import CachedRequest
 from dynaxx.integrations.transformers.masks import MaskRun
 from dynaxx.telemetry import recorder
 
@@ -244,16 +244,16 @@ def step(past, new=1):
 
 
 def test_what_is_known_of_a_request_ends_where_its_keys_may_be_others():
-    tenant = Tenant([])
-    assert not tenant.advance(step(0, 100), [3, 4, 5, 6], 32, generates=True)  # the prompt
-    assert tenant.advance(step(100), [3, 4, 5, 6], 32, generates=True)
-    tenant.summarized[0] = 101
-    assert tenant.advance(step(101), [3, 4, 5, 6], 32, generates=True)
-    assert tenant.summarized == {0: 101}
-    assert tenant.advance(step(102), [3, 9, 5, 6], 32, generates=True)  # a block was put in place of an equal one
-    assert tenant.summarized == {0: 32}
-    tenant.summarized[0] = 103
-    assert not tenant.advance(step(104), [3, 9, 5, 6], 32, generates=True)  # a step was missed
-    assert tenant.summarized == {0: 103}
-    assert not tenant.advance(step(0, 110), [3, 9, 5, 6], 32, generates=True)  # preempted: its prompt runs again
-    assert tenant.summarized == {0: 0}
+    request = CachedRequest([])
+    assert not request.advance(step(0, 100), [3, 4, 5, 6], 32, generates=True)  # the prompt
+    assert request.advance(step(100), [3, 4, 5, 6], 32, generates=True)
+    request.summarized[0] = 101
+    assert request.advance(step(101), [3, 4, 5, 6], 32, generates=True)
+    assert request.summarized == {0: 101}
+    assert request.advance(step(102), [3, 9, 5, 6], 32, generates=True)  # a block was put in place of an equal one
+    assert request.summarized == {0: 32}
+    request.summarized[0] = 103
+    assert not request.advance(step(104), [3, 9, 5, 6], 32, generates=True)  # a step was missed
+    assert request.summarized == {0: 103}
+    assert not request.advance(step(0, 110), [3, 9, 5, 6], 32, generates=True)  # preempted: its prompt runs again
+    assert request.summarized == {0: 0}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import DenseReason
-from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep, Tenants
+from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep, CachedRequests
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
@@ -30,7 +30,7 @@ class BatchMemory:
     """
 
     def __init__(self) -> None:
-        self._tenants = Tenants()
+        self._requests = CachedRequests()
         self._summaries: dict[tuple[int, float], PageSummaries] = {}  # by page size and bound
         self._plans: dict[int, DecodePlan] = {}
 
@@ -44,8 +44,8 @@ class BatchMemory:
         """
         if plans is not self._plans:
             self._plans, self._summaries = plans, {}
-            self._tenants.forget_summaries()
-        rows = self._tenants.rows(allocator, arguments)
+            self._requests.forget_summaries()
+        rows = self._requests.rows(allocator, arguments)
         return BatchStep(rows, arguments["read_index"][allocator.index], arguments["attention_mask"])
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class BatchMemory:
         if plan.budget.reads_everything:
             return sparse_decode(q, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
         cache = replace(cache, summaries=self._summaries_of(allocator, cache, plan))
-        news = [row.run.seqlen_k - row.tenant.summarized.get(layer, 0) for row in rows]
+        news = [row.run.seqlen_k - row.request.summarized.get(layer, 0) for row in rows]
         for few in (True, False):  # first steps of requests summarise all of their keys; the others run together
             some = [row for row, new in zip(rows, news, strict=True) if (new <= plan.page_size) == few]
             if some:
@@ -89,7 +89,7 @@ class BatchMemory:
                 most = max(new for new in news if (new <= plan.page_size) == few)
                 summarize_pages(part, new_tokens=most)
         for row in rows:
-            row.tenant.summarized[layer] = row.run.seqlen_k
+            row.request.summarized[layer] = row.run.seqlen_k
         return sparse_decode(q, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
 
     def _summaries_of(self, allocator: Any, cache: PagedCache, plan: DecodePlan) -> PageSummaries:

@@ -18,7 +18,7 @@ from dynaxx.integrations.transformers.masks import MaskRun
 
 
 @dataclass(slots=True)
-class Tenant:
+class CachedRequest:
     """A request in the cache, as known from previous steps."""
 
     blocks: list[int]  # its blocks of the cache, in order
@@ -54,20 +54,20 @@ class BatchRow:
     """One request of a step."""
 
     run: MaskRun  # its queries, and its keys in `read_index`
-    tenant: Tenant
+    request: CachedRequest
     decodes: bool
 
 
-class Tenants:
+class CachedRequests:
     """The requests of an allocator."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Tenant] = {}
+        self._by_id: dict[str, CachedRequest] = {}
 
     def forget_summaries(self) -> None:
         """Mark all summaries as invalid."""
-        for tenant in self._by_id.values():
-            tenant.summarized.clear()
+        for request in self._by_id.values():
+            request.summarized.clear()
 
     def rows(self, allocator: Any, arguments: dict[str, Any]) -> list[BatchRow]:
         """Return the requests of a step, in order. Call it once per step.
@@ -87,14 +87,14 @@ class Tenants:
         sampled = set(arguments["logits_indices"].tolist())
         known, page_size = allocator.block_table, allocator.tokens_per_page
         owners = {block: name for name, blocks in known.items() for block in blocks[-2:]}
-        self._by_id = {name: tenant for name, tenant in self._by_id.items() if name in known}
+        self._by_id = {name: request for name, request in self._by_id.items() if name in known}
         rows = []
         for run, last_block in zip(runs, last_blocks, strict=True):
             name = owners.get(last_block)
-            tenant = Tenant([]) if name is None else self._by_id.setdefault(name, Tenant([]))
+            request = CachedRequest([]) if name is None else self._by_id.setdefault(name, CachedRequest([]))
             blocks = [] if name is None else known[name][: -(-run.seqlen_k // page_size)]
-            decodes = tenant.advance(run, list(blocks), page_size, generates=run.q_stop - 1 in sampled)
-            rows.append(BatchRow(run, tenant, decodes))
+            decodes = request.advance(run, list(blocks), page_size, generates=run.q_stop - 1 in sampled)
+            rows.append(BatchRow(run, request, decodes))
         return rows
 
 
