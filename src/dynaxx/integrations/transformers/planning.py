@@ -82,7 +82,7 @@ def plan_call(
         scores: the options that change the scores.
         is_causal: the argument of that name.
     """
-    deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
+    deployed, seqlen_q, seqlen_k = current.deployed, q.shape[2], k.shape[2]
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
     steps = not current.steps and is_step(seqlen_q, seqlen_k)
     phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
@@ -108,9 +108,23 @@ def plan_call(
         return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
     if whole.route is Route.DECODE:
         return _plan_step(current, index, q, k, mask)
-    runs = [
-        [MaskRun(0, seqlen_q, 0, min(seqlen_q, seqlen_k), True)]
-    ] * batch  # a static cache is longer than its content
+    return _plan_runs(current, index, q, k, mask, phase, own_pattern)
+
+
+def _plan_runs(
+    current: ForwardContext,
+    index: int,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    phase: str,
+    own_pattern: Sequence[OwnPart],
+) -> CallPlan:
+    """Plan a call over prompts, by routing each sequence of its mask by its own lengths."""
+    deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
+    rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
+    content = min(seqlen_q, seqlen_k)  # a static cache is longer than its content
+    runs = [[MaskRun(0, seqlen_q, 0, content, True)]] * batch
     if mask is not None:
         found = current.runs(mask, batch)
         if found is None:

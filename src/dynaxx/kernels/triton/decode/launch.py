@@ -32,10 +32,10 @@ from dynaxx.layout.paging import PagedCache, PageSummaries
 KEYS_PER_TILE = 64
 NUM_WARPS, TILES_AHEAD = 4, 2
 PROGRAMS_PER_PROCESSOR = 2  # four for 8-bit caches, where arithmetic dominates
-REGISTERS_OF_FOUR = 128
-FEW_PAGES = 16
-MOST_ROWS = 64
-PARTS_AT_ONCE = 8
+REGISTERS_OF_FOUR = 128  # per thread, so that a multiprocessor holds four programs
+FEW_PAGES = 16  # per program
+MOST_ROWS = 64  # rows of a list (queries times q heads of a kv head) per program
+PARTS_AT_ONCE = 8  # parts that a program of the merge reads at a time
 INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 
@@ -179,9 +179,6 @@ def _attend(
     slots = cache.max_pages if block_indices is None else block_indices.shape[2]
     if counts is None:
         block_indices, counts = _listed(cache, block_indices, seqlen_q, left)
-    wide = max(cache.head_dim, cache.head_dim_v) > 256  # then shared memory cannot hold tiles of 64 keys in flight
-    tile = KEYS_PER_TILE if q.dtype != torch.float32 and not wide else 32
-    tile = max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
     crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
     exact, sinks = (0, 0) if cache.exact is None else (cache.exact.k.shape[1], cache.exact.sinks)
     programs = _programs(q.device, lists, lists * slots, 4 if crowded else PROGRAMS_PER_PROCESSOR)
@@ -192,13 +189,8 @@ def _attend(
     scaled = cache.k_scale is not None
     loads = 1 + (block_indices is not None) + cache.is_paged  # dependent loads: page, its address, its keys
     half = scaled and q.dtype != torch.float32
-    v, v_strides = cache.v, cache.strides(cache.v)
-    pairs = half and overlap(q.device)["PDL"] and cache.head_dim_v >= 32
-    if pairs and all(n % 2 == 0 for n in (*v.shape[3:], *v.stride()[:3], v.storage_offset())):
-        v = v.view(torch.int16)
-        v_strides = cache.strides(v)
-    else:
-        pairs = False
+    pairs = half and _reads_pairs(cache)
+    v = cache.v.view(torch.int16) if pairs else cache.v
     _decode_fwd_kernel[(programs, triton.cdiv(rows, block_m))](
         q,
         cache.k,
@@ -227,7 +219,7 @@ def _attend(
         cap=1.0 if softcap is None else softcap / scale,
         q_strides=strides_of(q),
         k_strides=cache.strides(cache.k),
-        v_strides=v_strides,
+        v_strides=cache.strides(v),
         k_scale_strides=scale_strides_of(cache, cache.k_scale),
         v_scale_strides=scale_strides_of(cache, cache.v_scale),
         SCALED=scaled,
@@ -243,7 +235,7 @@ def _attend(
         BLOCK_D=padded(cache.head_dim),
         BLOCK_E=padded(cache.head_dim_v),
         BLOCK_M=block_m,
-        BLOCK_N=tile,
+        BLOCK_N=_keys_per_tile(cache, q.dtype),
         BLOCK_L=triton.next_power_of_2(lists),
         BLOCK_X=max(16, triton.next_power_of_2(exact)),
         BLOCK_P=max(16, triton.next_power_of_2(cache.max_pages)) if choice is not None else 0,
@@ -255,7 +247,39 @@ def _attend(
         **({"maxnreg": REGISTERS_OF_FOUR} if crowded else {}),
         **overlap(q.device),
     )
-    _decode_merge_kernel[(lists, rows)](
+    _merge(acc, state, counts, out, lse, sink_logits, cache, programs, scale)
+    return out, lse
+
+
+def _keys_per_tile(cache: PagedCache, dtype: torch.dtype) -> int:
+    """Return the keys that a program multiplies at a time, for queries of this dtype; a page has whole tiles."""
+    wide = max(cache.head_dim, cache.head_dim_v) > 256  # then shared memory cannot hold tiles of 64 keys in flight
+    tile = KEYS_PER_TILE if dtype != torch.float32 and not wide else 32
+    return max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
+
+
+def _reads_pairs(cache: PagedCache) -> bool:
+    """Return whether 8-bit values are read in pairs, as 16 bits: on Hopper, where their addresses are even."""
+    if not overlap(cache.device)["PDL"] or cache.head_dim_v < 32:
+        return False
+    return all(n % 2 == 0 for n in (*cache.v.shape[3:], *cache.v.stride()[:3], cache.v.storage_offset()))
+
+
+def _merge(
+    acc: Tensor,
+    state: Tensor,
+    counts: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sink_logits: Tensor | None,
+    cache: PagedCache,
+    programs: int,
+    scale: float,
+) -> None:
+    """Write out and lse from the parts that `programs` programs computed; shapes are those of decode/forward.py."""
+    _, seqlen_q, q_heads, _ = out.shape
+    lists, group_size = cache.batch * cache.kv_heads, q_heads // cache.kv_heads
+    _decode_merge_kernel[(lists, seqlen_q * group_size)](
         acc,
         state,
         counts,
@@ -268,16 +292,15 @@ def _attend(
         lists=lists,
         num_programs=programs,
         scale=scale,
-        EXACT=exact > 0,
+        EXACT=cache.exact is not None and cache.exact.k.shape[1] > 0,
         HAS_SINKS=sink_logits is not None,
         E=cache.head_dim_v,
         BLOCK_E=padded(cache.head_dim_v),
         BLOCK_L=triton.next_power_of_2(lists),
         BLOCK_G=PARTS_AT_ONCE,
         num_warps=1,
-        **overlap(q.device),
+        **overlap(out.device),
     )
-    return out, lse
 
 
 def _listed(
