@@ -15,6 +15,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.lab.tune.costs import rule_of
+from dynaxx.layout import as_block_size
 
 BUDGETS = (0.0, 0.06, 0.1, 0.15, 0.2, 0.1, 0.06, 0.3, 0.15)  # of nine heads
 READ = (3, 3, 0, 1, 2, 5, 6, 7, 8)  # heads whose blocks another layer's heads read
@@ -31,7 +32,7 @@ def main():
     q, k = (torch.randn(1, args.tokens, heads, 64) for heads in (9, 3))
 
     def choose(scorer, block):
-        rule = rule_of(scorer, BUDGETS, block, 64, args.tokens // block // 2)
+        rule = rule_of(scorer, BUDGETS, block, 64, args.tokens // as_block_size(block)[1] // 2)
         return lambda: dx.select_blocks(q, k, rule, block_size=block)
 
     chosen = choose(dx.MeanQuery(), 32)()
@@ -39,6 +40,8 @@ def main():
         "mean query, blocks of 32": choose(dx.MeanQuery(), 32),
         "mean queries of 16 tokens, blocks of 32": choose(dx.TileQueries(16), 32),
         "mean queries of 8 tokens, blocks of 32": choose(dx.TileQueries(8), 32),
+        "mean queries of 16 tokens, blocks of 32 x 16": choose(dx.TileQueries(16), (32, 16)),
+        "mean queries of 8 tokens, blocks of 32 x 16": choose(dx.TileQueries(8), (32, 16)),
         "mean query, blocks of 16": choose(dx.MeanQuery(), 16),
         "read from another layer, blocks of 32": lambda: chosen.take_heads(READ),
     }
