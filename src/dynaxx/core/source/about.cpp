@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions that the loader calls to verify a library.
-#include "tasks.h"
+// What the loader reads to verify a library.
 #include "vec.h"
 
 extern "C" DYNAXX_EXPORT const char* dynaxx_cpu_source_hash() { return DYNAXX_SOURCE_HASH; }
 
-extern "C" DYNAXX_EXPORT int dynaxx_cpu_has_threads() { return GOMP_parallel != nullptr; }

@@ -202,7 +202,7 @@ class BackwardRow {
     }
   }
 
-  // Compute weights and score gradients of one panel, and adds their contributions to dk and dv.
+  // Compute weights and score gradients of one panel, and add their contributions to dk and dv.
   void add_key_grads(const Step& step, int panel, int64_t q_stride, int64_t grad_stride, const float* delta) {
     const KeyPanel& keys = panels_[panel];
     float* ds = ds_ + panel * STEP_ROWS * PANEL;

@@ -188,7 +188,7 @@ class Decoder {
     return wide;
   }
 
-  // Turn the scores of row r into weights, and rescales earlier sums to the new largest score.
+  // Turn the scores of row r into weights, and rescale earlier sums to the new largest score.
   void weigh(const KeyChunk& chunk, int64_t r) {
     float* scores = scores_ + r * CHUNK;
     const int64_t stop = used_ - args_.seqlen_q + r / group_ + 1;  // one past the row's own key

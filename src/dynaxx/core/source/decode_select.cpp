@@ -139,7 +139,7 @@ int64_t num_wanted(const SelectArgs& args, const Cache& cache, int64_t head, int
   return wanted < float(pages) ? int64_t(wanted) : pages;
 }
 
-// Select sinks, window and the best of the other pages; writes them in ascending order, padded with -1.
+// Select sinks, window and the best of the other pages; write them in ascending order, padded with -1.
 void choose(const SelectArgs& args, const Cache& cache, int64_t batch, int64_t head, const float* scores,
             int32_t* chosen) {
   const int64_t first = cache.first_page(batch), stop = cache.stop_page(batch), size = cache.page_size;

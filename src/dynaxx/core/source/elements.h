@@ -1,5 +1,6 @@
-// SPDX-License-Identifier: Apache-2.0 Element types of the user's tensors. All computation is in fp32: bf16 and fp16
-// are widened when rows are gathered, and results are rounded when they are stored.
+// SPDX-License-Identifier: Apache-2.0
+// Element types of the user's tensors. All computation is in fp32: bf16 and fp16 are widened when rows are gathered, and
+// results are rounded when they are stored.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -52,7 +52,7 @@ DYNAXX_INLINE vec tanh_of(vec x) {
   return (vec)((ivec)(-m / (m + splat(2.f))) | sign);
 }
 
-// Add the score of a sink to lse, which must be finite; returns the factor by which the sum of weights grows.
+// Add the score of a sink to lse, which must be finite; return the factor by which the sum of weights grows.
 inline float add_sink(float& lse, float sink) {
   const float before = lse, larger = std::max(before, sink);
   lse = larger + std::log1p(std::exp(std::min(before, sink) - larger));

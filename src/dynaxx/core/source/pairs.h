@@ -1,6 +1,7 @@
-// SPDX-License-Identifier: Apache-2.0 Products of bf16 in pairs, for processors that multiply two pairs of bf16 and add
-// both products in fp32. A lane holds elements 2d and 2d + 1 of a token. Products of bf16 are exact in fp32, so this
-// matmul rounds no more than one of widened rows.
+// SPDX-License-Identifier: Apache-2.0
+// Products of bf16 in pairs, for processors that multiply two pairs of bf16 and add both products in fp32. A lane holds
+// elements 2d and 2d + 1 of a token. Products of bf16 are exact in fp32, so this matmul rounds no more than one of widened
+// rows.
 //
 // A pair is stored as the bits of a float. No arithmetic touches this float, because a build may flush subnormals.
 #pragma once

@@ -18,7 +18,7 @@ DYNAXX_INLINE void reset(const QueryPanel& panel, int64_t E) {
   for (int i = 0; i < PANEL; i++) panel.top[i] = NEG_INF, panel.sum[i] = 0;
 }
 
-// Compute scores (rows, PANEL) for the spans, and updates panel.top. If q and k are packed in pairs, D counts pairs.
+// Compute scores (rows, PANEL) for the spans, and update panel.top. If q and k are packed in pairs, D counts pairs.
 inline void score_spans(const QueryPanel& panel, const Span* spans, int num_spans, int64_t k_stride, int64_t D,
                         const Scale& scale, bool pairs, float* scores) {
   const auto& tiles = HAS_PAIRS && pairs ? (scale.capped() ? SCORE_TILES<true, HAS_PAIRS> : SCORE_TILES<false, HAS_PAIRS>)

@@ -235,7 +235,7 @@ class Builder {
     return *code;
   }
 
-  // Write the mask after the existing ones, and keeps it if it is new.
+  // Write the mask after the existing ones, and keep it if it is new.
   int32_t code_by_kinds() {
     const size_t at = layout_.bits.size();
     layout_.bits.resize(at + whole_.size());
@@ -359,7 +359,7 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_static_layout(const int64_t* program, in
   });
 }
 
-// Write the parts of a layout, each aligned to 16 bytes, and frees its handle; with null `numbers`, only frees it.
+// Write the parts of a layout, each aligned to 16 bytes, and free its handle; with null `numbers`, only free it.
 // `capacity` is the number of int32 that fit into `numbers`. Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_take_layout(void* built, int32_t* numbers, int64_t capacity) {
   return status_of([&] {

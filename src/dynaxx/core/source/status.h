@@ -22,7 +22,7 @@ inline void require(bool holds) {
   if (!holds) throw BadInput();
 }
 
-// Run a function that may throw, and returns its status.
+// Run a function that may throw, and return its status.
 template <class Run>
 int status_of(const Run& run) noexcept {
   try {

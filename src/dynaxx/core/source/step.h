@@ -61,7 +61,7 @@ DYNAXX_INLINE const float* block_rows(const Rows& rows, int64_t token, int count
   return to;
 }
 
-// Gather visited blocks starting at `entry`; returns the first entry that was not gathered.
+// Gather visited blocks starting at `entry`; return the first entry that was not gathered.
 inline int64_t gather_step(const Plan& plan, int64_t entry, int64_t end, const Rows& k, const Rows& v, Step& step) {
   for (; entry < end; entry++) {
     const int64_t token = plan.indices[entry] * plan.visited_block;
@@ -74,7 +74,7 @@ inline int64_t gather_step(const Plan& plan, int64_t entry, int64_t end, const R
   return entry;
 }
 
-// List the spans of a block that a panel sees; returns their number.
+// List the spans of a block that a panel sees; return their number.
 inline int block_spans(const Plan& plan, const Block& block, int64_t panel, int64_t k_stride, int64_t v_stride,
                        Span* spans) {
   if (block.mask < 0) {
@@ -98,7 +98,7 @@ DYNAXX_INLINE bool joins(const Span& last, const Span& next, int64_t k_stride, i
          last.v + last.rows * v_stride == next.v && last.at + last.rows == next.at;
 }
 
-// List the spans of a step that a panel sees; returns their number.
+// List the spans of a step that a panel sees; return their number.
 inline int step_spans(const Plan& plan, const Step& step, int64_t panel, int64_t k_stride, int64_t v_stride,
                       Span* spans) {
   int count = 0;

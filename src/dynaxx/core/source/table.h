@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: Apache-2.0 A hash table from keys to numbers in one allocation, because a node per key, as
-// in std::unordered_map, is too expensive.
+// SPDX-License-Identifier: Apache-2.0
+// A hash table from keys to numbers in one allocation, because a node per key, as in std::unordered_map, is too expensive.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -27,7 +27,7 @@ struct TokenShape {
   Scale scale;
 };
 
-// Turn `count` scores of one row into weights, in place; returns what the sums so far shrink by.
+// Turn `count` scores of one row into weights, in place; return the factor that rescales the sums so far.
 inline float weigh_row(const Scale& scale, int count, float& top, float& sum, float* scores) {
   if (scale.capped())
     for (int j = 0; j < count; j += LANES) store(scores + j, tanh_of(load(scores + j) * splat(scale.cap)));
