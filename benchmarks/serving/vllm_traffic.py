@@ -143,7 +143,7 @@ def mixed(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(answers: list[Answer]) -> dict[str, float]:
-    """Summarise the times of some requests, in ms."""
+    """Summarize the times of some requests, in ms."""
     if not answers:
         return {"requests": 0}
     first = sorted(each.times[0] * 1e3 for each in answers)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The runtime's one entry point, on std::thread: GCC's OpenMP runtime synchronises through futexes that ThreadSanitizer
+// The runtime's one entry point, on std::thread: GCC's OpenMP runtime synchronizes through futexes that ThreadSanitizer
 // does not see. Compiled into the core with -include; the core itself stays as it is.
 #pragma once
 #include <thread>

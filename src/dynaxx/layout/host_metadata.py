@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host-side metadata of GPU layouts, so that launches never synchronise and nothing is computed twice.
+"""Host-side metadata of GPU layouts, so that launches never synchronize and nothing is computed twice.
 
 The metadata is stored with the layout, and also keyed by its `kv_indptr`, because a compiler splits a layout into
 tensors and passes on only those.

@@ -70,7 +70,7 @@ class Pattern(ABC):
 
         Returns:
             A layout shared by all batch entries and heads. Layouts are cached by value. They are computed on the host
-            from host integers and copied to the device, so the call never synchronises with a GPU.
+            from host integers and copied to the device, so the call never synchronizes with a GPU.
 
         Raises:
             TypeError: a length is not an integer.

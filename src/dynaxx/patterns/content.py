@@ -66,7 +66,7 @@ class GlobalContent(Pattern):
 
         Args:
             input_ids: (seqlen,) or (1, seqlen) token ids of all tokens up to the last key, cached ones included.
-                Ids on a GPU are read back, which synchronises.
+                Ids on a GPU are read back, which synchronizes.
         """
         ids = torch.as_tensor(input_ids)
         if ids.numel() == 0:

@@ -37,7 +37,7 @@ def packed_layout(
         causal: hide keys after the query.
         block_size: tokens per block, or (q_block, kv_block), as in `Pattern.layout`.
         device: the device of the layout, which is built on the host. Keep the lengths on the host as well: lengths on a
-            GPU are read back, which synchronises.
+            GPU are read back, which synchronizes.
 
     Returns:
         A layout for `sparse_attention` with q, k, v of (tokens, heads, head_dim). It is cached by value.

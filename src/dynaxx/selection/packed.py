@@ -38,7 +38,7 @@ def select_packed_blocks(
         q: (tokens, q_heads, head_dim).
         k: (tokens, kv_heads, head_dim).
         rule: a pattern, a selector, or `pattern | selector`; budgets and positions count per sequence.
-        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0. Lengths on a GPU are read back, which synchronises.
+        cu_seqlens_q: (num_seqs + 1,) cumulative lengths from 0. Lengths on a GPU are read back, which synchronizes.
         cu_seqlens_k: (num_seqs + 1,) cumulative lengths of the keys; `cu_seqlens_q` by default.
         causal: hide keys after the query.
         block_size: tokens per block, or (q_block, kv_block).

@@ -78,7 +78,7 @@ class PagePlan:
 
     @typed
     def pages(self, seqused_k: Tensor, kv_heads: int) -> Tensor:
-        """Return the step's `block_indices` for `sparse_decode`, (batch, kv_heads, slots) int32, without synchronising.
+        """Return the step's `block_indices` for `sparse_decode`, (batch, kv_heads, slots) int32, without synchronizing.
 
         Args:
             seqused_k: (batch,) int32 lengths of the cache, on the plan's device. A length beyond the plan raises on a

@@ -15,11 +15,11 @@ from dynaxx.policy.decode import DecodePlan
 
 
 class LivingSummaries:
-    """Summaries of one layer's pages by physical page, so that a shared prefix is summarised once."""
+    """Summaries of one layer's pages by physical page, so that a shared prefix is summarized once."""
 
     def __init__(self) -> None:
         self._summaries: PageSummaries | None = None
-        self._memory = 0  # address of the summarised pages
+        self._memory = 0  # address of the summarized pages
 
     def update(self, pages: AnyPages, sequences: Sequences, bound: float) -> PageSummaries:
         """Update the summaries with the keys of a step, which are in the cache. New summaries cover all pages."""

@@ -80,7 +80,7 @@ class StepLengths:
         if row == 0 or self._lengths is None:
             used, (least, most) = self.seqused_k[None], self.limits.memory
             batch = used.shape[1]
-            wide = -(-batch // ALIGNED) * ALIGNED  # Triton specialises kernels on the alignment of pointers
+            wide = -(-batch // ALIGNED) * ALIGNED  # Triton specializes kernels on the alignment of pointers
             sparse, dense = used.new_empty(2, len(self.limits.rows), wide)[..., :batch]
             torch.mul(used, (used >= least) & (used < most), out=sparse)
             torch.sub(used, sparse, out=dense)

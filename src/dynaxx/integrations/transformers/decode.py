@@ -34,7 +34,7 @@ class _SummarizedLayer:
     """The summaries of one layer of a cache."""
 
     summaries: PageSummaries
-    keys: weakref.ref[Tensor]  # the summarised tensor
+    keys: weakref.ref[Tensor]  # the summarized tensor
     summarized: int  # number of first keys that the summaries cover
 
 

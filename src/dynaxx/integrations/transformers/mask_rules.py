@@ -2,7 +2,7 @@
 """Read the rule of a mask from transformers' mask function instead of from the mask.
 
 transformers describes a mask by a function of (batch, head, query, key) that combines a few building blocks: causal,
-sliding window, chunks, packed documents. `read_rule` recognises these by their code objects. A function with any other
+sliding window, chunks, packed documents. `read_rule` recognizes these by their code objects. A function with any other
 part has no rule, and its mask is computed and read as a tensor.
 """
 

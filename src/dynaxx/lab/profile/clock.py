@@ -15,7 +15,7 @@ ATTENTION_NAME = "dynaxx_profile"  # name in transformers' AttentionInterface wh
 
 
 class PartClock:
-    """Sum up time by part. On a GPU it records events and synchronises once, at the end of a run."""
+    """Sum up time by part. On a GPU it records events and synchronizes once, at the end of a run."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"

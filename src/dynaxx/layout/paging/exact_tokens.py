@@ -98,7 +98,7 @@ class ExactTokens:
         return torch.where(there, position, -1)
 
     def write(self, k: Tensor, v: Tensor, seqused_k: Tensor, leftpad_k: Tensor | None = None) -> None:
-        """Store the newest tokens of each sequence, in place. Does not synchronise with the device.
+        """Store the newest tokens of each sequence, in place. Does not synchronize with the device.
 
         Args:
             k: (batch, new_tokens, kv_heads, head_dim).

@@ -23,7 +23,7 @@ class AntiDiagonal(Scorer):
 
     The map is cut into tiles of S x S pairs, S = `stride`. The logit of tile (i, j) is the mean over its anti-diagonal,
     the S pairs of query S i + S - 1 - s and key S j + s for s = 0 .. S - 1. The anti-diagonal touches every query and
-    every key of the tile once, and crosses every vertical and slash line. A softmax normalises each row of tiles over
+    every key of the tile once, and crosses every vertical and slash line. A softmax normalizes each row of tiles over
     the tiles that start no later than the row ends (over all tiles if not causal). A block's estimate is the sum over
     its tiles. The method costs a share 1 / S of the full map. The last token is repeated past a sequence's end.
 

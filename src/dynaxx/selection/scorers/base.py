@@ -42,7 +42,7 @@ class Scorer(ABC):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        """Summarise q and k, and return a function that scores some rows of q blocks. The caller applies causality.
+        """Summarize q and k, and return a function that scores some rows of q blocks. The caller applies causality.
 
         Args:
             q: (B, seqlen_q, Hq, D).

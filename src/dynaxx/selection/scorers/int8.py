@@ -32,7 +32,7 @@ class EightBits(NamedTuple):
 
 
 def quantised(x: Tensor, factor: float = 1.0) -> EightBits:
-    """Quantise (..., T, D) fp32 times `factor` to 8 bits, with one step per T vectors."""
+    """Quantize (..., T, D) fp32 times `factor` to 8 bits, with one step per T vectors."""
     largest = x.abs().amax((-2, -1)).clamp_(min=SMALLEST)
     per_step = torch.full_like(largest, LEVELS) / largest  # rounds once; scalar / tensor rounds twice
     levels = (x * per_step[..., None, None]).round_()

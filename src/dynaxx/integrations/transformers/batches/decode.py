@@ -3,7 +3,7 @@
 
 Summaries are stored by physical page, but the cache does not report when a page gets other keys: blocks are freed and
 reused, copied for forked requests, and restored from the host. Summaries are therefore valid per request, for the keys
-that are known to have stayed in place. The rest is summarised again when the request decodes.
+that are known to have stayed in place. The rest is summarized again when the request decodes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BatchMemory:
             return sparse_decode(q, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
         cache = replace(cache, summaries=self._summaries_of(allocator, cache, plan))
         news = [row.run.seqlen_k - row.request.summarized.get(layer, 0) for row in rows]
-        for few in (True, False):  # first steps of requests summarise all of their keys; the others run together
+        for few in (True, False):  # first steps of requests summarize all of their keys; the others run together
             some = [row for row, new in zip(rows, news, strict=True) if (new <= plan.page_size) == few]
             if some:
                 part = replace(_cache_of(allocator, layer, step, some, plan.page_size), summaries=cache.summaries)

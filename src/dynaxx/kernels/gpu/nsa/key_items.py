@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index a selection by key, on the device and without synchronisation.
+"""Index a selection by key, on the device and without synchronization.
 
 The queries of each block are listed in ascending order and cut into items of bounded length. A block that every query
 selects therefore occupies several programs instead of one slow one.

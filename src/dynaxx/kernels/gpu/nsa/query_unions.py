@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Join the selected blocks of neighbouring queries into one list per tile, on the device and without synchronisation.
+"""Join the selected blocks of neighbouring queries into one list per tile, on the device and without synchronization.
 
 A tile of a few neighbouring positions visits the union of their blocks. Each block of the union carries the set of
 positions that selected it, as bits.

@@ -35,7 +35,7 @@ def look(numbers, at):
 
 @gluon.jit
 def flag(numbers, at, value):
-    """Write one number and synchronise; for a warpgroup."""
+    """Write one number and synchronize; for a warpgroup."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
     gl.thread_barrier()

@@ -186,7 +186,7 @@ def score_all_pages(
     72 us if it also selects, and 51 us if not.
 
     Returns:
-        (listed, counts, choice): (B, Hk, S) int32 pages of each list, uninitialised if `choice` is not None; their
+        (listed, counts, choice): (B, Hk, S) int32 pages of each list, uninitialized if `choice` is not None; their
         numbers (B, Hk) int32; arguments for a selection in the attention kernel, or None.
     """
     lists, most = cache.batch * cache.kv_heads, processors(q.device)

@@ -164,7 +164,7 @@ def _int8_scores_kernel(
 
 
 def quantised_keys(k: Tensor, center: Tensor, kv_block: int) -> QuantisedKeys:
-    """Quantise keys to 8 bits, in one pass over them.
+    """Quantize keys to 8 bits, in one pass over them.
 
     Args:
         k: (B, N, Hk, D).
@@ -175,7 +175,7 @@ def quantised_keys(k: Tensor, center: Tensor, kv_block: int) -> QuantisedKeys:
 
 
 def _quantised(x: Tensor, tile: int, center: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
-    """Quantise (B, N, H, D) to (B, H, N, D) int8; return it and its steps, per tile with a center, else per vector."""
+    """Quantize (B, N, H, D) to (B, H, N, D) int8; return it and its steps, per tile with a center, else per vector."""
     (batch, seqlen, heads, dim), x = x.shape, unit_stride(x)
     tiles, each = -(-seqlen // tile), center is None
     levels = torch.empty(batch, heads, seqlen, dim, dtype=torch.int8, device=x.device)

@@ -186,7 +186,7 @@ def query_scores(
 
 
 def new_scores(shape: tuple[int, ...], candidates: Candidates | None, device: torch.device) -> Tensor:
-    """Allocate scores: -inf if only candidates are written; else uninitialised, as all visible blocks are written."""
+    """Allocate scores: -inf if only candidates are written; else uninitialized, as all visible blocks are written."""
     return torch.empty(shape, device=device) if candidates is None else torch.full(shape, -torch.inf, device=device)
 
 
