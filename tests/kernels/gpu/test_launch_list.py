@@ -642,3 +642,10 @@ def test_graphs_launch_on_a_gpu(monkeypatch):
         for out, x in zip(outs[i], xs[i::4], strict=True):
             check(out, x)
     assert all(each.together is not None for each in launch_cache._by_form.values())
+
+
+def test_the_code_can_be_made_ahead(monkeypatch):
+    asked = []
+    monkeypatch.setattr(launch_list, "_code", lambda: asked.append(1))
+    launch_list.prepare_lists()
+    assert asked == [1]

@@ -139,7 +139,9 @@ def _run_compiled(run: Callable[[], None], what: str, device: torch.device) -> N
     """Call a function that launches kernels. On a GPU, processes compile them side by side before."""
     if device.type == "cuda":
         from dynaxx.kernels.gpu.runtime.compile_ahead import compile_ahead  # needs Triton
+        from dynaxx.kernels.gpu.runtime.launch_list import prepare_lists
 
+        prepare_lists()
         try:
             compile_ahead(run, min(MOST_PROCESSES, os.cpu_count() or 1))
         except Exception as error:  # they are compiled one by one then

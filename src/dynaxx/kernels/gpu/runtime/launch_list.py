@@ -264,6 +264,11 @@ def cuda_library() -> CudaLibrary:
     return CudaLibrary(tuple(addresses), info)
 
 
+def prepare_lists() -> None:
+    """Compile and load the C code, for which the first list would otherwise wait."""
+    _code()
+
+
 def _code() -> Any:
     """Return the module of `launch_list.c`; None if lists are off or cannot be made."""
     ran = ".".join(triton.__version__.split(".")[:2]) in RAN_WITH

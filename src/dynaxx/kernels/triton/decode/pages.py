@@ -218,7 +218,10 @@ def layer_offsets(caches: Sequence[PagedCache]) -> Tensor | None:
         [(x.data_ptr() - first.data_ptr()) // x.itemsize for x, first in zip(own, places[0], strict=True)]
         for own in places
     ]
-    return torch.tensor(rows, device=caches[0].device)
+    offsets = torch.tensor(rows)
+    if caches[0].k.is_cuda:  # a copy from pinned memory does not wait for the GPU
+        return offsets.pin_memory().to(caches[0].device, non_blocking=True)
+    return offsets
 
 
 def table_arguments(cache: PagedCache) -> dict[str, object]:
