@@ -197,7 +197,7 @@ def test_the_command_overwrites_nothing(folder, tmp_path):
     for name in ("dense", "file"):
         done = CliRunner().invoke(app, ["convert", str(tmp_path / "dense"), "--out", str(tmp_path / name)])
         assert done.exit_code == 2
-        assert "exists already; remove it, or choose another folder" in done.stderr
+        assert "already exists: remove it, or choose another folder" in done.stderr
     assert AutoConfig.from_pretrained(tmp_path / "dense").model_type == "llama"
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(app, ["convert", str(folder), "--out", str(tmp_path / "empty"), "--quiet"])

@@ -24,7 +24,7 @@ DOMAIN, OPERATOR = "dynaxx", "SparseAttention"
 
 
 def attend_by_operator(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Add the operator to the traced graph without computing anything."""
+    """Add the operator to the traced graph without computing anything: q (B, Hq, Lq, D) -> (B, Lq, Hq, E)."""
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     inputs = (q, k, v)  # in the portable form, an encoder's mask is in the bias, from the model's own input
     found: Tensor = torch.onnx.ops.symbolic(
@@ -34,7 +34,10 @@ def attend_by_operator(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
 
 
 def attend_tokens_first(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Add an encoder's operator to the traced graph: q, k and v as linear layers write them, and the mask of tokens."""
+    """Add an encoder's operator to the traced graph: q (B, H, L, D) -> (B, L, H, E).
+
+    The operator reads q, k and v as linear layers write them, (B, L, H, D), and the mask of tokens (B, L), if given.
+    """
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     inputs = [x.transpose(1, 2) for x in (q, k, v)] + ([] if mask is None else [mask])
     attributes: dict[str, Any] = {"layer": layer, "scale": float(scale), "causal": 0, "tokens_first": 1}
@@ -99,7 +102,12 @@ class _Bias(nn.Module):
         self.rule, self.causal = rule, causal
 
     def forward(self, input_ids: Tensor, other: Tensor) -> Tensor | None:
-        """Return the bias from a model's inputs: ids and a key's cache of a decoder, ids and mask of an encoder."""
+        """Return the bias from a model's inputs, see `bias_of`.
+
+        Args:
+            input_ids: (B, L).
+            other: a decoder's cached keys (B, Hk, cached, D), or an encoder's mask (B, L).
+        """
         seqlen = input_ids.shape[1]
         seqlen_k = seqlen + other.shape[2] if self.causal else seqlen
         mask = None if self.causal else other.to(torch.bool)

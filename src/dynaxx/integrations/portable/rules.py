@@ -206,7 +206,7 @@ def _visible(node: Node, q_pos: Tensor, k_pos: Tensor, offset: int, block_size: 
 
 
 def inside(at: Tensor, ranges: Ranges) -> Tensor:
-    """Return whether positions lie in one of some ranges."""
+    """Return, in the shape of `at`, whether positions lie in one of some ranges (first, end)."""
     if not ranges:
         return at != at
     return reduce(torch.logical_or, ((at >= first) & (at < end) for first, end in ranges))

@@ -56,12 +56,12 @@ def attend_in_place(
 
 
 def serves_in_place(q: Tensor, keys: SequenceKeys, block_size: tuple[int, int], softcap: float | None) -> bool:
-    """Return whether a backend reads these keys in the pages of a cache."""
+    """Return whether a backend reads these keys in the pages of a cache, for q (1, seqlen_q, q_heads, head_dim)."""
     return q.dtype == keys.k.dtype and _placed_backend(problem_of(q, keys, block_size, softcap)) is not None
 
 
 def problem_of(q: Tensor, keys: SequenceKeys, block_size: tuple[int, int], softcap: float | None) -> AttentionProblem:
-    """Describe attention of a sequence over its keys."""
+    """Describe attention of one sequence, q (1, seqlen_q, q_heads, head_dim), over its keys."""
     return AttentionProblem(
         device=q.device, dtype=q.dtype, batch=1, seqlen_q=q.shape[1], seqlen_k=keys.seqlen_k, q_heads=q.shape[2],
         kv_heads=keys.k.shape[2], head_dim=q.shape[3], head_dim_v=keys.v.shape[3], block_size=block_size,

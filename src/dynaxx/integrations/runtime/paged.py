@@ -52,7 +52,7 @@ class Pages(NamedTuple):
         return k, v
 
     def cache(self, seqused_k: Tensor, page_table: Tensor, summaries: PageSummaries | None = None) -> PagedCache:
-        """Return the cache for `sparse_decode`."""
+        """Return the cache for `sparse_decode`; seqused_k (batch,) and page_table (batch, max_pages), both int32."""
         k, v = self.tokens_first()
         return PagedCache(k, v, seqused_k, page_table, k_scale=self.k_scale, v_scale=self.v_scale, summaries=summaries)
 
@@ -111,7 +111,7 @@ class TokenPages(NamedTuple):
         return self.k, self.v
 
     def cache(self, seqused_k: Tensor, page_table: Tensor, summaries: PageSummaries | None = None) -> PagedCache:
-        """Return the cache for `sparse_decode`."""
+        """Return the cache for `sparse_decode`; seqused_k (batch,) and page_table (batch, max_pages), both int32."""
         return PagedCache(self.k, self.v, seqused_k, page_table, summaries=summaries)
 
     def sequence(self, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

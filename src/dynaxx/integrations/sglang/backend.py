@@ -43,7 +43,7 @@ class PolicyBackend:
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> Any:
-        """Attend in prompts, their chunks, and steps that mix them with decoding."""
+        """Attend in prompts, their chunks, and steps that mix them with decoding. q has a row per token."""
         dense = super().forward_extend  # type: ignore[misc]
         if forward_batch.forward_mode not in PREFILL or not self._covers(layer, k, forward_batch, kwargs):
             return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -52,7 +52,7 @@ class PolicyBackend:
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> Any:
-        """Attend in steps that decode one token per sequence."""
+        """Attend in steps that decode one token per sequence. q has a row per sequence."""
         dense = super().forward_decode  # type: ignore[misc]
         if layer.layer_id not in self.engine.deployed.decode or not self._covers(layer, k, forward_batch, kwargs):
             return dense(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run policies in Hugging Face transformers."""
+"""Run policies in Hugging Face transformers. docs/internals/calls.md follows a call through these files.
+
+Unless a docstring says otherwise, tensors have transformers' order: q (B, Hq, Lq, D), k (B, Hk, Lk, D), v
+(B, Hk, Lk, E), masks (B | 1, 1, Lq, Lk), results (B, Lq, Hq, E). dynaxx's own functions take tokens before heads,
+(B, L, H, D), so these files transpose before they call them.
+"""
 
 from typing import TYPE_CHECKING
 

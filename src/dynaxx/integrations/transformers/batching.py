@@ -74,7 +74,7 @@ def is_open() -> bool:
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend in place of "sdpa" while a block is open."""
+    """Attend in place of "sdpa" while a block is open: query (1, Hq, tokens, D) -> (1, tokens, Hq, D)."""
     layer, cache = LAYERS.get(module), kwargs.get("cache")
     assert _own is not None, "`_open` must have stored the function of transformers"
     if layer is None or cache is None or torch.compiler.is_compiling() or _captures(query):

@@ -114,7 +114,7 @@ class CacheMemory:
 
         Args:
             layer: index of the layer.
-            keys: the tensor of transformers' cache.
+            keys: (B, Hk, Lk, D), the tensor of transformers' cache.
             cache: some of its rows, from column `start` on.
             bound: see `PageBudget`.
             row: index of the first row.
@@ -173,14 +173,14 @@ class StepsOfKind(NamedTuple):
         scale: float | None,
         softcap: float | None,
     ) -> PreparedStep | None:
-        """Return the prepared step for such tensors, if there is one and it may run now."""
+        """Return the prepared step for such tensors, (B, L, H, D), if there is one and it may run now."""
         found = self.steps.get(self._key(plan, q, k, v, summaries, scale, softcap)) if self.steps else None
         return found if found is not None and found.serves(q) else None
 
     def prepare(
         self, plan: DecodePlan, q: Tensor, cache: PagedCache, scale: float | None, softcap: float | None
     ) -> None:
-        """Prepare a step that just ran, if its launches can be repeated."""
+        """Prepare a step with q (B, Lq, Hq, D) that just ran, if its launches can be repeated."""
         step = prepare_step(plan.budget, q, cache, scale=scale, softcap=softcap)
         if step is None or cache.summaries is None:
             return

@@ -53,7 +53,7 @@ class DenseAttention:
         return found
 
     def plain(self, mask: Tensor | None, dtype: torch.dtype, *, need_eager: bool) -> PlainMask:
-        """Return the attention and the mask of a call, which calls with equal options share."""
+        """Return the attention for a mask of transformers, and the mask in its form. Equal calls share both."""
         name = "eager" if need_eager else self._name
         return PlainMask(name, plain_mask(mask, name, dtype), dtype)
 

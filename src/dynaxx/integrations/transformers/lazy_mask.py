@@ -165,7 +165,7 @@ def has_own_pattern(mask: Tensor | None) -> bool:
 
 
 def plain_mask(mask: Tensor | None, implementation: str, dtype: torch.dtype) -> Tensor | None:
-    """Return a mask in the form that an attention implementation expects."""
+    """Return a mask (B | 1, 1, Lq, Lk) in the form of an implementation: bool for SDPA, numbers to add for "eager"."""
     added = implementation == "eager"
     if isinstance(mask, LazyMask):
         return mask.plain(implementation, dtype if added else None)

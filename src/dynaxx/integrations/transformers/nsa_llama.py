@@ -111,7 +111,15 @@ class NsaLlamaAttention(NativeSparseAttention):
         return self.o_proj(out.flatten(-2)), None
 
     def step(self, x: Tensor, q: Tensor, memory: NsaMemory, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend from one token to the whole cache."""
+        """Attend from one token to the whole cache; return (batch, 1, q_heads, head_dim).
+
+        Args:
+            x: (batch, 1, hidden_size), from which the gates are computed.
+            q: (batch, 1, q_heads, head_dim).
+            memory: the compressed tokens of the cache.
+            keys: (batch, kv_heads, seqlen, head_dim), as in transformers' cache.
+            values: like `keys`.
+        """
         pages = memory.pages(keys, values, self.sizes, self.compress_k.pooling, self.compress_v.pooling)
         gates = self.gate(x).sigmoid().unflatten(-1, (self.q_heads, 3))
         return nsa_decode(q, pages, gates, scale=self.scale).out
