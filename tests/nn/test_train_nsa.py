@@ -142,6 +142,7 @@ def test_what_is_not_finite_stops_and_leaves_the_checkpoint(example, tmp_path):
         (["--cmp", "12,8"], "`cmp_stride` must divide"),
         (["--slc-count", "2"], "must cover the forced blocks"),
         (["--context", "64", "--from-context", "128"], "at most --context = 64"),
+        (["--warm-up", "1.5"], "--warm-up must be between 0 and 1"),
         (["--text", "nowhere.bin"], "nsa_data.py FILE` makes one"),
     ],
 )

@@ -20,7 +20,7 @@ import triton.language as tl
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 LN2 = tl.constexpr(0.6931471805599453)
-RUNTIME_SIZES = ["queries", "heads", "group_size", "index_heads", "first_tile", "first_row", "columns"]
+RUNTIME_SIZES = ["queries", "heads", "group_size", "index_heads", "first_tile", "first_row"]
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def _divergence_kernel(
     p_loss,  # (tiles, tiles of keys) fp32: sums of divergence
     first_tile,  # of the strip
     first_row,
-    columns,
+    columns,  # a multiple of 16, which Triton must know to load several numbers at once
     queries,
     heads,
     group_size,
@@ -295,7 +295,7 @@ def _index_dk_kernel(
     PRECISION: tl.constexpr,
 ):
     i_part, p_own = tl.program_id(1), p_key_tiles + 6 * tl.program_id(0)
-    k_row, first, number = tl.load(p_own), tl.load(p_own + 1), tl.load(p_own + 2)
+    k_row, first, number = tl.load(p_own), tl.multiple_of(tl.load(p_own + 1), BLOCK_K), tl.load(p_own + 2)
     begin, end, offset = tl.load(p_own + 3), tl.load(p_own + 4), tl.load(p_own + 5)
     o_q, o_k, o_d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_DI)
     there = o_k < number

@@ -13,7 +13,7 @@ import triton.language as tl
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.tokens.divergence import LN2, lse_of, products, relu
 
-RUNTIME_SIZES = ["queries", "heads", "group_size", "index_heads", "first_row", "columns", "slots"]
+RUNTIME_SIZES = ["queries", "heads", "group_size", "index_heads", "first_row"]
 TINY = tl.constexpr(1.1754943508222875e-38)
 
 
