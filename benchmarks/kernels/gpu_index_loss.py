@@ -25,8 +25,8 @@ import dynaxx as dx
 SHAPES = {
     "8/2 heads of 64, 4 index heads of 32": ((4, 8192), (8, 2, 64), (4, 32), 1024),
     "32/8 heads of 128, 4 index heads of 64": ((1, 16384), (32, 8, 128), (4, 64), 2048),
-    "32/8 heads of 128, 4 index heads of 64, long": ((1, 65536), (32, 8, 128), (4, 64), 2048),
-    "16 heads of 576 (MLA), 16 index heads of 128": ((1, 16384), (16, 1, 576), (16, 128), 2048),
+    "32/8 heads of 128, 4 index heads of 64 ": ((1, 65536), (32, 8, 128), (4, 64), 2048),
+    "16 heads of 576 (MLA), 16 index heads of 128": ((1, 65536), (16, 1, 576), (16, 128), 2048),
 }
 MOST = 1 << 15  # tokens up to which pieces are timed
 
@@ -86,7 +86,7 @@ def measure(name: str, repeats: int) -> list[dict[str, Any]]:
         runs[over]()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
         pieces = found.get(f"{over} in pieces")
-        row = {"shape": name, "tokens": f"{batch[0]} x {batch[1]:,}", "over": over, "ms": found[over]}
+        row = {"shape": name.strip(), "tokens": f"{batch[0]} x {batch[1]:,}", "over": over, "ms": found[over]}
         row |= {"pieces ms": pieces, "speed-up": pieces / found[over] if pieces else None}
         rows.append(row | {"dense ms": found.get("dense"), "GiB": peak})
         print({key: round(x, 4) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)

@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
 MAX_PAGES = 16384  # scores that one program ranks in registers
 MAX_LISTS = 8192
-MAX_INDEX_DIM = 256  # of an indexer's loss
+MAX_INDEX_BYTES = 512  # of a row of an indexer's q and k, for its loss
 MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
 
 
@@ -129,9 +129,10 @@ def index_loss_reasons(problem: IndexLossProblem) -> list[str]:
             reasons.append(f"serves fp16, bf16 and fp32, got {dtype}")
         elif dtype == torch.bfloat16 and problem.device.type == "cpu":
             reasons.append("Triton's interpreter does not multiply bf16")
-    if problem.head_dim > MAX_LATENT_DIM or problem.index_dim > MAX_INDEX_DIM:
+    most = MAX_INDEX_BYTES // problem.index_dtype.itemsize
+    if problem.head_dim > MAX_LATENT_DIM or problem.index_dim > most:
         reasons.append(
-            f"serves head_dim up to {MAX_LATENT_DIM} and index_dim up to {MAX_INDEX_DIM}, "
+            f"serves head_dim up to {MAX_LATENT_DIM} and, in {problem.index_dtype}, index_dim up to {most}, "
             f"got {problem.head_dim} and {problem.index_dim}"
         )
     return reasons

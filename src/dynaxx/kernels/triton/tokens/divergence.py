@@ -44,7 +44,10 @@ def rows_of(p_rows, there, start, D: tl.constexpr, BLOCK_D: tl.constexpr):
 def products(p_q, p_k, known, there, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):
     """Return q . k [ROWS, KEYS] of rows that begin at p_q [ROWS] and p_k [KEYS]."""
     total = tl.zeros([p_q.shape[0], p_k.shape[0]], tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
+    if D <= BLOCK_D:
+        q, k = rows_of(p_q, known, 0, D, BLOCK_D), rows_of(p_k, there, 0, D, BLOCK_D)
+        return tl.dot(q, tl.trans(k), total, input_precision=PRECISION)
+    for start in tl.range(0, D, BLOCK_D):
         q, k = rows_of(p_q, known, start, D, BLOCK_D), rows_of(p_k, there, start, D, BLOCK_D)
         total = tl.dot(q, tl.trans(k), total, input_precision=PRECISION)
     return total
