@@ -50,7 +50,7 @@ LengthsOption = Annotated[str, typer.Option("--lengths", metavar="N,N,...", help
 BlockSizeOption = Annotated[int, typer.Option("--block-size", help="Tokens per block: 16, 32, 64 or 128.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of all random numbers.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of all random numbers.")]
 DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")
 ]
