@@ -13,9 +13,10 @@ from dynaxx import distributed as dxd
 
 
 def case_a_rank_is_killed_between_two_steps(ranks: Ranks):
-    layout = dx.Causal().layout(256, block_size=32)
+    layout = dx.Causal().layout(256, block_size=32, device=ranks.device)
     split = dxd.sequence_split(layout, ranks.mesh)
-    own = [torch.randn(1, split.length(ranks.rank), 2, 16, requires_grad=True) for _ in range(3)]
+    shape = (1, split.length(ranks.rank), 2, 16)
+    own = [torch.randn(shape, device=ranks.device, requires_grad=True) for _ in range(3)]
     out = dxd.sparse_attention(*own, layout, ranks.mesh)
     if ranks.rank == ranks.count - 1:
         os.kill(os.getpid(), 9)
@@ -24,6 +25,8 @@ def case_a_rank_is_killed_between_two_steps(ranks: Ranks):
         out.sum().backward()
         for _ in range(3):  # a rank may finish its part of a step before it notices
             dxd.sparse_attention(*own, layout, ranks.mesh).sum().backward()
+        if ranks.device == "cuda":
+            torch.cuda.synchronize()  # NCCL's watchdog ends the process here
 
     start = time.monotonic()
     with pytest.raises(dxd.PeerError, match=rf"rank {ranks.rank} of {ranks.count} failed while .*another rank died"):

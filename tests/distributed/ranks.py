@@ -3,6 +3,10 @@
 
 A case is a function `case_*(ranks: Ranks)` that asserts on every rank. The worker runs every case of a module in turn
 and reports which failed where, so one start of the processes serves many tests.
+
+RANKS_LOG=FILE: rank 0 adds a line to the file before and after each case, because pytest shows nothing before the end.
+RANKS_SECONDS, RANKS_COLLECTIVE_SECONDS: limits of a module, and of one exchange; a busy machine with many ranks needs
+more.
 """
 
 import importlib
@@ -18,8 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SECONDS = int(os.environ.get("RANKS_SECONDS", "400"))  # for all cases of a module
-COLLECTIVE_SECONDS = 90 if SECONDS <= 400 else 300  # a busy machine with many ranks needs longer
+SECONDS = int(os.environ.get("RANKS_SECONDS", "400"))
+COLLECTIVE_SECONDS = int(os.environ.get("RANKS_COLLECTIVE_SECONDS", 90 if SECONDS <= 400 else 300))
 
 
 @dataclass
@@ -44,7 +48,8 @@ def cases_of(module: str) -> list[str]:
 
 def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[str]]:
     """Run all cases of a module on `count` ranks, through gloo or NCCL; return the failures of each case, by rank."""
-    _build_core()
+    if device == "cpu":
+        _build_core()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, str(HERE / "ranks.py"), module, str(count), folder, device]
@@ -53,18 +58,18 @@ def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[st
                 [*command, str(rank)],
                 env=environment,
                 stdout=subprocess.PIPE,
-                stderr=None if os.environ.get("RANKS_TIMES") else subprocess.STDOUT,
+                stderr=subprocess.STDOUT,
                 text=True,
             )
             for rank in range(count)
         ]
-        said = []
+        said, end = [], time.monotonic() + SECONDS
         for worker in workers:
             try:
-                said.append(worker.communicate(timeout=SECONDS)[0])
+                said.append(worker.communicate(timeout=max(1.0, end - time.monotonic()))[0])
             except subprocess.TimeoutExpired:
                 worker.kill()
-                said.append("killed after the timeout\n" + worker.communicate()[0])
+                said.append(f"killed after {SECONDS} s (RANKS_SECONDS)\n{worker.communicate()[0]}")
         results = {name: [] for name in cases_of(module)}
         for rank in range(count):
             path = Path(folder) / f"{rank}.json"
@@ -86,6 +91,13 @@ def _build_core() -> None:
     dx.sparse_attention(q, q, q, dx.Causal().layout(16, block_size=16))
 
 
+def _log(line: str) -> None:
+    """Add a line to the file RANKS_LOG, if there is one."""
+    if "RANKS_LOG" in os.environ:
+        with Path(os.environ["RANKS_LOG"]).open("a") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+
 def _work(module: str, count: int, folder: str, device: str, rank: int) -> None:
     import torch
     import torch.distributed as dist
@@ -93,31 +105,34 @@ def _work(module: str, count: int, folder: str, device: str, rank: int) -> None:
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))  # as torchrun sets them
     torch.set_num_threads(1)
+    options = {}
     if device == "cuda":
         torch.cuda.set_device(rank)
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # as docs/guides/distributed.md advises
+        options["device_id"] = torch.device("cuda", rank)
     dist.init_process_group(
         "gloo" if device == "cpu" else "nccl",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        **options,
     )
     ranks = Ranks(init_device_mesh(device, (count,), mesh_dim_names=("sequence",)), rank, count, device)
     cases = importlib.import_module(module)
     found: dict[str, str | None] = {}
     for name in cases_of(module):
         start = time.monotonic(), time.process_time()
+        if rank == 0:
+            _log(f"{module}.{name} on {count} {device} ranks")
         try:
             getattr(cases, name)(ranks)
             found[name] = None
         except BaseException:
             found[name] = traceback.format_exc()
-        if rank == 0 and os.environ.get("RANKS_TIMES"):
-            print(
-                name,
-                *(now - then for now, then in zip((time.monotonic(), time.process_time()), start, strict=True)),
-                file=sys.__stderr__,
-            )
+        if rank == 0:
+            wall, used = (now - then for now, then in zip((time.monotonic(), time.process_time()), start, strict=True))
+            _log(f"  {'passed' if found[name] is None else 'FAILED'} after {wall:.1f} s, {used:.1f} s of the processor")
         (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
         verdicts = [None] * count
         dist.all_gather_object(verdicts, found[name] is None)  # keep ranks in step; a rank that hangs ends all

@@ -15,7 +15,7 @@ from dynaxx.distributed.plan import stages_of
 
 slow = lambda count: pytest.param((count, "cpu"), marks=pytest.mark.slow, id=f"{count} ranks")
 quick = lambda count: pytest.param((count, "cpu"), id=f"{count} ranks")
-GPUS = pytest.param((2, "cuda"), marks=pytest.mark.gpu, id="2 GPUs")
+GPUS = pytest.param((2, "cuda"), marks=[pytest.mark.gpu, pytest.mark.slow], id="2 GPUs")
 
 
 @pytest.fixture(scope="module", params=[quick(2), quick(4), slow(3), slow(8), GPUS])

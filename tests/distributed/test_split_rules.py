@@ -7,7 +7,7 @@ from ranks import cases_of, run_cases
 
 slow = lambda count: pytest.param((count, "cpu"), marks=pytest.mark.slow, id=f"{count} ranks")
 quick = lambda count: pytest.param((count, "cpu"), id=f"{count} ranks")
-GPUS = pytest.param((2, "cuda"), marks=pytest.mark.gpu, id="2 GPUs")
+GPUS = pytest.param((2, "cuda"), marks=[pytest.mark.gpu, pytest.mark.slow], id="2 GPUs")
 
 
 @pytest.fixture(scope="module", params=[quick(2), slow(3), slow(4), GPUS])

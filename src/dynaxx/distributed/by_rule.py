@@ -7,22 +7,23 @@ the next are in transit. A rank's queries form runs of neighbouring queries, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.distributed.gather import Run, WholeGathering, query_runs, return_gradients, sum_of_runs
+from dynaxx.distributed.exchange import Buffers
+from dynaxx.distributed.gather import Run, WholeGathering, query_runs, reaches, return_gradients, sum_of_runs
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
+from dynaxx.distributed.streams import Before, in_stages
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout, as_block_size
@@ -31,6 +32,8 @@ from dynaxx.ops.autocast import follow_autocast
 from dynaxx.ops.checks import check_inputs, check_sinks
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 from dynaxx.selection import Hybrid, Selector, select_blocks
+
+MOST_CHOICES = 256  # cached backends
 
 
 @typed
@@ -88,6 +91,7 @@ def sparse_attention_by_rule(
     split.check_shards(rank, q=q, k=k, v=v)
     if kv_heads == 0 or q.shape[2] % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {kv_heads}")
+    rule_of_heads(rule, slice(0, q.shape[2]), q.shape[2])  # refuses a wrong budget before anything is exchanged
     if stages is None:
         received = split.seqlen - min(split.length(other) for other in range(split.ranks))
         stages = stages_of(kv_heads, received * k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize)
@@ -109,7 +113,7 @@ class _Settings(NamedTuple):
     rule: Selector | Hybrid
     split: SequenceSplit
     rank: int
-    group: ProcessGroup
+    group: Any  # the ranks
     causal: bool
     sizes: tuple[int, int]
     scale: float
@@ -123,29 +127,88 @@ class _Settings(NamedTuple):
         """The runs of queries of this rank."""
         return query_runs(self.split, self.rank, self.causal)
 
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """The tokens that each rank gathers."""
+        return reaches(self.split, self.causal)
+
+    @property
+    def own_runs(self) -> int:
+        """Number of runs that see only own keys, which are the first ones of this rank."""
+        first = self.split.runs(self.rank)[:1]
+        return int(bool(first) and first[0][0] == 0 and self.runs[0].keys == first[0][1])
+
     def select(self, q: Tensor, k: Tensor, run: Run, q_heads: slice, heads: int) -> BlockLayout:
         """Return the blocks of one run of queries, for some of the `heads` q heads."""
-        rule = rule_of_run(rule_of_heads(self.rule, q_heads, heads), run, self.split)
+        rule = _rule_of(self.rule, (q_heads.start, q_heads.stop), heads, run, self.split)
         return select_blocks(q, k, rule, causal=self.causal, block_size=self.sizes, scale=self.scale)
 
     def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
-        """Return the backend for one run of queries."""
-        problem = check_inputs(q, k, v, layout, softcap=self.softcap, needs_grad=self.needs_grad)
-        return load_backend(choose_backend(problem, self.backend))
+        """Return the backend for one run of queries, chosen once for layouts and tensors of one form."""
+        if layout.form is None:
+            return load_backend(self._chosen(q, k, v, layout))
+        key = (layout.form, q.shape, k.shape, v.shape, q.dtype, self.softcap, self.backend, self.needs_grad)
+        if key not in _backends:
+            if len(_backends) >= MOST_CHOICES:
+                _backends.clear()
+            _backends[key] = self._chosen(q, k, v, layout)
+        return load_backend(_backends[key])
 
-    def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, bool]]:
-        """Yield for each stage its kv heads, their keys and values of all ranks, and whether another stage follows."""
-        step = k.shape[2] // self.stages
-        parts = [slice(first, first + step) for first in range(0, k.shape[2], step)]
-        start = lambda some: WholeGathering((k[:, :, some], v[:, :, some]), self.split, self.rank, self.group)
-        following: WholeGathering | None = start(parts[0])
+    def _chosen(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> str:
+        problem = check_inputs(q, k, v, layout, softcap=self.softcap, needs_grad=self.needs_grad)
+        return choose_backend(problem, self.backend)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, run: Run, q_heads: slice, out: Tensor
+    ) -> Tensor:
+        """Write the output of a run of queries for some q heads to `out`, that of all own queries; return the lse."""
+        rows = (slice(None), slice(run.first, run.last), q_heads)
+        kernels = self.kernels(q[rows], k, v, layout)
+        lse: Tensor = kernels.attention_forward(
+            q[rows], k, v, layout, self.scale, out=out[rows], **score_options(self.softcap)
+        )[1]
+        return lse
+
+    def stages_of_heads(self, kv_heads: int) -> list[slice]:
+        """Return the kv heads of each stage."""
+        step = kv_heads // self.stages
+        return [slice(first, first + step) for first in range(0, kv_heads, step)]
+
+    def start(self, k: Tensor, v: Tensor, some: slice, buffers: Buffers, turn: int) -> WholeGathering:
+        """Start to gather the keys and values of some kv heads."""
+        parts = (k[:, :, some], v[:, :, some])
+        return WholeGathering(parts, self.split, self.rank, self.group, self.reach, buffers, turn)
+
+    def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield for each stage its kv heads, and their keys and values of all ranks; the next ones are in transit."""
+        parts, buffers = self.stages_of_heads(k.shape[2]), Buffers()
+        following: WholeGathering | None = self.start(k, v, parts[0], buffers, 0)
         for i, some in enumerate(parts):
             assert following is not None, "every stage has one"
-            current, following = following, start(parts[i + 1]) if i + 1 < len(parts) else None
+            current = following
+            following = self.start(k, v, parts[i + 1], buffers, i + 1) if i + 1 < len(parts) else None
             keys, values = current.wait()
-            del current  # the caller's tensors alone keep the buffer
-            yield some, keys, values, following is not None
-            del keys, values
+            yield some, keys, values
+
+
+@lru_cache(maxsize=256)
+def _rule_of(
+    rule: Selector | Hybrid, q_heads: tuple[int, int], heads: int, run: Run, split: SequenceSplit
+) -> Selector | Hybrid:
+    """Return a rule restricted to some of the `heads` q heads and to a run of queries."""
+    return rule_of_run(rule_of_heads(rule, slice(*q_heads), heads), run, split)
+
+
+_backends: dict[Hashable, str] = {}
+_ran: set[Hashable] = set()  # settings and shapes of forward passes that have run
+
+
+class _Chosen(NamedTuple):
+    """What the kernels of a stage read: gathered keys and values, and the blocks of each run."""
+
+    keys: Tensor
+    values: Tensor
+    layouts: list[BlockLayout]
 
 
 class _RuleAttention(torch.autograd.Function):
@@ -155,24 +218,47 @@ class _RuleAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Any:
         heads, group_size = q.shape[2], q.shape[2] // k.shape[2]
         out = q.new_empty(*q.shape[:3], v.shape[-1])
-        layouts, lses = [], []
-        for some, keys, values, more in settings.gathered(k, v):
-            q_heads = slice(some.start * group_size, some.stop * group_size)
-            for run in settings.runs:
-                queries, seen = q[:, run.first : run.last, q_heads], (keys[:, : run.keys], values[:, : run.keys])
-                with share_multiprocessors(more):
-                    layout = settings.select(queries, seen[0], run, q_heads, heads)
-                    kernels = settings.kernels(queries, *seen, layout)
-                    _, lse = kernels.attention_forward(
-                        queries, *seen, layout, settings.scale, out=out[:, run.first : run.last, q_heads],
-                        **score_options(settings.softcap),
-                    )  # fmt: skip
-                lses.append(lse)
-                if settings.needs_grad:
-                    layouts.append(layout)
-            del keys, values, seen
-        runs = len(settings.runs)
-        lse = torch.cat([torch.cat(lses[i : i + runs], 2) for i in range(0, len(lses), runs)], 1)
+        parts, runs = settings.stages_of_heads(k.shape[2]), settings.runs
+        early = 0 if settings.needs_grad else settings.own_runs  # a backward pass wants the layouts of each stage
+        of_heads = [slice(some.start * group_size, some.stop * group_size) for some in parts]
+        buffers = Buffers()
+        gatherings: dict[int, WholeGathering] = {}
+        lses: list[list[Tensor]] = [[] for _ in parts]
+        layouts: list[BlockLayout] = []
+        first_lse: list[Tensor] = []
+
+        def start(i: int) -> None:
+            gatherings[i] = settings.start(k, v, parts[i], buffers, i)
+
+        def ready(i: int) -> _Chosen:
+            keys, values = gatherings.pop(i).wait()
+            found = []
+            for run in runs[early:]:
+                queries = q[:, run.first : run.last, of_heads[i]]
+                found.append(settings.select(queries, keys[:, : run.keys], run, of_heads[i], heads))
+            return _Chosen(keys, values, found)
+
+        def attend(i: int, chosen: _Chosen) -> None:
+            for run, layout in zip(runs[early:], chosen.layouts, strict=True):
+                seen = chosen.keys[:, : run.keys], chosen.values[:, : run.keys]
+                lses[i].append(settings.attend(q, *seen, layout, run, of_heads[i], out))
+            if settings.needs_grad:
+                layouts.extend(chosen.layouts)
+
+        def attend_early() -> None:
+            run, every = runs[0], slice(0, heads)
+            seen = k[:, : run.keys], v[:, : run.keys]
+            layout = settings.select(q[:, run.first : run.last], seen[0], run, every, heads)
+            first_lse.append(settings.attend(q, *seen, layout, run, every, out))
+
+        before = Before(attend_early, apart=True, first=False) if early else None
+        key = (settings._replace(group=None), q.shape, k.shape, v.shape, q.dtype, q.device)
+        in_stages(len(parts), start, ready, attend, settings.group, q.device, before, key in _ran)
+        if len(_ran) >= MOST_CHOICES:
+            _ran.clear()
+        _ran.add(key)
+        joined = [torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses if found]
+        lse = torch.cat([*first_lse, *([torch.cat(joined, 1)] if joined else [])], 2)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.layouts = settings, layouts
@@ -186,7 +272,7 @@ class _RuleAttention(torch.autograd.Function):
         do = torch.zeros_like(out) if do is None else do
         group_size, layouts = q.shape[2] // k.shape[2], iter(ctx.layouts)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for some, keys, values, _ in settings.gathered(k, v):
+        for some, keys, values in settings.gathered(k, v):
             q_heads = slice(some.start * group_size, some.stop * group_size)
             of_runs = []
             for run in settings.runs:
@@ -200,11 +286,12 @@ class _RuleAttention(torch.autograd.Function):
                 )  # fmt: skip
                 of_runs.append((grads, run.keys))
             dims = [k.shape[-1], v.shape[-1]]
-            like = keys.new_empty(settings.split.seqlen, k.shape[0], keys.shape[2], 0)
+            like = keys.new_empty(keys.shape[1], k.shape[0], keys.shape[2], 0)
             del keys, values, seen
             total = sum_of_runs(of_runs, dims, like)
             del of_runs, grads
-            own_sum = return_gradients(total, settings.split, settings.rank, settings.group).transpose(0, 1)
+            own_sum = return_gradients(total, settings.split, settings.rank, settings.group, settings.reach)
+            own_sum = own_sum.transpose(0, 1)
             dk[:, :, some], dv[:, :, some] = own_sum.split(dims, dim=-1)
             del total, own_sum
         return dq, dk, dv, None

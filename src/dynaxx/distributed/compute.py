@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynaxx.distributed.exchange import Gathering, Returning, during_computation, inputs_ready
+from dynaxx.distributed.exchange import Buffers, Gathering, Returning
 from dynaxx.distributed.plan import ExchangePlan, Stage
-from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
+from dynaxx.distributed.streams import Before, in_stages
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
@@ -69,55 +69,81 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
     """Return out (batch, own tokens, q_heads, head_dim_v) and lse (batch, q_heads, own tokens)."""
     stages, group = settings.plan.stages, settings.group
     out = q.new_empty(*q.shape[:3], v.shape[-1])
-    if stages[0].inner is not None and len(stages) == 1:
-        return out, _inner_first(q, k, v, out, stages[0], settings)
-    parts = []
-    gathering: Gathering | None = Gathering(k, v, stages[0], group)
-    for number, stage in enumerate(stages):
-        assert gathering is not None, "every stage has one"
-        current, gathering = gathering, _next(k, v, stages, number, group)
+    lses: list[Tensor] = [q.new_empty(0)] * len(stages)
+    buffers = Buffers()
+    gatherings: dict[int, Gathering] = {}
+    inner: dict[int, Tensor] = {}  # lse of the inner rows by stage
+
+    def start(i: int) -> None:
+        gatherings[i] = Gathering(k, v, stages[i], group, buffers, i)
+
+    def ready(i: int) -> tuple[Tensor, Tensor]:
+        return gatherings.pop(i).wait()
+
+    def attend(i: int, gathered: tuple[Tensor, Tensor]) -> None:
+        stage = stages[i]
         heads = slice(*stage.q_heads)
-        with share_multiprocessors(gathering is not None):
-            parts.append(_forward_stage(q[:, :, heads], k, v, out[:, :, heads], stage, current, settings))
-        del current  # its buffer, before the next stage allocates one
-    return out, parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _inner_first(q: Tensor, k: Tensor, v: Tensor, out: Tensor, stage: Stage, settings: Settings) -> Tensor:
-    """Start the inner rows, which need no exchange, before the exchange; write `out` and return lse."""
-    assert stage.inner is not None, "called for stages with inner rows"
-    ready = inputs_ready(k)
-    with share_multiprocessors():
-        _, lse = settings.forward(q, k, v, stage.inner, out)
-    with during_computation(ready):
-        gathering = Gathering(k, v, stage, settings.group)
-    return _edge_rows(q, out, lse, stage, gathering, settings)
-
-
-def _forward_stage(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, stage: Stage, gathering: Gathering, settings: Settings
-) -> Tensor:
-    """Write the output for the q heads of one stage to `out`, and return their lse."""
-    if stage.inner is None:
-        return settings.forward(q, *gathering.wait(), stage.layout, out)[1]
-    heads = slice(*stage.kv_heads)
-    _, lse = settings.forward(q, k[:, :, heads], v[:, :, heads], stage.inner, out)
-    return _edge_rows(q, out, lse, stage, gathering, settings)
-
-
-def _edge_rows(q: Tensor, out: Tensor, lse: Tensor, stage: Stage, gathering: Gathering, settings: Settings) -> Tensor:
-    """Write the rows that visit blocks of other ranks to `out` and `lse`, and return `lse`."""
-    assert stage.rows is not None, "a stage with inner rows lists its edge rows"
-    buffer = gathering.wait()
-    if stage.rows.numel():
-        place = None if stage.run is None else out[:, stage.run]
-        edge_out, edge_lse = settings.forward(_edge(q, stage, 1), *buffer, stage.layout, place)
-        if place is None:
-            out.index_copy_(1, stage.rows, edge_out)
-            lse.index_copy_(2, stage.rows, edge_lse)
+        own = q[:, :, heads], out[:, :, heads]
+        if stage.inner is None:
+            lses[i] = settings.forward(own[0], *gathered, stage.layout, own[1])[1]
         else:
-            lse[:, :, stage.run] = edge_lse
+            lses[i] = _edge_rows(*own, inner[i], gathered, stage, settings)
+
+    def before() -> None:
+        for i, stage in enumerate(stages):
+            if stage.inner is not None:
+                heads, kv_heads = slice(*stage.q_heads), slice(*stage.kv_heads)
+                keys, values = k[:, :, kv_heads], v[:, :, kv_heads]
+                if stage.rest is None:
+                    inner[i] = settings.forward(q[:, :, heads], keys, values, stage.inner, out[:, :, heads])[1]
+                else:
+                    rows = (slice(None), stage.rest[0], heads)
+                    inner[i] = settings.forward(q[rows], keys, values, stage.rest[1], out[rows])[1]
+
+    with_inner = [stage for stage in stages if stage.inner is not None]
+    apart = all(stage.rest is not None or not _has_edges(stage) for stage in with_inner)
+    early = Before(before, apart, first=True) if with_inner else None
+    ran = settings.plan.ran
+    key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend)
+    in_stages(len(stages), start, ready, attend, group, q.device, early, key in ran)
+    ran.add(key)
+    for i, stage in enumerate(stages):
+        if stage.rest is not None:
+            parts = (lses[i], inner[i]) if stage.rest[0].start else (inner[i], lses[i])
+            lses[i] = torch.cat(parts, 2)
+    return out, lses[0] if len(lses) == 1 else torch.cat(lses, 1)
+
+
+def _edge_rows(
+    q: Tensor, out: Tensor, lse: Tensor, gathered: tuple[Tensor, Tensor], stage: Stage, settings: Settings
+) -> Tensor:
+    """Write the rows that visit blocks of other ranks to `out`, and return the lse of all rows.
+
+    Args:
+        q: queries of the stage's heads.
+        out: output of all rows; that of the inner rows may not be written yet if they are a part of their own.
+        lse: lse of the inner rows, of all rows unless they are a part of their own.
+        gathered: keys and values.
+        stage: the stage.
+        settings: arguments of the call.
+    """
+    if not _has_edges(stage):
+        return lse
+    assert stage.rows is not None, "a stage with inner rows lists its edge rows"
+    place = None if stage.run is None else out[:, stage.run]
+    edge_out, edge_lse = settings.forward(_edge(q, stage, 1), *gathered, stage.layout, place)
+    if stage.rest is not None:
+        return edge_lse
+    if place is None:
+        out.index_copy_(1, stage.rows, edge_out)
+        lse.index_copy_(2, stage.rows, edge_lse)
+    else:
+        lse[:, :, stage.run] = edge_lse
     return lse
+
+
+def _has_edges(stage: Stage) -> bool:
+    return stage.rows is not None and bool(stage.rows.numel())
 
 
 def _edge(x: Tensor, stage: Stage, dim: int) -> Tensor:

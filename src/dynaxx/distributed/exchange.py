@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -43,14 +41,13 @@ class Transfer:
 
     def __init__(self, sends: Messages, receives: Messages, group: ProcessGroup, doing: str) -> None:
         self._group, self._doing, self._held = group, doing, (sends, receives)
-        make = lambda op, x, rank: dist.P2POp(op, x, group=group, group_peer=rank)
-        ops = [make(dist.irecv, x, rank) for rank, x in receives if x.numel()]
-        ops += [make(dist.isend, x, rank) for rank, x in sends if x.numel()]
+        receives = [(rank, x) for rank, x in receives if x.numel()]
+        sends = [(rank, x) for rank, x in sends if x.numel()]
         _TOTAL.bytes_sent += sum(x.nbytes for _, x in sends)
         _TOTAL.bytes_received += sum(x.nbytes for _, x in receives)
-        _TOTAL.messages += len(ops)
+        _TOTAL.messages += len(receives) + len(sends)
         with peer_errors(doing, group):
-            self._works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
+            self._works: list[Any] = _started(sends, receives, group) if sends or receives else []
 
     def wait(self) -> None:
         """Wait for the messages. On a GPU, the current stream waits, and the host does not."""
@@ -60,40 +57,51 @@ class Transfer:
         self._works, self._held = [], ([], [])
 
 
-def inputs_ready(x: Tensor) -> torch.cuda.Event | None:
-    """Return an event after everything that was launched on x's GPU so far; None on a CPU."""
-    return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+def _started(sends: Messages, receives: Messages, group: ProcessGroup) -> list[Any]:
+    """Start messages as `torch.distributed.batch_isend_irecv` does, without checking each on the host again."""
+    device = (receives or sends)[0][1].device
+    together = type(group) is ProcessGroup and group._get_backend(device).supports_coalescing
+    if together:
+        group._start_coalescing(device)
+    works = [group.recv([x], rank, 0) for rank, x in receives] + [group.send([x], rank, 0) for rank, x in sends]
+    return [group._end_coalescing(device)] if together else works
 
 
-@contextmanager
-def during_computation(ready: torch.cuda.Event | None) -> Iterator[None]:
-    """Launch the kernels of this context beside those launched since `inputs_ready` returned `ready`.
+class Buffers:
+    """Memory of the stages of a call: two buffers that take turns, each as long as the longest stage that used it."""
 
-    Kernels that are launched after the context wait for both.
-    """
-    if ready is None:
-        yield
-        return
-    side = _side_stream(torch.cuda.current_device())
-    side.wait_event(ready)
-    with torch.cuda.stream(side):
-        yield
-    torch.cuda.current_stream().wait_stream(side)
+    def __init__(self) -> None:
+        self._flat: dict[int, Tensor] = {}
 
-
-@cache
-def _side_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    def take(self, turn: int, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return buffer number turn % 2 as an uninitialised tensor. Its last user must be done with it."""
+        size, known = prod(shape), self._flat.get(turn % 2)
+        if known is None or known.numel() < size:
+            self._flat.pop(turn % 2, None)  # before another is allocated
+            known = self._flat[turn % 2] = like.new_empty(size)
+        return known[:size].view(*shape)
 
 
 class Gathering:
-    """Keys and values of one stage in transit to this rank's buffer."""
+    """Keys and values of one stage in transit to this rank's buffer.
 
-    def __init__(self, k: Tensor, v: Tensor, stage: Stage, group: ProcessGroup) -> None:
+    Args:
+        k: own keys of all kv heads.
+        v: own values of all kv heads.
+        stage: the stage.
+        group: the ranks.
+        buffers: memory for what arrives; None allocates it.
+        turn: which of the buffers to use.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, stage: Stage, group: ProcessGroup, buffers: Buffers | None = None, turn: int = 0
+    ) -> None:
         heads = slice(*stage.kv_heads)
         k, v = k[:, :, heads], v[:, :, heads]
         self._dims = (k.shape[-1], v.shape[-1])
-        self._buffer = k.new_empty(stage.tokens, k.shape[0], k.shape[2], sum(self._dims))
+        shape = (stage.tokens, k.shape[0], k.shape[2], sum(self._dims))
+        self._buffer = k.new_empty(shape) if buffers is None else buffers.take(turn, k, shape)
         own = _pack(k, v, stage.own_tokens, self._buffer[slice(*stage.own)])
         sends = []
         for rank, sent in stage.sends.items():
@@ -108,8 +116,6 @@ class Gathering:
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values in the buffer as views, each (batch, tokens, heads, dim)."""
         self._transfer.wait()
-        if self._buffer.is_cuda:  # it may have been allocated beside the computation
-            self._buffer.record_stream(torch.cuda.current_stream(self._buffer.device))
         k, v = self._buffer.transpose(0, 1).split(self._dims, dim=-1)
         return k, v
 

@@ -8,6 +8,7 @@ keys. The one-device function can therefore compute it, because that function al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.distributed.exchange import Transfer, copy_rows
+from dynaxx.distributed.exchange import Buffers, Transfer, copy_rows
 from dynaxx.distributed.split import SequenceSplit
 
 
@@ -38,6 +39,12 @@ def query_runs(split: SequenceSplit, rank: int, causal: bool = True) -> list[Run
     return runs or [Run(0, 0, 0, 0)]
 
 
+@lru_cache(maxsize=64)
+def reaches(split: SequenceSplit, causal: bool = True) -> tuple[int, ...]:
+    """Return for each rank how many tokens of the sequence its queries may see: under a causal mask, not all."""
+    return tuple(max(run.keys for run in query_runs(split, rank, causal)) for rank in range(split.ranks))
+
+
 class WholeGathering:
     """Several tensors of all ranks in transit to one buffer, in sequence order.
 
@@ -46,25 +53,39 @@ class WholeGathering:
         split: which rank owns which tokens.
         rank: this rank.
         group: the ranks.
+        reach: tokens that each rank gets, counted from the first; None: all. A rank's own tokens must be among them.
+        buffers: memory for what arrives; None allocates it.
+        turn: which of the buffers to use.
     """
 
     @torch.no_grad()
-    def __init__(self, parts: tuple[Tensor, ...], split: SequenceSplit, rank: int, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        parts: tuple[Tensor, ...],
+        split: SequenceSplit,
+        rank: int,
+        group: ProcessGroup,
+        reach: Sequence[int] | None = None,
+        buffers: Buffers | None = None,
+        turn: int = 0,
+    ) -> None:
         first = parts[0]
+        self.reach = reach = reach or [split.seqlen] * split.ranks
         self._dims = [x.shape[-1] for x in parts]
-        self._buffer = first.new_empty(split.seqlen, first.shape[0], first.shape[2], sum(self._dims))
+        shape = (reach[rank], first.shape[0], first.shape[2], sum(self._dims))
+        self._buffer = buffer = first.new_empty(shape) if buffers is None else buffers.take(turn, first, shape)
         done = 0
         for a, b in split.runs(rank):
-            for own, x in zip(self._buffer[a:b].split(self._dims, dim=-1), parts, strict=True):
+            for own, x in zip(buffer[a:b].split(self._dims, dim=-1), parts, strict=True):
                 copy_rows(own, x[:, done : done + b - a].transpose(0, 1))
             done += b - a
         others = [other for other in range(split.ranks) if other != rank]
-        sends = [(to, self._buffer[a:b]) for to in others for a, b in split.runs(rank)]
-        receives = [(source, self._buffer[a:b]) for source in others for a, b in split.runs(source)]
+        sends = [(to, buffer[a:b]) for to in others for a, b in cut(split.runs(rank), reach[to])]
+        receives = [(source, buffer[a:b]) for source in others for a, b in cut(split.runs(source), reach[rank])]
         self._transfer = Transfer(sends, receives, group, "gathering keys and values")
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors of the whole sequence, each (batch, seqlen, heads, dim); views of one buffer."""
+        """Return the gathered tensors, each (batch, reached tokens, heads, dim); views of one buffer."""
         self._transfer.wait()
         return list(self._buffer.transpose(0, 1).split(self._dims, dim=-1))
 
@@ -87,9 +108,9 @@ class GatherRuns(torch.autograd.Function):
         rank: int,
         group: ProcessGroup,
     ) -> Any:
-        ctx.settings = runs, split, rank, group
+        ctx.settings = runs, split, rank, group, gathering.reach
         ctx.set_materialize_grads(False)
-        ctx.like = k.new_empty(split.seqlen, k.shape[0], k.shape[2], 0)
+        ctx.like = k.new_empty(gathering.reach[rank], k.shape[0], k.shape[2], 0)
         ctx.dims = (k.shape[-1], v.shape[-1])
         whole = gathering.wait()
         return tuple(x[:, : run.keys] for run in runs for x in whole)
@@ -98,14 +119,19 @@ class GatherRuns(torch.autograd.Function):
     @first_derivative_only
     @override
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        runs, split, rank, group = ctx.settings
+        runs, split, rank, group, reach = ctx.settings
         total = sum_of_runs([(grads[2 * i : 2 * i + 2], run.keys) for i, run in enumerate(runs)], ctx.dims, ctx.like)
-        own = return_gradients(total, split, rank, group).transpose(0, 1).split(ctx.dims, dim=-1)
+        own = return_gradients(total, split, rank, group, reach).transpose(0, 1).split(ctx.dims, dim=-1)
         return *own, None, None, None, None, None
 
 
+def cut(runs: Sequence[tuple[int, int]], reach: int) -> list[tuple[int, int]]:
+    """Return the parts of runs of tokens that lie before token `reach`."""
+    return [(a, min(b, reach)) for a, b in runs if a < reach]
+
+
 def _add_runs(total: Tensor, grads: list[tuple[Tensor, int]]) -> None:
-    """Write the sum of gradients of key prefixes into (batch, seqlen, heads, dim), starting with the longest prefix."""
+    """Write the sum of gradients of key prefixes into (batch, tokens, heads, dim), starting with the longest prefix."""
     written = 0
     for grad, keys in sorted(grads, key=lambda pair: -pair[1]):
         if written:
@@ -116,12 +142,12 @@ def _add_runs(total: Tensor, grads: list[tuple[Tensor, int]]) -> None:
 
 
 def sum_of_runs(of_runs: Sequence[tuple[Sequence[Tensor | None], int]], dims: Sequence[int], like: Tensor) -> Tensor:
-    """Return the sum of the gradients of all runs, (seqlen, batch, heads, head_dim + head_dim_v).
+    """Return the sum of the gradients of all runs, (tokens, batch, heads, head_dim + head_dim_v).
 
     Args:
         of_runs: for each run dk and dv of the keys that it sees, either of which may be None, and their number.
         dims: head_dim and head_dim_v.
-        like: a tensor (seqlen, batch, heads, anything) of the sum's dtype and device.
+        like: a tensor (tokens, batch, heads, anything) of the sum's dtype and device.
     """
     total = like.new_empty(*like.shape[:3], sum(dims))
     for i, part in enumerate(total.transpose(0, 1).split(list(dims), dim=-1)):
@@ -130,31 +156,41 @@ def sum_of_runs(of_runs: Sequence[tuple[Sequence[Tensor | None], int]], dims: Se
     return total
 
 
-def return_gradients(whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup) -> Tensor:
-    """Exchange gradients (seqlen, ...) of all ranks and return their sum over ranks for own tokens, (own tokens, ...).
+def return_gradients(
+    whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, reach: Sequence[int] | None = None
+) -> Tensor:
+    """Exchange gradients (tokens, ...) of all ranks and return their sum over ranks for own tokens, (own tokens, ...).
 
     Ranks are summed in ascending order, in fp32 or better, and the result is rounded once.
+
+    Args:
+        whole: gradients of the tokens that this rank gathered.
+        split: which rank owns which tokens.
+        rank: this rank.
+        group: the ranks.
+        reach: tokens that each rank gathered, as for `WholeGathering`.
     """
     others, runs = [other for other in range(split.ranks) if other != rank], split.runs(rank)
-    received = {source: whole.new_empty(split.length(rank), *whole.shape[1:]) for source in others}
-    lengths = [b - a for a, b in runs]
-    receives = [(source, part) for source in others for part in received[source].split(lengths)]
-    sends = [(to, whole[a:b]) for to in others for a, b in split.runs(to)]
+    reach = reach or [split.seqlen] * split.ranks
+    places = {source: [b - a for a, b in cut(runs, reach[source])] for source in others}  # own tokens come in order
+    received = {source: whole.new_empty(sum(places[source]), *whole.shape[1:]) for source in others}
+    receives = [(source, part) for source in others for part in received[source].split(places[source])]
+    sends = [(to, whole[a:b]) for to in others for a, b in cut(split.runs(to), reach[rank])]
     transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
     total = torch.cat([whole[:0], *(whole[a:b] for a, b in runs)])
     if others:
         total = total.to(torch.promote_types(whole.dtype, torch.float32))
     transfer.wait()
     for source in others:
-        total += received[source]
+        total[: len(received[source])] += received[source]
     return total.to(whole.dtype)
 
 
 def gather_runs(
     k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, rank: int, group: ProcessGroup
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values that each run may see, each (batch, keys, heads, dim). Differentiable."""
-    gathering = WholeGathering((k, v), split, rank, group)
+    """Return the keys and values that each causal run may see, each (batch, keys, heads, dim). Differentiable."""
+    gathering = WholeGathering((k, v), split, rank, group, reaches(split))
     return pairs(GatherRuns.apply(k, v, gathering, runs, split, rank, group))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.distributed.gather import query_runs
+from dynaxx.distributed.gather import query_runs, reaches
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages
 from dynaxx.distributed.rules import staged_runs
@@ -66,7 +66,7 @@ def native_sparse_attention(
     rank = dist.get_rank(group_of(mesh))
     split.check_shards(rank, q=q, k=k, v=v, gates=gates)
     runs = query_runs(split, rank)
-    whole = runs[0]._replace(keys=split.seqlen)
+    whole = runs[0]._replace(keys=reaches(split)[rank])
     check_stages(stages, k.shape[2])
     if q.shape[2] % stages or gates.shape[2] != q.shape[2]:
         raise ValueError(

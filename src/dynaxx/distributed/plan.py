@@ -59,6 +59,7 @@ class Stage:
     rows: Tensor | None = None  # (n,) int64, own queries of edge rows; None: all queries are computed together
     run: slice | None = None  # the same queries, if they are neighbours
     inner: BlockLayout | None = None  # own queries over own tokens; edge rows are empty
+    rest: tuple[slice, BlockLayout] | None = None  # the queries that are not in `run`, if neighbours, and their layout
 
     @property
     def tokens(self) -> int:
@@ -73,6 +74,7 @@ class ExchangePlan:
     stages: tuple[Stage, ...]  # of the forward pass
     backward_stages: tuple[Stage, ...]
     backends: dict[Hashable, str] = field(default_factory=dict)  # chosen backends, by shapes
+    ran: set[Hashable] = field(default_factory=set)  # shapes and settings of forward passes that have run
 
     def bytes_sent(self, k: Tensor, v: Tensor) -> int:
         """Return how many bytes this rank sends in a forward pass for shards like these."""
@@ -192,7 +194,8 @@ def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: 
     if split is None:
         return Stage(layout=with_columns(rows, parts.order, places.tokens(parts.order)), **parts.fields(), **heads)
     layout = with_columns(split.edge, parts.order, places.tokens(parts.order))
-    return Stage(layout=layout, rows=split.rows, run=split.run, inner=split.inner, **parts.fields(), **heads)
+    own: dict[str, Any] = {"rows": split.rows, "run": split.run, "inner": split.inner, "rest": split.rest}
+    return Stage(layout=layout, **own, **parts.fields(), **heads)
 
 
 class _Messages(NamedTuple):

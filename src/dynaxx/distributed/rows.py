@@ -24,6 +24,7 @@ class SplitRows(NamedTuple):
     rows: Tensor  # (n,) int64, own queries of edge rows
     run: slice | None  # the same queries, if they are neighbours
     own_blocks: NDArray[np.int64]  # own kv blocks that edge rows visit, ascending
+    rest: tuple[slice, BlockLayout] | None  # the queries that are not in `run`, if neighbours, and their layout
 
 
 def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int) -> SplitRows | None:
@@ -52,13 +53,25 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
     shape = {"layout_batch": rows.layout_batch, "layout_heads": rows.layout_heads}
     inner = BlockLayout.from_entries(grid, lead[kept], cols[kept], codes[kept], source.masks, **shape)
     visited = np.unique(cols[~kept & is_own[cols]].cpu().numpy())
+    inner = with_columns(inner, own_blocks, own_tokens)
     return SplitRows(
-        with_columns(inner, own_blocks, own_tokens).to(rows.device),
+        inner.to(rows.device),
         rows_of(source, edge, len(tokens)).to(rows.device),
         tokens.to(rows.device),
         _run(tokens),
         visited.astype(np.int64),
+        _rest(inner, edge, _run(tokens)),
     )
+
+
+def _rest(inner: BlockLayout, edge: Tensor, run: slice | None) -> tuple[slice, BlockLayout] | None:
+    """Return the inner queries as a slice, and their layout; None if there are no edge rows, or they are in between."""
+    if run is None or (run.start and run.stop < inner.seqlen_q) or run.stop - run.start == inner.seqlen_q:
+        return None
+    kept = slice(0, run.start) if run.start else slice(run.stop, inner.seqlen_q)
+    rows = torch.arange(inner.q_blocks)
+    rows = rows[~torch.isin(rows, edge.cpu())]
+    return kept, rows_of(inner, rows, kept.stop - kept.start)
 
 
 def _run(tokens: Tensor) -> slice | None:

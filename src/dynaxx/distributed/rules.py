@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.distributed.gather import GatherRuns, Run, WholeGathering, pairs, query_runs
+from dynaxx.distributed.gather import GatherRuns, Run, WholeGathering, pairs, query_runs, reaches
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages
 from dynaxx.distributed.sharded import ShardedLayout, rows_of
@@ -118,7 +118,7 @@ def select_split_blocks(
     if has_summaries(selector):
         own_rule, keys = with_summaries(rule, k, split, rank, group, sizes[1])
     else:
-        (keys,) = WholeGathering((k,), split, rank, group).wait()
+        (keys,) = WholeGathering((k,), split, rank, group, reaches(split, causal)).wait()
     layouts = [
         select_blocks(q[:, run.first : run.last], keys[:, : run.keys], rule_of_run(own_rule, run, split), **options)
         for run in query_runs(split, rank, causal)
@@ -129,7 +129,7 @@ def select_split_blocks(
 def staged_runs(
     k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, mesh: Mesh, stages: int
 ) -> Iterator[tuple[slice, list[tuple[Tensor, Tensor]]]]:
-    """Yield for each stage its kv heads, and the keys and values that each run may see.
+    """Yield for each stage its kv heads, and the keys and values that each causal run may see.
 
     The exchange of the next stage runs while the caller processes a stage.
 
@@ -140,7 +140,8 @@ def staged_runs(
     rank, kv_heads = dist.get_rank(group), k.shape[2]
     check_stages(stages, kv_heads)
     step = kv_heads // stages
-    start = lambda i: WholeGathering((k[:, :, i : i + step], v[:, :, i : i + step]), split, rank, group)
+    parts = lambda i: (k[:, :, i : i + step], v[:, :, i : i + step])
+    start = lambda i: WholeGathering(parts(i), split, rank, group, reaches(split))
     gathering = start(0)
     for first in range(0, kv_heads, step):
         current = gathering

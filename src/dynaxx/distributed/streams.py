@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Order of a rank's exchanges and kernels on the streams of its GPU.
+
+A call is a sequence of stages: some kv heads are exchanged, then their kernels run. Two buffers take turns.
+
+    helper stream, first in line   exchange 0, blocks 0 | exchange 1, blocks 1 | exchange 2, blocks 2 | ...
+    the caller's stream                                 | attention 0          |              | attention 2
+    a second stream                                     |                      | attention 1  |
+
+The kernels of neighbouring stages are on different streams, so that the programs of the next stage take the
+multiprocessors that the last programs of a stage leave idle. An exchange starts when the last stage but one is done,
+which read its buffer.
+
+NCCL's kernels wait for free multiprocessors. Without a high priority, they would wait until a stage has started all its
+programs. In that case, and on a CPU, each exchange starts before the kernels of the stage before it, and all kernels
+are on the caller's stream.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
+
+T = TypeVar("T")
+TRUE = ("1", "y", "yes", "t", "true", "on")
+
+
+def exchanges_go_first(group: ProcessGroup) -> bool:
+    """Return whether NCCL's kernels take free multiprocessors before programs that other kernels have not started.
+
+    They do if the group's streams have a high priority: with TORCH_NCCL_HIGH_PRIORITY=1, or
+    `ProcessGroupNCCL.Options(is_high_priority_stream=True)`.
+    """
+    if dist.get_backend(group) != "nccl":
+        return False
+    if os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "").lower() in TRUE:
+        return True
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    return bool(getattr(options, "is_high_priority_stream", False))
+
+
+class Lanes(NamedTuple):
+    """The streams of one call on a GPU."""
+
+    helper: torch.cuda.Stream  # for copies, exchanges and selections; of a high priority
+    main: torch.cuda.Stream  # the caller's
+    second: torch.cuda.Stream
+
+    @classmethod
+    @contextmanager
+    def forked(cls, device: torch.device) -> Iterator[Lanes]:
+        """Let the other streams wait for what the caller launched so far, and the caller's for them at the end."""
+        main = torch.cuda.current_stream(device)
+        lanes = cls(_stream(device.index, -1), main, _stream(device.index, 0))
+        ready = main.record_event()
+        for other in (lanes.helper, lanes.second):
+            other.wait_event(ready)
+        try:
+            yield lanes
+        finally:
+            for other in (lanes.helper, lanes.second):
+                main.wait_stream(other)
+
+
+@cache
+def _stream(device: int, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)
+
+
+class Before(NamedTuple):
+    """Kernels that need no exchange, and run while the first one is in transit."""
+
+    launch: Callable[[], None]
+    apart: bool  # whether they write nothing that the stages write, so that the stages need not wait for them
+    first: bool  # whether the host launches them before it starts the first exchange
+
+
+def in_stages(
+    count: int,
+    start: Callable[[int], None],
+    ready: Callable[[int], T],
+    attend: Callable[[int, T], None],
+    group: ProcessGroup,
+    device: torch.device,
+    before: Before | None = None,
+    known: bool = False,
+) -> None:
+    """Run stages so that exchanges overlap with kernels.
+
+    Args:
+        count: number of stages.
+        start: function that starts the exchange of a stage, in buffer number stage % 2.
+        ready: function that waits for the exchange, and returns what the kernels of a stage need.
+        attend: function that launches the kernels of a stage.
+        group: the ranks.
+        device: device of the tensors.
+        before: kernels that need no exchange.
+        known: whether an equal call has run before. A first call computes values that later stages and calls read
+            without waiting, such as the order of a layout's rows, so its kernels are on one stream.
+    """
+    if known and device.type == "cuda" and exchanges_go_first(group):
+        _on_streams(count, start, ready, attend, device, before)
+        return
+    start(0)
+    if before is not None:
+        with share_multiprocessors():
+            before.launch()
+    for i in range(count):
+        if i + 1 < count:
+            start(i + 1)
+        with share_multiprocessors(i + 1 < count):
+            attend(i, ready(i))
+
+
+def _on_streams(
+    count: int,
+    start: Callable[[int], None],
+    ready: Callable[[int], T],
+    attend: Callable[[int, T], None],
+    device: torch.device,
+    before: Before | None,
+) -> None:
+    held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
+    done: list[torch.cuda.Event] = []
+    with Lanes.forked(device) as lanes, share_multiprocessors():
+        turns = (lanes.main, lanes.second) if before is None else (lanes.second, lanes.main)
+        if before is not None and before.first:
+            before.launch()
+        for i in range(count):
+            with torch.cuda.stream(lanes.helper):
+                if i > 1:
+                    lanes.helper.wait_event(done[i - 2])
+                start(i)
+            if before is not None and not i:
+                if not before.first:
+                    before.launch()
+                if not before.apart:
+                    lanes.second.wait_stream(lanes.main)
+            with torch.cuda.stream(lanes.helper):
+                held.append(ready(i))
+                prepared = lanes.helper.record_event()
+            lane = turns[i % 2]
+            lane.wait_event(prepared)
+            with torch.cuda.stream(lane):
+                attend(i, held[i])
+                done.append(lane.record_event())
+    del held

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two GPUs through NCCL give the results of one: one start of two processes for all cases, under a minute in all.
+
+The cases of CPUs also run on GPUs, with `-m "gpu and slow"`: they compile many more kernels.
+"""
+
+import time
+
+import pytest
+import torch
+from ranks import cases_of, run_cases
+
+GPUS = 2
+
+
+@pytest.fixture(scope="module")
+def results():
+    if torch.cuda.device_count() < GPUS:
+        pytest.skip(f"needs {GPUS} GPUs")
+    return run_cases("gpu_cases", GPUS, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases_of("gpu_cases"))
+def test_against_one_gpu(results, case):
+    assert not results[case], "\n".join(results[case])
+
+
+@pytest.mark.gpu
+def test_the_others_learn_of_a_rank_that_died(monkeypatch):
+    """NCCL's watchdog ends the others after the group's timeout, and says why."""
+    if torch.cuda.device_count() < GPUS:
+        pytest.skip(f"needs {GPUS} GPUs")
+    monkeypatch.setenv("RANKS_COLLECTIVE_SECONDS", "15")
+    start = time.monotonic()
+    failures = run_cases("lost_cases", GPUS, "cuda")["case_a_rank_is_killed_between_two_steps"]
+    assert time.monotonic() - start < 120
+    said = [failure for failure in failures if failure.startswith("rank 0")]
+    assert all("timeout" in failure.lower() for failure in said), said
