@@ -42,6 +42,18 @@ def test_splits_cover_every_token_once():
             assert torch.equal(split.join([split.shard(x, rank) for rank in range(ranks)]), x)
 
 
+def test_contiguous_runs_may_have_even_work():
+    assert dxd.SequenceSplit.even(320, 2, [1, 1, 2, 4, 4], 64).owners == (0, 0, 0, 1, 1)
+    assert dxd.SequenceSplit.even(256, 2, [0, 0, 0, 0], 64).owners == (0, 0, 1, 1)
+    assert dxd.SequenceSplit.even(0, 2, [], 64).owners == ()
+    assert dxd.SequenceSplit.even(128, 3, [1, 1], 64).owners == (0, 2)
+    layout = dx.SlidingWindow(1024).layout(65536, block_size=64)
+    split = dxd.sequence_split(layout, 2)
+    assert [len(split.runs(rank)) for rank in range(2)] == [1, 1]
+    assert 0 < split.length(0) - split.length(1) <= 0.1 * 32768
+    assert dxd.split_cost(layout, split).imbalance < 1.002
+
+
 def test_dealing_by_work_evens_it_out():
     layout = dx.Causal().layout(4096, block_size=64)
     for ranks in (2, 3, 8):

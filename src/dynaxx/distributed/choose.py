@@ -16,6 +16,7 @@ from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BlockLayout
 
+MOST_TOKENS = 1.05  # of a rank with a contiguous run, as a share of the mean
 BLOCKS_PER_KV_BLOCK = 3.0  # receiving one kv block takes as long as computing this many visited blocks, see cost_model
 
 
@@ -37,8 +38,9 @@ class SplitCost:
 def sequence_split(layout: BlockLayout, mesh: Mesh | int, *, chunk: int | None = None) -> SequenceSplit:
     """Choose how to split a sequence over ranks for a layout: contiguous, zigzag, or dealt chunk by chunk.
 
-    All ranks get equal numbers of tokens, up to one chunk. The chosen split has the smallest sum of work and received
-    blocks on the busiest rank. Every rank computes the same split without communication.
+    All ranks get equal numbers of tokens, up to one chunk, or up to 5 % if contiguous runs then have even work. The
+    chosen split has the smallest sum of work and received blocks on the busiest rank. Every rank computes the same
+    split without communication.
 
     Args:
         layout: layout of the whole sequence, with as many queries as keys.
@@ -69,6 +71,9 @@ def _best(layout: BlockLayout, ranks: int, chunk: int) -> SequenceSplit:
     rows = rows_work(layout)
     per_chunk = np.add.reduceat(rows, np.arange(0, len(rows), chunk // layout.block_size[0])) if len(rows) else rows
     candidates.append(SequenceSplit.dealt(seqlen, ranks, per_chunk.tolist(), chunk))
+    even = SequenceSplit.even(seqlen, ranks, per_chunk.tolist(), chunk)
+    if max(even.lengths) * ranks <= MOST_TOKENS * seqlen:
+        candidates.append(even)
     return min(candidates, key=lambda split: split_cost(layout, split).total)
 
 

@@ -67,6 +67,25 @@ class SequenceSplit:
         return cls(seqlen, chunk, tuple(i * ranks // chunks for i in range(chunks)), ranks)
 
     @classmethod
+    def even(cls, seqlen: int, ranks: int, work: Sequence[float], chunk: int = 128) -> SequenceSplit:
+        """Give each rank one contiguous run of chunks with about the same work, whatever its length.
+
+        Args:
+            seqlen: tokens of the whole sequence.
+            ranks: number of ranks.
+            work: work of each chunk, in any unit.
+            chunk: tokens per chunk.
+        """
+        seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
+        _check_work(work, chunks)
+        total, owners, done = sum(work), [], 0.0
+        for own in work:
+            middle = (done + own / 2) / total if total else len(owners) / chunks
+            owners.append(min(ranks - 1, int(middle * ranks)))
+            done += own
+        return cls(seqlen, chunk, tuple(owners), ranks)
+
+    @classmethod
     def zigzag(cls, seqlen: int, ranks: int, chunk: int = 128) -> SequenceSplit:
         """Cut the sequence into 2 * ranks runs and give rank r the runs r and 2 * ranks - 1 - r.
 
@@ -89,8 +108,7 @@ class SequenceSplit:
             chunk: tokens per chunk.
         """
         seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
-        if len(work) != chunks:
-            raise ValueError(f"`work` must have one number for each of the {chunks} chunks, got {len(work)}")
+        _check_work(work, chunks)
         room = [chunks // ranks + (rank < chunks % ranks) for rank in range(ranks)]
         done, owners = [0.0] * ranks, [0] * chunks
         for i in sorted(range(chunks), key=lambda i: (-work[i], i)):
@@ -199,6 +217,11 @@ class SequenceSplit:
         """Raise ValueError if a tensor has another number of tokens along `dim`."""
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
             raise ValueError(f"`x` must have {tokens} tokens along dim {dim}, got shape {tuple(x.shape)}")
+
+
+def _check_work(work: Sequence[float], chunks: int) -> None:
+    if len(work) != chunks:
+        raise ValueError(f"`work` must have one number for each of the {chunks} chunks, got {len(work)}")
 
 
 def _sizes(seqlen: int, ranks: int, chunk: int) -> tuple[int, int, int]:

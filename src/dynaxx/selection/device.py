@@ -99,10 +99,10 @@ def select_on_device(
 
     given, capacity = selection_inputs(pattern, selector, grid, q, k)
     if given.is_recorded(q, memory_budget):
-        chosen = record_or_replay(_choose, given, (q, k, places), scale, memory_budget)
+        entries = record_or_replay(_select, given, (q, k, places), scale, memory_budget, capacity)
     else:
-        chosen = _choose(given, q, k, places, scale, memory_budget)
-    return _layout(given, capacity, *chosen, places=places)
+        entries = _select(given, q, k, places, scale, memory_budget, capacity)
+    return _layout(given, capacity, q, entries, places)
 
 
 def selection_inputs(
@@ -127,23 +127,14 @@ def select_within(
     given: SelectionInputs, q: Tensor, k: Tensor, scale: float, memory_budget: int, capacity: int
 ) -> BlockLayout:
     """Choose blocks as a part of a call that is recorded as a whole."""
-    return _layout(given, capacity, *_choose(given, q, k, None, scale, memory_budget))
+    return _layout(given, capacity, q, _select(given, q, k, None, scale, memory_budget, capacity), None)
 
 
 def _layout(
-    given: SelectionInputs,
-    capacity: int,
-    bits: Tensor,
-    counts: Tensor,
-    partials: Tensor,
-    *,
-    places: Tensor | None = None,
+    given: SelectionInputs, capacity: int, q: Tensor, entries: tuple[Tensor, ...], places: Tensor | None
 ) -> BlockLayout:
-    from dynaxx.kernels.triton.selection.entries import emit_entries, running_sum
-
-    grid, (batch, q_heads, _) = given.grid, counts.shape
-    kv_indptr = running_sum(counts)
-    kv_indices, kv_masks, placed = emit_entries(bits, kv_indptr, grid, given.static, capacity, places)
+    """Return the result of `_select` as a layout."""
+    grid, (kv_indptr, partials, kv_indices, kv_masks, *placed) = given.grid, entries
     layout = BlockLayout(
         seqlen_q=grid.seqlen_q,
         seqlen_k=grid.seqlen_k,
@@ -154,9 +145,28 @@ def _layout(
         kv_masks=kv_masks,
         masks=given.static.masks,
     )
-    if places is not None and placed is not None:
-        layout.derived.placed = (places, placed)
-    return set_form(layout, form_of((), given.form, batch, q_heads, capacity))
+    if places is not None:
+        layout.derived.placed = (places, placed[0])
+    return set_form(layout, form_of((), given.form, q.shape[0], q.shape[2], capacity))
+
+
+def _select(
+    given: SelectionInputs,
+    q: Tensor,
+    k: Tensor,
+    places: Tensor | None,
+    scale: float,
+    memory_budget: int,
+    capacity: int,
+) -> tuple[Tensor, ...]:
+    """Return kv_indptr, kv_num_partial, kv_indices and kv_masks of the chosen blocks, and where blocks in pages are."""
+    from dynaxx.kernels.triton.selection.entries import emit_entries, running_sum
+
+    bits, counts, partials = _choose(given, q, k, places, scale, memory_budget)
+    kv_indptr = running_sum(counts)
+    kv_indices, kv_masks, placed = emit_entries(bits, kv_indptr, given.grid, given.static, capacity, places)
+    found = (kv_indptr, partials, kv_indices, kv_masks)
+    return found if placed is None else (*found, placed)
 
 
 def _choose(
