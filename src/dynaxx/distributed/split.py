@@ -78,7 +78,8 @@ class SequenceSplit:
         """
         seqlen, ranks, chunks = _sizes(seqlen, ranks, chunk)
         _check_work(work, chunks)
-        total, owners, done = sum(work), [], 0.0
+        total, done = sum(work), 0.0
+        owners: list[int] = []
         for own in work:
             middle = (done + own / 2) / total if total else len(owners) / chunks
             owners.append(min(ranks - 1, int(middle * ranks)))
