@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.exchange import Buffers, Gathering, Returning
 from dynaxx.distributed.plan import ExchangePlan, Stage
-from dynaxx.distributed.streams import Before, in_stages
+from dynaxx.distributed.streams import Before, Lanes, exchanges_go_first, in_stages
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
@@ -143,6 +143,7 @@ def _edge_rows(
 
 
 def _has_edges(stage: Stage) -> bool:
+    """Return whether some rows visit blocks of other ranks."""
     return stage.rows is not None and bool(stage.rows.numel())
 
 
@@ -158,6 +159,10 @@ def split_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of own tokens, after gradients of received keys and values have returned to their owners."""
     stages, group = settings.plan.backward_stages, settings.group
+    ran, key = settings.plan.ran, ("backward", q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend)
+    if key in ran and len(stages) == 1 and stages[0].inner is not None and q.is_cuda and exchanges_go_first(group):
+        return _edges_beside_inner_rows((do, dlse, q), (k, v), (out, lse), stages[0], settings)
+    ran.add(key)
     grads: list[Tensor] = []
     gathering: Gathering | None = Gathering(k, v, stages[0], group)
     returning = None
@@ -175,6 +180,70 @@ def split_backward(
     assert returning is not None, "a plan has at least one stage"
     returning.wait(*grads[1:])
     return grads[0], grads[1], grads[2]
+
+
+def _edges_beside_inner_rows(
+    own: tuple[Tensor, Tensor | None, Tensor],
+    own_kv: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    stage: Stage,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv: exchange and compute the edge rows while the inner rows are computed.
+
+    Args:
+        own: do, dlse and q.
+        own_kv: k and v.
+        results: out and lse.
+        stage: the only stage.
+        settings: arguments of the call.
+    """
+    with Lanes.forked(own[2].device) as lanes:
+        with torch.cuda.stream(lanes.helper):
+            gathering = Gathering(*own_kv, stage, settings.group)
+        assert stage.inner is not None, "called for stages with inner rows"
+        dq, dk, dv = settings.backward(*own, *own_kv, *results, stage.inner)
+        with torch.cuda.stream(lanes.helper):
+            edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, settings)
+            returning = Returning(*sent, stage, settings.group)
+    _write_edges(dq, edge_dq, stage)
+    returning.wait(dk, dv)
+    return dq, dk, dv
+
+
+def _edge_backward(
+    own: tuple[Tensor, Tensor | None, Tensor],
+    results: tuple[Tensor, Tensor],
+    buffer: tuple[Tensor, Tensor],
+    stage: Stage,
+    settings: Settings,
+) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+    """Return dq of the edge rows, and the gradients of the keys and values in the buffer.
+
+    Args:
+        own: do, dlse and q of the stage's heads.
+        results: out and lse of these heads.
+        buffer: gathered keys and values; empty if there are no edge rows.
+        stage: the stage.
+        settings: arguments of the call.
+    """
+    if not _has_edges(stage):
+        return None, buffer
+    dlse = None if own[1] is None else _edge(own[1], stage, 2).contiguous()
+    edge_results = _edge(results[0], stage, 1), _edge(results[1], stage, 2).contiguous()
+    queries = _edge(own[2], stage, 1)
+    dq, *sent = settings.backward(_edge(own[0], stage, 1), dlse, queries, *buffer, *edge_results, stage.layout)
+    return dq, (sent[0], sent[1])
+
+
+def _write_edges(dq: Tensor, edge_dq: Tensor | None, stage: Stage) -> None:
+    """Write dq of the edge rows into that of all rows."""
+    if edge_dq is None or stage.rows is None:
+        return
+    if stage.run is None:
+        dq.index_copy_(1, stage.rows, edge_dq)
+    else:
+        dq[:, stage.run] = edge_dq
 
 
 def _backward_stage(
@@ -205,27 +274,18 @@ def _backward_stage(
     if stage.inner is not None and stage.rows is not None:
         keys, values = whole[1][:, :, kv_heads], whole[2][:, :, kv_heads]
         written: tuple[Tensor, ...] = settings.backward(*own, keys, values, *results, stage.inner)
-        buffer = gathering.wait()
-        sent = list(buffer)  # the buffer is empty if there are no edge rows
-        if stage.rows.numel():
-            dlse = None if own[1] is None else _edge(own[1], stage, 2).contiguous()
-            edge_results = _edge(results[0], stage, 1), _edge(results[1], stage, 2).contiguous()
-            queries = _edge(own[2], stage, 1)
-            dq, *sent = settings.backward(_edge(own[0], stage, 1), dlse, queries, *buffer, *edge_results, stage.layout)
-            if stage.run is None:
-                written[0].index_copy_(1, stage.rows, dq)
-            else:
-                written[0][:, stage.run] = dq
+        edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, settings)
+        _write_edges(written[0], edge_dq, stage)
     else:
-        dq, *sent = settings.backward(*own, *gathering.wait(), *results, stage.layout)
-        written = (dq,)
+        dq, *sent_back = settings.backward(*own, *gathering.wait(), *results, stage.layout)
+        written, sent = (dq,), (sent_back[0], sent_back[1])
     if not grads:
         fresh = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
         grads = [written[i] if alone and i < len(written) else fresh(x) for i, x in enumerate(whole)]
     if not alone:
         for total, part, some in zip(grads, written, (heads, kv_heads, kv_heads), strict=False):
             total[:, :, some] = part
-    return grads, (sent[0], sent[1])
+    return grads, sent
 
 
 def _next(k: Tensor, v: Tensor, stages: tuple[Stage, ...], number: int, group: ProcessGroup) -> Gathering | None:
