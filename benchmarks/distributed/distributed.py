@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
+from dynaxx.distributed.by_rule import default_stages
 
 BLOCK = 128
 SHAPES = {"cuda": ((32, 8), (64, 4), 128), "cpu": ((4, 2), (4, 1), 16)}  # heads, of NSA, head_dim; a CPU only tries it
@@ -282,6 +283,8 @@ def measure(setup, name, seqlen, backward, repeats, alone_on="all"):
         plan = dxd.exchange_plan(*own, case.layout, setup.mesh, split=case.split)
         row["stages"], row["MB_received"] = len(plan.stages), round(plan.bytes_received(*own[1:3]) / 1e6, 1)
         row["imbalance"] = round(dxd.split_cost(case.layout, case.split).imbalance, 4)
+    elif name == "hybrid":
+        row["stages"] = default_stages(*own[1:3], case.split)
     setup.say(row)
     return row
 

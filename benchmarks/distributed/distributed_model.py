@@ -17,7 +17,12 @@ from dynaxx.distributed.cost_model import Machine, Shape, Workload, predict
 from dynaxx.distributed.plan import stages_of
 
 SHAPE = Shape()
-WORKLOADS = {"window": Workload("window", 4096), "random": Workload("random", 0.1), "top_k": Workload("top_k", 64)}
+WORKLOADS = {
+    "window": Workload("window", 4096),
+    "random": Workload("random", 0.1),
+    "hybrid": Workload("random", 0.1),  # times per block include the selection
+    "top_k": Workload("top_k", 64),
+}
 TITLES = {"window": "window of 4,096 tokens", "random": "random 10 %", "top_k": "64 blocks per row"}
 LENGTHS = (1 << 20, 1 << 22, 1 << 24)
 GPUS = (1, 2, 8, 64, 512)
@@ -72,7 +77,7 @@ def compare(report, network, known=None):
                 continue  # one GPU of another machine's turn tells nothing new
             options = {"backward": backward}
             if ranks > 1:
-                options.update(imbalance=row["imbalance"], stages=row.get("stages", 1))
+                options.update(imbalance=row.get("imbalance", 1.0), stages=row.get("stages", 1))
             predicted = predict(WORKLOADS[row["name"]], SHAPE, machine, row["seqlen"], ranks, **options).seconds * 1e3
             rows.append({"name": row["name"], "seqlen": row["seqlen"], "pass": row["pass"], "gpus": ranks,
                          "measured_ms": measured, "predicted_ms": round(predicted, 2),
@@ -84,6 +89,8 @@ def extrapolate(report, network):
     """Forward and backward passes of one layer, in milliseconds, with their efficiency."""
     rows = []
     for name, workload in WORKLOADS.items():
+        if name not in TITLES:
+            continue
         machine = machine_of(report, "random" if name == "top_k" else name, network)
         for seqlen in LENGTHS:
             alone = predict(workload, SHAPE, machine, seqlen, 1, backward=True).seconds

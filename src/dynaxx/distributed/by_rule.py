@@ -93,8 +93,7 @@ def sparse_attention_by_rule(
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {kv_heads}")
     rule_of_heads(rule, slice(0, q.shape[2]), q.shape[2])  # refuses a wrong budget before anything is exchanged
     if stages is None:
-        received = split.seqlen - min(split.length(other) for other in range(split.ranks))
-        stages = stages_of(kv_heads, received * k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize)
+        stages = default_stages(k, v, split)
     check_stages(stages, kv_heads)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     settings = _Settings(
@@ -105,6 +104,12 @@ def sparse_attention_by_rule(
         check_sinks(sinks, q)
         out, lse = add_sinks(out, lse, sinks)
     return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+def default_stages(k: Tensor, v: Tensor, split: SequenceSplit) -> int:
+    """Return the number of stages of `sparse_attention_by_rule` for own keys and values of this form."""
+    received = split.seqlen - min(split.length(rank) for rank in range(split.ranks))
+    return stages_of(k.shape[2], received * k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize)
 
 
 class _Settings(NamedTuple):

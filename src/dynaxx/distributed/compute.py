@@ -15,6 +15,9 @@ from dynaxx.distributed.streams import Before, Lanes, exchanges_go_first, in_sta
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
+from dynaxx.ops.merge import merge_states
+
+OWN_TOKENS_FIRST = True  # of the first stage, while that of another one is exchanged; its other tokens come last
 
 
 class Settings(NamedTuple):
@@ -68,28 +71,41 @@ class Settings(NamedTuple):
 def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     """Return out (batch, own tokens, q_heads, head_dim_v) and lse (batch, q_heads, own tokens)."""
     stages, group = settings.plan.stages, settings.group
+    halves = stages[0].halves if OWN_TOKENS_FIRST else None
+    order = [*range(1, len(stages)), 0] if OWN_TOKENS_FIRST else list(range(len(stages)))  # equal on all ranks
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lses: list[Tensor] = [q.new_empty(0)] * len(stages)
     buffers = Buffers()
     gatherings: dict[int, Gathering] = {}
     inner: dict[int, Tensor] = {}  # lse of the inner rows by stage
 
-    def start(i: int) -> None:
-        gatherings[i] = Gathering(k, v, stages[i], group, buffers, i)
+    def start(turn: int) -> None:
+        gatherings[turn] = Gathering(k, v, stages[order[turn]], group, buffers, turn)
 
-    def ready(i: int) -> tuple[Tensor, Tensor]:
-        return gatherings.pop(i).wait()
+    def ready(turn: int) -> tuple[Tensor, Tensor]:
+        return gatherings.pop(turn).wait()
 
-    def attend(i: int, gathered: tuple[Tensor, Tensor]) -> None:
+    def attend(turn: int, gathered: tuple[Tensor, Tensor]) -> None:
+        i = order[turn]
         stage = stages[i]
         heads = slice(*stage.q_heads)
         own = q[:, :, heads], out[:, :, heads]
-        if stage.inner is None:
+        if stage.inner is not None:
+            lses[i] = _edge_rows(*own, inner[i], gathered, stage, settings)
+        elif i or halves is None:
             lses[i] = settings.forward(own[0], *gathered, stage.layout, own[1])[1]
         else:
-            lses[i] = _edge_rows(*own, inner[i], gathered, stage, settings)
+            place = buffers.take(turn + 1, q, own[1].shape)
+            found = settings.forward(own[0], *gathered, halves[1], place)
+            _merge_into(own[1], lses[0], *found, halves[1])
 
-    def before() -> None:
+    def own_tokens() -> None:
+        some = (slice(None), slice(None), slice(*stages[0].q_heads))
+        of_kv = (slice(None), slice(None), slice(*stages[0].kv_heads))
+        assert halves is not None, "called with halves"
+        lses[0] = settings.forward(q[some], k[of_kv], v[of_kv], halves[0], out[some])[1]
+
+    def inner_rows() -> None:
         for i, stage in enumerate(stages):
             if stage.inner is not None:
                 heads, kv_heads = slice(*stage.q_heads), slice(*stage.kv_heads)
@@ -102,16 +118,30 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
 
     with_inner = [stage for stage in stages if stage.inner is not None]
     apart = all(stage.rest is not None or not _has_edges(stage) for stage in with_inner)
-    early = Before(before, apart, first=True) if with_inner else None
+    early = Before(inner_rows, apart, first=True) if with_inner else None
+    if halves is not None:
+        early = Before(own_tokens, apart=True, first=True)
     ran = settings.plan.ran
     key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend)
-    in_stages(len(stages), start, ready, attend, group, q.device, early, key in ran)
+    in_stages(len(stages), start, ready, attend, group, q.device, early, key in ran, halves is not None)
     ran.add(key)
     for i, stage in enumerate(stages):
         if stage.rest is not None:
             parts = (lses[i], inner[i]) if stage.rest[0].start else (inner[i], lses[i])
             lses[i] = torch.cat(parts, 2)
     return out, lses[0] if len(lses) == 1 else torch.cat(lses, 1)
+
+
+def _merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, layout: BlockLayout) -> None:
+    """Overwrite `out` and `lse` with the result over the keys of both results."""
+    if out.is_cuda:
+        from dynaxx.kernels.gpu.merge import merge_into
+
+        merge_into(out, lse, other, other_lse, layout)
+        return
+    merged = merge_states([(out, lse), (other, other_lse)])
+    out.copy_(merged.out)
+    lse.copy_(merged.lse)
 
 
 def _edge_rows(

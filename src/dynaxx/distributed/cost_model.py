@@ -163,7 +163,7 @@ def predict(
         by_heads: number of GPUs per node that split the heads of the same tokens, so that each receives only a part of
             the kv heads.
         stages: number of groups of kv heads, as for `dynaxx.distributed.sparse_attention`. All but the first are
-            exchanged while the stage before is computed.
+            exchanged while the stage before is computed. A window's exchange runs while its inner rows are computed.
 
     Raises:
         ValueError: a size is below 1, or `by_heads` exceeds the number of kv heads or of GPUs per node.
@@ -187,7 +187,8 @@ def predict(
     compute = blocks * per_block
     if ranks == 1:
         return Cost(compute=compute, exchange=0.0, other=0.0, bytes_received=0.0, memory=held)
-    later, copies = 1 - 1 / stages, copied / machine.copy
+    later = 1.0 if workload.kind == "window" else 1 - 1 / stages  # the inner rows of a window run beside the exchange
+    copies = copied / machine.copy
     overlapped = passes * (exchange + copies) * later
     return Cost(
         compute=compute,

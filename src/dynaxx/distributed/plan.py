@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.group import peer_errors
-from dynaxx.distributed.rows import split_rows, with_columns
+from dynaxx.distributed.rows import split_columns, split_rows, with_columns
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.layout import BlockLayout
 
@@ -60,6 +60,7 @@ class Stage:
     run: slice | None = None  # the same queries, if they are neighbours
     inner: BlockLayout | None = None  # own queries over own tokens; edge rows are empty
     rest: tuple[slice, BlockLayout] | None = None  # the queries that are not in `run`, if neighbours, and their layout
+    halves: tuple[BlockLayout, BlockLayout] | None = None  # of the first stage: over own tokens, and over received ones
 
     @property
     def tokens(self) -> int:
@@ -179,11 +180,24 @@ def _stages(sharded: ShardedLayout, places: _Places, q_heads: int, kv_heads: int
             "q_heads": (first * group_size, (first + step) * group_size),
         }
         key = needs.tobytes()
+        rows = sharded.rows if shared else sharded.rows.head_slice(range(*heads["q_heads"]))
         if key not in made or not shared:
-            rows = sharded.rows if shared else sharded.rows.head_slice(range(*heads["q_heads"]))
             made[key] = _stage(rows, needs, places, heads)
         found.append(replace(made[key], **heads))
+        if count > 1 and not first and found[0].inner is None:
+            found[0] = replace(found[0], halves=_halves(rows, needs, places))
     return tuple(found)
+
+
+def _halves(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places) -> tuple[BlockLayout, BlockLayout]:
+    """Return the layouts of the same rows over own tokens, and over the tokens of other ranks in the buffer."""
+    own_blocks = places.own[places.rank]
+    order = places.messages(needs, own_blocks).order
+    own, others = split_columns(rows, own_blocks)
+    return (
+        with_columns(own, own_blocks, places.tokens(own_blocks)),
+        with_columns(others, order, places.tokens(order)),
+    )
 
 
 def _stage(rows: BlockLayout, needs: NDArray[np.bool_], places: _Places, heads: dict[str, Any]) -> Stage:

@@ -82,6 +82,21 @@ def _run(tokens: Tensor) -> slice | None:
     return slice(first, last + 1) if last - first + 1 == len(tokens) else None
 
 
+def split_columns(rows: BlockLayout, own_blocks: NDArray[np.int64]) -> tuple[BlockLayout, BlockLayout]:
+    """Return the same rows with only the kv blocks `own_blocks`, and with all others; on the host if it has a copy."""
+    source = rows.host or rows
+    lead, cols, codes = source.entries()
+    is_own = torch.zeros(max(1, source.kv_blocks), dtype=torch.bool, device=cols.device)
+    is_own[torch.from_numpy(own_blocks).to(cols.device)] = True
+    grid = BlockGrid(rows.seqlen_q, rows.seqlen_k, rows.block_size, causal=False)
+    shape = {"layout_batch": rows.layout_batch, "layout_heads": rows.layout_heads}
+    own, others = (
+        BlockLayout.from_entries(grid, lead[kept], cols[kept], codes[kept], source.masks, **shape)
+        for kept in (is_own[cols], ~is_own[cols])
+    )
+    return own.to(rows.device), others.to(rows.device)
+
+
 def with_columns(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> BlockLayout:
     """Return the same rows with the kv blocks `order` as columns, in this order; they hold `tokens` tokens."""
     source = rows.host or rows

@@ -93,6 +93,7 @@ def in_stages(
     device: torch.device,
     before: Before | None = None,
     known: bool = False,
+    last_alone: bool = False,
 ) -> None:
     """Run stages so that exchanges overlap with kernels.
 
@@ -106,9 +107,10 @@ def in_stages(
         before: kernels that need no exchange.
         known: whether an equal call has run before. A first call computes values that later stages and calls read
             without waiting, such as the order of a layout's rows, so its kernels are on one stream.
+        last_alone: whether the kernels of the last stage use the buffer of the stage before, too.
     """
     if known and device.type == "cuda" and exchanges_go_first(group):
-        _on_streams(count, start, ready, attend, device, before)
+        _on_streams(count, start, ready, attend, device, before, last_alone)
         return
     start(0)
     if before is not None:
@@ -128,6 +130,7 @@ def _on_streams(
     attend: Callable[[int, T], None],
     device: torch.device,
     before: Before | None,
+    last_alone: bool,
 ) -> None:
     held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
     done: list[torch.cuda.Event] = []
@@ -150,6 +153,8 @@ def _on_streams(
                 prepared = lanes.helper.record_event()
             lane = turns[i % 2]
             lane.wait_event(prepared)
+            if last_alone and i and i + 1 == count:
+                lane.wait_event(done[i - 1])
             with torch.cuda.stream(lane):
                 attend(i, held[i])
                 done.append(lane.record_event())
