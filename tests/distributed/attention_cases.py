@@ -203,6 +203,9 @@ def case_half_precision(ranks):
     for dtype in (torch.bfloat16, torch.float64):
         q, k, v = make_qkv(1, 200, 200, 4, 2, 32, dtype=dtype)
         check(ranks, q, k, v, dx.SlidingWindow(90).layout(200, block_size=32), backend=ranks.backend("reference"))
+        layout = (dx.RandomBlocks(2, seed=4) | dx.LocalBlocks(1)).layout(200, block_size=32)
+        split = dxd.SequenceSplit.zigzag(200, ranks.count, 32)
+        check(ranks, q, k, v, layout, split, stages=2, backend=ranks.backend("reference"))
 
 
 def case_twice_the_same_bits(ranks):

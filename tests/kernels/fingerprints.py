@@ -260,6 +260,15 @@ def hopper_scores(head_dim: int, block: int, *, placed: bool = False) -> None:
     query_scores(queries, k, 0, grid, None, torch.zeros(grid.kv_blocks, dtype=torch.int32) if placed else None)
 
 
+def merge() -> None:
+    """Run the merge of two results."""
+    from dynaxx.kernels.gpu.merge import merge_into
+
+    out, other = (torch.zeros(1, TOKENS, 4, 128, dtype=torch.bfloat16) for _ in range(2))
+    lse, other_lse = (torch.zeros(1, 4, TOKENS) for _ in range(2))
+    merge_into(out, lse, other, other_lse, SlidingWindow(300).layout(TOKENS, device="cpu"))
+
+
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -309,6 +318,7 @@ add("hopper scores 64/64", hopper_scores, 64, 64)
 add("hopper scores 128/128 in pages", hopper_scores, 128, 128, placed=True)
 add("triton token decode 16 of 576", token_decode, (16, 1), (576, 512), torch.bfloat16)
 add("triton token decode int8", token_decode, (8, 2), (64, 64), torch.int8)
+add("triton merge of two results", merge)
 add("triton indexer 4 of 64", indexer, "triton", 4, 64, torch.bfloat16)
 add("triton indexer 16 of 128 in 8 bits", indexer, "triton", 16, 128, torch.float32, 4)
 add("hopper indexer 4 of 64", indexer, "hopper", 4, 64, torch.bfloat16)
