@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 SECONDS = int(os.environ.get("RANKS_SECONDS", "400"))
 COLLECTIVE_SECONDS = int(os.environ.get("RANKS_COLLECTIVE_SECONDS", 90 if SECONDS <= 400 else 300))
 
+FAILED, GRACE = 9, 5  # exit code of a rank that failed on a GPU, and seconds that the others then have
+
 
 @dataclass
 class Ranks:
@@ -53,23 +55,15 @@ def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[st
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, str(HERE / "ranks.py"), module, str(count), folder, device]
-        workers = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(count)
-        ]
-        said, end = [], time.monotonic() + SECONDS
-        for worker in workers:
-            try:
-                said.append(worker.communicate(timeout=max(1.0, end - time.monotonic()))[0])
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                said.append(f"killed after {SECONDS} s (RANKS_SECONDS)\n{worker.communicate()[0]}")
+        outputs = [Path(folder) / f"{rank}.txt" for rank in range(count)]
+        workers = []
+        for rank, output in enumerate(outputs):
+            with output.open("w") as file:
+                workers.append(
+                    subprocess.Popen([*command, str(rank)], env=environment, stdout=file, stderr=subprocess.STDOUT)
+                )
+        _wait(workers)
+        said = [output.read_text() for output in outputs]
         results = {name: [] for name in cases_of(module)}
         for rank in range(count):
             path = Path(folder) / f"{rank}.json"
@@ -79,6 +73,18 @@ def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[st
                 if failure is not None:
                     results[name].append(f"rank {rank}: {failure}")
         return results
+
+
+def _wait(workers: list[subprocess.Popen]) -> None:
+    """Wait for all ranks; kill them after the limit, or soon after one of them has failed on a GPU."""
+    end = time.monotonic() + SECONDS
+    while any(worker.poll() is None for worker in workers):
+        if any(worker.returncode == FAILED for worker in workers):
+            end = min(end, time.monotonic() + GRACE)
+        if time.monotonic() > end:
+            for worker in workers:
+                worker.kill()
+        time.sleep(0.05)
 
 
 def _build_core() -> None:
@@ -130,10 +136,13 @@ def _work(module: str, count: int, folder: str, device: str, rank: int) -> None:
             found[name] = None
         except BaseException:
             found[name] = traceback.format_exc()
+            _log(f"rank {rank}: {found[name]}")
         if rank == 0:
             wall, used = (now - then for now, then in zip((time.monotonic(), time.process_time()), start, strict=True))
             _log(f"  {'passed' if found[name] is None else 'FAILED'} after {wall:.1f} s, {used:.1f} s of the processor")
         (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+        if device == "cuda" and found[name] is not None:
+            os._exit(FAILED)  # the others may wait for this rank on the GPU, where only a watchdog would end them
         verdicts = [None] * count
         dist.all_gather_object(verdicts, found[name] is None)  # keep ranks in step; a rank that hangs ends all
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.distributed.streams import Before, in_stages
+from dynaxx.distributed.streams import in_stages
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout, as_block_size
@@ -224,13 +224,12 @@ class _RuleAttention(torch.autograd.Function):
         heads, group_size = q.shape[2], q.shape[2] // k.shape[2]
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         parts, runs = settings.stages_of_heads(k.shape[2]), settings.runs
-        early = 0 if settings.needs_grad else settings.own_runs  # a backward pass wants the layouts of each stage
+        own_runs = settings.own_runs
         of_heads = [slice(some.start * group_size, some.stop * group_size) for some in parts]
         buffers = Buffers()
         gatherings: dict[int, WholeGathering] = {}
         lses: list[list[Tensor]] = [[] for _ in parts]
         layouts: list[BlockLayout] = []
-        first_lse: list[Tensor] = []
 
         def start(i: int) -> None:
             gatherings[i] = settings.start(k, v, parts[i], buffers, i)
@@ -238,32 +237,33 @@ class _RuleAttention(torch.autograd.Function):
         def ready(i: int) -> _Chosen:
             keys, values = gatherings.pop(i).wait()
             found = []
-            for run in runs[early:]:
+            for run in runs[own_runs:]:
                 queries = q[:, run.first : run.last, of_heads[i]]
                 found.append(settings.select(queries, keys[:, : run.keys], run, of_heads[i], heads))
             return _Chosen(keys, values, found)
 
         def attend(i: int, chosen: _Chosen) -> None:
-            for run, layout in zip(runs[early:], chosen.layouts, strict=True):
+            for run, layout in zip(runs[own_runs:], chosen.layouts, strict=True):
                 seen = chosen.keys[:, : run.keys], chosen.values[:, : run.keys]
                 lses[i].append(settings.attend(q, *seen, layout, run, of_heads[i], out))
             if settings.needs_grad:
                 layouts.extend(chosen.layouts)
 
-        def attend_early() -> None:
-            run, every = runs[0], slice(0, heads)
-            seen = k[:, : run.keys], v[:, : run.keys]
-            layout = settings.select(q[:, run.first : run.last], seen[0], run, every, heads)
-            first_lse.append(settings.attend(q, *seen, layout, run, every, out))
+        def ahead(i: int) -> None:
+            for run in runs[:own_runs]:
+                seen = k[:, : run.keys, parts[i]], v[:, : run.keys, parts[i]]
+                layout = settings.select(q[:, run.first : run.last, of_heads[i]], seen[0], run, of_heads[i], heads)
+                lses[i].append(settings.attend(q, *seen, layout, run, of_heads[i], out))
+                if settings.needs_grad:
+                    layouts.append(layout)
 
-        before = Before(attend_early, apart=True, first=False) if early else None
         key = (settings._replace(group=None), q.shape, k.shape, v.shape, q.dtype, q.device)
-        in_stages(len(parts), start, ready, attend, settings.group, q.device, before, key in _ran)
+        known = key in _ran
+        in_stages(len(parts), start, ready, attend, settings.group, q.device, known=known, ahead=ahead)
         if len(_ran) >= MOST_CHOICES:
             _ran.clear()
         _ran.add(key)
-        joined = [torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses if found]
-        lse = torch.cat([*first_lse, *([torch.cat(joined, 1)] if joined else [])], 2)
+        lse = torch.cat([torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.layouts = settings, layouts

@@ -122,7 +122,7 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
     if halves is not None:
         early = Before(own_tokens, apart=True, first=True)
     ran = settings.plan.ran
-    key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend)
+    key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend, halves is None)
     in_stages(len(stages), start, ready, attend, group, q.device, early, key in ran, halves is not None)
     ran.add(key)
     for i, stage in enumerate(stages):

@@ -54,13 +54,14 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
     inner = BlockLayout.from_entries(grid, lead[kept], cols[kept], codes[kept], source.masks, **shape)
     visited = np.unique(cols[~kept & is_own[cols]].cpu().numpy())
     inner = with_columns(inner, own_blocks, own_tokens)
+    rest = _rest(inner, edge, _run(tokens))
     return SplitRows(
         inner.to(rows.device),
         rows_of(source, edge, len(tokens)).to(rows.device),
         tokens.to(rows.device),
         _run(tokens),
         visited.astype(np.int64),
-        _rest(inner, edge, _run(tokens)),
+        None if rest is None else (rest[0], rest[1].to(rows.device)),
     )
 
 

@@ -94,6 +94,7 @@ def in_stages(
     before: Before | None = None,
     known: bool = False,
     last_alone: bool = False,
+    ahead: Callable[[int], None] | None = None,
 ) -> None:
     """Run stages so that exchanges overlap with kernels.
 
@@ -108,9 +109,10 @@ def in_stages(
         known: whether an equal call has run before. A first call computes values that later stages and calls read
             without waiting, such as the order of a layout's rows, so its kernels are on one stream.
         last_alone: whether the kernels of the last stage use the buffer of the stage before, too.
+        ahead: function that launches those kernels of a stage that need no exchange.
     """
     if known and device.type == "cuda" and exchanges_go_first(group):
-        _on_streams(count, start, ready, attend, device, before, last_alone)
+        _on_streams(count, start, ready, attend, device, before, last_alone, ahead)
         return
     start(0)
     if before is not None:
@@ -120,6 +122,8 @@ def in_stages(
         if i + 1 < count:
             start(i + 1)
         with share_multiprocessors(i + 1 < count):
+            if ahead is not None:
+                ahead(i)
             attend(i, ready(i))
 
 
@@ -131,6 +135,7 @@ def _on_streams(
     device: torch.device,
     before: Before | None,
     last_alone: bool,
+    ahead: Callable[[int], None] | None,
 ) -> None:
     held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
     done: list[torch.cuda.Event] = []
@@ -148,10 +153,13 @@ def _on_streams(
                     before.launch()
                 if not before.apart:
                     lanes.second.wait_stream(lanes.main)
+            lane = turns[i % 2]
+            if ahead is not None:
+                with torch.cuda.stream(lane):
+                    ahead(i)
             with torch.cuda.stream(lanes.helper):
                 held.append(ready(i))
                 prepared = lanes.helper.record_event()
-            lane = turns[i % 2]
             lane.wait_event(prepared)
             if last_alone and i and i + 1 == count:
                 lane.wait_event(done[i - 1])
