@@ -26,12 +26,16 @@ from dynaxx.distributed.split import SequenceSplit
 from dynaxx.distributed.streams import in_stages
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
-from dynaxx.layout import BlockLayout, as_block_size
+from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
+from dynaxx.layout.host import on_host
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.autocast import follow_autocast
 from dynaxx.ops.checks import check_inputs, check_sinks
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 from dynaxx.selection import Hybrid, Selector, select_blocks
+from dynaxx.selection.base import selection_grid
+from dynaxx.selection.device import select_on_device, serves
+from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
 
 MOST_CHOICES = 256  # cached backends
 
@@ -91,7 +95,8 @@ def sparse_attention_by_rule(
     split.check_shards(rank, q=q, k=k, v=v)
     if kv_heads == 0 or q.shape[2] % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {kv_heads}")
-    rule_of_heads(rule, slice(0, q.shape[2]), q.shape[2])  # refuses a wrong budget before anything is exchanged
+    selection_grid(q, k, sizes, causal)  # this and the next line refuse wrong input before anything is exchanged
+    rule_of_heads(rule, slice(0, q.shape[2]), q.shape[2])
     if stages is None:
         stages = default_stages(k, v, split)
     check_stages(stages, kv_heads)
@@ -146,6 +151,10 @@ class _Settings(NamedTuple):
     def select(self, q: Tensor, k: Tensor, run: Run, q_heads: slice, heads: int) -> BlockLayout:
         """Return the blocks of one run of queries, for some of the `heads` q heads."""
         rule = _rule_of(self.rule, (q_heads.start, q_heads.stop), heads, run, self.split)
+        grid = BlockGrid(q.shape[1], k.shape[1], self.sizes, self.causal)
+        if q.is_cuda and _selects_on_device(rule, grid, q.shape, q.device):
+            pattern, selector = (rule.pattern, rule.selector) if isinstance(rule, Hybrid) else (None, rule)
+            return _select_on_device(q, k, pattern, selector, grid, self.scale, GPU_MEMORY_BUDGET)
         return select_blocks(q, k, rule, causal=self.causal, block_size=self.sizes, scale=self.scale)
 
     def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
@@ -202,6 +211,16 @@ def _rule_of(
 ) -> Selector | Hybrid:
     """Return a rule restricted to some of the `heads` q heads and to a run of queries."""
     return rule_of_run(rule_of_heads(rule, slice(*q_heads), heads), run, split)
+
+
+@lru_cache(maxsize=256)
+def _selects_on_device(rule: Selector | Hybrid, grid: BlockGrid, shape: torch.Size, device: torch.device) -> bool:
+    """Return whether kernels serve the selection. `select_blocks` would ask, and check the inputs, for every stage."""
+    selector = rule.selector if isinstance(rule, Hybrid) else rule
+    return bool(grid.kv_blocks) and serves(torch.empty(1, device=device).expand(shape), grid, selector)
+
+
+_select_on_device = on_host(select_on_device)
 
 
 _backends: dict[Hashable, str] = {}
