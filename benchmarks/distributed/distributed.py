@@ -38,7 +38,11 @@ ALONE = {
     "all": "every GPU runs the whole workload by itself, all at once (1 GPU: their mean),",
     "first": "one GPU runs the whole workload",
 }
-NCCL = {"TORCH_NCCL_HIGH_PRIORITY": "1"}  # as docs/guides/distributed.md advises
+NCCL = {  # as docs/guides/distributed.md advises
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+}
 
 
 class Setup:
@@ -333,6 +337,7 @@ def main():
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if setup.cuda else None,
         "command": " ".join(sys.argv),
+        "environment": {name: os.environ[name] for name in (*NCCL, "DYNAXX_LAUNCH_GRAPHS") if name in os.environ},
         "link": measure_link(setup),
         "checks": {},
         "rows": [],
@@ -400,7 +405,8 @@ def result_of(report, date):
         "versions": {"torch": report["torch"], "nccl": report["nccl"]},
         "setting": "bf16, batch 1, 32/8 heads of 128 (NSA 64/4), blocks of 128, causal; medians of turns, in which "
         f"{ALONE[report['rows'][0].get('alone_on', 'first')]} and then all GPUs share it; "
-        f"link: {link['GB/s']} GB/s each way at once in messages of {link['bytes'] >> 20} MiB",
+        f"link: {link['GB/s']} GB/s each way at once in messages of {link['bytes'] >> 20} MiB"
+        + "".join(f"; {name}={value}" for name, value in report.get("environment", {}).items()),
         "columns": ["workload", "1 GPU, ms", f"{report['gpus']} GPUs, ms", "speed-up", "1 GPU, GiB",
                     f"each of {report['gpus']}, GiB", "share of memory"],
         "rows": rows,

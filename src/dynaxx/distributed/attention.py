@@ -82,7 +82,7 @@ def sparse_attention(
     if packed:
         q, k, v = q[None], k[None], v[None]
     _check_shards(q, k, v, sharded)
-    plan = exchange_plan(q, k, v, sharded, group, stages=stages)
+    plan = plan_exchange(sharded, group, q.shape[2], k.shape[2], _token_bytes(k, v), stages)
     scale = softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else float(softcap)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -145,8 +145,12 @@ def exchange_plan(
     """
     group = group_of(mesh)
     sharded = shard_layout(layout, group, split)
-    token_bytes = (k.shape[-1] + v.shape[-1]) * k.itemsize * (k.shape[0] if k.ndim == 4 else 1)
-    return plan_exchange(sharded, group, q.shape[-2], k.shape[-2], token_bytes, stages)
+    return plan_exchange(sharded, group, q.shape[-2], k.shape[-2], _token_bytes(k, v), stages)
+
+
+def _token_bytes(k: Tensor, v: Tensor) -> int:
+    """Return the bytes of one token's key and value in one kv head, over the batch."""
+    return (k.shape[-1] + v.shape[-1]) * k.itemsize * (k.shape[0] if k.ndim == 4 else 1)
 
 
 class _SplitAttention(torch.autograd.Function):

@@ -38,6 +38,7 @@ from dynaxx.selection.device import select_on_device, serves
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
 
 MOST_CHOICES = 256  # cached backends
+OWN_STAGES = 2  # stages whose runs over own keys are computed together: fewer calls, and no long wait of other ranks
 
 
 @typed
@@ -268,11 +269,20 @@ class _RuleAttention(torch.autograd.Function):
             if settings.needs_grad:
                 layouts.extend(chosen.layouts)
 
+        together = 1 if settings.needs_grad else OWN_STAGES  # a backward pass wants the layouts of each stage
+
         def ahead(i: int) -> None:
+            if i % together:
+                return
+            some = range(i, min(i + together, len(parts)))
+            of_kv = slice(parts[i].start, parts[some[-1]].stop)
+            q_heads = slice(of_heads[i].start, of_heads[some[-1]].stop)
             for run in runs[:own_runs]:
-                seen = k[:, : run.keys, parts[i]], v[:, : run.keys, parts[i]]
-                layout = settings.select(q[:, run.first : run.last, of_heads[i]], seen[0], run, of_heads[i], heads)
-                lses[i].append(settings.attend(q, *seen, layout, run, of_heads[i], out))
+                seen = k[:, : run.keys, of_kv], v[:, : run.keys, of_kv]
+                layout = settings.select(q[:, run.first : run.last, q_heads], seen[0], run, q_heads, heads)
+                lse = settings.attend(q, *seen, layout, run, q_heads, out)
+                for stage, own in zip(some, lse.chunk(len(some), 1), strict=True):
+                    lses[stage].append(own)
                 if settings.needs_grad:
                     layouts.append(layout)
 

@@ -42,6 +42,7 @@ def _merge_kernel(
     most = tl.maximum(lse, other_lse)
     nothing = most == float("-inf")
     most = tl.where(nothing, 0.0, most)
+    tl.debug_barrier()  # several warps load the same rows, which one of them overwrites
     weight, other_weight = exp_rounded(lse - most), exp_rounded(other_lse - most)
     total = tl.where(nothing, 1.0, weight + other_weight)
     tl.store(p_lse + row, tl.where(nothing, float("-inf"), most + tl.log(total)), mask=o_q < seqlen_q)

@@ -41,6 +41,7 @@ def _include_sinks_kernel(
     smaller = exp_rounded(-tl.abs(apart))  # the smaller of the two sums, in units of the larger one
     share = tl.where(apart >= 0, 1.0, smaller) / (1.0 + smaller)
     both = tl.maximum(lse, sink) + tl.log(1.0 + smaller)
+    tl.debug_barrier()  # several warps load the same rows, which one of them overwrites
     tl.store(p_row, tl.where(nothing, sink, both), mask=o_q < seqlen_q)
     o_e = tl.arange(0, BLOCK_E)
     p_tile = p_out + ((i_b * seqlen_q + o_q) * q_heads + i_h)[:, None] * E + o_e[None, :]

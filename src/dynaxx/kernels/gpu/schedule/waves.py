@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SHARED_WAVES = 8  # a program then does an eighth of the work, so a late start delays the end by at most that
+SHARED_WAVES = 32  # a program then does little of the work, so a late start delays the end by at most that
 
 
 class _Current(threading.local):
