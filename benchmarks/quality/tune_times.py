@@ -47,6 +47,8 @@ def main():
     parser.add_argument("--kinds", default="", help="kinds of text beside --text, by ','; or all")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--block-size", type=int, default=None)
+    parser.add_argument("--scorers", default="mean,bounds")
+    parser.add_argument("--stretches", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=None, help="time budget of tune")
     parser.add_argument("--reference", action="store_true", help="record the reference for drift too")
     parser.add_argument("--decode", action="store_true", help="search decode rules too")
@@ -65,6 +67,8 @@ def main():
             tokens=args.tokens,
             block_size=args.block_size,
             time_budget=args.seconds,
+            scorers=args.scorers.split(","),
+            stretches=args.stretches,
             kinds=args.kinds.split(",") if args.kinds else (),
             with_reference=args.reference,
             with_decode=args.decode,
@@ -73,6 +77,8 @@ def main():
     row = {
         "tokens": args.tokens,
         "texts": "one" if not args.kinds else f"one and {args.kinds}",
+        "blocks of": args.block_size,
+        "scorers": args.scorers,
         "dtype": args.dtype,
         "time budget": args.seconds,
         "seconds": round(time.monotonic() - clock.started, 1),
