@@ -413,6 +413,11 @@ def preferences(model, samples, policy=None):
     return found
 
 
+def interval_text(found):
+    """Return the text of a stored interval, or nothing for None."""
+    return "" if found is None else f"{found['mean']:+.2f} ± {(found['high'] - found['low']) / 2:.2f}"
+
+
 def flat(method, density, row):
     """Return one row of the table."""
     drop = row["drop"]
@@ -423,6 +428,7 @@ def flat(method, density, row):
         "method": method,
         "density": f"{density:.1%}",
         "dense finds": f"{row['dense_match']['mean']:.0%}",
+        "right answers above others": interval_text(row.get("preference")),
         "finds": f"{row['sparse_match']['mean']:.0%}",
         "nats lost per answer token": f"{drop['mean']:+.2f}",
         "95 % interval": f"{drop['low']:+.2f} to {drop['high']:+.2f}",
