@@ -25,6 +25,7 @@ from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 import dynaxx as dx
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+EVEN_AND_UNEVEN = ("batch 16, 32k", "batch 1, 128k", "batch 64, 32k")  # cases that `--uneven` compares
 UNEVEN = (0.25, 0.5, 0.5, 0.75, 1.0, 1.0, 1.5, 2.5)  # pages of the kv heads, in units of their mean
 LAYERS_BYTES = 16 << 30  # of keys and values in bf16: so many layers that the start of a graph is no part of one
 
@@ -287,6 +288,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first case alone")
     parser.add_argument("--combinations", action="store_true", help="precisions and budgets, dense forms left out")
+    parser.add_argument("--uneven", action="store_true", help="kv heads with equal and unequal numbers of pages alone")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
@@ -299,11 +301,14 @@ def main():
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}; a copy moves {rate / 1e9:.0f} GB/s")
     cases = COMBINATIONS if args.combinations else GPU_CASES if device.type == "cuda" else CPU_CASES
+    if args.uneven:
+        cases = [case for case in cases if case.uneven or case.name in EVEN_AND_UNEVEN]
     cases = [case for case in cases if not args.only or any(part in case.name for part in args.only)]
     rows = []
     for case in cases[:1] if args.quick else cases:
-        rows.append(row := run_case(case, device, rate, args.combinations))
-        show(row, args.combinations)
+        alone = args.combinations or args.uneven
+        rows.append(row := run_case(case, device, rate, alone))
+        show(row, alone)
     if args.json:
         result = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate, "rows": rows}
         args.json.write_text(json.dumps(result, indent=1))

@@ -35,7 +35,7 @@ from dynaxx.lab.models import load_model
 from dynaxx.lab.perplexity import logits_of, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
-from dynaxx.lab.tasks.result import interval_of, judged
+from dynaxx.lab.tasks.result import judged
 from dynaxx.lab.tasks.score import closed_book, other_answers
 from dynaxx.lab.tasks.suite import DEFINITIONS, make_task, named_tasks
 from dynaxx.lab.texts import encode, load_text, split_text, started
@@ -367,10 +367,20 @@ def perplexity_rise(model, policy, texts, dense):
 
 
 @torch.no_grad()
-def scored(model, samples, policy=None):
-    """Return (log-probability per token, share of the answers whose tokens are all the most likely ones) of samples.
+def scored(model, samples, policy=None, others=False):
+    """Return what each of the samples scores under a policy, or dense.
 
-    A prompt is one prefill, dense or under a policy. Its answer then follows densely in one pass.
+    A prompt is one prefill. Its answer then follows densely in one pass.
+
+    Args:
+        model: the model.
+        samples: samples of one task.
+        policy: the policy of the prompts.
+        others: also score the answers of other samples after each prompt.
+
+    Returns:
+        The log-probability per token, the share of the answers whose tokens are all the most likely ones, and with
+        `others` how much higher that log-probability is than that of the other answers; None without any.
     """
     found = []
     for at in range(0, len(samples), TOGETHER):
@@ -378,7 +388,12 @@ def scored(model, samples, policy=None):
         with applied(model, policy) if policy is not None else contextlib.nullcontext() as handle:
             read = [model.base_model(each.prompt.to(model.device), use_cache=True) for each in some]
             assert handle is None or handle.stats()["sparse_calls"] > 0, "the prompts ran dense"
-        found += [answered(model, each.answer, one, each.ends) for each, one in zip(some, read, strict=True)]
+        for index, (sample, one) in enumerate(zip(some, read, strict=True), at):
+            wrong = other_answers(samples, index) if others else ()
+            rest = [answered(model, each, copy.deepcopy(one))[0] for each in wrong]
+            logprob, match = answered(model, sample.answer, one, sample.ends)
+            gap = (logprob - sum(rest) / len(rest) if rest else None,) if others else ()
+            found.append((logprob, match, *gap))
     return found
 
 
@@ -392,25 +407,6 @@ def answered(model, answer, read, ends=()):
     right = logprobs.argmax(-1) == answer
     found = [bool(right[a:b].all()) for a, b in zip((0, *ends), ends, strict=False)]
     return float(logprobs.gather(1, answer[:, None]).mean()), sum(found) / max(1, len(found))
-
-
-@torch.no_grad()
-def preferences(model, samples, policy=None):
-    """Return how much more likely a model finds each sample's answer than other samples' answers, in nats per token.
-
-    All answers follow the sample's own prompt. A model that has not read the answer from the prompt finds them alike.
-    """
-    found = []
-    for at in range(0, len(samples), TOGETHER):
-        with applied(model, policy) if policy is not None else contextlib.nullcontext():
-            some = [
-                model.base_model(each.prompt.to(model.device), use_cache=True) for each in samples[at : at + TOGETHER]
-            ]
-        for index, read in enumerate(some, at):
-            answers = [samples[index].answer, *other_answers(samples, index)]
-            first, *rest = [answered(model, each, copy.deepcopy(read))[0] for each in answers]
-            found.append(first - sum(rest) / len(rest) if rest else None)
-    return found
 
 
 def interval_text(found):
@@ -453,7 +449,6 @@ def main():
     parser.add_argument("--floor", type=float, default=0.5, help="rows of fewer tokens than this share count as it")
     parser.add_argument("--local", type=int, default=LOCAL_TOKENS, help="tokens before each row that are always seen")
     parser.add_argument("--last", type=int, default=64, help="last queries that see everything")
-    parser.add_argument("--preferences", action="store_true", help="compare right answers with other samples' answers")
     parser.add_argument("--policy", action="append", default=[], metavar="NAME=FILE", help="a further method")
     parser.add_argument("--choosing", type=int, default=15, help="layers that choose blocks, for the method shared")
     parser.add_argument("--block-size", type=block_size, default=32, help="16, 32x16, ... (queries x keys)")
@@ -629,21 +624,16 @@ def measured_rows(args):
         for task in tasks:  # a run that is stopped has whole tasks
             make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023
             samples = [make(index) for index in range(args.samples)]
-            dense = steps.remember(f"dense {task}", lambda: scored(model, samples))  # noqa: B023
+            dense = steps.remember(f"dense {task}", lambda: scored(model, samples, others=True))  # noqa: B023
             known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
-            gaps = steps.remember(f"preference {task} dense", lambda: preferences(model, samples))  # noqa: B023
-            gap = interval_of([each for each in gaps if each is not None] or [0.0])
-            shown(f"{task} dense: right answers above others by {gap.to_text('+.2f')} nats per token")
-            others = [None if gap is None else each[0] - gap for each, gap in zip(dense, gaps, strict=True)]
-            for name, policy, _ in policies if args.preferences else ():
-                measure = lambda policy=policy: preferences(model, samples, policy)  # noqa: B023
-                found = interval_of(steps.remember(f"preference {task} {name}", measure))
-                shown(f"{task} {name}: right answers above others by {found.to_text('+.2f')} nats per token")
+            others = [None if gap is None else logprob - gap for logprob, _, gap in dense]
+            shown(f"{task} dense")
             for name, policy, density in policies:
 
                 def compared(policy=policy):
                     sparse = scored(model, samples, policy)  # noqa: B023
-                    return asdict(judged(task, args.tokens, dense, sparse, known, 0.1, others=others))  # noqa: B023
+                    before = [each[:2] for each in dense]  # noqa: B023
+                    return asdict(judged(task, args.tokens, before, sparse, known, 0.1, others=others))  # noqa: B023
 
                 steps.remember(f"{task} {name}|{density}", compared)
                 shown(f"{task} of {name} at {density:.1%}")
