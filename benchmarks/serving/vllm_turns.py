@@ -219,6 +219,10 @@ def tables(found: dict[str, Any]) -> dict[str, Any]:
         })  # fmt: skip
         if tokens in TARGETS:
             bars.append(bar(f"first token of {tokens:,} tokens", TARGETS[tokens], own / ours))
+            if tenth:
+                bars.append(
+                    bar(f"first token of {tokens:,} tokens, 10 % of the blocks in all", TARGETS[tokens], own / tenth)
+                )
     return {"rows": rows, "bars": bars, "kernels": kernel_rows(found["kernels"]), "busy": busy_rows(found)}
 
 
