@@ -67,6 +67,7 @@ class Lanes(NamedTuple):
         try:
             yield lanes
         finally:
+            torch.cuda.set_stream(main)
             for other in (lanes.helper, lanes.second):
                 main.wait_stream(other)
 
@@ -144,26 +145,27 @@ def _on_streams(
         if before is not None and before.first:
             before.launch()
         for i in range(count):
-            with torch.cuda.stream(lanes.helper):
-                if i > 1:
-                    lanes.helper.wait_event(done[i - 2])
-                start(i)
+            torch.cuda.set_stream(lanes.helper)
+            if i > 1:
+                lanes.helper.wait_event(done[i - 2])
+            start(i)
             if before is not None and not i:
+                torch.cuda.set_stream(lanes.main)
                 if not before.first:
                     before.launch()
                 if not before.apart:
                     lanes.second.wait_stream(lanes.main)
             lane = turns[i % 2]
             if ahead is not None:
-                with torch.cuda.stream(lane):
-                    ahead(i)
-            with torch.cuda.stream(lanes.helper):
-                held.append(ready(i))
-                prepared = lanes.helper.record_event()
+                torch.cuda.set_stream(lane)
+                ahead(i)
+            torch.cuda.set_stream(lanes.helper)
+            held.append(ready(i))
+            prepared = lanes.helper.record_event()
+            torch.cuda.set_stream(lane)
             lane.wait_event(prepared)
             if last_alone and i and i + 1 == count:
                 lane.wait_event(done[i - 1])
-            with torch.cuda.stream(lane):
-                attend(i, held[i])
-                done.append(lane.record_event())
+            attend(i, held[i])
+            done.append(lane.record_event())
     del held
