@@ -110,6 +110,25 @@ def test_loss_and_gradients(sparse, piece, monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
 
 
+def test_loss_of_packed_sequences_and_under_autocast():
+    """A packed loss is the mean over the queries of all sequences; autocast does not change it."""
+    (iq, ik, w), q, k = draw(40, 50, batch=1), torch.randn(1, 40, 6, 16), torch.randn(1, 50, 2, 16)
+    inputs = [x[0] for x in (iq, ik, w, q, k)]
+    ends, ends_k, losses = (0, 12, 12, 40), (0, 20, 25, 50), []
+    for (a, b), (c, d) in zip(pairwise(ends), pairwise(ends_k), strict=True):
+        if b > a:
+            alone = [x[None, a:b] if x.shape[0] == 40 else x[None, c:d] for x in inputs]
+            losses.append((b - a) * dx.index_loss(*alone).loss)
+    packed = dx.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k).loss
+    torch.testing.assert_close(packed, sum(losses) / 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(packed, dx.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k).loss)
+    with pytest.raises(ValueError, match="must have 3 dimensions"):
+        dx.index_loss(*inputs[:3], q, k, cu_seqlens_q=ends, cu_seqlens_k=ends_k)
+    with pytest.raises(UnsupportedInputError, match="runs on a GPU"):
+        dx.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k, backend="triton")
+
+
 def test_it_learns():
     """An indexer that can copy attention's q and k learns to find most of the attention mass."""
     torch.manual_seed(0)

@@ -195,9 +195,9 @@ class _IndexLoss(torch.autograd.Function):
         kernels: IndexLossKernels,
     ) -> Any:
         needs = any(ctx.needs_input_grad[:3])
-        total, covered, grads = kernels.index_loss(
-            index_q, index_k, weights, q, k, block_indices, spans, *scales, needs
-        )
+        given = (index_q, index_k, weights, q, k, block_indices, spans, *scales, needs)
+        with torch.autocast(q.device.type, enabled=False):  # pieces multiply in fp32 at least
+            total, covered, grads = kernels.index_loss(*given)
         ctx.save_for_backward(*grads)
         ctx.count, ctx.dtypes = max(1, q.shape[0]), (index_q.dtype, index_k.dtype, weights.dtype)
         recall = covered / ctx.count
