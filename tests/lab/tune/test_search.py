@@ -170,6 +170,7 @@ def test_every_scorer_gives_a_policy(tuned, small, name):
     assert found.scorer == repr(costs_module.SCORERS[name])
     assert found.chosen is not None
     assert found.chosen.density < 1
+    assert len(found.tuned) <= search_module.SEARCH_STEPS, "a single scorer needs no trial of its own"
     for each in found.tuned:
         assert each.density == pytest.approx(each.aim, abs=1e-6), "shares of blocks do not depend on the text"
 

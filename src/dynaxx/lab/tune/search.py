@@ -305,8 +305,11 @@ class Search:
         """Return the scorer with the smallest loss at one density in the real model, and its trial.
 
         The first text decides; the best scorer is then evaluated on the other texts. If time has run out, the predicted
-        costs decide and there is no trial.
+        costs decide and there is no trial, as with a single scorer.
         """
+        if len(self.scorers) == 1:
+            (scorer,) = self.scorers
+            return scorer, Allocator(costs.density[scorer], costs.loss[scorer]), None
         tried: list[tuple[float, Scorer, Allocator, Budgets | None]] = []
         for scorer in self.scorers:
             allocator = Allocator(costs.density[scorer], costs.loss[scorer])
