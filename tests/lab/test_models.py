@@ -219,14 +219,21 @@ def test_json_comes_back_and_nan_does_not_go_out(tmp_path):
     assert os.listdir(path.parent) == ["a.json"]
 
 
-def test_a_full_disk_keeps_the_old_file_and_names_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, r"no space left to write .*a\.json"),
+        (errno.EFBIG, r"large enough to write .*a\.json; raise the limit on file sizes"),
+    ],
+)
+def test_a_full_disk_keeps_the_old_file_and_names_it(tmp_path, monkeypatch, number, message):
     path = files.write_text(tmp_path / "a.json", "old")
 
     def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(files.OutOfSpaceError, match=r"no space left to write .*a\.json"):
+    with pytest.raises(files.OutOfSpaceError, match=message):
         files.write_text(path, "new")
     monkeypatch.undo()
     assert path.read_text() == "old"

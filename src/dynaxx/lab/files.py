@@ -150,10 +150,13 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path | str) -> Iterator[None]:
-    """Turn "no space left" and exceeded quotas into an `OutOfSpaceError` that names the file."""
+    """Turn "no space left", exceeded quotas and limits on file sizes into an `OutOfSpaceError` that names the file."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            message = f"files may not grow large enough to write {path}; raise the limit on file sizes (`ulimit -f`)"
+            raise OutOfSpaceError(error.errno, message) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         message = f"no space left to write {path}; free some, or choose another folder (the old file is untouched)"
