@@ -5,16 +5,20 @@
 
 namespace dynaxx {
 
-// The rows of k and v (backward: of q and of out's gradient) in the step that begins at `entry`, prefetched in shares.
-// Consecutive blocks are skipped, because the hardware prefetcher handles them.
+// The first rows of each run of blocks of k and v (backward: of q and of out's gradient) in the step that begins at
+// `entry`, prefetched in shares. The hardware prefetcher continues from there: on Zen 5, prefetching all rows takes 2 to
+// 7 % longer.
 class StepPrefetch {
  public:
+  static constexpr int64_t FIRST_ROWS = 4;
+
   StepPrefetch(const Plan& plan, int64_t entry, int64_t end, const Rows& k, const Rows& v) : k_(k), v_(v) {
     for (int64_t rows = 0; entry < end; entry++) {
       const int64_t token = plan.indices[entry] * plan.visited_block;
       const int64_t stop = std::min(plan.visited_seqlen, token + plan.visited_block);
       if ((rows += stop - token) > STEP_ROWS) break;
-      if (plan.indices[entry] != plan.indices[entry - 1] + 1) runs_[num_runs_++] = {token, stop};
+      const bool consecutive = plan.indices[entry] == plan.indices[entry - 1] + 1;
+      if (!consecutive) runs_[num_runs_++] = {token, std::min(stop, token + FIRST_ROWS)};
     }
   }
 
