@@ -48,7 +48,7 @@ def test_mass_by_antidiagonals_is_xattention() -> None:
         (dx.TopK(0.3), {}, "cannot express TopK"),
         (dx.TopP(0.9), {}, "AntiDiagonal"),
         (dx.TopP(0.9, dx.AntiDiagonal(8)), {}, 'per="head"'),
-        (dx.SlidingWindow(64) | dx.TopP(0.9, dx.AntiDiagonal(8), per="head"), {}, "only for LastQueries"),
+        (dx.SlidingWindow(64) | dx.TopP(0.9, dx.AntiDiagonal(8), per="head"), {}, "only LastQueries"),
         (dx.TopP((0.9, 0.9, 0.8, 0.9), dx.AntiDiagonal(8), per="head"), {}, "the policy has 2"),
         (dx.TopP(0.9, dx.AntiDiagonal(8), per="head"), {"dense_below": 1}, "any length"),
         (dx.TopP(0.9, dx.AntiDiagonal(8), per="head"), {"block_size": (32, 64)}, "one block size"),
