@@ -137,6 +137,17 @@ def test_threads_do_not_change_the_choice():
         assert_same(other, found[0])
 
 
+def test_a_default_device_does_not_matter():
+    q, k = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16)
+    rule = dx.Sink(7) | dx.TopK(0.3, dx.TileQueries(4), per="head")
+    expected = rule.select(q, k, block_size=32)
+    in_core._given.cache_clear()
+    in_core._counts.cache_clear()
+    with torch.device("meta"):
+        found = rule.select(q, k, block_size=32)
+    assert_same(found, expected)
+
+
 def test_the_core_serves_plain_fp32_choices_by_count():
     q, k, grid = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16), BlockGrid(64, 64, (32, 32))
     serves = lambda selector, q=q, k=k, budget=1 << 20: in_core.serves(q, k, grid, selector, budget)

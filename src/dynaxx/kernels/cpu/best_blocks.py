@@ -13,6 +13,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.threads import num_threads
 from dynaxx.layout.grid import BlockGrid
+from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_code_terms
 
 ALL = 2**31 - 1  # count of a row that takes every optional block
@@ -70,6 +71,7 @@ class ListBlocksArgs(Structure):
     ]
 
 
+@on_host
 def best_blocks(
     q: Tensor, k: Tensor, counts: Tensor, optional: Tensor, grid: BlockGrid, tile: int, scale: float
 ) -> Tensor:
@@ -117,6 +119,7 @@ def best_blocks(
     return chosen
 
 
+@on_host
 def listed_blocks(
     chosen: Tensor, pattern: tuple[Tensor, Tensor, Tensor] | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
