@@ -2,7 +2,8 @@
 """Attention over blocks that a rule selects, with the sequence split and the keys of all ranks gathered.
 
 The kv heads are processed in stages: while the blocks of one stage are selected and computed, the keys and values of
-the next are in transit. A rank's queries form runs of neighbouring queries, and each run has its own selection.
+the next are in transit. A rank's queries form runs of neighbouring queries, and each run has its own selection. A
+run that sees only own keys, such as the first one of a zigzag, does not wait for them.
 """
 
 from __future__ import annotations
