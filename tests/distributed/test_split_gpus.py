@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two GPUs through NCCL give the results of one: one start of two processes for all cases, 100 s in all, most of it compiling.
+"""Two GPUs through NCCL give the results of one: two processes run all cases, in 100 s, most of it compiling.
 
 The cases of CPUs also run on GPUs, with `-m "gpu and slow"`: they compile many more kernels.
 """
