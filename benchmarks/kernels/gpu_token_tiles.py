@@ -57,7 +57,7 @@ def launches(kind: str, shape: Shape) -> Iterator[Setting]:
 def sums() -> Iterator[Setting]:
     """Yield settings of the sums of rows."""
     yield "as it is", {}
-    for numbers in ((8, 2, 0), (8, 2, 5), (4, 2, 4), (8, 1, 3), (4, 1, 4), (16, 4, 2)):
+    for numbers in ((16, 4, 3), (16, 4, 4), (32, 4, 2), (32, 2, 3), (32, 8, 3), (64, 4, 2)):
         launch = config.LaunchSizes(*numbers)
         yield f"sums {numbers}", {(gradients, "sum_launch"): lambda *_, launch=launch: launch}
 

@@ -145,11 +145,11 @@ def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dt
         index_loss(index_q, index_k, torch.zeros(TOKENS, index_heads), q, k, chosen, spans, 0.1, 0.1, True)
 
 
-def fp8_rows() -> None:
-    """Round rows to fp8."""
+def rows_in_8_bits(dtype: torch.dtype) -> None:
+    """Round rows to fp8, or to whole numbers in bf16."""
     from dynaxx.kernels.gpu.tokens.rounding import round_rows
 
-    round_rows(torch.zeros(TOKENS, 100, dtype=torch.bfloat16))
+    round_rows(torch.zeros(TOKENS, 100, dtype=torch.bfloat16), dtype)
 
 
 def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
@@ -327,7 +327,8 @@ add("hopper indexer 2 of 32 in 8 bits", indexer, "hopper", 2, 32, torch.int8)
 add("triton index loss 4 of 32", index_loss, (8, 2, 64), 4, 32, torch.bfloat16)
 add("triton index loss 16 of 128 beside 576", index_loss, (16, 1, 576), 16, 128, torch.bfloat16)
 add("triton index loss 2 of 64 in fp32", index_loss, (4, 2, 128), 2, 64, torch.float32)
-add("triton rows in fp8", fp8_rows)
+add("triton rows in fp8", rows_in_8_bits, torch.float8_e4m3fn)
+add("triton rows in int8", rows_in_8_bits, torch.bfloat16)
 add("hopper indexer 64 of 128 in fp8", indexer, "hopper", 64, 128, torch.float8_e4m3fn)
 add("triton decode bf16", decode, torch.bfloat16)
 add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)

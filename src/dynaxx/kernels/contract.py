@@ -206,6 +206,9 @@ class IndexerKernels(Protocol):
     def to_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return e4m3 numbers and the scale of each row in fp32, bitwise as `kernels.rounding.to_fp8`."""
 
+    def to_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return whole numbers, in fp32 or bf16, and the scale of each row in fp32, as `kernels.rounding.to_int8`."""
+
 
 class IndexLossKernels(Protocol):
     """The divergence between dense attention and an indexer, of packed sequences."""

@@ -14,7 +14,6 @@ from dynaxx.derivatives import first_derivative_only, refuse_transforms
 from dynaxx.kernels.contract import IndexerKernels, IndexLossKernels
 from dynaxx.kernels.problem import IndexerProblem, IndexLossProblem
 from dynaxx.kernels.registry import INDEX_LOSS, INDEXER
-from dynaxx.kernels.rounding import to_int8
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.layout.tokens import TokenSpans
@@ -86,7 +85,7 @@ def _rounded(
         return q, k, weights, None
     if precision == "bf16":
         return q.bfloat16(), k.bfloat16(), weights, None
-    to_8_bits = kernels.to_fp8 if precision == "fp8" else to_int8
+    to_8_bits = kernels.to_fp8 if precision == "fp8" else kernels.to_int8
     (q8, q_scale), (k8, k_scale) = to_8_bits(q), to_8_bits(k)
     return q8, k8, weights.float() * q_scale, k_scale  # a scale above 0 passes through relu
 

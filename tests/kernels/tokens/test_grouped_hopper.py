@@ -86,6 +86,27 @@ def test_others_are_served_too():
     assert (got - want).norm() <= 1e-2 * want.norm()
 
 
+@pytest.mark.parametrize(("keys", "slots"), [(60, 30), (32768, 2048), (32769, 100), (70000, 5000)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_lists_are_those_of_the_portable_kernel(keys, slots, heads):
+    from dynaxx.kernels.gpu.tokens import plan
+    from dynaxx.kernels.gpu.tokens.config import TileRows
+    from dynaxx.kernels.hopper.tokens import grouped_plan
+    from dynaxx.layout.tokens import TokenSpans
+
+    torch.manual_seed(keys)
+    spans = TokenSpans((0, 100, 100, 163), (0, keys, keys + 3, keys + 93), 1)
+    chosen = torch.randint(-1, keys + 5, (163, heads, slots), device="cuda", dtype=torch.int32)
+    q, rows = torch.zeros(163, 8, 128, device="cuda"), TileRows(32, 4, 1)
+    got = plan.prepare_rows(chosen, spans, q, q[:, :2], rows, grouped_plan._lists)
+    want = plan.prepare_rows(chosen, spans, q, q[:, :2], rows)
+    assert torch.equal(got.counts, want.counts)
+    assert want.counts.max() > min(keys, slots) / 2
+    for x, y in ((got.lists, want.lists), (got.marks, want.marks)):
+        there = torch.arange(x.shape[2], device="cuda") < want.counts[..., None]
+        assert torch.equal(x[there], y[there])
+
+
 def test_long_lists():
     inputs, chosen = draw(300, 20000, (32, 8), 2048)
     got = [x for x in run(inputs, chosen, torch.bfloat16, "hopper")]

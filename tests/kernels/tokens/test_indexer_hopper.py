@@ -168,7 +168,7 @@ def test_long_sequences_against_the_portable_kernel(heads, dim):
 @pytest.mark.parametrize("width", [1, 32, 100, 128, 1000])
 def test_rows_are_rounded_as_defined(kind, width):
     from dynaxx.kernels import rounding
-    from dynaxx.kernels.gpu.tokens.rounding import to_fp8
+    from dynaxx.kernels.gpu.tokens.rounding import to_fp8, to_int8
 
     torch.manual_seed(0)
     x = torch.randn(3, 77, width, device="cuda", dtype=torch.float32)
@@ -179,3 +179,5 @@ def test_rows_are_rounded_as_defined(kind, width):
     for given in (x, x.transpose(0, 1)):
         for got, want in zip(to_fp8(given), rounding.to_fp8(given.cpu()), strict=True):
             assert torch.equal(got.float().cpu().nan_to_num(7.0), want.float().nan_to_num(7.0))
+        for got, want in zip(to_int8(given), rounding.to_int8(given.cpu()), strict=True):
+            assert torch.equal(got.float().cpu().nan_to_num(7.0), want.nan_to_num(7.0))

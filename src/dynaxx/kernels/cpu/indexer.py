@@ -15,11 +15,11 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.problem import IndexerProblem
 from dynaxx.kernels.reference import indexer as reference
-from dynaxx.kernels.rounding import to_fp8
+from dynaxx.kernels.rounding import to_fp8, to_int8
 from dynaxx.layout.host import on_host
 from dynaxx.layout.tokens import TokenSpans
 
-__all__ = ["best_scores", "index_tokens", "to_fp8", "unsupported_reasons"]
+__all__ = ["best_scores", "index_tokens", "to_fp8", "to_int8", "unsupported_reasons"]
 
 ROW = 16  # floats that rows are filled up to
 SCORE_BYTES = 32 << 20  # of scores held at once where there is no core

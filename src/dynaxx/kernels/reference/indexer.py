@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.rounding import to_fp8
+from dynaxx.kernels.rounding import to_fp8, to_int8
 from dynaxx.layout.tokens import TokenSpans
 
 if TYPE_CHECKING:
     from dynaxx.kernels.problem import IndexerProblem
 
-__all__ = ["index_scores", "index_tokens", "to_fp8", "unsupported_reasons", "visible_keys"]
+__all__ = ["index_scores", "index_tokens", "to_fp8", "to_int8", "unsupported_reasons", "visible_keys"]
 
 
 def unsupported_reasons(problem: IndexerProblem) -> list[str]:

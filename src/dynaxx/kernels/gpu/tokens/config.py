@@ -10,6 +10,7 @@ from dynaxx.kernels.gpu.device import padded, power_of_two
 
 MOST_MARKS = 32  # queries of a tile: bits of a mark
 WIDE = 256  # head_dim above which a backward goes in steps: `wide.py`
+MOST_BY_PRODUCTS = 256  # columns of rows that are added by products; wider ones are read as fast without
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def wide_launches(itemsize: int, latent: bool) -> tuple[LaunchSizes, LaunchSizes
 
 
 @lru_cache(maxsize=256)
-def sum_launch(columns: int, itemsize: int) -> LaunchSizes:
+def sum_launch(columns: int, itemsize: int, parts: int) -> LaunchSizes:
     """Return the launch of the sums of rows of dk and dv: rows at once, and how far ahead they are loaded."""
-    return LaunchSizes(8, 2, 3) if itemsize == 2 else LaunchSizes(8, 4, 0)
+    if itemsize == 4:
+        return LaunchSizes(8, 4, 0)
+    return LaunchSizes(8, 2, 3) if parts > 1 or columns > MOST_BY_PRODUCTS else LaunchSizes(32, 4, 3)

@@ -16,16 +16,19 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import padded
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens.backward import _token_bwd_kernel, _token_delta_kernel
-from dynaxx.kernels.gpu.tokens.config import WIDE, backward_launch, sum_launch, wide_launches, widths
+from dynaxx.kernels.gpu.tokens.config import MOST_BY_PRODUCTS, WIDE, backward_launch, sum_launch, wide_launches, widths
 from dynaxx.kernels.gpu.tokens.entries import KeyPlaces, entries_of_keys
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
-from dynaxx.kernels.gpu.tokens.sums import _token_sum_kernel
+from dynaxx.kernels.gpu.tokens.sums import KEYS_AT_ONCE, _token_sum_kernel, _token_sums_kernel
 from dynaxx.kernels.gpu.tokens.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
 
 WORKSPACE = 4 << 30  # bytes
 PLACE = ("lists", "units", "select_heads", "kv_heads", "slots", "group_size")
 TILE = ("D", "GRAIN", "PER_TILE", "PART", "ROWS")
 MOST_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at once
+
+
+TileGradients = Callable[..., tuple[Tensor, int]]  # like `narrow_rows`
 
 
 class WideSteps(NamedTuple):
@@ -45,7 +48,7 @@ def token_backward(
     shared: dict[str, Any],
     latent: bool,
     joined: bool,
-    steps: WideSteps | None = None,
+    steps: WideSteps | TileGradients | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dq, and dk and dv, or their sum.
 
@@ -58,7 +61,7 @@ def token_backward(
         shared: arguments of all kernels by tile.
         latent: whether v is the first part of k in memory, which is then read once.
         joined: whether to add dv to the first columns of dk; only if `latent`.
-        steps: functions to use above `WIDE` instead of those of this module.
+        steps: what to use instead of the functions of this module: three steps above `WIDE`, else one function.
     """
     q, k, v = inputs
     delta = _delta(do, dlse, *results)
@@ -69,9 +72,9 @@ def token_backward(
     targets = [dk] if joined else [dk, dv]
     sums = targets if pieces == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
     grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "do_strides": packed_strides_of(do)}
-    tile_gradients: Callable[..., tuple[Tensor, int]] = _narrow_rows
-    if max(q.shape[2], v.shape[2]) > WIDE:
-        tile_gradients = partial(_wide_rows, steps=steps or WideSteps(write_scores, write_dq, write_rows))
+    if isinstance(steps, WideSteps) or (steps is None and max(q.shape[2], v.shape[2]) > WIDE):
+        steps = partial(_wide_rows, steps=steps or WideSteps(write_scores, write_dq, write_rows))
+    tile_gradients = steps or narrow_rows
     for first_tile in range(0, tiles, tiles_at_once):
         some, found = range(first_tile, min(first_tile + tiles_at_once, tiles)), None
         for first_head in range(0, kv_heads, heads_at_once):
@@ -129,7 +132,7 @@ def _parts_together(plan: TokenPlan) -> int:
     return together
 
 
-def _narrow_rows(
+def narrow_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
     plan: TokenPlan,
@@ -197,7 +200,7 @@ def _wide_rows(
     joined: bool,
     steps: WideSteps,
 ) -> tuple[Tensor, int]:
-    """Do what `_narrow_rows` does, in the three steps of `wide.py`."""
+    """Do what `narrow_rows` does, in the three steps of `wide.py`."""
     q, k, v = inputs
     own, parts, rows = plan.units // k.shape[1], plan.rows.parts, plan.rows.rows
     width = plan.lists.shape[2] * plan.block_size
@@ -284,8 +287,10 @@ def _add(sums: list[Tensor], rows: Tensor, found: KeyPlaces, heads: range, parts
     """Add the rows of each key, of some kv heads and all parts of a tile, to dk (M, Hk, D) and dv, or to dk alone."""
     keys, kv_heads, dim = sums[0].shape
     first, rest = widths(rows.shape[1])
-    launch = sum_launch(rows.shape[1], rows.element_size())
-    _token_sum_kernel[(keys, len(heads))](
+    launch = sum_launch(rows.shape[1], rows.element_size(), parts)
+    by_products = rows.element_size() == 2 and parts == 1 and rows.shape[1] <= MOST_BY_PRODUCTS
+    kernel = _token_sums_kernel if by_products else _token_sum_kernel
+    kernel[(-(-keys // KEYS_AT_ONCE) if by_products else keys, len(heads))](
         rows,
         sums[0],
         sums[-1],

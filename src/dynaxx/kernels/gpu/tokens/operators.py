@@ -14,7 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens.config import WIDE, forward_launch, widths
 from dynaxx.kernels.gpu.tokens.forward import _token_fwd_kernel
-from dynaxx.kernels.gpu.tokens.gradients import WideSteps, token_backward
+from dynaxx.kernels.gpu.tokens.gradients import TileGradients, WideSteps, token_backward
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.gpu.tokens.primitives import ListTables
 from dynaxx.kernels.sinks import include_sinks
@@ -100,7 +100,7 @@ def gradients(
     plan: TokenPlan,
     settings: tuple[float, float | None],
     joined: bool,
-    steps: WideSteps | None = None,
+    steps: WideSteps | TileGradients | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dq, and dk and dv, or their sum if `joined`.
 
@@ -112,7 +112,7 @@ def gradients(
         plan: the selection.
         settings: scale and softcap.
         joined: v is the first part of k in memory, and head_dim above `WIDE`.
-        steps: functions to use above `WIDE` instead of those of `gradients.py`.
+        steps: what to use instead of the functions of `gradients.py`; see there.
     """
     q, k, v = (unit_stride(x) for x in inputs)
     out, lse = unit_stride(results[0]), results[1].contiguous()

@@ -6,8 +6,10 @@ T queries, Hs selection heads, n slots. A list of a tile holds the blocks of all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +17,13 @@ from torch import Tensor
 from dynaxx.kernels.gpu.device import power_of_two, processors
 from dynaxx.kernels.gpu.tokens.config import TileRows, tile_rows
 from dynaxx.kernels.gpu.tokens.unions import _token_union_kernel
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.layout.tokens import TokenSpans
 
 TABLES, WARPS = 4, 8  # programs per multiprocessor that build lists, and their warps
 TABLE_BYTES = 256 << 20
+Unions = Callable[[Tensor, TokenSpans, int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,21 +49,33 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
 
 
 def prepare_rows(
-    block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, rows: TileRows, bits: int = 8
+    block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, rows: TileRows, unions: Unions | None = None
 ) -> TokenPlan:
-    """Return the plan of tiles with these rows; marks have at least so many bits."""
-    place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
+    """Return the plan of tiles with these rows, by a function that makes lists like those of `unions.py`."""
     units = max(block_indices.shape[1], k.shape[1])
-    chosen, position, tiles = (
-        block_indices.contiguous(),
-        place(spans.position),
-        place(query_tiles(spans, rows.per_tile)),
-    )
+    chosen = block_indices.contiguous()
+    tiles, position, first_key = query_places(spans, rows.per_tile, q.device)
     lists, marks, counts = chosen, chosen, None
     if rows.per_tile > 1:
-        lists, marks, counts = _unions(chosen, spans, rows.per_tile, bits, tiles, position)
-    first_key = place(spans.first_key)
+        lists, marks, counts = (unions or _unions)(chosen, spans, rows.per_tile, tiles, position)
     return TokenPlan(lists, marks, counts, tiles, position, first_key, spans.block_size, units, rows)
+
+
+class QueryPlaces(NamedTuple):
+    """Where queries lie, on a device; cached, so never written to."""
+
+    tiles: Tensor  # (tiles, 2) int32: first query, number of queries
+    position: Tensor  # (T,) int32, of each query among the keys of its sequence
+    first_key: Tensor  # (T,) int32, row of the first key of its sequence
+
+
+@LayoutCache
+@on_host
+def query_places(spans: TokenSpans, per_tile: int, device: torch.device) -> QueryPlaces:
+    """Return the places of queries in tiles of `per_tile`."""
+    place = lambda x: x.to(torch.int32).to(device, non_blocking=True)
+    with torch.inference_mode(False):  # cached tensors must also be usable in training
+        return QueryPlaces(place(query_tiles(spans, per_tile)), place(spans.position), place(spans.first_key))
 
 
 @on_host
@@ -72,20 +88,31 @@ def query_tiles(spans: TokenSpans, per_tile: int) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64)
 
 
+def empty_lists(
+    chosen: Tensor, spans: TokenSpans, per_tile: int, tiles: Tensor, bits: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for lists that hold whatever the queries of a tile choose, for marks and for counts."""
+    heads, slots = chosen.shape[1:]
+    lists = chosen.new_empty(len(tiles), heads, max(1, min(per_tile * slots, _blocks(spans))))
+    marks = torch.empty_like(lists, dtype={8: torch.int8, 16: torch.int16, 32: torch.int32}[bits])
+    return lists, marks, chosen.new_empty(len(tiles), heads)
+
+
+def _blocks(spans: TokenSpans) -> int:
+    """Return the number of blocks of the longest sequence."""
+    return max((-(-(d - c) // spans.block_size) for c, d in pairwise(spans.ends_k)), default=0)
+
+
 def _unions(
-    chosen: Tensor, spans: TokenSpans, per_tile: int, bits: int, tiles: Tensor, position: Tensor
+    chosen: Tensor, spans: TokenSpans, per_tile: int, tiles: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, slots = chosen.shape[1:]
-    blocks = max((-(-(d - c) // spans.block_size) for c, d in pairwise(spans.ends_k)), default=0)
-    capacity = max(1, min(per_tile * slots, blocks))
-    lists = chosen.new_empty(len(tiles), heads, capacity)
-    bits = max(bits, 8 if per_tile <= 8 else 16 if per_tile <= 16 else 32)
-    marks = torch.empty_like(lists, dtype={8: torch.int8, 16: torch.int16, 32: torch.int32}[bits])
-    counts = chosen.new_empty(len(tiles), heads)
+    bits = 8 if per_tile <= 8 else 16 if per_tile <= 16 else 32
+    lists, marks, counts = empty_lists(chosen, spans, per_tile, tiles, bits)
     count = len(tiles) * heads
     if not count:
         return lists, marks, counts
-    columns = max(1, blocks)
+    columns = max(1, _blocks(spans))
     programs = max(1, min(count, TABLES * processors(chosen.device), TABLE_BYTES * 8 // (bits * columns)))
     _token_union_kernel[(programs,)](
         chosen,
@@ -99,7 +126,7 @@ def _unions(
         heads=heads,
         slots=slots,
         blocks=columns,
-        capacity=capacity,
+        capacity=lists.shape[2],
         GRAIN=spans.block_size,
         BLOCK_S=min(2048, power_of_two(max(16, slots))),
         BLOCK_W=min(2048, power_of_two(max(16, columns))),

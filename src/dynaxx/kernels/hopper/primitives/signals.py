@@ -83,25 +83,6 @@ def pin(x):
 
 
 @gluon.jit
-def hold(x, p_nowhere, count, NEVER: gl.constexpr):
-    """Keep what precedes before what follows, by a branch that is never taken and would store the tile x.
-
-    Between a product's instructions and the work that overlaps it: ptxas would otherwise issue the last of them behind
-    that work. Between the work and a wait for wgmma: ptxas would otherwise wait first.
-
-    Args:
-        x: what the work reads or has computed.
-        p_nowhere: any pointer.
-        count: a number that is never NEVER, which no compiler can tell.
-        NEVER: a negative number, different in neighbouring calls.
-    """
-    if count == NEVER:
-        rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-        columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-        gl.store(p_nowhere.to(gl.pointer_type(gl.float32)) + rows[:, None] * x.shape[1] + columns[None, :], x)
-
-
-@gluon.jit
 def stored(x):
     """Return x, int32, after all tiles that this thread stored by TMA are in memory; later stores follow them."""
     return gl.inline_asm_elementwise(

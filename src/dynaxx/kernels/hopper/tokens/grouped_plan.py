@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward of grouped-query heads over chosen tokens on Hopper: which problems `grouped.py` serves, and its launch."""
+"""Grouped-query heads over chosen tokens on Hopper: what `grouped.py` serves, and launches of both kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from dynaxx.kernels.gpu.tokens.config import MOST_MARKS, TileRows
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.gpu.tokens.primitives import ListTables
 from dynaxx.kernels.hopper.support import DTYPES, GROUPED, GROUPED_DIM
-from dynaxx.kernels.hopper.tokens import grouped
+from dynaxx.kernels.hopper.tokens import grouped, grouped_lists, grouped_rows
 from dynaxx.kernels.hopper.tokens.grouped import _token_grouped_kernel
+from dynaxx.kernels.hopper.tokens.grouped_lists import _token_grouped_lists_kernel
+from dynaxx.kernels.hopper.tokens.grouped_rows import _token_grouped_rows_kernel
 from dynaxx.kernels.sinks import include_sinks
 from dynaxx.layout.tokens import TokenSpans
 
@@ -24,7 +27,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class GroupedPlan(TokenPlan):
-    """A plan of tiles of 128 rows, and the selection, from which a backward makes a plan of its own."""
+    """A plan of tiles of 128 rows, and the selection, from which the portable kernels make a plan of their own."""
 
     chosen: Tensor
     spans: TokenSpans
@@ -40,8 +43,29 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
     if not (_fits(q, k, v) and part in GROUPED and spans.block_size == 1):
         return portable_plan.prepare(block_indices, spans, q, k, v)
     rows = TileRows(min(2 * grouped.ROWS.value // part, MOST_MARKS), part, 1)
-    plan = portable_plan.prepare_rows(block_indices, spans, q, k, rows, bits=32)
+    plan = portable_plan.prepare_rows(block_indices, spans, q, k, rows, _lists)
     return GroupedPlan(**vars(plan), chosen=block_indices, spans=spans)
+
+
+def _lists(
+    chosen: Tensor, spans: TokenSpans, per_tile: int, tiles: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return lists, marks of 32 bits, and counts."""
+    lists, marks, counts = portable_plan.empty_lists(chosen, spans, per_tile, tiles, 32)
+    if counts.numel():
+        _token_grouped_lists_kernel[(counts.numel(),)](
+            chosen,
+            tiles,
+            position,
+            lists,
+            marks,
+            counts,
+            heads=chosen.shape[1],
+            slots=chosen.shape[2],
+            capacity=lists.shape[2],
+            num_warps=grouped_lists.WARPS,
+        )
+    return lists, marks, counts
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -87,3 +111,36 @@ def forward(
     if sinks is not None:
         out, lse = (x[0] for x in include_sinks(out[None], lse[None], sinks))
     return out, lse
+
+
+def write_rows(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dq: Tensor,
+    plan: TokenPlan,
+    heads: range,
+    tiles: range,
+    arguments: dict[str, Any],
+    latent: bool,
+    joined: bool,
+) -> tuple[Tensor, int]:
+    """Do what `gpu.tokens.gradients.narrow_rows` does, for a `GroupedPlan`."""
+    q, k, v = inputs
+    own = plan.units // k.shape[1]
+    rows = q.new_empty(len(heads) * len(tiles) * own * plan.lists.shape[2], q.shape[2] + v.shape[2])
+    only = ("p_do", "p_lse", "p_delta", "lists", "queries", "units", "select_heads", "kv_heads", "slots", "group_size",
+            "scale", "q_strides", "k_strides", "v_strides", "do_strides", "D", "PART")  # fmt: skip
+    _token_grouped_rows_kernel[(len(tiles), len(heads) * own)](
+        q,
+        k,
+        v,
+        p_dq=dq,
+        p_rows=rows,
+        first_tile=tiles.start,
+        first_unit=heads.start * own,
+        own_units=own,
+        dq_strides=packed_strides_of(dq),
+        num_warps=grouped_rows.WARPS,
+        maxnreg=grouped_rows.MOST_REGISTERS,
+        **{name: arguments[name] for name in only},
+    )
+    return rows, 1

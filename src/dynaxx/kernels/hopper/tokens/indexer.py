@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer with up to four heads on Hopper, streaming; `best.py` keeps the lists.
 
-A program is one warpgroup with the q of 64 queries in shared memory; tiles of 64 keys come by TMA. While one head's
-products are weighted and added, the next head's are computed, and the next tile's while scores are appended to lists.
+A program is one warpgroup with the q of 64 queries in shared memory; tiles of 64 keys come by TMA. The next tile's
+products are computed while scores are appended to lists; of three programs, some weight products that others compute.
 
 A product leaves columns 8 j + 2 t and 8 j + 2 t + 1 of a row, for all j, in thread t of four. The keys of a tile lie
 in memory in such an order (`keys_in_threads`) that these are neighbouring keys: key 16 t + 2 j + e is column
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.hopper.primitives.signals import barriers, hold, none
+from dynaxx.kernels.hopper.primitives.signals import barriers, none
 from dynaxx.kernels.hopper.tokens.best import KEYS, best_of_tile, load_keys
 
 ROWS = gl.constexpr(64)  # queries of a tile
@@ -70,7 +70,7 @@ def _start(stream):
 def _score(stream, i_key, products):
     """Return the scores [ROWS, KEYS] of the `i_key`-th tile of keys, and the first product of the next, in flight."""
     source, first_row, distance, loaded, turns = stream
-    k_desc, q_buffers, k_buffers, full, weights, p_k_scale, p_lists = source
+    k_desc, q_buffers, k_buffers, full, weights, p_k_scale = source
     HEADS: gl.constexpr = q_buffers.shape[0]
     scale = 1.0
     if p_k_scale is not None:
@@ -79,9 +79,7 @@ def _score(stream, i_key, products):
     total = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     for i_head in gl.static_range(HEADS - 1):
         following = _product(source, loaded + i_key, i_head + 1)
-        hold(products, p_lists, k_desc.shape[0], -1)
         total = _with_head(total, products, weights[i_head])
-        hold(total, p_lists, k_desc.shape[0], -2)
         products = warpgroup_mma_wait(0, deps=[following])
     gl.thread_barrier()  # all warps have read the buffer
     if i_key + STAGES < turns:
@@ -89,7 +87,6 @@ def _score(stream, i_key, products):
     i_next = loaded + gl.minimum(i_key + 1, turns - 1)  # behind the last tile, a product that nobody reads
     mbarrier.wait(full.index(i_next % STAGES), i_next // STAGES & 1)
     running = _product(source, i_next, 0)
-    hold(products, p_lists, k_desc.shape[0], -1)
     total = _with_head(total, products, weights[HEADS - 1])
     return total * scale + 0.0, running  # no -0
 
@@ -218,7 +215,7 @@ def _index_hopper_kernel(
         weights = _weights_of_heads(p_weights + row * HEADS, known, HEADS)
         fence_async_shared()
         gl.thread_barrier()
-        source = k_desc, q_buffers, k_buffers, full, weights, p_k_scale, p_lists
+        source = k_desc, q_buffers, k_buffers, full, weights, p_k_scale
         loaded = best_of_tile(
             source, _start, _score, _append, p_lists, p_chosen + first_query.to(gl.int64) * slots, o_row, o_key,
             position, queries_here, first_row, seen, last, slots, loaded, 0, CAPACITY, SAMPLES,

@@ -20,10 +20,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers
-from dynaxx.kernels.hopper.tokens.best import KEYS, add, best_of_tile, load_keys
+from dynaxx.kernels.hopper.tokens.best import KEYS, best_of_tile, load_keys
 
 ROWS = gl.constexpr(256)  # queries times heads of a tile
 BY_QUERY = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # [KEYS, queries]: a warp has whole queries
+# A warp has the scores of 64 keys for a query, a thread those of two neighbours; $4 and $5 are 1 if they are taken. $0
+# and $1 become the numbers of taken keys before them, $2 and $3 the number of all that are taken.
+_BALLOT = gl.constexpr("""
+{
+    .reg .pred %left, %right;
+    .reg .b32 %lefts, %rights, %lower;
+    setp.ne.u32 %left, $4, 0;
+    setp.ne.u32 %right, $5, 0;
+    vote.sync.ballot.b32 %lefts, %left, -1;
+    vote.sync.ballot.b32 %rights, %right, -1;
+    popc.b32 $2, %lefts;
+    popc.b32 $3, %rights;
+    add.u32 $2, $2, $3;
+    mov.b32 $3, $2;
+    mov.u32 %lower, %lanemask_lt;
+    and.b32 %lefts, %lefts, %lower;
+    and.b32 %rights, %rights, %lower;
+    popc.b32 $0, %lefts;
+    popc.b32 $1, %rights;
+    add.u32 $0, $0, $1;
+    add.u32 $1, $0, $4;
+}
+""")
 QUERY, KEY = gl.constexpr(gl.SliceLayout(0, BY_QUERY)), gl.constexpr(gl.SliceLayout(1, BY_QUERY))
 
 
@@ -85,12 +108,14 @@ def _append(
     taken = ~(scores <= thresholds[None, :])
     if MASKED:
         taken = taken & (key[:, None] <= position[None, :])
-    one = taken.to(gl.int32)
+    before, all_taken = gl.inline_asm_elementwise(
+        _BALLOT, "=&r,=&r,=&r,=&r,r,r", [taken.to(gl.int32)], dtype=(gl.int32, gl.int32), is_pure=False, pack=2
+    )
     query = gl.arange(0, scores.shape[1], QUERY)
-    place = (query * CAPACITY + counts)[None, :] + gl.associative_scan(one, 0, add) - 1
+    place = (query * CAPACITY + counts)[None, :] + before
     entry = (scores.to(gl.int32, bitcast=True).to(gl.int64) << 32) | key.to(gl.uint32).to(gl.int64)[:, None]
     gl.store(p_lists + place, entry, mask=taken)
-    return counts + gl.sum(one, 0)
+    return counts + gl.max(all_taken, 0)
 
 
 @kernel_launcher

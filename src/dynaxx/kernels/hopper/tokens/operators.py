@@ -83,6 +83,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; bitwise reproducible."""
     if isinstance(plan, GroupedPlan):
+        if softcap is None:
+            dq, grads = portable.gradients(
+                do, dlse, (q, k, v), (out, lse), plan, (scale, None), False, grouped_plan.write_rows
+            )
+            return dq, grads[0], grads[1]
         plan = plan.portable(q, k, v)
     steps = _steps(q, k, v, plan, softcap)
     if steps is not None:

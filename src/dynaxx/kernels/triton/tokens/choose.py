@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two, processors
-from dynaxx.kernels.gpu.tokens.plan import query_tiles
-from dynaxx.kernels.gpu.tokens.rounding import to_fp8
+from dynaxx.kernels.gpu.tokens.plan import query_places, query_tiles
+from dynaxx.kernels.gpu.tokens.rounding import to_fp8, to_int8
 from dynaxx.kernels.triton.tokens.indexer import _index_scores_kernel, _index_tokens_kernel
 from dynaxx.layout.tokens import TokenSpans
 
-__all__ = ["index_tokens", "to_fp8"]
+__all__ = ["index_tokens", "to_fp8", "to_int8"]
 
 MOST_SLOTS = 4096  # that a program keeps in lists of twice as many
 HELD_HEADS, HELD_COLUMNS = 4, 512  # of q, in shared memory while keys pass by
@@ -53,16 +53,15 @@ def index_tokens(
     few = q.shape[0] < BLOCK_Q * processors(q.device) // 4
     block_q = 16 if few else BLOCK_Q
     fits = padded(q.shape[2]) * q.itemsize <= MOST_COLUMNS
-    place = lambda x: x.to(torch.int32).to(q.device, non_blocking=True)
-    tiles = query_tiles(spans, block_q)
+    tiles, position, first_key = query_places(spans, block_q, q.device)
     shared: dict[str, Any] = {
         "p_q": q.contiguous(),
         "p_k": k.contiguous(),
         "p_weights": weights.float().contiguous(),
         "p_k_scale": weights if k_scale is None else k_scale.float().contiguous(),
-        "p_tiles": place(tiles),
-        "p_position": place(spans.position),
-        "p_first_key": place(spans.first_key),
+        "p_tiles": tiles,
+        "p_position": position,
+        "p_first_key": first_key,
         "heads": q.shape[1],
         "D": q.shape[2],
         "BLOCK_D": max(32, padded(q.shape[2])),
@@ -73,7 +72,7 @@ def index_tokens(
         "num_warps": WARPS,
     }
     if few or slots > MOST_SLOTS:
-        return _by_sorting(chosen, tiles, blocks, shared)
+        return _by_sorting(chosen, query_tiles(spans, block_q), blocks, shared)
     capacity = power_of_two(max(2 * slots, slots + 4 * BLOCK_K))
     held = q.shape[1] <= HELD_HEADS and q.shape[1] * shared["BLOCK_D"] <= HELD_COLUMNS
     programs = min(len(tiles), PROGRAMS_PER_PROCESSOR * processors(q.device))
