@@ -54,6 +54,19 @@ def test_a_guide_finds_the_density_in_few_trials(factor):
     assert count <= 3
 
 
+def test_a_guide_goes_half_way_after_a_trial_without_a_rise():
+    tried = []
+
+    def real(density):
+        tried.append(density)
+        return -0.0004 if density > 0.1 else min(0.5, 0.0001 / density**2)  # far below, the rise is less than predicted
+
+    found, _ = searched(lambda density: 0.0001 / density**2, real)
+    assert tried[:2] == [0.5, pytest.approx(math.sqrt(LEAST * 0.5))]
+    assert found < 0.11
+    assert len(tried) <= 5
+
+
 def test_a_guide_survives_wrong_predictions():
     found, count = searched(lambda density: 0.01, lambda density: 0.002 / density)
     assert found / (0.002 / math.log(1.01)) < FINE * 1.01

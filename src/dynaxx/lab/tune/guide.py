@@ -61,7 +61,7 @@ class Guide:
         lowest = least if failed is None else failed
         middle = math.sqrt(max(lowest, 1e-6) * passed)
         if self._factor is None:
-            return FIRST if lowest < FIRST < passed else (least if failed is None else middle)
+            return FIRST if lowest < FIRST < passed else middle
         self._guesses += 1
         if self._guesses > GUESSES:
             return middle
