@@ -167,7 +167,7 @@ def test_one_budget_for_all_heads_wins_where_it_is_sparser(loaded, tmp_path, mon
 
 
 @pytest.mark.parametrize("budget", [300.0, 100.0, 45.0])
-def test_a_time_budget_is_held_on_a_slow_machine(loaded, tmp_path, monkeypatch, budget):
+def test_a_time_budget_is_held_on_a_slow_machine(loaded, tmp_path, monkeypatch, caplog, budget):
     """The clock advances by ten seconds with every layer, evaluation and length."""
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
@@ -189,6 +189,7 @@ def test_a_time_budget_is_held_on_a_slow_machine(loaded, tmp_path, monkeypatch, 
     )
     assert found.tuned
     assert now[0] <= budget
+    assert ("the loss of each head ended after 1 of " in caplog.text) == (budget == 45.0)
     assert dx.load_policy(tmp_path / "policy.json") == found.policy
 
 

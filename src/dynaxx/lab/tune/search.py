@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -51,9 +52,15 @@ __all__ = ["Search"]
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
+logger = logging.getLogger("dynaxx")
+
 SEARCH_STEPS = 5  # real evaluations per search, at most
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
 FINE_ENOUGH = 1.1  # ratio of the passing to the failing density at which a search ends
+OUT_OF_TIME = (
+    "time for the loss of each head ended after %d of %d layers%s; the other layers get the mean of these, so the "
+    "policy is less sparse than it could be. Raise --time-budget, or lower --tokens"
+)
 
 
 class Search:
@@ -291,8 +298,11 @@ class Search:
         else:
             measured = measure()
             found = Costs.plain(measured)
-            if all(each.measured for each in measured):  # otherwise a later run with more time measures the others
+            count = sum(each.measured for each in measured)
+            if count == len(measured):
                 self.steps.remember(key, lambda: found)
+            else:  # not remembered, so that a later run with more time measures all layers
+                logger.warning(OUT_OF_TIME, count, len(measured), of)
         if not found["layers"]:
             raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
         return Costs.of(found, self.scorers, budgets)
