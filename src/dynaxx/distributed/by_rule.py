@@ -230,7 +230,7 @@ _ran: set[Hashable] = set()  # settings and shapes of forward passes that have r
 
 
 class _Chosen(NamedTuple):
-    """What the kernels of a stage read: gathered keys and values, and the blocks of each run."""
+    """The inputs of a stage's kernels: gathered keys and values, and the blocks of each run."""
 
     keys: Tensor
     values: Tensor

@@ -54,7 +54,7 @@ def select_in_core(
 
 
 class _Given(NamedTuple):
-    """What a choice needs of a pattern on a grid."""
+    """The part of a pattern on a grid that a choice of blocks reads."""
 
     optional: Tensor  # (R, W) int32 bits of the blocks to choose from: visible, and not shown entirely by the pattern
     entries: tuple[Tensor, Tensor, Tensor] | None  # the pattern's blocks: offsets, indices and codes, int32

@@ -62,7 +62,7 @@ def prepare_rows(
 
 
 class QueryPlaces(NamedTuple):
-    """Where queries lie, on a device; cached, so never written to."""
+    """The positions of queries, on a device. Calls share them, so nothing may write to them."""
 
     tiles: Tensor  # (tiles, 2) int32: first query, number of queries
     position: Tensor  # (T,) int32, of each query among the keys of its sequence
