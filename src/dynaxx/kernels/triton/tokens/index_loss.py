@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
-from dynaxx.kernels.gpu.tokens.plan import query_tiles
+from dynaxx.kernels.gpu.tokens.plan import QueryPlaces, query_places, query_tiles
 from dynaxx.kernels.triton.tokens.divergence import (
     _attention_lse_kernel,
     _divergence_kernel,
@@ -44,11 +44,9 @@ ONE_STAGE = {"num_stages": 1}  # in fp32, which takes much shared memory
 
 
 class Places(NamedTuple):
-    """Where queries and keys are, on a device."""
+    """The places of queries and keys in the packed sequences, on a device."""
 
-    tiles: Tensor  # (tiles, 2) int32: first query, number of queries
-    position: Tensor  # (T,) int32
-    first_key: Tensor  # (T,) int32
+    queries: QueryPlaces  # in tiles of `BLOCK_Q`
     key_tiles: Tensor  # (tiles of keys, 6) int32: row and number in its sequence of the first key, keys; first and
     # last + 1 tile of its sequence's queries, and the position of the first of them
     starts: tuple[int, ...]  # (tiles + 1,) first query of each tile
@@ -100,7 +98,7 @@ def index_loss(
     grads = [new(*index_q.shape), new(parts, *index_k.shape), new(*weights.shape)] if needs_grad else []
     call = _call(index_q, index_k, weights, q, k, spans, (scale, index_scale), columns, needs_grad)
     lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
-    _attention_lse_kernel[(len(call.places.tiles), q.shape[1])](
+    _attention_lse_kernel[(len(call.places.queries.tiles), q.shape[1])](
         **call.attention,
         **call.where,
         p_lse=lse,
@@ -148,7 +146,8 @@ def _call(
         "BLOCK_DI": padded(index_q.shape[2]),
     }
     places = _places(spans, q.device)
-    where = {"p_tiles": places.tiles, "p_position": places.position, "p_first_key": places.first_key}
+    queries = places.queries
+    where = {"p_tiles": queries.tiles, "p_position": queries.position, "p_first_key": queries.first_key}
     precisions = (_precision(q), _precision(index_q))
     stages = (_stages(q), _stages(index_q))
     return Call(attention, indexer, where, places, spans, columns, needs_grad, precisions, stages)
@@ -158,7 +157,7 @@ def _over_all_keys(call: Call, lse: Tensor, grads: list[Tensor]) -> tuple[Tensor
     block_k = BLOCK_K if ONE_STAGE in call.stages else MORE_KEYS * BLOCK_K
     tile: dict[str, Any] = {"BLOCK_Q": BLOCK_Q, "BLOCK_K": block_k}
     index_lse, tiles_of_keys = torch.empty_like(lse[0]), call.columns // block_k
-    _index_lse_kernel[(len(call.places.tiles),)](
+    _index_lse_kernel[(len(call.places.queries.tiles),)](
         **call.indexer,
         **call.where,
         **tile,
@@ -166,7 +165,7 @@ def _over_all_keys(call: Call, lse: Tensor, grads: list[Tensor]) -> tuple[Tensor
         PRECISION=call.precisions[1],
         **(INDEX_LSE | call.stages[1]),
     )
-    loss = lse.new_empty(len(call.places.tiles), tiles_of_keys)
+    loss = lse.new_empty(len(call.places.queries.tiles), tiles_of_keys)
     dtype = call.indexer["p_index_q"].dtype
     for strip in _strips(call.places, call.columns * dtype.itemsize if call.needs_grad else 0):
         rows = strip.stop_row - strip.first_row if call.needs_grad else 0
@@ -191,7 +190,7 @@ def _over_all_keys(call: Call, lse: Tensor, grads: list[Tensor]) -> tuple[Tensor
         )
         if call.needs_grad:
             _write_gradients(call, ds, strip, grads)
-    return loss.sum(), (call.places.position >= 0).sum(dtype=torch.float32), _added(grads)
+    return loss.sum(), (call.places.queries.position >= 0).sum(dtype=torch.float32), _added(grads)
 
 
 def _over_chosen_keys(
@@ -208,7 +207,7 @@ def _over_chosen_keys(
             "p_target": target,
             "p_scores": scores,
             "p_blocks": blocks,
-            "p_position": call.places.position,
+            "p_position": call.places.queries.position,
             "first_row": strip.first_row,
             "slots": slots,
             "GRAIN": grain,
@@ -219,7 +218,7 @@ def _over_chosen_keys(
                 **call.indexer,
                 **shared,
                 p_lse=lse,
-                p_first_key=call.places.first_key,
+                p_first_key=call.places.queries.first_key,
                 heads=len(lse),
                 ROWS=ROWS,
                 BLOCK_S=BLOCK_S,
@@ -261,7 +260,7 @@ def _write_gradients(call: Call, ds: Tensor, strip: Strip, grads: list[Tensor]) 
     )
     _index_dk_kernel[(len(call.places.key_tiles), len(dk))](
         **shared,
-        p_tiles=call.places.tiles,
+        p_tiles=call.places.queries.tiles,
         p_key_tiles=call.places.key_tiles,
         p_dk=dk,
         stop_tile=strip.stop_tile,
@@ -282,12 +281,9 @@ def _strips(places: Places, row_bytes: int) -> list[Strip]:
 @lru_cache(maxsize=64)
 def _places(spans: TokenSpans, device: torch.device) -> Places:
     """Return where queries and keys are; kept, so that a call of known lengths copies nothing to the device."""
-    tiles = query_tiles(spans, BLOCK_Q)
-    key_tiles = _key_tiles(spans)
-    on_device = moved_together(
-        [x.to(torch.int32).contiguous() for x in (tiles, spans.position, spans.first_key, key_tiles)], device
-    )
-    return Places(on_device[0], on_device[1], on_device[2], on_device[3], (*tiles[:, 0].tolist(), spans.ends_q[-1]))
+    key_tiles = moved_together([_key_tiles(spans).to(torch.int32)], device)[0]
+    starts = query_tiles(spans, BLOCK_Q)[:, 0].tolist()
+    return Places(query_places(spans, BLOCK_Q, device), key_tiles, (*starts, spans.ends_q[-1]))
 
 
 @on_host
