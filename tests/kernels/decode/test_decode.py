@@ -282,6 +282,25 @@ def test_nothing_to_see():
         assert (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_lists_without_slots_read_no_page(backend):
+    """torch gives an empty tensor the address 0, which must not be read as "no list given"."""
+    q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 40, 2, 16)
+    cache = dx.PagedCache.contiguous(k, k, page_size=16)
+    out, lse = dx.sparse_decode(q, cache, torch.zeros(1, 2, 0, dtype=torch.int32), return_lse=True, backend=backend)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (2, 0), (0, 0)])
+def test_summaries_of_no_keys(shape):
+    k = torch.randn(*shape, 2, 16)
+    cache = dx.summarize_pages(dx.PagedCache.contiguous(k, k, page_size=16))
+    out = dx.sparse_decode(torch.randn(shape[0], 1, 4, 16), cache, dx.PageBudget(2))
+    assert out.shape == (shape[0], 1, 4, 16)
+    assert not out.any()
+
+
 def test_a_count_and_a_share_are_not_mixed_up():
     """1 page and 1.0, which means all pages, are equal numbers but different budgets."""
     for count, share in ((1, 1.0), ((1, 0), (1.0, 0))):

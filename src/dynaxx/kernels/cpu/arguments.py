@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, c_double, c_int64, c_void_p
 from struct import Struct
 from typing import ClassVar
 
@@ -114,6 +114,17 @@ class BackwardArgs(Structure):
         ("wave", c_int64),
         ("part", c_int64),
     ]
+
+
+_NOTHING = c_int64(0)
+
+
+def address(x: Tensor | None) -> int | None:
+    """Return the address of an optional tensor; None if it is absent.
+
+    torch gives empty tensors the address 0, which the core would read as "absent". They get a valid address instead.
+    """
+    return None if x is None else x.data_ptr() or addressof(_NOTHING)
 
 
 def readable(x: Tensor) -> Tensor:

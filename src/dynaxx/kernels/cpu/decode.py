@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
-from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
+from dynaxx.kernels.cpu.arguments import ELEMENTS, address, readable, strides
 from dynaxx.kernels.problem import DecodeProblem
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
@@ -152,7 +152,7 @@ def attend_pages(
         strides(q),
         seqlen_q,
         q_heads,
-        None if pages is None else pages.data_ptr(),
+        address(pages),
         0 if pages is None else pages.shape[2],
         out.data_ptr(),
         lse.data_ptr(),
@@ -160,7 +160,7 @@ def attend_pages(
         torch.get_num_threads(),
         *_exact_args(cache.exact),
         softcap or 0.0,
-        None if logits is None else logits.data_ptr(),
+        address(logits),
         -1 if left is None else left,
     )
     raise_for_status(_library().dynaxx_cpu_decode(byref(args)))
@@ -225,7 +225,6 @@ def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
     leftpad = None if cache.leftpad_k is None else cache.leftpad_k.contiguous()
     if table is not None and table.stride(1) != 1 and table.shape[1] > 1:
         table = table.contiguous()
-    pointer = lambda x: None if x is None else x.data_ptr()
     scale_strides = lambda x: NO_STRIDES if x is None else cache.scale_strides(x)
     args = CacheArgs(
         cache.k.data_ptr(),
@@ -233,14 +232,14 @@ def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
         STORED[cache.k.dtype],
         cache.strides(cache.k),
         cache.strides(cache.v),
-        pointer(cache.k_scale),
-        pointer(cache.v_scale),
+        address(cache.k_scale),
+        address(cache.v_scale),
         scale_strides(cache.k_scale),
         scale_strides(cache.v_scale),
-        pointer(table),
+        address(table),
         0 if table is None else table.stride(0),
         seqused.data_ptr(),
-        pointer(leftpad),
+        address(leftpad),
         cache.batch,
         cache.kv_heads,
         cache.max_pages,
@@ -266,7 +265,7 @@ def _summary_args(cache: CacheArgs, summaries: PageSummaries, new_tokens: int | 
         summaries.high.data_ptr(),
         STORED[summaries.low.dtype],
         summaries.strides(),
-        None if summaries.scale is None else summaries.scale.data_ptr(),
+        address(summaries.scale),
         summaries.scale_strides(),
         summaries.bound,
         -1 if new_tokens is None else new_tokens,
