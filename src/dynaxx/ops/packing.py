@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.nsa import NsaSizes, NsaSpans, nsa_spans
-from dynaxx.layout.packed import CuSeqlens
+from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.ops.checks import DTYPES, looks_at_values
 
 
@@ -69,13 +69,14 @@ def pack(
         raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
     else:
         packed = Packed(q, k, v, None)
-    spans = nsa_spans(sizes, ends_q, ends_k, device=q.device)
-    if (spans.ends_q[-1], spans.ends_k[-1]) != (packed.q.shape[0], packed.k.shape[0]):
-        raise ValueError(
-            f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {packed.q.shape[0]} and "
-            f"{packed.k.shape[0]}, got {spans.ends_q[-1]} and {spans.ends_k[-1]}"
-        )
-    return spans, packed
+        ends_q = host_lengths("cu_seqlens_q", ends_q)
+        ends_k = ends_q if ends_k is None else host_lengths("cu_seqlens_k", ends_k)
+        if (ends_q[-1], ends_k[-1]) != (len(q), len(k)):
+            raise ValueError(
+                f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {len(q)} and {len(k)}, "
+                f"got {ends_q[-1]} and {ends_k[-1]}"
+            )
+    return nsa_spans(sizes, ends_q, ends_k, device=q.device), packed
 
 
 def check_indices(block_indices: Tensor, packed: Packed, spans: NsaSpans) -> Tensor:

@@ -246,3 +246,38 @@ def test_what_else_is_refused():
             flash_attn_with_kvcache(q, q.clone(), q.clone(), **given)
     with pytest.raises(ValueError, match="multiple of 16"):
         flash_attn_with_kvcache(q, q[:, :30], q[:, :30])
+
+
+NEW = torch.ones(2, 1, 2, 8)
+PLACES = {
+    "a page that is missing": ({"block_table": torch.tensor([[0], [-1]]).int()}, "a page of the cache for every new"),
+    "a page that is not there": ({"block_table": torch.tensor([[0], [4]]).int()}, "a page of the cache for every new"),
+    "one page twice": ({"block_table": torch.tensor([[2], [2]]).int()}, "write to one page"),
+    "one row twice": ({"cache_batch_idx": torch.tensor([3, 3])}, "write to one page"),
+    "a length below 0": ({"cache_seqlens": -1, "cache_batch_idx": torch.tensor([0, 1])}, "must have space"),
+    "fewer heads": ({"cache_batch_idx": torch.tensor([0, 1]), "k": NEW[:, :, :1], "v": NEW[:, :, :1]}, "the heads and"),
+    "a smaller head": ({"cache_batch_idx": torch.tensor([0, 1]), "v": NEW[..., :1]}, "the heads and head_dim of the"),
+    "no batch": ({"cache_batch_idx": torch.tensor([0, 1]), "k": NEW[0, 0, 0], "v": NEW[0, 0, 0]}, "seqlen_new"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), PLACES.values(), ids=PLACES)
+def test_new_keys_go_to_places_of_their_own_or_nowhere(given, said):
+    """Page -1 is not the last page, which another sequence may own, and one head is not broadcast to all heads."""
+    cache = torch.zeros(2, 4, 16, 2, 8)
+    with pytest.raises(ValueError, match=said):
+        flash_attn_with_kvcache(draw(2, 1, 2, 8), *cache, **{"k": NEW, "v": NEW, "cache_seqlens": 3, **given})
+    assert not cache.any()
+
+
+def test_new_keys_are_not_written_to_a_cache_that_overlaps_itself():
+    cache = torch.zeros(1, 16, 2, 8).expand(2, 16, 2, 8)
+    with pytest.raises(ValueError, match="write to one page"):
+        flash_attn_with_kvcache(draw(2, 1, 2, 8), cache, cache, NEW, NEW, cache_seqlens=3)
+
+
+@pytest.mark.parametrize("ends", [[0, 7], [0, 9]])
+def test_lengths_of_other_tokens_are_refused(ends):
+    q = draw(8, 2, 16)
+    with pytest.raises(ValueError, match="`cu_seqlens_q` must end at the 8 tokens of q"):
+        flash_attn_varlen_func(q, q, q, ends, ends, 9, 9)

@@ -120,8 +120,10 @@ def flash_attn_varlen_func(
     refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     check_deterministic(deterministic, q, k, v)
     _check_rank(q, k, v, 3, "(tokens, heads, head_dim)")
-    for side, ends, most in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
+    for side, ends, most, x in (("q", cu_seqlens_q, max_seqlen_q, q), ("k", cu_seqlens_k, max_seqlen_k, k)):
         lengths = host_lengths(f"cu_seqlens_{side}", ends)
+        if lengths[-1] != len(x):
+            raise ValueError(f"`cu_seqlens_{side}` must end at the {len(x)} tokens of {side}, got {lengths[-1]}")
         longest = max((b - a for a, b in itertools.pairwise(lengths)), default=0)
         if most < longest:
             raise ValueError(f"`max_seqlen_{side}` must be at least the longest sequence, {longest}, got {most}")

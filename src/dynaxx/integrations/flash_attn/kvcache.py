@@ -15,6 +15,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.integrations.flash_attn.arguments import check_window, refuse, softcap_of
 from dynaxx.layout.paging import PagedCache
+from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode import sparse_decode
 
 PAGES = (256, 128, 64, 32, 16)  # supported tokens per page
@@ -204,16 +205,20 @@ def _append(
         if cos is not None:
             raise ValueError("`rotary_cos` and `rotary_sin` need new `k` and `v`")
         return q, used
-    batch, new = k.shape[:2]
-    if k.ndim != 4 or v.ndim != 4 or batch != q.shape[0] or v.shape[:2] != k.shape[:2]:
+    if k.ndim != 4 or v.ndim != 4 or k.shape[0] != q.shape[0] or v.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"`k` and `v` must be (batch = {q.shape[0]}, seqlen_new, kv_heads, head_dim), "
             f"got {tuple(k.shape)} and {tuple(v.shape)}"
         )
+    if k.shape[2:] != pages.k.shape[2:] or v.shape[2:] != pages.v.shape[2:]:
+        raise ValueError(
+            f"`k` and `v` must have the heads and head_dim of the caches, {tuple(pages.k.shape[2:])} and "
+            f"{tuple(pages.v.shape[2:])}, got {tuple(k.shape[2:])} and {tuple(v.shape[2:])}"
+        )
+    new = k.shape[1]
     place = used[:, None].long() + torch.arange(new, device=q.device)
-    capacity = pages.table.shape[1] * pages.page_size
-    if place.is_cpu and place.numel() and int(place.max()) >= capacity:
-        raise ValueError(f"the cache must have space for {new} new keys, got lengths {used.tolist()} of {capacity}")
+    if looks_at_values(place.device):
+        _check_places(place, used, pages)
     if cos is not None and sin is not None:
         k = _rotated(k, cos, sin, place, interleaved)
         at = used[:, None].long() + (torch.arange(q.shape[1], device=q.device) if ordered else 0)
@@ -222,6 +227,31 @@ def _append(
     pages.k[where] = k.to(pages.k.dtype)
     pages.v[where] = v.to(pages.v.dtype)
     return q, used + new
+
+
+def _check_places(place: Tensor, used: Tensor, pages: _Pages) -> None:
+    """Check that new keys fit into the cache and that each has a place of its own.
+
+    Raises:
+        ValueError: they do not fit, or a page is missing, is not in the cache, or is written for two sequences.
+    """
+    if not place.numel():
+        return
+    capacity = pages.table.shape[1] * pages.page_size
+    if int(place.min()) < 0 or int(place.max()) >= capacity:
+        raise ValueError(
+            f"the cache must have space for {place.shape[1]} new keys, got lengths {used.tolist()} of {capacity}"
+        )
+    page = pages.table.gather(1, place // pages.page_size)
+    if int(page.min()) < 0 or int(page.max()) >= pages.k.shape[0]:
+        raise ValueError(
+            "`block_table` must have a page of the cache for every new key, "
+            f"got entries from {int(page.min())} to {int(page.max())} in units of {pages.page_size} tokens"
+        )
+    rows = page * pages.page_size + place % pages.page_size
+    overlaps = any(n > 1 and step == 0 for x in (pages.k, pages.v) for n, step in zip(x.shape, x.stride(), strict=True))
+    if overlaps or len(rows.unique()) < rows.numel():
+        raise ValueError("new keys must have different places in the cache, got two sequences that write to one page")
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, place: Tensor, interleaved: bool) -> Tensor:
