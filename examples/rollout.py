@@ -6,6 +6,7 @@
 SmolLM2-135M on Python's documentation; a minute and a half of one core. Prints what an operator would see.
 """
 
+import argparse
 import logging
 import random
 import tempfile
@@ -24,6 +25,7 @@ from dynaxx.telemetry import recorder
 
 LENGTHS = [96, 128]
 
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 logging.getLogger("dynaxx").setLevel(logging.CRITICAL)
 loaded, text, rng = load_model("smollm2"), pydoc_text(), random.Random(0)
 model, tokenizer = loaded
@@ -60,14 +62,16 @@ policy = dx.Policy(
     guard={"sample": 1.0, "rows": 8, "least_recall": 0.5, "action": "dense"},
     drift={"window": 16},
 )
+print("recording 48 requests, with which later traffic is compared: half a minute")
 policy = policy.replace(reference=record(policy, loaded, text, requests=48, lengths=LENGTHS))
 save_policy(policy, folder / "policy.json")
 
 with dx.apply(model, policy, name="smollm2") as handle:
     handle.follow(folder / "policy.json", interval=0.1)
-    serve(40)
     count = lambda route: recorder().value("dynaxx_requests_total", route=route, model_name="smollm2")
-    print(f"10 % of 40 requests: {count('sparse'):g} sparse, {count('dense'):g} dense")
+    sparse, dense = count("sparse"), count("dense")  # those that were recorded
+    serve(40)
+    print(f"10 % of 40 requests: {count('sparse') - sparse:g} sparse, {count('dense') - dense:g} dense")
 
     follower = handle.follow(folder / "policy.json", interval=3600)
     save_policy(policy.replace(rollout={"share": 1.0}), folder / "policy.json")

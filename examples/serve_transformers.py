@@ -24,7 +24,10 @@ import inspect
 import threading
 from typing import Any
 
-import uvicorn
+try:
+    import uvicorn
+except ImportError:
+    raise SystemExit("this server needs more packages: pip install 'transformers[serving]'") from None
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler

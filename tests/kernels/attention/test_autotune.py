@@ -4,7 +4,8 @@
 import errno
 import json
 import logging
-from pathlib import Path
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,19 +61,35 @@ def test_a_full_disk_leaves_what_was_there(on_disk, monkeypatch):
     tuned.keep(kind, GPU, (32, 64, 4, 3, 128))
     before = on_disk.read_text()
 
-    def half(path, text, encoding):
-        path.write_bytes(text[:5].encode())
+    def half(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_text", half)
+        full.setattr(os, "fsync", half)
         with pytest.raises(OSError, match="No space left"):
             tuned.keep(kind, GPU, (64, 64, 4, 3, 128))
     assert on_disk.read_text() == before
     assert [path.name for path in on_disk.parent.iterdir()] == [on_disk.name]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": [3, 64, 4, 2, null]}', '{"a": [64, 64, 4]}', '{"a": 1}'])
+def test_defaults_replace_what_was_stored_and_trials_are_not_stored(on_disk):
+    tuned.keep("a", GPU, (32, 64, 4, 3, 128))
+    tuned.keep("b", GPU, (64, 64, 4, 3, 128), store=False)
+    tuned.keep("c", GPU, (16, 64, 4, 3, 128))
+    tuned.keep("a", GPU, None)
+    assert list(json.loads(on_disk.read_text())) == ["c"]
+
+
+def test_two_writers_at_once_lose_nothing(on_disk):
+    """Threads stand for processes: each write opens and locks the folder anew."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: tuned.keep(str(number), GPU, (32, 64, 4, 3, 128)), range(40)))
+    assert len(json.loads(on_disk.read_text())) == 40
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "[" * 100_000, '{"a": [3, 64, 4, 2, null]}', '{"a": [64, 64, 4]}', '{"a": 1}']
+)
 def test_a_broken_file_is_ignored_and_said(on_disk, caplog, text):
     default = config.forward_tiles(GPU, *SHAPE)
     on_disk.parent.mkdir(parents=True)

@@ -23,6 +23,7 @@ from dynaxx.integrations.onnx.operators import (
 from dynaxx.integrations.onnx.packages import require
 from dynaxx.integrations.onnx.plans import OperatorPlan, operator_plans
 from dynaxx.integrations.portable import PortableModel
+from dynaxx.integrations.portable.manifest import MANIFEST
 from dynaxx.integrations.portable.plans import PortableRules, is_causal, portable_rules
 from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
@@ -30,7 +31,6 @@ from dynaxx.policy import Policy, policy_digest, resolve, save_policy
 from dynaxx.storage import check_new_folder, new_folder
 
 Form = Literal["auto", "portable", "custom"]
-MANIFEST = "dynaxx.json"
 VERSION = 1  # version of the manifest
 
 

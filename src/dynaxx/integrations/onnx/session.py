@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ from dynaxx.arguments import typed
 from dynaxx.integrations.onnx.library import library_path
 from dynaxx.integrations.onnx.packages import runtime
 from dynaxx.integrations.onnx.python_operator import session_in_python
+from dynaxx.integrations.portable.manifest import read_manifest
 
 logger = logging.getLogger("dynaxx")
 
-MANIFEST = "dynaxx.json"
 VERSION = 1
 
 # ONNX Runtime computes its fused sum and norm number by number on a CPU: 7 % of the time of an encoder of BERT-base's
@@ -44,7 +43,7 @@ class OnnxModel:
     Raises:
         ImportError: onnxruntime is not installed, or too old.
         FileNotFoundError: `folder` does not contain an export.
-        ValueError: a newer version of dynaxx wrote the export, or `operator` is another word.
+        ValueError: the manifest is damaged, a newer version of dynaxx wrote it, or `operator` is another word.
     """
 
     @typed
@@ -55,12 +54,7 @@ class OnnxModel:
             raise ValueError(f"`operator` must be of {', '.join(get_args(Operator))}, got {operator!r}")
         self.folder = Path(folder)
         self._runtime = runtime()
-        path = self.folder / MANIFEST
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: use a folder that dynaxx export --format onnx wrote")
-        self.manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if self.manifest.get("format") != "dynaxx.onnx" or self.manifest.get("version", 0) > VERSION:
-            raise ValueError(f"{path} is from a newer dynaxx, or not an ONNX export: upgrade dynaxx, or export again")
+        self.manifest = read_manifest(self.folder, "onnx", VERSION, {"form": str, "sparse_from": int})
         self._threads, self.operator = threads, operator
         self._sessions: dict[str, Any] = {}
 

@@ -25,11 +25,11 @@ from dynaxx.integrations.openvino.packages import openvino
 from dynaxx.integrations.openvino.running import OpenVinoHandle
 from dynaxx.integrations.portable import PortableModel
 from dynaxx.integrations.portable.attention import CHUNK
+from dynaxx.integrations.portable.manifest import MANIFEST, read_manifest
 from dynaxx.policy import Policy, load_policy, policy_digest, save_policy
 from dynaxx.storage import check_new_folder, new_folder
 
 Form = Literal["auto", "portable", "custom"]
-MANIFEST = "dynaxx.json"
 MODEL = "openvino_model.xml"
 VERSION = 1
 OPTIONS = ("cache", "form", "logits")
@@ -122,16 +122,15 @@ def load_openvino(folder: str | os.PathLike[str], *, precision: str = "f32", nam
 
     Raises:
         ImportError: openvino is not installed.
-        FileNotFoundError: the folder contains no export.
-        ValueError: a newer version of dynaxx wrote the export.
+        FileNotFoundError: the folder contains no export, or its policy is missing.
+        ValueError: the manifest is damaged, or a newer version of dynaxx wrote it.
     """
-    path = Path(folder) / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: give a folder that dynaxx export --format openvino wrote")
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    if manifest.get("format") != "dynaxx.openvino" or manifest.get("version", 0) > VERSION:
-        raise ValueError(f"{path} is from a newer dynaxx, or not an OpenVINO export: upgrade dynaxx, or export again")
-    model, policy = openvino().Core().read_model(Path(folder) / MODEL), Path(folder) / "policy.json"
+    manifest = read_manifest(Path(folder), "openvino", VERSION, {"form": str})
+    policy = Path(folder) / "policy.json"
+    inside = manifest["form"] == "custom" and manifest.get("policy") is not None
+    if inside and not policy.is_file():
+        raise FileNotFoundError(f"{policy} is missing: restore it, or export the model again")
+    model = openvino().Core().read_model(Path(folder) / MODEL)
     if manifest["form"] != "custom" or not policy.is_file():
         return LoadedOpenVino(model, None)
     return LoadedOpenVino(model, insert_policy(model, load_policy(policy), precision=precision, name=name))

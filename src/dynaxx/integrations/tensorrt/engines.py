@@ -16,9 +16,9 @@ from typing import Any
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.portable.manifest import MANIFEST, read_manifest
 from dynaxx.storage import check_new_folder, new_folder
 
-MANIFEST = "dynaxx.json"
 CARDS = {"7.5": "SM75", "8.0": "SM80", "8.6": "SM86", "8.9": "SM89", "12.0": "SM120", "12.1": "SM121"}
 
 
@@ -92,11 +92,8 @@ def _shapes(settings: EngineSettings) -> dict[str, int]:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: give a folder that dynaxx export --format onnx wrote")
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if manifest.get("format") != "dynaxx.onnx" or manifest.get("form") != "portable" or not manifest.get("causal"):
+    manifest = read_manifest(folder, "onnx", 1, {"form": str, "graphs": list})
+    if manifest["form"] != "portable" or not manifest.get("causal"):
         raise ValueError(f"{folder} must hold the portable form of a decoder: export it with --option form=portable")
     return manifest
 

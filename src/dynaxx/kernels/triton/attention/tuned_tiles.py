@@ -3,17 +3,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
-import secrets
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 import dynaxx
+from dynaxx.storage import parse_json, read_regular_file, write_whole_file
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+MOST_BYTES = 1 << 20
 
 Values = tuple[int | None, ...]  # the fields of `config.TileSizes`
 
@@ -36,21 +45,35 @@ def keep(kind: str, device: torch.device, values: Values | None, store: bool = T
     Raises:
         OSError: the file cannot be written; nothing on disk was changed.
     """
-    known = _stored(device)
-    known.pop(kind, None)
-    if values is not None:
-        known[kind] = values
+    _change(_stored(device), kind, values)
     if store:
         path = tuned_file(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        try:
-            temporary.write_text(
-                json.dumps({**_read(path), **known}, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-            )
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)  # if it could not be written completely
+        with _alone(path.parent):
+            stored = _read(path)
+            _change(stored, kind, values)
+            text = json.dumps(stored, indent=1, sort_keys=True) + "\n"
+            write_whole_file(path, lambda file: file.write(text.encode()))
+
+
+def _change(known: dict[str, Values], kind: str, values: Values | None) -> None:
+    known.pop(kind, None)
+    if values is not None:
+        known[kind] = values
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time change files of a folder, so that none loses what another has stored meanwhile."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def tuned_file(device: torch.device) -> Path:
@@ -80,7 +103,8 @@ def _read(path: Path) -> dict[str, Values]:
     if not path.exists():
         return {}
     try:
-        found = {str(kind): tuple(values) for kind, values in json.loads(path.read_text(encoding="utf-8")).items()}
+        stored = parse_json(read_regular_file(path, MOST_BYTES))
+        found = {str(kind): tuple(values) for kind, values in stored.items()}
         if all(_plausible(values) for values in found.values()):
             return found
         reason = "it contains invalid tile sizes"

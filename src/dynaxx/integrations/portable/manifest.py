@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dynaxx.json`: the manifest in the folder of an exported model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dynaxx.printable import printable
+from dynaxx.storage import parse_json, read_regular_file
+
+MANIFEST = "dynaxx.json"
+MOST_BYTES = 1 << 20
+
+
+def read_manifest(folder: Path, engine: str, version: int, fields: Mapping[str, type]) -> dict[str, Any]:
+    """Read and check the manifest of a folder that `dynaxx export` wrote.
+
+    Args:
+        folder: the folder.
+        engine: name of the format, as for `dynaxx export --format`.
+        version: newest version of the manifest that the caller understands.
+        fields: fields that the caller needs, and their types.
+
+    Raises:
+        FileNotFoundError: the folder has no manifest.
+        ValueError: the manifest is damaged, of another format, or of a newer version.
+    """
+    path, again = folder / MANIFEST, f"export the model again with dynaxx export --format {engine}"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: give a folder that dynaxx export --format {engine} wrote")
+    try:
+        found = parse_json(read_regular_file(path, MOST_BYTES))
+    except ValueError as error:
+        raise ValueError(f"{path} {error}: {again}") from None
+    if not isinstance(found, dict) or found.get("format") != f"dynaxx.{engine}":
+        own = printable(found.get("format"), most=80) if isinstance(found, dict) else "no object"
+        raise ValueError(f"{path} must have the format dynaxx.{engine}, got {own}: {again}")
+    if not isinstance(found.get("version"), int) or found["version"] > version:
+        raise ValueError(
+            f"{path} has version {printable(found.get('version'), most=80)}, and this dynaxx reads up to {version}: "
+            f"it is from a newer dynaxx, so upgrade dynaxx, or {again}"
+        )
+    for name, kind in fields.items():
+        if not isinstance(found.get(name), kind) or (kind is int and isinstance(found[name], bool)):
+            raise ValueError(f"`{name}` in {path} must be of type {kind.__name__}: {again}")
+    return found
