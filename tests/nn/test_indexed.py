@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx import nn
-from dynaxx.nn.indexed import turned
+from dynaxx.nn.indexed import rotate_first_columns
 from dynaxx.nn.projection import rotate
 
 
@@ -74,10 +74,10 @@ def test_packed_is_each_sequence_alone(dense):
 def test_positions():
     """An indexer rotates as many columns as attention does; further columns are not rotated."""
     x = torch.randn(2, 9, 3, 12)
-    torch.testing.assert_close(turned(x, rotary(9)), rotate(x, rotary(9)))
+    torch.testing.assert_close(rotate_first_columns(x, rotary(9)), rotate(x, rotary(9)))
     wide = torch.randn(2, 9, 3, 20)
-    assert torch.equal(turned(wide, rotary(9))[..., 12:], wide[..., 12:])
-    assert turned(x[..., :7], rotary(9)).shape == (2, 9, 3, 7)
+    assert torch.equal(rotate_first_columns(wide, rotary(9))[..., 12:], wide[..., 12:])
+    assert rotate_first_columns(x[..., :7], rotary(9)).shape == (2, 9, 3, 7)
 
 
 def test_sizes():

@@ -191,8 +191,8 @@ def test_transposed_of_unused_slots(junk):
 
 def test_transposed_lists_the_same_blocks():
     layout = (dx.SlidingWindow(50) | dx.GlobalTokens(3)).layout(200, 230, block_size=(32, 16))
-    lead, cols, codes = layout.entries()
-    forward = set(zip(lead.tolist(), cols.tolist(), codes.tolist(), strict=True))
+    flat_rows, cols, mask_ids = layout.entries()
+    forward = set(zip(flat_rows.tolist(), cols.tolist(), mask_ids.tolist(), strict=True))
     turned = layout.transposed
     counts = turned.q_indptr.diff(dim=-1)[0, 0].tolist()
     starts = turned.q_indptr[0, 0].tolist()

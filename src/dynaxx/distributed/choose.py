@@ -81,10 +81,10 @@ def _best(layout: BlockLayout, ranks: int, chunk: int) -> SequenceSplit:
 def split_cost(layout: BlockLayout, split: SequenceSplit) -> SplitCost:
     """Compute work and communication of a split. O(visited blocks); reads a layout back from a GPU."""
     q_block, kv_block = layout.block_size
-    lead, cols, _ = (x.cpu() for x in (layout.host or layout).entries())
+    flat_rows, cols, _ = (x.cpu() for x in (layout.host or layout).entries())
     row_owner = _owners(split, q_block)
     kv_owner = _owners(split, kv_block)
-    who = row_owner[lead.numpy() % max(1, layout.q_blocks)]
+    who = row_owner[flat_rows.numpy() % max(1, layout.q_blocks)]
     work = np.bincount(who, minlength=split.ranks)
     visited = np.zeros((split.ranks, layout.kv_blocks), dtype=np.bool_)
     visited[who, cols.numpy()] = True

@@ -292,9 +292,9 @@ def _needs(sharded: ShardedLayout, kv_heads: int) -> Tensor:
     rows = sharded.rows
     groups = 1 if rows.layout_heads == 1 else kv_heads
     found = torch.zeros(groups * max(1, rows.kv_blocks), dtype=torch.uint8, device=rows.device)
-    lead, cols, _ = rows.entries()
+    flat_rows, cols, _ = rows.entries()
     if groups > 1:
-        head = lead // max(1, rows.q_blocks) % rows.layout_heads
+        head = flat_rows // max(1, rows.q_blocks) % rows.layout_heads
         cols = cols + head // (rows.layout_heads // groups) * rows.kv_blocks
     found[cols] = 1
     return found.view(groups, -1)

@@ -36,10 +36,10 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
         own_tokens: number of tokens in own blocks.
     """
     source = rows.host or rows
-    lead, cols, codes = source.entries()
+    flat_rows, cols, mask_ids = source.entries()
     is_own = torch.zeros(max(1, source.kv_blocks), dtype=torch.bool, device=cols.device)
     is_own[torch.from_numpy(own_blocks).to(cols.device)] = True
-    row = lead % max(1, source.q_blocks)
+    row = flat_rows % max(1, source.q_blocks)
     is_edge = torch.zeros(max(1, source.q_blocks), dtype=torch.bool, device=cols.device)
     is_edge[row[~is_own[cols]]] = True
     edge = is_edge.nonzero().flatten()
@@ -51,7 +51,7 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
     kept = ~is_edge[row]
     grid = BlockGrid(rows.seqlen_q, rows.seqlen_k, rows.block_size, causal=False)
     shape = {"layout_batch": rows.layout_batch, "layout_heads": rows.layout_heads}
-    inner = BlockLayout.from_entries(grid, lead[kept], cols[kept], codes[kept], source.masks, **shape)
+    inner = BlockLayout.from_entries(grid, flat_rows[kept], cols[kept], mask_ids[kept], source.masks, **shape)
     visited = np.unique(cols[~kept & is_own[cols]].cpu().numpy())
     inner = with_columns(inner, own_blocks, own_tokens)
     rest = _rest(inner, edge, _run(tokens))
@@ -86,13 +86,13 @@ def _run(tokens: Tensor) -> slice | None:
 def split_columns(rows: BlockLayout, own_blocks: NDArray[np.int64]) -> tuple[BlockLayout, BlockLayout]:
     """Return the same rows with only the kv blocks `own_blocks`, and with all others; on the host if it has a copy."""
     source = rows.host or rows
-    lead, cols, codes = source.entries()
+    flat_rows, cols, mask_ids = source.entries()
     is_own = torch.zeros(max(1, source.kv_blocks), dtype=torch.bool, device=cols.device)
     is_own[torch.from_numpy(own_blocks).to(cols.device)] = True
     grid = BlockGrid(rows.seqlen_q, rows.seqlen_k, rows.block_size, causal=False)
     shape = {"layout_batch": rows.layout_batch, "layout_heads": rows.layout_heads}
     own, others = (
-        BlockLayout.from_entries(grid, lead[kept], cols[kept], codes[kept], source.masks, **shape)
+        BlockLayout.from_entries(grid, flat_rows[kept], cols[kept], mask_ids[kept], source.masks, **shape)
         for kept in (is_own[cols], ~is_own[cols])
     )
     return own.to(rows.device), others.to(rows.device)
@@ -103,9 +103,11 @@ def with_columns(rows: BlockLayout, order: NDArray[np.int64], tokens: int) -> Bl
     source = rows.host or rows
     column = np.full(max(1, source.kv_blocks), -1, dtype=np.int64)
     column[order] = np.arange(len(order))
-    lead, cols, codes = source.entries()
+    flat_rows, cols, mask_ids = source.entries()
     cols = torch.from_numpy(column).to(cols.device)[cols]
     grid = BlockGrid(rows.seqlen_q, tokens, rows.block_size, causal=False)
     batch, heads = rows.layout_batch, rows.layout_heads
-    moved = BlockLayout.from_entries(grid, lead, cols, codes, source.masks, layout_batch=batch, layout_heads=heads)
+    moved = BlockLayout.from_entries(
+        grid, flat_rows, cols, mask_ids, source.masks, layout_batch=batch, layout_heads=heads
+    )
     return moved.to(rows.device)

@@ -217,9 +217,9 @@ def _stacked_rows(layouts: list[BlockLayout], split: SequenceSplit, rank: int) -
     grid = BlockGrid(tokens, split.seqlen, first.block_size, causal=False)
     starts = [0, *accumulate(layout.q_blocks for layout in layouts)]
 
-    def lead_of(index: int, lead: Tensor) -> Tensor:
+    def map_rows(index: int, flat_rows: Tensor) -> Tensor:
         q_blocks = max(1, layouts[index].q_blocks)
-        return lead // q_blocks * grid.q_blocks + lead % q_blocks + starts[index]
+        return flat_rows // q_blocks * grid.q_blocks + flat_rows % q_blocks + starts[index]
 
-    joined = joined_entries(layouts, lead_of)
+    joined = joined_entries(layouts, map_rows)
     return BlockLayout.from_entries(grid, *joined, layout_batch=first.layout_batch, layout_heads=first.layout_heads)

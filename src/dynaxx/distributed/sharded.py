@@ -88,11 +88,11 @@ def rows_of(layout: BlockLayout, rows: Tensor, tokens: int) -> BlockLayout:
     starts, counts = indptr[..., rows].flatten().long(), source.kv_num_blocks[..., rows].flatten().long()
     ends = counts.cumsum(0)
     total = int(ends[-1]) if counts.numel() else 0
-    lead = torch.repeat_interleave(torch.arange(counts.numel(), device=indptr.device), counts, output_size=total)
-    slot = torch.arange(total, device=indptr.device) + (starts - (ends - counts))[lead]
+    flat_rows = torch.repeat_interleave(torch.arange(counts.numel(), device=indptr.device), counts, output_size=total)
+    slot = torch.arange(total, device=indptr.device) + (starts - (ends - counts))[flat_rows]
     taken = BlockLayout.from_entries(
         BlockGrid(tokens, layout.seqlen_k, layout.block_size, causal=False),
-        lead,
+        flat_rows,
         source.kv_indices[slot].long(),
         source.kv_masks[slot].long(),
         source.masks,

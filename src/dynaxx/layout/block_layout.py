@@ -56,9 +56,9 @@ class BlockLayout(LayoutTensors):
     def from_entries(
         cls,
         grid: BlockGrid,
-        lead: Tensor,
+        flat_rows: Tensor,
         cols: Tensor,
-        codes: Tensor,
+        mask_ids: Tensor,
         masks: ElementMasks,
         *,
         layout_batch: int = 1,
@@ -68,14 +68,14 @@ class BlockLayout(LayoutTensors):
 
         Args:
             grid: sequence lengths and block size.
-            lead: (n,) int64, flat row `(b * layout_heads + h) * q_blocks + i` of each visited block, in any order.
+            flat_rows: (n,) int64, flat row `(b * layout_heads + h) * q_blocks + i` of each visited block, in any order.
             cols: (n,) int64, kv block of each visited block.
-            codes: (n,) int64, index into `masks` or FULL; entries with code EMPTY are dropped.
-            masks: element masks that `codes` refer to.
-            layout_batch: batch entries that `lead` counts; 1 if shared.
-            layout_heads: q heads that `lead` counts; 1 if shared.
+            mask_ids: (n,) int64, index into `masks` or FULL; entries with id EMPTY are dropped.
+            masks: element masks that `mask_ids` refer to.
+            layout_batch: batch entries that `flat_rows` counts; 1 if shared.
+            layout_heads: q heads that `flat_rows` counts; 1 if shared.
         """
-        return BlockLayout._of(grid, Entries(lead, cols, codes, masks, layout_batch, layout_heads))
+        return BlockLayout._of(grid, Entries(flat_rows, cols, mask_ids, masks, layout_batch, layout_heads))
 
     @staticmethod
     def _of(grid: BlockGrid, entries: Entries) -> BlockLayout:
@@ -160,9 +160,11 @@ class BlockLayout(LayoutTensors):
         if torch.device(device) == self.device:
             return self
         parts = [*self.tensors, *([] if self.kv_order is None else [self.kv_order])]
-        indptr, num_partial, indices, codes, bits, bands, *order = moved_together(parts, torch.device(device))
+        indptr, num_partial, indices, mask_ids, bits, bands, *order = moved_together(parts, torch.device(device))
         masks = ElementMasks(bits, bands, self.masks.kv_block)
-        there = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, indptr, num_partial, indices, codes, masks)
+        there = BlockLayout(
+            self.seqlen_q, self.seqlen_k, self.block_size, indptr, num_partial, indices, mask_ids, masks
+        )
         attach(there, lambda: self.host, order[0] if order else None)
         return there
 

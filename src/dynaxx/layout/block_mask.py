@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def block_codes(layout: BlockLayout) -> Tensor:
-    """Return each block's mask code, (layout_batch, layout_heads, q_blocks, kv_blocks) int64; EMPTY if not visited."""
-    lead, cols, codes = layout.entries()
+def block_mask_ids(layout: BlockLayout) -> Tensor:
+    """Return each block's mask id, (layout_batch, layout_heads, q_blocks, kv_blocks) int64; EMPTY if not visited."""
+    flat_rows, cols, mask_ids = layout.entries()
     table = torch.full(
         (layout.layout_batch * layout.layout_heads * layout.q_blocks, layout.kv_blocks), EMPTY, device=layout.device
     )
-    table[lead, cols] = codes
+    table[flat_rows, cols] = mask_ids
     return table.view(layout.layout_batch, layout.layout_heads, layout.q_blocks, layout.kv_blocks)
 
 
@@ -33,25 +33,27 @@ def to_block_mask(layout: BlockLayout) -> BlockMask:
     """Return FlexAttention's `BlockMask` for a layout. Its `mask_mod` reads the element masks of the layout."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    codes = block_codes(layout)
+    mask_ids = block_mask_ids(layout)
     bits = layout.masks.bits
     bits = torch.cat([bits, torch.full_like(bits[:1], -1) if len(bits) else bits.new_full((1, *bits.shape[1:]), -1)])
     q_block, kv_block = layout.block_size
     shared_batch, shared_heads = layout.layout_batch == 1, layout.layout_heads == 1
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        code = codes[b * 0 if shared_batch else b, h * 0 if shared_heads else h, q_idx // q_block, kv_idx // kv_block]
+        mask_id = mask_ids[
+            b * 0 if shared_batch else b, h * 0 if shared_heads else h, q_idx // q_block, kv_idx // kv_block
+        ]
         column = kv_idx % kv_block
-        word = bits[torch.where(code < 0, bits.shape[0] - 1, code), q_idx % q_block, column // 32]
-        return (code != EMPTY) & ((word >> (column % 32)) & 1).bool()
+        word = bits[torch.where(mask_id < 0, bits.shape[0] - 1, mask_id), q_idx % q_block, column // 32]
+        return (mask_id != EMPTY) & ((word >> (column % 32)) & 1).bool()
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
         return chosen.sum(-1).to(torch.int32), order
 
     return BlockMask.from_kv_blocks(
-        *listed(codes >= 0),
-        *listed(codes == FULL),
+        *listed(mask_ids >= 0),
+        *listed(mask_ids == FULL),
         BLOCK_SIZE=layout.block_size,
         mask_mod=mask_mod,
         seq_lengths=(layout.seqlen_q, layout.seqlen_k),
@@ -85,32 +87,32 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
             none = torch.zeros(0, dtype=torch.int64, device=block_mask.kv_num_blocks.device)
             return none, none
         listed = torch.arange(indices.shape[-1], device=num.device) < num[..., None]
-        lead, slot = listed.flatten(0, 2).nonzero(as_tuple=True)
-        return lead, indices.flatten(0, 2)[lead, slot].long()
+        flat_rows, slot = listed.flatten(0, 2).nonzero(as_tuple=True)
+        return flat_rows, indices.flatten(0, 2)[flat_rows, slot].long()
 
-    lead, cols = entries(block_mask.kv_num_blocks, block_mask.kv_indices)
-    r = torch.arange(block_size[0], device=lead.device)[:, None]
-    c = torch.arange(block_size[1], device=lead.device)
+    flat_rows, cols = entries(block_mask.kv_num_blocks, block_mask.kv_indices)
+    r = torch.arange(block_size[0], device=flat_rows.device)[:, None]
+    c = torch.arange(block_size[1], device=flat_rows.device)
     bits = []
-    for some, col in zip(lead.split(chunk), cols.split(chunk), strict=True):
+    for some, col in zip(flat_rows.split(chunk), cols.split(chunk), strict=True):
         row, head, b = some % q_blocks, some // q_blocks % heads, some // q_blocks // heads
         q_idx, kv_idx = row[:, None, None] * block_size[0] + r, col[:, None, None] * block_size[1] + c
         in_range = (q_idx < seqlen_q) & (kv_idx < seqlen_k)
         q_safe, kv_safe = q_idx.clamp(max=seqlen_q - 1), kv_idx.clamp(max=seqlen_k - 1)
         seen = block_mask.mask_mod(b[:, None, None], head[:, None, None], q_safe, kv_safe) & in_range
         bits.append(seen.expand(len(some), *block_size))
-    none = torch.zeros(0, *block_size, dtype=torch.bool, device=lead.device)
-    masks, codes = unique_masks(ElementMasks.from_dense(torch.cat([none, *bits])))
+    none = torch.zeros(0, *block_size, dtype=torch.bool, device=flat_rows.device)
+    masks, mask_ids = unique_masks(ElementMasks.from_dense(torch.cat([none, *bits])))
     empty = (masks.bits == 0).all(-1).all(-1) if len(masks) else None
     if empty is not None:
-        codes = torch.where(empty[codes], EMPTY, codes)
-    full_lead, full_cols = entries(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    codes = torch.cat([codes, torch.full_like(full_lead, FULL)])
+        mask_ids = torch.where(empty[mask_ids], EMPTY, mask_ids)
+    full_rows, full_cols = entries(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    mask_ids = torch.cat([mask_ids, torch.full_like(full_rows, FULL)])
     return BlockLayout.from_entries(
         grid,
-        torch.cat([lead, full_lead]),
+        torch.cat([flat_rows, full_rows]),
         torch.cat([cols, full_cols]),
-        codes,
+        mask_ids,
         masks,
         layout_batch=batch,
         layout_heads=heads,

@@ -40,11 +40,11 @@ def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGr
     full = (tiles | ~in_range).all(-1).all(-1)
     partial = tiles.any(-1).any(-1) & ~full
     batch_i, head_i, row, col = (partial | full).nonzero(as_tuple=True)
-    lead = (batch_i * heads + head_i) * rows + row
-    codes = torch.full_like(lead, FULL)
+    flat_rows = (batch_i * heads + head_i) * rows + row
+    mask_ids = torch.full_like(flat_rows, FULL)
     is_partial = partial[batch_i, head_i, row, col]
-    masks, codes[is_partial] = unique_masks(ElementMasks.from_dense(tiles[batch_i, head_i, row, col][is_partial]))
-    return grid, Entries(lead, col, codes, masks, batch, heads)
+    masks, mask_ids[is_partial] = unique_masks(ElementMasks.from_dense(tiles[batch_i, head_i, row, col][is_partial]))
+    return grid, Entries(flat_rows, col, mask_ids, masks, batch, heads)
 
 
 def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
@@ -62,7 +62,7 @@ def layout_to_dense(layout: BlockLayout) -> Tensor:
     """Return the visibility of every pair as bool; see `BlockLayout.to_dense`."""
     q_block, kv_block = layout.block_size
     shape = (layout.layout_batch, layout.layout_heads)
-    lead, cols, codes = layout.entries()
+    flat_rows, cols, mask_ids = layout.entries()
     tiles = torch.zeros(
         shape[0] * shape[1] * layout.q_blocks,
         layout.kv_blocks,
@@ -73,7 +73,7 @@ def layout_to_dense(layout: BlockLayout) -> Tensor:
     )
     table = torch.cat([layout.masks.to_dense(), torch.ones_like(tiles[:1, :1, :, :].reshape(-1, q_block, kv_block))])
     if cols.numel():
-        tiles[lead, cols] = table[torch.where(codes == FULL, table.shape[0] - 1, codes)]
+        tiles[flat_rows, cols] = table[torch.where(mask_ids == FULL, table.shape[0] - 1, mask_ids)]
     dense = tiles.view(*shape, layout.q_blocks, layout.kv_blocks, q_block, kv_block).transpose(3, 4)
     dense = dense.reshape(*shape, layout.q_blocks * q_block, layout.kv_blocks * kv_block)
     return dense[..., : layout.seqlen_q, : layout.seqlen_k]
@@ -81,21 +81,21 @@ def layout_to_dense(layout: BlockLayout) -> Tensor:
 
 def visible_pairs(layout: LayoutTensors) -> Tensor:
     """Count the visible pairs of each head; see `BlockLayout.visible_pairs`."""
-    lead, cols, codes = layout.entries()
+    flat_rows, cols, mask_ids = layout.entries()
     q_block, kv_block = layout.block_size
-    rows = lead % layout.q_blocks if layout.q_blocks else lead
+    rows = flat_rows % layout.q_blocks if layout.q_blocks else flat_rows
     height = (layout.seqlen_q - rows * q_block).clamp(max=q_block)
     width = (layout.seqlen_k - cols * kv_block).clamp(max=kv_block)
     dense = layout.masks.to_dense()
     pairs = height * width
-    partial = codes != FULL
+    partial = mask_ids != FULL
     whole = (height == q_block) & (width == kv_block)
     if len(layout.masks):
         counts = dense.sum((1, 2))
-        pairs = torch.where(partial, counts[codes.clamp(min=0)], pairs)
+        pairs = torch.where(partial, counts[mask_ids.clamp(min=0)], pairs)
         for entry in (partial & ~whole).nonzero().flatten().tolist():
             h, w = int(height[entry]), int(width[entry])
-            pairs[entry] = dense[codes[entry], :h, :w].sum()
-    heads = lead // max(1, layout.q_blocks)
+            pairs[entry] = dense[mask_ids[entry], :h, :w].sum()
+    heads = flat_rows // max(1, layout.q_blocks)
     total = torch.zeros(layout.layout_batch * layout.layout_heads, dtype=torch.int64, device=layout.device)
     return total.index_add_(0, heads, pairs).view(layout.layout_batch, layout.layout_heads)

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.grid import BlockGrid, as_integer
-from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_codes, causal_masks
+from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_mask_ids, causal_masks
 
 if TYPE_CHECKING:
     from dynaxx.layout.block_layout import BlockLayout
 
 
 class Entries(NamedTuple):
-    """Visited blocks in any order, and the element masks that their codes refer to."""
+    """Visited blocks in any order, and the element masks that their mask_ids refer to."""
 
-    lead: Tensor  # (n,) int64, flat row `(b * layout_heads + h) * q_blocks + i`
+    flat_rows: Tensor  # (n,) int64, flat row `(b * layout_heads + h) * q_blocks + i`
     cols: Tensor  # (n,) int64, kv block
-    codes: Tensor  # (n,) int64, index into `masks` or FULL; entries with EMPTY are dropped
+    mask_ids: Tensor  # (n,) int64, index into `masks` or FULL; entries with EMPTY are dropped
     masks: ElementMasks
     layout_batch: int = 1
     layout_heads: int = 1
@@ -41,20 +41,20 @@ class SortedEntries(NamedTuple):
 
 def sorted_entries(grid: BlockGrid, entries: Entries) -> SortedEntries:
     """Sort visited blocks by row; within a row, partial blocks come first, and indices ascend in both parts."""
-    kept = entries.codes != EMPTY
-    lead, cols, codes = entries.lead[kept], entries.cols[kept], entries.codes[kept]
-    full = (codes == FULL).long()
-    order = ((lead * 2 + full) * max(1, grid.kv_blocks) + cols).argsort()
+    kept = entries.mask_ids != EMPTY
+    flat_rows, cols, mask_ids = entries.flat_rows[kept], entries.cols[kept], entries.mask_ids[kept]
+    full = (mask_ids == FULL).long()
+    order = ((flat_rows * 2 + full) * max(1, grid.kv_blocks) + cols).argsort()
     shape = (entries.layout_batch, entries.layout_heads, grid.q_blocks)
     num_rows = prod(shape)
-    counts = torch.bincount(lead, minlength=num_rows)
-    partial = torch.bincount(lead, weights=1.0 - full, minlength=num_rows) if lead.numel() else counts
+    counts = torch.bincount(flat_rows, minlength=num_rows)
+    partial = torch.bincount(flat_rows, weights=1.0 - full, minlength=num_rows) if flat_rows.numel() else counts
     return SortedEntries(
         kv_indptr=row_offsets(counts.view(shape)),
         kv_num_partial=partial.view(shape).to(torch.int32),
         kv_indices=cols[order].to(torch.int32),
-        kv_masks=codes[order].to(torch.int32),
-        masks=entries.masks.to(lead.device),
+        kv_masks=mask_ids[order].to(torch.int32),
+        masks=entries.masks.to(flat_rows.device),
     )
 
 
@@ -88,10 +88,10 @@ def entries_of_block_indices(block_indices: Tensor, grid: BlockGrid) -> Entries:
     if has_duplicates(block_indices):
         raise ValueError("`block_indices` must not name a block twice in one row; drop duplicates or set them to -1")
     batch, heads = block_indices.shape[:2]
-    lead, slot = (block_indices.flatten(0, 2) >= 0).nonzero(as_tuple=True)
-    cols = block_indices.flatten(0, 2)[lead, slot].long()
-    codes = causal_codes(grid, lead % max(1, grid.q_blocks), cols)
-    return Entries(lead, cols, codes, causal_masks(grid), batch, heads)
+    flat_rows, slot = (block_indices.flatten(0, 2) >= 0).nonzero(as_tuple=True)
+    cols = block_indices.flatten(0, 2)[flat_rows, slot].long()
+    mask_ids = causal_mask_ids(grid, flat_rows % max(1, grid.q_blocks), cols)
+    return Entries(flat_rows, cols, mask_ids, causal_masks(grid), batch, heads)
 
 
 def has_duplicates(block_indices: Tensor) -> bool:
@@ -117,36 +117,36 @@ def stacked_entries(layouts: Sequence[BlockLayout]) -> Entries:
     starts = [0, *accumulate(layout.layout_heads for layout in layouts)]
     heads, q_blocks = starts[-1], max(1, first.q_blocks)
 
-    def lead_of(index: int, lead: Tensor) -> Tensor:
+    def map_rows(index: int, flat_rows: Tensor) -> Tensor:
         own_heads = layouts[index].layout_heads
-        batch, head = lead // q_blocks // own_heads, lead // q_blocks % own_heads + starts[index]
-        return (batch * heads + head) * q_blocks + lead % q_blocks
+        batch, head = flat_rows // q_blocks // own_heads, flat_rows // q_blocks % own_heads + starts[index]
+        return (batch * heads + head) * q_blocks + flat_rows % q_blocks
 
-    return Entries(*joined_entries(layouts, lead_of), first.layout_batch, heads)
+    return Entries(*joined_entries(layouts, map_rows), first.layout_batch, heads)
 
 
 def joined_entries(
-    layouts: Sequence[BlockLayout], lead_of: Callable[[int, Tensor], Tensor]
+    layouts: Sequence[BlockLayout], map_rows: Callable[[int, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, ElementMasks]:
     """Concatenate the visited blocks of layouts and their mask tables.
 
     Args:
         layouts: layouts of one block size and device, at least one.
-        lead_of: function (index, lead) that maps flat rows of `layouts[index]` to rows of the joined layout.
+        map_rows: function (index, flat_rows) that maps flat rows of `layouts[index]` to rows of the joined layout.
 
     Returns:
-        (lead, cols, codes, masks), as in `Entries`.
+        (flat_rows, cols, mask_ids, masks), as in `Entries`.
     """
-    masks, leads, columns, joined_codes = layouts[0].masks, [], [], []
+    masks, joined_rows, joined_cols, joined_ids = layouts[0].masks, [], [], []
     for index, layout in enumerate(layouts):
         offset = 0
         if index:
             offset, masks = len(masks), masks.append(layout.masks)
-        lead, cols, codes = layout.entries()
-        leads.append(lead_of(index, lead))
-        columns.append(cols)
-        joined_codes.append(torch.where(codes >= 0, codes + offset, codes))
-    return torch.cat(leads), torch.cat(columns), torch.cat(joined_codes), masks
+        flat_rows, cols, mask_ids = layout.entries()
+        joined_rows.append(map_rows(index, flat_rows))
+        joined_cols.append(cols)
+        joined_ids.append(torch.where(mask_ids >= 0, mask_ids + offset, mask_ids))
+    return torch.cat(joined_rows), torch.cat(joined_cols), torch.cat(joined_ids), masks
 
 
 def entries_of_heads(layout: BlockLayout, heads: Sequence[int]) -> Entries:
@@ -154,11 +154,11 @@ def entries_of_heads(layout: BlockLayout, heads: Sequence[int]) -> Entries:
     heads = [as_integer("heads", head) for head in heads]
     if len(set(heads)) < len(heads) or not all(0 <= head < layout.layout_heads for head in heads) or not heads:
         raise ValueError(f"`heads` must be distinct heads from 0 to {layout.layout_heads - 1}, got {heads}")
-    lead, cols, codes = layout.entries()
+    flat_rows, cols, mask_ids = layout.entries()
     new_index = torch.full((layout.layout_heads,), -1, device=layout.device)
     new_index[torch.tensor(list(heads), device=layout.device)] = torch.arange(len(heads), device=layout.device)
-    head, row = lead // layout.q_blocks, lead % layout.q_blocks
+    head, row = flat_rows // layout.q_blocks, flat_rows % layout.q_blocks
     batch, head = head // layout.layout_heads, new_index[head % layout.layout_heads]
     kept = head >= 0
-    lead = (batch * len(heads) + head) * layout.q_blocks + row
-    return Entries(lead[kept], cols[kept], codes[kept], layout.masks, layout.layout_batch, len(heads))
+    flat_rows = (batch * len(heads) + head) * layout.q_blocks + row
+    return Entries(flat_rows[kept], cols[kept], mask_ids[kept], layout.masks, layout.layout_batch, len(heads))

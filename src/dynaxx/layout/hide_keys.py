@@ -35,18 +35,18 @@ def hide_keys(layout: BlockLayout, visible: Tensor) -> BlockLayout:
         visible = visible[:1]
     if bool(visible.all()):
         return layout
-    lead, cols, codes = layout.entries()
+    flat_rows, cols, mask_ids = layout.entries()
     kind, tiles = _key_tiles(visible, layout)
     batch, rows = len(visible), layout.layout_heads * layout.q_blocks
     shift = torch.arange(batch, device=layout.device)[:, None]
-    lead = (lead + shift * rows).flatten()
+    flat_rows = (flat_rows + shift * rows).flatten()
     tile = kind[shift, cols].flatten()
-    cols, codes = cols.repeat(batch), codes.repeat(batch)
+    cols, mask_ids = cols.repeat(batch), mask_ids.repeat(batch)
     kept = tiles.any(-1)[tile]
-    lead, cols, codes, tile = lead[kept], cols[kept], codes[kept], tile[kept]
-    masks, codes = _cut_masks(layout, codes, tile, tiles)
+    flat_rows, cols, mask_ids, tile = flat_rows[kept], cols[kept], mask_ids[kept], tile[kept]
+    masks, mask_ids = _cut_masks(layout, mask_ids, tile, tiles)
     return BlockLayout.from_entries(
-        layout.grid(), lead, cols, codes, masks, layout_batch=batch, layout_heads=layout.layout_heads
+        layout.grid(), flat_rows, cols, mask_ids, masks, layout_batch=batch, layout_heads=layout.layout_heads
     )
 
 
@@ -63,17 +63,17 @@ def _key_tiles(visible: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
     return kind.view(shape[:2]), tiles
 
 
-def _cut_masks(layout: BlockLayout, codes: Tensor, tile: Tensor, tiles: Tensor) -> tuple[ElementMasks, Tensor]:
-    """Combine element masks with hidden keys: return the extended mask table and the new code of each block."""
+def _cut_masks(layout: BlockLayout, mask_ids: Tensor, tile: Tensor, tiles: Tensor) -> tuple[ElementMasks, Tensor]:
+    """Combine element masks with hidden keys: return the extended mask table and the new mask id of each block."""
     whole = tiles.all(-1)[tile]
-    pair = (codes + 1) * len(tiles) + tile
+    pair = (mask_ids + 1) * len(tiles) + tile
     pairs, entry = pair[~whole].unique(return_inverse=True)
     table = layout.masks.to_dense()
-    table = torch.cat([table.new_ones(1, *layout.block_size), table])  # code FULL = -1 comes first
+    table = torch.cat([table.new_ones(1, *layout.block_size), table])  # id FULL = -1 comes first
     cut = table[pairs // len(tiles)] & tiles[pairs % len(tiles), None]
     masks = layout.masks.append(ElementMasks.from_dense(cut))
-    own_code = torch.arange(len(cut), device=cut.device) + len(layout.masks)
-    own_code = torch.where(cut.flatten(1).any(1), own_code, EMPTY)
-    codes = codes.clone()
-    codes[~whole] = own_code[entry]
-    return masks, codes
+    own_ids = torch.arange(len(cut), device=cut.device) + len(layout.masks)
+    own_ids = torch.where(cut.flatten(1).any(1), own_ids, EMPTY)
+    mask_ids = mask_ids.clone()
+    mask_ids[~whole] = own_ids[entry]
+    return masks, mask_ids

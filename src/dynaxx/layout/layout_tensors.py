@@ -108,10 +108,12 @@ class LayoutTensors:
         return visible_pairs(self)
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the flat row, kv block and mask code of every visited block, each (nnz,) int64, in stored order."""
+        """Return the flat row, kv block and mask id of every visited block, each (nnz,) int64, in stored order."""
         counts = self.kv_num_blocks.flatten().long()
-        lead = torch.repeat_interleave(torch.arange(counts.numel(), device=self.device), counts, output_size=self.nnz)
-        return lead, self.kv_indices[: self.nnz].long(), self.kv_masks[: self.nnz].long()
+        flat_rows = torch.repeat_interleave(
+            torch.arange(counts.numel(), device=self.device), counts, output_size=self.nnz
+        )
+        return flat_rows, self.kv_indices[: self.nnz].long(), self.kv_masks[: self.nnz].long()
 
     def validate(self) -> Self:
         """Check every value and return self. Reads values back from the device.
@@ -194,16 +196,16 @@ class LayoutTensors:
         """
         known = self.derived.reach
         if known is None:
-            lead, cols, _ = self.entries()
-            distances = cols - lead % max(1, self.q_blocks) - (self.kv_blocks - self.q_blocks)
+            flat_rows, cols, _ = self.entries()
+            distances = cols - flat_rows % max(1, self.q_blocks) - (self.kv_blocks - self.q_blocks)
             known = self.derived.reach = int(distances.abs().max()) if distances.numel() else 0
         return known
 
     def _count_columns(self) -> Tensor:
-        lead, cols, _ = self.entries()
+        flat_rows, cols, _ = self.entries()
         shape = (self.layout_batch, self.layout_heads, self.kv_blocks)
         if self.layout_batch * self.layout_heads > 1:
-            cols = cols + lead // max(1, self.q_blocks) * self.kv_blocks
+            cols = cols + flat_rows // max(1, self.q_blocks) * self.kv_blocks
         return torch.bincount(cols, minlength=prod(shape)).view(shape)
 
     @property

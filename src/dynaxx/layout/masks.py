@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dynaxx.layout.grid import BlockGrid
 
-FULL = -1  # code of a block without an element mask
-EMPTY = -2  # code of a block that is not visited; never stored in a layout
+FULL = -1  # mask id of a block without an element mask
+EMPTY = -2  # mask id of a block that is not visited; never stored in a layout
 
 NO_BAND = (1, 0)
 EIGHT_BITS = 0x0102040810204080  # multiplier that moves bit 0 of byte i to bit 56 + i of an int64, without carries
@@ -69,7 +69,7 @@ class ElementMasks:
         return ElementMasks(self.bits[kept], self.bands[kept], self.kv_block)
 
     def append(self, other: ElementMasks) -> ElementMasks:
-        """Return this table followed by the masks of `other`, whose codes shift by `len(self)`."""
+        """Return this table followed by the masks of `other`, whose ids shift by `len(self)`."""
         return ElementMasks(torch.cat([self.bits, other.bits]), torch.cat([self.bands, other.bands]), self.kv_block)
 
 
@@ -96,20 +96,20 @@ def bands_of(bits: NDArray[np.int32], kv_block: int) -> NDArray[np.int32]:
     return bands
 
 
-def causal_codes(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
-    """Return the code of each block under `grid.causal` alone: FULL, EMPTY or an index into `causal_masks(grid)`."""
+def causal_mask_ids(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
+    """Return the mask id of each block under `grid.causal` alone: FULL, EMPTY or an index into `causal_masks(grid)`."""
     if not grid.causal:
         return torch.full_like(rows + cols, FULL)
     q_block, kv_block = grid.block_size
     distance = rows * q_block + grid.offset - cols * kv_block  # first query's position minus first key's
     first, step = causal_code_terms(grid)
-    code = torch.div(distance - first, step, rounding_mode="floor")
-    code = torch.where(distance >= kv_block - 1, FULL, code)
-    return torch.where(distance <= -q_block, EMPTY, code)
+    mask_id = torch.div(distance - first, step, rounding_mode="floor")
+    mask_id = torch.where(distance >= kv_block - 1, FULL, mask_id)
+    return torch.where(distance <= -q_block, EMPTY, mask_id)
 
 
 def causal_masks(grid: BlockGrid) -> ElementMasks:
-    """Return the masks of all blocks that the causal diagonal can cut, in the order of `causal_codes`.
+    """Return the masks of all blocks that the causal diagonal can cut, in the order of `causal_mask_ids`.
 
     The tensors are copies that the caller may modify.
     """
@@ -130,7 +130,7 @@ def _causal_masks(grid: BlockGrid) -> ElementMasks:
 
 
 def causal_code_terms(grid: BlockGrid) -> tuple[int, int]:
-    """Return (first, step): a block that the diagonal cuts has code (distance - first) // step.
+    """Return (first, step): a block that the diagonal cuts has id (distance - first) // step.
 
     Block sizes are powers of two, so the smaller one divides every distance up to the constant offset. `first` is the
     smallest distance > -q_block that blocks of this grid can have.

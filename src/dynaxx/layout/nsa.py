@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,14 @@ class NsaSizes:
         return 0 if seqlen < self.cmp_block else (seqlen - self.cmp_block) // self.cmp_stride + 1
 
 
+class EqualLengths(NamedTuple):
+    """The lengths of sequences that are all equally long, so that they form a batch."""
+
+    num_seqs: int
+    seqlen_q: int
+    seqlen_k: int
+
+
 @dataclass(frozen=True, eq=False)
 class NsaSpans:
     """Positions of everything for sequences of given lengths. Rows index the packed q, k and compressed k."""
@@ -120,10 +128,10 @@ class NsaSpans:
         return self.last_key.device
 
     @lazy
-    def uniform(self) -> tuple[int, int, int] | None:
-        """Return (num_seqs, queries per sequence, keys per sequence) if all sequences have equal lengths, else None."""
+    def equal_lengths(self) -> EqualLengths | None:
+        """Return the lengths if all sequences have the same ones, else None."""
         lengths = {(b - a, d - c) for (a, b), (c, d) in zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)}
-        return (len(self.ends_q) - 1, *lengths.pop()) if len(lengths) == 1 else None
+        return EqualLengths(len(self.ends_q) - 1, *lengths.pop()) if len(lengths) == 1 else None
 
 
 @typed

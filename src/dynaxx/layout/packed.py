@@ -117,11 +117,11 @@ def pack_layouts(
     col = targets % max(1, grid.kv_blocks)
     height = (grid.seqlen_q - row % max(1, grid.q_blocks) * first.block_size[0]).clamp(max=first.block_size[0])
     width = (grid.seqlen_k - col * first.block_size[1]).clamp(max=first.block_size[1])
-    covered = torch.zeros_like(targets).index_add_(0, which, pieces.area() * (pieces.code == FULL))
-    codes = torch.full_like(targets, FULL)
+    covered = torch.zeros_like(targets).index_add_(0, which, pieces.area() * (pieces.mask_id == FULL))
+    mask_ids = torch.full_like(targets, FULL)
     partial = covered < height * width
-    masks, codes[partial] = _union_masks(pieces, which, partial, table, first.block_size)
-    base = BlockLayout.from_entries(grid, row, col, codes, masks, layout_heads=first.layout_heads)
+    masks, mask_ids[partial] = _union_masks(pieces, which, partial, table, first.block_size)
+    base = BlockLayout.from_entries(grid, row, col, mask_ids, masks, layout_heads=first.layout_heads)
     return _with_lengths(base, starts_q, starts_k)
 
 
@@ -169,7 +169,7 @@ class _Pieces:
 
     block_size: tuple[int, int]
     target: Tensor  # packed block of the piece: (head * q_blocks + row) * kv_blocks + col
-    code: Tensor  # index into the table of masks, or FULL
+    mask_id: Tensor  # index into the table of masks, or FULL
     shift_q: Tensor  # first query of the source block minus first query of the target block, in tokens
     shift_k: Tensor  # first key of the source block minus first key of the target block, in tokens
     rows: Tensor  # queries of the source block that lie in its sequence
@@ -183,14 +183,14 @@ class _Pieces:
         return height.clamp(min=0) * width.clamp(min=0)
 
     def take(self, kept: Tensor) -> _Pieces:
-        names = ("target", "code", "shift_q", "shift_k", "rows", "cols")
+        names = ("target", "mask_id", "shift_q", "shift_k", "rows", "cols")
         return _Pieces(self.block_size, **{name: getattr(self, name)[kept] for name in names})
 
 
 def _cut(
     present: list[tuple[int, BlockLayout]], starts_q: tuple[int, ...], starts_k: tuple[int, ...]
 ) -> tuple[_Pieces, ElementMasks]:
-    """Cut the blocks of every sequence at the packed grid; return the pieces and the mask table for their codes."""
+    """Cut the blocks of every sequence at the packed grid; return the pieces and the mask table for their ids."""
     first = present[0][1]
     (q_block, kv_block), device = first.block_size, first.device
     tables: dict[int, int] = {}  # offset of each layout's masks in `masks`; sequences of equal length share a layout
@@ -199,19 +199,19 @@ def _cut(
         if id(layout) not in tables:
             tables[id(layout)] = len(masks)
             masks = masks.append(layout.masks)
-        lead, cols, codes = layout.entries()
-        row, head = lead % max(1, layout.q_blocks) * q_block, lead // max(1, layout.q_blocks)
+        flat_rows, cols, mask_ids = layout.entries()
+        row, head = flat_rows % max(1, layout.q_blocks) * q_block, flat_rows // max(1, layout.q_blocks)
         col = cols * kv_block
-        codes = torch.where(codes == FULL, FULL, codes + tables[id(layout)])
+        mask_ids = torch.where(mask_ids == FULL, FULL, mask_ids + tables[id(layout)])
         rows, width = (layout.seqlen_q - row).clamp(max=q_block), (layout.seqlen_k - col).clamp(max=kv_block)
-        columns.append(torch.stack([head, row + starts_q[s], col + starts_k[s], codes, rows, width]))
-    head, at_q, at_k, codes, rows, width = torch.cat(columns, dim=1)
+        columns.append(torch.stack([head, row + starts_q[s], col + starts_k[s], mask_ids, rows, width]))
+    head, at_q, at_k, mask_ids, rows, width = torch.cat(columns, dim=1)
     q_blocks, kv_blocks = -(-starts_q[-1] // q_block), -(-starts_k[-1] // kv_block)
     found = []
     for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
         row, col = at_q // q_block + down, at_k // kv_block + right
         target = (head * q_blocks + row) * kv_blocks + col
-        found.append(torch.stack([target, codes, at_q - row * q_block, at_k - col * kv_block, rows, width]))
+        found.append(torch.stack([target, mask_ids, at_q - row * q_block, at_k - col * kv_block, rows, width]))
     pieces = _Pieces(first.block_size, *torch.cat(found, dim=1))
     return pieces.take(pieces.area() > 0), masks
 
@@ -219,7 +219,7 @@ def _cut(
 def _union_masks(
     pieces: _Pieces, which: Tensor, partial: Tensor, table: ElementMasks, block_size: tuple[int, int]
 ) -> tuple[ElementMasks, Tensor]:
-    """Build the masks of partial packed blocks, each distinct one once; return the mask table and each block's code."""
+    """Build each distinct mask of partial packed blocks once; return the mask table and the mask id of each block."""
     kept = partial[which]
     pieces, which = pieces.take(kept), (partial.cumsum(0) - 1)[which[kept]]
     kind = _kinds(pieces, which, int(partial.sum()))
@@ -233,25 +233,25 @@ def _union_masks(
     order = which.argsort(stable=True)
     pieces, which = pieces.take(order), which[order]
     tiles = torch.zeros(kinds, *block_size, dtype=torch.bool, device=kind.device)
-    sources = torch.cat([table.to_dense(), tiles.new_ones(1, *block_size)])  # code FULL = -1 indexes the last entry
+    sources = torch.cat([table.to_dense(), tiles.new_ones(1, *block_size)])  # id FULL = -1 indexes the last entry
     r, c = (torch.arange(size, device=kind.device) for size in block_size)
     for some in torch.arange(len(which), device=kind.device).split(PIECES_AT_ONCE):
         row, col = r - pieces.shift_q[some, None], c - pieces.shift_k[some, None]
         in_row, in_col = (row >= 0) & (row < pieces.rows[some, None]), (col >= 0) & (col < pieces.cols[some, None])
         row, col = row.clamp(0, block_size[0] - 1), col.clamp(0, block_size[1] - 1)
-        seen = sources[pieces.code[some, None, None], row[:, :, None], col[:, None, :]]
+        seen = sources[pieces.mask_id[some, None, None], row[:, :, None], col[:, None, :]]
         seen = seen & in_row[:, :, None] & in_col[:, None, :]
         tiles.index_put_((which[some],), seen, accumulate=True)
     all_set, none_set = tiles.flatten(1).all(1), ~tiles.flatten(1).any(1)
-    codes = torch.where(all_set, FULL, EMPTY)
-    masks, codes[~all_set & ~none_set] = unique_masks(ElementMasks.from_dense(tiles[~all_set & ~none_set]))
-    return masks, codes[kind]
+    mask_ids = torch.where(all_set, FULL, EMPTY)
+    masks, mask_ids[~all_set & ~none_set] = unique_masks(ElementMasks.from_dense(tiles[~all_set & ~none_set]))
+    return masks, mask_ids[kind]
 
 
 def _kinds(pieces: _Pieces, which: Tensor, num_targets: int) -> Tensor:
     """Return (num_targets,) int64, equal for two targets only if their pieces are. `which` is each piece's target."""
     q_block, kv_block = pieces.block_size
-    key = pieces.code + 1
+    key = pieces.mask_id + 1
     for value, span in (
         (pieces.shift_q, 2 * q_block),
         (pieces.shift_k, 2 * kv_block),

@@ -42,13 +42,13 @@ def transpose(layout: LayoutTensors) -> TransposedLayout:
     size = layout.kv_indices.numel() if known is None else known
     slots = torch.arange(size, device=ends.device, dtype=torch.int32)
     rows = torch.searchsorted(ends, slots, right=True, out_int32=True)
-    cols, codes = layout.kv_indices[:size], layout.kv_masks[:size]
+    cols, mask_ids = layout.kv_indices[:size], layout.kv_masks[:size]
     unused = rows >= ends.numel() if known is None else None
     if heads > 1:
         head = rows // max(1, layout.q_blocks)
         cols = cols + head * layout.kv_blocks
         rows = rows - head * layout.q_blocks
-    place = cols * 2 + (codes == FULL)
+    place = cols * 2 + (mask_ids == FULL)
     if unused is not None:
         place = place.masked_fill(unused, 2 * lines)
     place, order = place.sort(stable=True)  # slots are in row order, and a stable sort keeps it within each column
@@ -60,5 +60,5 @@ def transpose(layout: LayoutTensors) -> TransposedLayout:
         q_indptr=starts.as_strided((*shape[:2], shape[2] + 1), steps).contiguous(),
         q_num_partial=(starts[1::2] - starts[:-1:2]).view(shape),
         q_indices=rows[order],
-        q_masks=codes[order],
+        q_masks=mask_ids[order],
     )

@@ -82,16 +82,16 @@ def check_values(layout: LayoutTensors) -> None:
         raise ValueError(f"`kv_indptr` must end within `kv_indices`, got {layout.nnz} > {layout.kv_indices.numel()}")
     if ((layout.kv_num_partial < 0) | (layout.kv_num_partial > layout.kv_num_blocks)).any():
         raise ValueError("`kv_num_partial` must lie between 0 and the row's number of blocks")
-    lead, cols, codes = layout.entries()
+    flat_rows, cols, mask_ids = layout.entries()
     if cols.numel() and not 0 <= int(cols.amin()) <= int(cols.amax()) < layout.kv_blocks:
         raise ValueError(
             f"`kv_indices` must be in [0, kv_blocks = {layout.kv_blocks}), got {int(cols.amin())} to {int(cols.amax())}"
         )
-    position = torch.arange(cols.numel(), device=layout.device) - layout.kv_indptr[..., :-1].flatten()[lead]
-    partial = position < layout.kv_num_partial.flatten()[lead]
-    if not torch.where(partial, (codes >= 0) & (codes < len(layout.masks)), codes == FULL).all():
+    position = torch.arange(cols.numel(), device=layout.device) - layout.kv_indptr[..., :-1].flatten()[flat_rows]
+    partial = position < layout.kv_num_partial.flatten()[flat_rows]
+    if not torch.where(partial, (mask_ids >= 0) & (mask_ids < len(layout.masks)), mask_ids == FULL).all():
         raise ValueError(f"`kv_masks` must be -1 for full blocks and in [0, {len(layout.masks)}) for partial ones")
-    visited = (lead * layout.kv_blocks + cols).sort().values
+    visited = (flat_rows * layout.kv_blocks + cols).sort().values
     if (visited[1:] == visited[:-1]).any():
         raise ValueError("`kv_indices` must not name a block twice in one row")
 

@@ -13,7 +13,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.paging import PagedCache
 from dynaxx.nn.cache import LayerCache
-from dynaxx.nn.projection import ProjectedAttention, rotate
+from dynaxx.nn.projection import ProjectedAttention, Rotary, rotate, rotate_first_columns
 from dynaxx.ops.indexer import IndexLoss, Precision, index_loss, index_tokens
 from dynaxx.ops.selected import selected_attention
 from dynaxx.ops.token_steps.attend import selected_decode
@@ -52,7 +52,7 @@ class Indexer(nn.Module):
         self.weight_proj = nn.Linear(hidden_size, heads, bias=False)
 
     @typed
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> IndexerOutput:
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> IndexerOutput:
         """Project (..., seqlen, hidden_size); `rotary` (cos, sin) rotates the first columns, as many as it has.
 
         Under autocast, q, k and weights have its dtype, so that kernels multiply q and k in it.
@@ -61,19 +61,8 @@ class Indexer(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
         k = self.k_norm(self.k_proj(x)).to(q.dtype)
         if rotary is not None:
-            q, k = turned(q, rotary), turned(k.unsqueeze(-2), rotary).squeeze(-2)
+            q, k = rotate_first_columns(q, rotary), rotate_first_columns(k.unsqueeze(-2), rotary).squeeze(-2)
         return IndexerOutput(q, k, self.weight_proj(x))
-
-
-def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary positions to the first columns of (..., seqlen, heads, dim), as many as `rotary` has, in halves."""
-    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rotary)
-    width = min(cos.shape[-1], x.shape[-1]) // 2 * 2
-    half = width // 2
-    # Each half of `rotary` has all frequencies, the fastest first; with fewer columns the fastest are taken.
-    cos, sin = cos[..., :half], sin[..., :half]
-    first, second, rest = x[..., :half], x[..., half:width], x[..., width:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 @typed
@@ -113,7 +102,7 @@ class IndexedSparseAttention(ProjectedAttention):
     def forward(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Rotary | None = None,
         *,
         cu_seqlens: CuSeqlens | None = None,
         cache: LayerCache | None = None,
@@ -130,7 +119,7 @@ class IndexedSparseAttention(ProjectedAttention):
 
     @typed
     @torch.no_grad()
-    def decode(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: PagedCache, index_k: Tensor) -> Tensor:
+    def decode(self, x: Tensor, rotary: Rotary | None, cache: PagedCache, index_k: Tensor) -> Tensor:
         """Attend from the newest tokens of each sequence, after writing their keys and values into a cache's pages.
 
         Nothing is read on the host: `torch.compile(fullgraph=True)` traces a step, and a CUDA graph captures it.

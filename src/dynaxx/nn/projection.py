@@ -44,6 +44,24 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def rotate_first_columns(x: Tensor, rotary: Rotary) -> Tensor:
+    """Apply rotary positions to the first columns of each head, as many as `rotary` has, and keep the other columns.
+
+    The halves of these columns are the two coordinates. Each half of `rotary` has all frequencies, the fastest first;
+    if x has fewer columns, they turn by the fastest.
+
+    Args:
+        x: (..., seqlen, heads, dim).
+        rotary: (cos, sin), each (..., seqlen, columns).
+    """
+    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rotary)
+    width = min(cos.shape[-1], x.shape[-1]) // 2 * 2
+    half = width // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    first, second, rest = x[..., :half], x[..., half:width], x[..., width:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
 @typed
 class ProjectedAttention(nn.Module, ABC):
     """Causal self-attention: project hidden states to q, k and v, attend, and project back.

@@ -84,7 +84,7 @@ def compress(
 def _pool(x: Tensor, weight: Tensor | None, spans: NsaSpans) -> Tensor:
     """Pool (tokens, heads, dim) to (compressed tokens, heads, dim); in one kernel if possible."""
     pooling = NSA.kernels(nsa_backend(x, x, x, spans.sizes.slc_block, "auto")).pooling
-    if spans.uniform is not None and pooling is not None:
+    if spans.equal_lengths is not None and pooling is not None:
         return _Pool.apply(x, weight, spans, pooling)
     if weight is None:
         return definition.compression_means(x, spans)

@@ -18,7 +18,7 @@ from dynaxx.kernels.contract import FusedBranches, Gating
 from dynaxx.kernels.reference import nsa as definition
 from dynaxx.kernels.registry import NSA
 from dynaxx.layout import BlockLayout, pack_layouts
-from dynaxx.layout.nsa import NsaSpans
+from dynaxx.layout.nsa import EqualLengths, NsaSpans
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.dispatch import backend_for, load_backend
 from dynaxx.ops.packing import Packed
@@ -34,22 +34,22 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) and lse (Hq, T) of attention to the compressed tokens."""
     return _attend(
-        packed.q, k_cmp, v_cmp, compressed_layout(spans, layout_block(packed.q)), spans.uniform, scale, backend
+        packed.q, k_cmp, v_cmp, compressed_layout(spans, layout_block(packed.q)), spans.equal_lengths, scale, backend
     )
 
 
 def compressed_layout(spans: NsaSpans, block_size: int) -> BlockLayout:
     """Return the layout of queries over compressed tokens, cached with the spans; equal sequences share one."""
-    sizes, alike = spans.sizes, spans.uniform
+    sizes, equal = spans.sizes, spans.equal_lengths
     build = lambda queries, keys: Compressed(sizes.cmp_block, sizes.cmp_stride, keys - queries).layout(
         queries,
         sizes.compressed(keys),
         causal=False,
         block_size=block_size,
-        device="cpu" if alike is None else spans.device,
+        device="cpu" if equal is None else spans.device,
     )
-    if alike is not None:
-        return build(*alike[1:])
+    if equal is not None:
+        return build(equal.seqlen_q, equal.seqlen_k)
     layout = spans.layouts.get(block_size)
     if layout is None:
         lengths = zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True)
@@ -85,8 +85,8 @@ def recorded(
         scale: softmax scale.
         backend: name of the backend, or "auto".
     """
-    alike, lse = spans.uniform, results[1]
-    q, k, v, out = (_as_batch(x, alike) for x in (q, k, v, results[0]))
+    equal, lse = spans.equal_lengths, results[1]
+    q, k, v, out = (_as_batch(x, equal) for x in (q, k, v, results[0]))
     name, needs_grad = backend_for(q, k, v, layout, None, backend)
     if not needs_grad:
         return out.flatten(0, 1)
@@ -118,31 +118,31 @@ class Recorded(torch.autograd.Function):
 def window_attention(packed: Packed, spans: NsaSpans, scale: float, backend: str) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) and lse (Hq, T) of attention to the last `window` keys."""
     layout = window_layout(spans, layout_block(packed.q))
-    return _attend(packed.q, packed.k, packed.v, layout, spans.uniform, scale, backend)
+    return _attend(packed.q, packed.k, packed.v, layout, spans.equal_lengths, scale, backend)
 
 
 def window_layout(spans: NsaSpans, block_size: int) -> BlockLayout:
     """Return the layout of queries over the window's keys; equal sequences share one."""
-    alike, window = spans.uniform, SlidingWindow(spans.sizes.window)
-    if alike is not None:
-        return window.layout(*alike[1:], block_size=block_size, device=spans.device)
+    equal, window = spans.equal_lengths, SlidingWindow(spans.sizes.window)
+    if equal is not None:
+        return window.layout(equal.seqlen_q, equal.seqlen_k, block_size=block_size, device=spans.device)
     return packed_layout(window, spans.ends_q, spans.ends_k, block_size=block_size, device=spans.device)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, alike: tuple[int, int, int] | None, scale: float, backend: str
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, equal: EqualLengths | None, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Attend over packed tensors; as a batch if all sequences have equal lengths, so that they share a layout."""
-    if alike is None:
+    if equal is None:
         return sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
-    q, k, v = (_as_batch(x, alike) for x in (q, k, v))
+    q, k, v = (_as_batch(x, equal) for x in (q, k, v))
     out, lse = sparse_attention(q, k, v, layout, scale=scale, return_lse=True, backend=backend)
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
-def _as_batch(x: Tensor, alike: tuple[int, int, int] | None) -> Tensor:
+def _as_batch(x: Tensor, equal: EqualLengths | None) -> Tensor:
     """View packed sequences as a batch: one entry per sequence if all lengths are equal, else a batch of one."""
-    return x[None] if alike is None else x.unflatten(0, (alike[0], x.shape[0] // max(1, alike[0])))
+    return x[None] if equal is None else x.unflatten(0, (equal.num_seqs, x.shape[0] // max(1, equal.num_seqs)))
 
 
 def layout_block(q: Tensor) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
+from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.nsa import NsaSizes, NsaSpans, nsa_spans
 from dynaxx.layout.packed import CuSeqlens, host_lengths
@@ -117,3 +118,21 @@ def check_indices(block_indices: Tensor, packed: Packed, spans: NsaSpans) -> Ten
     if has_duplicates(indices):
         raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
     return indices
+
+
+def packed_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int, softcap: float | None = None) -> AttentionProblem:
+    """Describe packed q, k and v for backends. Queries choose their blocks one by one, so the q block is 1."""
+    return AttentionProblem(
+        device=q.device,
+        dtype=q.dtype,
+        batch=1,
+        seqlen_q=q.shape[0],
+        seqlen_k=k.shape[0],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        head_dim_v=v.shape[2],
+        block_size=(1, block_size),
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        softcap=softcap,
+    )

@@ -13,7 +13,6 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import NsaKernels
-from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.registry import NSA, TOKENS
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
@@ -22,8 +21,8 @@ from dynaxx.layout.packed import CuSeqlens
 from dynaxx.layout.tokens import TOKEN_BLOCKS, TokenSpans
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.explain import Explanation
-from dynaxx.ops.packing import check_indices, pack
-from dynaxx.ops.tokens import attend_tokens, check_block_size, check_scores, check_tokens, token_problem
+from dynaxx.ops.packing import check_indices, pack, packed_problem
+from dynaxx.ops.tokens import attend_tokens, check_block_size, check_scores, check_tokens
 
 
 @typed
@@ -110,27 +109,10 @@ def nsa_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) 
     Raises:
         ValueError, UnsupportedInputError: like `selected_attention`.
     """
-    return _serving(nsa_problem(q, k, v, block_size), backend)
+    return _serving(packed_problem(q, k, v, block_size), backend)
 
 
 _serving = lru_cache(maxsize=256)(NSA.resolve)
-
-
-def nsa_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> AttentionProblem:
-    """Describe a problem for backends; its q blocks are single positions."""
-    return AttentionProblem(
-        device=q.device,
-        dtype=q.dtype,
-        batch=1,
-        seqlen_q=q.shape[0],
-        seqlen_k=k.shape[0],
-        q_heads=q.shape[1],
-        kv_heads=k.shape[1],
-        head_dim=q.shape[2],
-        head_dim_v=v.shape[2],
-        block_size=(1, block_size),
-        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-    )
 
 
 def attend_selected(
@@ -203,12 +185,12 @@ def explain_selected(
         raise ValueError(f"`q` must be (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
     if _goes_by_token(packed.k, block_indices, block_size):
         check_tokens(block_indices, packed, TokenSpans(spans.ends_q, spans.ends_k, block_size))
-        tokens = token_problem(packed.q, packed.k, packed.v, block_size)
+        tokens = packed_problem(packed.q, packed.k, packed.v, block_size)
         name, schedule = TOKENS.resolve(tokens, backend), "token by token, each query its own list"
         return SelectedExplanation(tokens, name, TOKENS.explain(tokens), None, schedule, _overlap(block_indices))
     check_indices(block_indices, packed, spans)
     chosen = nsa_backend(packed.q, packed.k, packed.v, block_size, backend)
-    problem = nsa_problem(packed.q, packed.k, packed.v, block_size)
+    problem = packed_problem(packed.q, packed.k, packed.v, block_size)
     schedule = NSA.kernels(chosen).schedule_of(q.shape[2] // block_indices.shape[2], block_size)
     return SelectedExplanation(problem, chosen, NSA.explain(problem), None, schedule, _overlap(block_indices))
 

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.contract import TokenKernels
-from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.registry import TOKENS
 from dynaxx.kernels.sinks import sink_gradient
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.tokens import TOKEN_BLOCKS, TokenSpans, ascending
 from dynaxx.ops.checks import check_sinks, check_softcap, looks_at_values
-from dynaxx.ops.packing import Packed
+from dynaxx.ops.packing import Packed, packed_problem
 
 
 def check_choice(
@@ -109,24 +108,6 @@ def refuse_duplicates() -> None:
     raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
 
 
-def token_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int, softcap: float | None = None) -> AttentionProblem:
-    """Return the problem for packed q, k, v."""
-    return AttentionProblem(
-        device=q.device,
-        dtype=q.dtype,
-        batch=1,
-        seqlen_q=q.shape[0],
-        seqlen_k=k.shape[0],
-        q_heads=q.shape[1],
-        kv_heads=k.shape[1],
-        head_dim=q.shape[2],
-        head_dim_v=v.shape[2],
-        block_size=(1, block_size),
-        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-        softcap=softcap,
-    )
-
-
 _serving = lru_cache(maxsize=256)(TOKENS.resolve)
 
 
@@ -142,7 +123,7 @@ def attend_tokens(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose a backend for checked, packed inputs, and return its out (T, Hq, E) and lse (Hq, T)."""
-    name = _serving(token_problem(q, k, v, spans.block_size, softcap), backend)
+    name = _serving(packed_problem(q, k, v, spans.block_size, softcap), backend)
     kernels = TOKENS.kernels(name)
     plan = kernels.prepare(indices, spans, q, k, v)
     if name == "reference":

@@ -130,7 +130,7 @@ class Pattern(ABC):
         """
         raise NotImplementedError
 
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
         """Return a number >= 0 for each block of a rule with `by_distance`; equal numbers mean equal masks.
 
         Args:
@@ -164,7 +164,7 @@ class Pattern(ABC):
         if self.by_distance:
             first, which = blocks.distances
             if len(first) > MANY:
-                numbers = self.alike(grid, first)
+                numbers = self.mask_kinds(grid, first)
                 found, place = distinct(numbers, int(numbers.max()) + 1)
                 example = np.empty_like(found)
                 example[place] = np.arange(len(place))
@@ -312,7 +312,7 @@ class Causal(DistanceRule):
         return distance >= 0
 
     @override
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
         return clipped(grid, first, 0, 0)
 
     @override

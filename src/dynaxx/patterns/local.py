@@ -28,7 +28,7 @@ class Full(DistanceRule):
         return distance == distance
 
     @override
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
         return np.zeros_like(first)
 
     @override
@@ -88,7 +88,7 @@ class SlidingWindow(DistanceRule):
         return seen if hi is None else seen & (distance <= hi)
 
     @override
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
         lo, hi = self._limits(grid)
         return clipped(grid, first, 0 if lo is None else lo, 0 if hi is None else hi)
 
@@ -136,8 +136,8 @@ class Dilated(DistanceRule):
         return self._reach().shows(grid, distance) & (distance % self._apart(grid) == 0)
 
     @override
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
-        return self._reach().alike(grid, first)
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
+        return self._reach().mask_kinds(grid, first)
 
     @override
     def program(self, grid: BlockGrid) -> list[int]:
@@ -175,7 +175,7 @@ class Strided(DistanceRule):
         return min(self.stride, beyond(grid))
 
     @override
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
         apart = self._apart(grid)
         return first % apart // gcd(apart, *grid.block_size)
 

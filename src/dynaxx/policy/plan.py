@@ -169,13 +169,13 @@ def _repeat(layout: BlockLayout, batch: int, heads: int) -> BlockLayout:
     copies = (batch // layout.layout_batch) * (heads // layout.layout_heads)
     if copies == 1:
         return layout
-    lead, cols, codes = layout.entries()
+    flat_rows, cols, mask_ids = layout.entries()
     shift = torch.arange(copies, device=layout.device)[:, None] * layout.q_blocks
     return BlockLayout.from_entries(
         layout.grid(),
-        (lead + shift).flatten(),
+        (flat_rows + shift).flatten(),
         cols.repeat(copies),
-        codes.repeat(copies),
+        mask_ids.repeat(copies),
         layout.masks,
         layout_batch=batch,
         layout_heads=heads,

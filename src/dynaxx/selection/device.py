@@ -22,7 +22,7 @@ from dynaxx.layout.host import moved_together
 from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
 from dynaxx.patterns.base import Pattern
-from dynaxx.selection.groups import heads_alike
+from dynaxx.selection.groups import count_heads_per_choice
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
 
@@ -50,7 +50,7 @@ class SelectionInputs(NamedTuple):
     """The inputs of a choice besides q and k, for `record_or_replay`. Recorded launches serve any budget."""
 
     scorer: Scorer
-    alike: int  # number of neighbouring heads that choose together
+    heads_per_choice: int  # number of neighbouring heads that choose together
     grid: BlockGrid
     rule: ChoiceRule
     static: StaticEntries
@@ -175,21 +175,23 @@ def _choose(
     """Return the bits, counts and partial counts that `choose_rows` writes, for all rows."""
     from dynaxx.kernels.triton.selection.select import choose_rows
 
-    scorer, alike, grid, rule, static = given[:5]
+    scorer, heads_per_choice, grid, rule, static = given[:5]
     batch, q_heads = q.shape[0], q.shape[2]
     most = max(1, memory_budget // 2)
     if places is None:
         score_rows = scorer.prepare(q, k, grid, scale, memory_budget=most)
     else:
         score_rows = scorer.prepare_in_place(q, k, places, grid, scale, memory_budget=most)
-    serves_heads = 1 if rule.amounts.numel() > 1 else alike
+    serves_heads = 1 if rule.amounts.numel() > 1 else heads_per_choice
     shape = (batch, q_heads // serves_heads, grid.q_blocks)
     bits = torch.empty(*shape, -(-grid.kv_blocks // 32), dtype=torch.int32, device=q.device)
     counts = torch.empty(batch, q_heads, 1 + grid.q_blocks, dtype=torch.int32, device=q.device)
     partials = torch.empty(batch, q_heads, grid.q_blocks, dtype=torch.int32, device=q.device)
     row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
     for start, stop in pieces(grid.q_blocks, row_bytes, most):
-        choose_rows(score_rows(start, stop).float(), start, grid, rule, alike, static, bits, counts, partials)
+        choose_rows(
+            score_rows(start, stop).float(), start, grid, rule, heads_per_choice, static, bits, counts, partials
+        )
     return bits, counts, partials
 
 
@@ -203,12 +205,12 @@ def _given(
     assert choice is not None, "`serves` asked before"
     amounts = _amounts(choice.amounts, device)
     rule = ChoiceRule(choice.mode, amounts, choice.shares, choice.floor)
-    alike = heads_alike(selector, q_heads, kv_heads)
+    heads_per_choice = count_heads_per_choice(selector, q_heads, kv_heads)
     kind = choice.mode, choice.shares, choice.floor, len(choice.amounts) > 1
-    form = form_of((), device, pattern, selector.scorer, *kind, alike, grid)
-    of_pattern = () if static.layout is None else (static.codes, static.layout.kv_indptr, static.layout.kv_indices)
+    form = form_of((), device, pattern, selector.scorer, *kind, heads_per_choice, grid)
+    of_pattern = () if static.layout is None else (static.mask_ids, static.layout.kv_indptr, static.layout.kv_indices)
     tensors = (amounts, static.same_as_causal, *of_pattern, static.masks.bits, static.masks.bands)
-    return SelectionInputs(selector.scorer, alike, grid, rule, static, form, tensors)
+    return SelectionInputs(selector.scorer, heads_per_choice, grid, rule, static, form, tensors)
 
 
 @lru_cache(maxsize=64)
@@ -217,9 +219,9 @@ def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.devi
 
     part = static_part(pattern, grid)
     layout = None if part.layout is None else part.layout.to(device)
-    numbers = part.codes.int(), part.same_as_causal.int(), part.masks.bits, part.masks.bands
-    codes, same, bits, bands = moved_together(numbers, device)  # every new length waits for the GPU otherwise
-    return StaticEntries(layout, codes, same, ElementMasks(bits, bands, part.masks.kv_block))
+    numbers = part.mask_ids.int(), part.same_as_causal.int(), part.masks.bits, part.masks.bands
+    mask_ids, same, bits, bands = moved_together(numbers, device)  # every new length waits for the GPU otherwise
+    return StaticEntries(layout, mask_ids, same, ElementMasks(bits, bands, part.masks.kv_block))
 
 
 @lru_cache(maxsize=256)

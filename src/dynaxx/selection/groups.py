@@ -27,31 +27,33 @@ def checked_per(per: str) -> None:
         raise ValueError(f"`per` must be 'group' or 'head', got {per!r}")
 
 
-def heads_alike(selector: Selector, q_heads: int, kv_heads: int) -> int:
+def count_heads_per_choice(selector: Selector, q_heads: int, kv_heads: int) -> int:
     """Return the number of neighbouring q heads that choose together, 1 if each head chooses alone."""
     return q_heads // kv_heads if selector.per == "group" else 1
 
 
-def shared_scores(scores: Tensor, alike: int) -> Tensor:
-    """Return the log of the heads' summed shares: (B, Hq, R, C) logits -> (B, Hq / alike, R, C)."""
-    if alike == 1:
+def shared_scores(scores: Tensor, heads_per_choice: int) -> Tensor:
+    """Return the log of the heads' summed shares: (B, Hq, R, C) logits -> (B, Hq / heads_per_choice, R, C)."""
+    if heads_per_choice == 1:
         return scores
-    return log_share(scores.softmax(-1).nan_to_num_(0.0).unflatten(1, (-1, alike)).sum(2))
+    return log_share(scores.softmax(-1).nan_to_num_(0.0).unflatten(1, (-1, heads_per_choice)).sum(2))
 
 
-def shared_ranks(scores: Tensor, optional: Tensor, alike: int) -> Tensor:
+def shared_ranks(scores: Tensor, optional: Tensor, heads_per_choice: int) -> Tensor:
     """Return the log of the heads' summed masses, each relative to the head's best block.
 
     Args:
         scores: (B, Hq, R, C) logits.
         optional: (..., R, C) bool, the blocks to choose from; if heads choose together, all others get -inf.
-        alike: number of neighbouring q heads that choose together.
+        heads_per_choice: number of neighbouring q heads that choose together.
 
     Returns:
-        (B, Hq / alike, R, C) fp32.
+        (B, Hq / heads_per_choice, R, C) fp32.
     """
-    if alike == 1:
+    if heads_per_choice == 1:
         return scores
     scores = scores.masked_fill(~optional, -torch.inf)
     best = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-    return log_share(scores.sub_(best).exp_().unflatten(1, (-1, alike)).sum(2)).masked_fill_(~optional, -torch.inf)
+    return log_share(scores.sub_(best).exp_().unflatten(1, (-1, heads_per_choice)).sum(2)).masked_fill_(
+        ~optional, -torch.inf
+    )

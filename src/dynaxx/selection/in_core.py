@@ -14,9 +14,9 @@ from torch import Tensor
 from dynaxx.kernels.cpu import best_blocks, block_scores
 from dynaxx.layout import FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.host import on_host
-from dynaxx.layout.masks import causal_codes
+from dynaxx.layout.masks import causal_mask_ids
 from dynaxx.patterns.base import Pattern
-from dynaxx.selection.groups import heads_alike
+from dynaxx.selection.groups import count_heads_per_choice
 from dynaxx.selection.static import static_part
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def serves(q: Tensor, k: Tensor, grid: BlockGrid, selector: Selector, memory_bud
         return False
     if not block_scores.serves(q, k) or q.stride(-1) != 1 or k.stride(-1) != 1 or not q.numel():
         return False
-    if heads_alike(selector, q.shape[2], k.shape[2]) > 1 or not selector.only_ranks:
+    if count_heads_per_choice(selector, q.shape[2], k.shape[2]) > 1 or not selector.only_ranks:
         return False
     held = 2 * q.shape[0] * q.shape[2] * grid.q_blocks * grid.kv_blocks  # bits of choices, and of optional blocks
     choice = selector.choice(q.shape[2])
@@ -57,7 +57,7 @@ class _Given(NamedTuple):
     """The part of a pattern on a grid that a choice of blocks reads."""
 
     optional: Tensor  # (R, W) int32 bits of the blocks to choose from: visible, and not shown entirely by the pattern
-    entries: tuple[Tensor, Tensor, Tensor] | None  # the pattern's blocks: offsets, indices and codes, int32
+    entries: tuple[Tensor, Tensor, Tensor] | None  # the pattern's blocks: offsets, indices and mask ids, int32
     masks: ElementMasks
 
 
@@ -70,10 +70,12 @@ def _given(pattern: Pattern | None, grid: BlockGrid) -> _Given:
     entries = None
     if part.layout is not None:
         rows, cols = part.layout.entries()[:2]
-        own = causal_codes(grid, rows, cols)
-        same = (part.codes == FULL) | ((part.codes >= 0) & (part.same_as_causal[part.codes.clamp(min=0)] == own))
+        own = causal_mask_ids(grid, rows, cols)
+        same = (part.mask_ids == FULL) | (
+            (part.mask_ids >= 0) & (part.same_as_causal[part.mask_ids.clamp(min=0)] == own)
+        )
         optional[rows[same], cols[same]] = False
-        entries = part.layout.kv_indptr[0, 0].contiguous(), cols.int(), part.codes.int()
+        entries = part.layout.kv_indptr[0, 0].contiguous(), cols.int(), part.mask_ids.int()
     return _Given(_packed(optional), entries, part.masks)
 
 

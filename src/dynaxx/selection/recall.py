@@ -130,17 +130,17 @@ def visible_keys(layout: BlockLayout, rows: Tensor) -> Tensor:
     (q_block, kv_block), count = layout.block_size, len(rows)
     starts = layout.kv_indptr[..., rows // q_block].flatten().long()
     lengths = layout.kv_num_blocks[..., rows // q_block].flatten().long()
-    lead = torch.repeat_interleave(torch.arange(len(starts), device=rows.device), lengths)
-    entry = torch.arange(len(lead), device=rows.device) - (lengths.cumsum(0) - lengths - starts)[lead]
-    codes = layout.kv_masks[entry].long()
+    owner = torch.repeat_interleave(torch.arange(len(starts), device=rows.device), lengths)
+    entry = torch.arange(len(owner), device=rows.device) - (lengths.cumsum(0) - lengths - starts)[owner]
+    mask_ids = layout.kv_masks[entry].long()
     keys = torch.ones(len(entry), kv_block, dtype=torch.bool, device=rows.device)
-    partial = (codes != FULL).nonzero().flatten()
+    partial = (mask_ids != FULL).nonzero().flatten()
     if len(partial):
-        words = layout.masks.bits[codes[partial], (rows % q_block)[lead[partial] % count]]  # (n, words) int32
+        words = layout.masks.bits[mask_ids[partial], (rows % q_block)[owner[partial] % count]]  # (n, words) int32
         bit = torch.arange(kv_block, device=rows.device)
         keys[partial] = (words[:, bit // 32] >> (bit % 32).int()) & 1 == 1
     seen = torch.zeros(len(starts), layout.kv_blocks, kv_block, dtype=torch.bool, device=rows.device)
-    seen[lead, layout.kv_indices[entry].long()] = keys
+    seen[owner, layout.kv_indices[entry].long()] = keys
     return seen.flatten(1)[:, : layout.seqlen_k].view(layout.layout_batch, layout.layout_heads, count, -1)
 
 

@@ -19,7 +19,7 @@ class Static(NamedTuple):
     """The blocks of a pattern. All tensors are on the host."""
 
     layout: BlockLayout | None  # shared by all heads; None without a pattern
-    codes: Tensor  # (nnz,) int64 code of each entry in `masks`
+    mask_ids: Tensor  # (nnz,) int64 mask id of each entry in `masks`
     same_as_causal: Tensor  # (len(masks) | 1,) int64 index of the causal mask that equals each mask, or EMPTY
     masks: ElementMasks  # the causal masks, then the pattern's
     counts: Tensor  # (q_blocks,) int64 number of blocks per row
@@ -39,6 +39,6 @@ def static_part(pattern: Pattern | None, grid: BlockGrid) -> Static:
     same = none.new_full((max(1, len(masks)),), EMPTY)
     which, twin = equal.nonzero(as_tuple=True)
     same[which] = twin
-    codes = layout.kv_masks[: layout.nnz].long()
-    codes = torch.where(codes >= 0, codes + len(causal), codes)
-    return Static(layout, codes, same, masks, layout.kv_num_blocks[0, 0].long())
+    mask_ids = layout.kv_masks[: layout.nnz].long()
+    mask_ids = torch.where(mask_ids >= 0, mask_ids + len(causal), mask_ids)
+    return Static(layout, mask_ids, same, masks, layout.kv_num_blocks[0, 0].long())

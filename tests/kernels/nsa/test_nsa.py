@@ -11,7 +11,8 @@ from dynaxx.kernels.registry import NSA
 from dynaxx.layout.nsa import NsaSizes, nsa_spans
 from dynaxx.ops import nsa
 from dynaxx.ops.nsa import compress, compression_windows, native_sparse_attention, select_nsa
-from dynaxx.ops.selected import nsa_problem, selected_attention
+from dynaxx.ops.packing import packed_problem
+from dynaxx.ops.selected import selected_attention
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.testing.nsa import random_selected_case
 from nsa_oracle import nsa_oracle, windows_of
@@ -201,7 +202,7 @@ def test_bad_sizes(changes, words):
 
 def test_hopper_leaves_wide_heads_to_triton():
     q = torch.zeros(8, 16, 256, dtype=torch.bfloat16)
-    problem = nsa_problem(q, q[:, :1], q[:, :1], 64)
+    problem = packed_problem(q, q[:, :1], q[:, :1], 64)
     reasons = NSA.reasons("hopper", problem)
     assert any("for selected blocks, got 256" in reason for reason in reasons)
 

@@ -82,9 +82,9 @@ class Visits:
         head, row, col = fine.nonzero(as_tuple=True)
         heads, rows, cols = fine.shape
         grid = BlockGrid(rows * size, cols * size, (size, size), causal=False)
-        codes = torch.full_like(col, FULL)
+        mask_ids = torch.full_like(col, FULL)
         masks = ElementMasks.empty(grid.block_size)
-        layout = BlockLayout.from_entries(grid, head * rows + row, col, codes, masks, layout_heads=heads)
+        layout = BlockLayout.from_entries(grid, head * rows + row, col, mask_ids, masks, layout_heads=heads)
         return layout.to(self._device)
 
 

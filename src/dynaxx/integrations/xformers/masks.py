@@ -46,7 +46,7 @@ class Band(DistanceRule):
         return seen if hi is None else seen & (distance <= hi)
 
     @override
-    def alike(self, grid: BlockGrid, first: Ints) -> Ints:
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
         lo, hi = self._limits(grid)
         limits = [each for each in (lo, hi) if each is not None] or [0]
         return clipped(grid, first, min(limits), max(limits))

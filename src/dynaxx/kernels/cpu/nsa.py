@@ -133,14 +133,16 @@ def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int)
     distance = seqlen_k - queries + tile * together - column * kv_block  # first position minus first key
     distance = distance.clamp(-together, kv_block - 1)
     kinds, kind = (chosen * (kv_block + together) + distance + together).unique(return_inverse=True)
-    masks, codes = _kind_masks(kinds, together, kv_block, rows)
-    code = codes[kind].repeat_interleave(parts)
-    lead = (head * grid.q_blocks + tile * parts).repeat_interleave(parts) + torch.arange(parts).repeat(len(tile))
-    return BlockLayout.from_entries(grid, lead, column.repeat_interleave(parts), code, masks, layout_heads=heads)
+    masks, mask_ids = _kind_masks(kinds, together, kv_block, rows)
+    mask_id = mask_ids[kind].repeat_interleave(parts)
+    flat_rows = (head * grid.q_blocks + tile * parts).repeat_interleave(parts) + torch.arange(parts).repeat(len(tile))
+    return BlockLayout.from_entries(
+        grid, flat_rows, column.repeat_interleave(parts), mask_id, masks, layout_heads=heads
+    )
 
 
 def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple[ElementMasks, Tensor]:
-    """Return the element masks of the kinds of visited blocks, and each kind's code; FULL and EMPTY have no mask."""
+    """Return the element masks of the kinds of visited blocks, and each kind's mask id; FULL and EMPTY have no mask."""
     chosen, distance = kinds // (kv_block + together), kinds % (kv_block + together) - together
     position = torch.arange(ROWS) // rows if together > 1 else torch.zeros(ROWS, dtype=torch.int64)
     selected = (chosen[:, None] >> position & 1).bool()
@@ -148,9 +150,9 @@ def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple
     dense = selected[..., None] & before
     all_set, none_set = dense.flatten(1).all(1), ~dense.flatten(1).any(1)
     cut = ~all_set & ~none_set
-    codes = torch.where(all_set, FULL, EMPTY)
-    codes[cut] = torch.arange(int(cut.sum()))
-    return ElementMasks.from_dense(dense[cut]), codes
+    mask_ids = torch.where(all_set, FULL, EMPTY)
+    mask_ids[cut] = torch.arange(int(cut.sum()))
+    return ElementMasks.from_dense(dense[cut]), mask_ids
 
 
 @on_host

@@ -25,10 +25,10 @@ def compression_windows(x: Tensor, spans: NsaSpans) -> Tensor:
     The result is built from cmp_block / cmp_stride parts, none of which reads a token twice, so the gradient has a
     fixed order of summation.
     """
-    stride, alike = spans.sizes.cmp_stride, spans.uniform
-    if alike is not None and x.shape[0]:  # use slices instead of gathers
-        count = spans.sizes.compressed(alike[2])
-        by_sequence = x.unflatten(0, (alike[0], alike[2]))
+    stride, equal = spans.sizes.cmp_stride, spans.equal_lengths
+    if equal is not None and x.shape[0]:  # use slices instead of gathers
+        count = spans.sizes.compressed(equal.seqlen_k)
+        by_sequence = x.unflatten(0, (equal.num_seqs, equal.seqlen_k))
         part = lambda begin: by_sequence[:, begin : begin + count * stride].unflatten(1, (count, stride))
         return torch.cat([part(begin) for begin in range(0, spans.sizes.cmp_block, stride)], dim=2).flatten(0, 1)
     steps = spans.cmp_start.long()[:, None] + torch.arange(stride, device=x.device)
@@ -41,13 +41,13 @@ def compression_means(x: Tensor, spans: NsaSpans) -> Tensor:
 
     If all sequences have equal lengths, each stride is summed only once, in fp32.
     """
-    sizes, alike = spans.sizes, spans.uniform
-    count = sizes.compressed(alike[2]) if alike is not None else 0
-    if alike is None or not count:
+    sizes, equal = spans.sizes, spans.equal_lengths
+    count = sizes.compressed(equal.seqlen_k) if equal is not None else 0
+    if equal is None or not count:
         return compression_windows(x, spans).mean(1)
     parts = sizes.cmp_block // sizes.cmp_stride
     strides = (count + parts - 1, sizes.cmp_stride)
-    used = x.unflatten(0, (alike[0], alike[2]))[:, : strides[0] * strides[1]].unflatten(1, strides)
+    used = x.unflatten(0, (equal.num_seqs, equal.seqlen_k))[:, : strides[0] * strides[1]].unflatten(1, strides)
     sums = used.sum(2, dtype=torch.promote_types(x.dtype, torch.float32))
     total = sum((sums[:, i : i + count] for i in range(1, parts)), sums[:, :count])
     return (total / sizes.cmp_block).to(x.dtype).flatten(0, 1)

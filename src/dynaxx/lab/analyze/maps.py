@@ -172,15 +172,15 @@ def visible_mass(attention: LayerAttention, statistics: Sequence[MapStatistics],
         (H,) fp32.
     """
     heads = len(statistics)
-    lead, cols, codes = layout.entries()
-    head, rows = lead // layout.q_blocks, lead % layout.q_blocks
+    flat_rows, cols, mask_ids = layout.entries()
+    head, rows = flat_rows // layout.q_blocks, flat_rows % layout.q_blocks
     if layout.layout_heads == 1:
-        head = torch.arange(heads, device=lead.device).repeat_interleave(len(lead))
-        rows, cols, codes = rows.repeat(heads), cols.repeat(heads), codes.repeat(heads)
+        head = torch.arange(heads, device=flat_rows.device).repeat_interleave(len(flat_rows))
+        rows, cols, mask_ids = rows.repeat(heads), cols.repeat(heads), mask_ids.repeat(heads)
     mass = torch.stack([each.block_mass for each in statistics])[head, rows, cols]
-    partial = (codes != FULL) & ~_only_causal(layout, rows, cols, codes) & (mass > 0)
+    partial = (mask_ids != FULL) & ~_only_causal(layout, rows, cols, mask_ids) & (mass > 0)
     if partial.any():
-        mass[partial] = _partial_mass(attention, statistics, layout, head, rows, cols, codes, partial)
+        mass[partial] = _partial_mass(attention, statistics, layout, head, rows, cols, mask_ids, partial)
     return torch.zeros(heads, device=mass.device).index_add_(0, head, mass)
 
 
@@ -191,15 +191,15 @@ def _partial_mass(
     head: Tensor,
     rows: Tensor,
     cols: Tensor,
-    codes: Tensor,
+    mask_ids: Tensor,
     partial: Tensor,
 ) -> Tensor:
     """Return the mass on the visible pairs of some partial blocks, (n,)."""
     seqlen, size = attention.q.shape[0], statistics[0].block_size
-    head, rows, cols, codes = head[partial], rows[partial], cols[partial], codes[partial]
+    head, rows, cols, mask_ids = head[partial], rows[partial], cols[partial], mask_ids[partial]
     within = torch.arange(size, device=rows.device)
     q_pos, k_pos = rows[:, None] * size + within, cols[:, None] * size + within  # (n, size)
-    shown = (q_pos < seqlen)[:, :, None] & (k_pos < seqlen)[:, None, :] & layout.masks.to_dense()[codes]
+    shown = (q_pos < seqlen)[:, :, None] & (k_pos < seqlen)[:, None, :] & layout.masks.to_dense()[mask_ids]
     q_pos, k_pos = q_pos.clamp(max=seqlen - 1), k_pos.clamp(max=seqlen - 1)
     if attention.mask is None:
         shown &= k_pos[:, None, :] <= q_pos[:, :, None]
@@ -211,12 +211,12 @@ def _partial_mass(
     return share.masked_fill(~shown, 0.0).sum((1, 2))
 
 
-def _only_causal(layout: BlockLayout, rows: Tensor, cols: Tensor, codes: Tensor) -> Tensor:
+def _only_causal(layout: BlockLayout, rows: Tensor, cols: Tensor, mask_ids: Tensor) -> Tensor:
     """Return whether each block's mask hides only keys after the query."""
     if not len(layout.masks):
-        return torch.zeros_like(codes, dtype=torch.bool)
+        return torch.zeros_like(mask_ids, dtype=torch.bool)
     q_block, kv_block = layout.block_size
-    bands = layout.masks.bands[codes.clamp(min=0)]
+    bands = layout.masks.bands[mask_ids.clamp(min=0)]
     first = rows * q_block + (layout.seqlen_k - layout.seqlen_q) - cols * kv_block
     return (bands[:, 0] <= -first) & (bands[:, 1] >= q_block - 1)
 

@@ -79,8 +79,8 @@ def _open_blocks(forced: Hybrid, grid: BlockGrid) -> Tensor:
     shown = forced.pattern.layout(grid.seqlen_q, grid.seqlen_k, causal=True, block_size=grid.block_size)
     table = torch.zeros(2, grid.q_blocks, grid.kv_blocks, dtype=torch.bool)
     for index, layout in enumerate((every, shown)):
-        lead, cols, _ = layout.entries()
-        table[index, lead, cols] = True
+        flat_rows, cols, _ = layout.entries()
+        table[index, flat_rows, cols] = True
     return table[0] & ~table[1]
 
 

@@ -129,9 +129,9 @@ def pool_backward(do: Tensor, x: Tensor, weight: Tensor | None, spans: NsaSpans)
 
 def _tokens(spans: NsaSpans) -> int:
     """Return the number of tokens per sequence."""
-    alike = spans.uniform
-    assert alike is not None, "sequences of unequal lengths have no closed form"
-    return alike[2]
+    equal = spans.equal_lengths
+    assert equal is not None, "sequences of unequal lengths have no closed form"
+    return equal.seqlen_k
 
 
 def _launch(kernel, x: Tensor, weight: Tensor | None, out: Tensor, spans: NsaSpans, tile: int) -> Tensor:

@@ -91,13 +91,13 @@ def _selected_fwd_kernel(
     b_q = gather_rows(p_q, t, h, q_strides, inside, D, BLOCK_D)
     p_k += i_head // heads_per_kv * k_strides.h
     p_v += i_head // heads_per_kv * v_strides.h
-    lead = i_tile * heads + i_head
-    count = tl.load(p_counts + lead)
+    list_index = i_tile * heads + i_head
+    count = tl.load(p_counts + list_index)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     for i_step in range(0, count * SPLIT):
-        slot = lead * SLOTS + i_step // SPLIT
+        slot = list_index * SLOTS + i_step // SPLIT
         start = tl.load(p_starts + slot) + i_step % SPLIT * BLOCK_N
         limit = tl.where((tl.load(p_members + slot) >> position) & 1 != 0, last_key, -1)
         b_k = block_rows(p_k, start, keys, k_strides.n, D, BLOCK_D, BLOCK_N)
@@ -161,10 +161,10 @@ def _selected_bwd_dq_kernel(
     lse, delta = row_values(p_rows, t * (heads * group_size) + h, inside)
     p_k += i_head // heads_per_kv * k_strides.h
     p_v += i_head // heads_per_kv * v_strides.h
-    lead = i_tile * heads + i_head
+    list_index = i_tile * heads + i_head
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for i_step in range(0, tl.load(p_counts + lead) * SPLIT):
-        slot = lead * SLOTS + i_step // SPLIT
+    for i_step in range(0, tl.load(p_counts + list_index) * SPLIT):
+        slot = list_index * SLOTS + i_step // SPLIT
         start = tl.load(p_starts + slot) + i_step % SPLIT * BLOCK_N
         limit = tl.where((tl.load(p_members + slot) >> position) & 1 != 0, last_key, -1)
         b_k = block_rows(p_k, start, keys, k_strides.n, D, BLOCK_D, BLOCK_N)

@@ -35,7 +35,7 @@ class QueryTile(NamedTuple):
 
     i_b: Any
     i_h: Any
-    lead: Any  # index of this head among the layout's heads
+    layout_head: Any  # index of this head among the layout's heads
     i_row: Any
     part_q: Any  # offset of the tile in its block
     slot: Any  # slot of the part, or WHOLE
@@ -56,11 +56,11 @@ def started_tile(i_program, tiles, heads, span):
 
 
 @triton.jit
-def started_row(p_order, lead, rank, num_rows, ORDERED: tl.constexpr):
+def started_row(p_order, layout_head, rank, num_rows, ORDERED: tl.constexpr):
     """Return the row that starts at position `rank`: in the layout's order, or the last row first."""
     row = num_rows - 1 - rank
     if ORDERED:
-        row = tl.load(p_order + lead.to(tl.int64) * num_rows + rank)
+        row = tl.load(p_order + layout_head.to(tl.int64) * num_rows + rank)
         row = tl.minimum(tl.maximum(row, 0), num_rows - 1)
     return row
 
@@ -85,12 +85,14 @@ def query_tile(
         )
         i_b, i_h = tl.where(slot >= 0, part_b, i_b), tl.where(slot >= 0, part_h, i_h)
         i_tile = tl.where(slot >= 0, part_tile, i_tile)
-    lead = i_b * layout.stride_b + i_h * layout.stride_h
-    i_row = started_row(p_order, lead, i_tile // SPLIT_M, q_blocks, ORDERED)
+    layout_head = i_b * layout.stride_b + i_h * layout.stride_h
+    i_row = started_row(p_order, layout_head, i_tile // SPLIT_M, q_blocks, ORDERED)
     if HAS_PARTS:
         i_row = tl.where(slot >= 0, part_row, i_row)
     part_q = i_tile % SPLIT_M * BLOCK_M
-    return QueryTile(i_b=i_b, i_h=i_h, lead=lead, i_row=i_row, part_q=part_q, slot=slot, first=first, last=last)
+    return QueryTile(
+        i_b=i_b, i_h=i_h, layout_head=layout_head, i_row=i_row, part_q=part_q, slot=slot, first=first, last=last
+    )
 
 
 @triton.jit

@@ -56,8 +56,8 @@ class SplitLines(NamedTuple):
 class Lines(NamedTuple):
     """The rows or columns that the programs of a pass over a layout process."""
 
-    leads: int  # batch entries times heads with separate lines
-    number: int  # lines per lead
+    separate_heads: int  # batch entries times heads with separate lines
+    number: int  # lines per head of the layout
     heads: int  # heads whose entries a line contains
     repeats: int  # how often a line repeats the entries of one head
     copies: tuple[int, int]  # batch entries and heads (or groups of heads) that each line stands for
@@ -73,18 +73,18 @@ class Lines(NamedTuple):
     @classmethod
     def rows(cls, layout: BlockLayout, batch: int, q_heads: int, heads: int) -> Lines:
         """Return the rows of a pass in which one program processes `heads` heads; 1 if the layout differs by head."""
-        leads = layout.layout_batch * layout.layout_heads
+        separate_heads = layout.layout_batch * layout.layout_heads
         copies = (batch // layout.layout_batch, q_heads // heads if layout.layout_heads == 1 else 1)
-        return cls(leads, layout.q_blocks, 1, 1, copies)
+        return cls(separate_heads, layout.q_blocks, 1, 1, copies)
 
     def limit(self, entries: int, shares: int) -> int:
         """Return the largest number of entries of an unsplit line, for a layout with `entries` entries."""
         copies = self.copies[0] * self.copies[1]
-        return longest_part(entries * self.repeats, self.leads * self.number, copies, shares)
+        return longest_part(entries * self.repeats, self.separate_heads * self.number, copies, shares)
 
     def lists(self, counts: Tensor, limit: int) -> tuple[int, int]:
         """Return the numbers of parts and of split lines; `counts` holds the blocks of each line, on the host."""
-        lengths = counts.long().flatten().view(self.leads, self.heads, -1).sum(1) * self.repeats
+        lengths = counts.long().flatten().view(self.separate_heads, self.heads, -1).sum(1) * self.repeats
         pieces = torch.where(lengths > limit, (lengths + limit - 1) // limit, 0)
         return int(pieces.sum()), int((pieces > 0).sum())
 
@@ -160,14 +160,23 @@ _kept = PerLayout(by_form=False)  # the parts depend on the lengths of rows, whi
 
 @kernel_launcher
 @triton.jit(
-    do_not_specialize=["capacity", "leads", "num_lines", "heads", "repeats", "limit", "most_parts", "most_lines"]
+    do_not_specialize=[
+        "capacity",
+        "separate_heads",
+        "num_lines",
+        "heads",
+        "repeats",
+        "limit",
+        "most_parts",
+        "most_lines",
+    ]
 )
 def _list_parts_kernel(
-    p_indptr,  # (leads * heads, num_lines + 1)
+    p_indptr,  # (separate_heads * heads, num_lines + 1)
     p_parts,
     p_lines,
     capacity,
-    leads,
+    separate_heads,
     num_lines,
     heads,  # heads whose entries a line contains, one after another
     repeats,  # how often a line repeats the entries of one head
@@ -178,9 +187,9 @@ def _list_parts_kernel(
 ):
     """Fill the lists of a `SplitLines` in one program; drop entries beyond the end of the lists."""
     parts_before, lines_before = 0, 0
-    for begin in range(0, leads * num_lines, BLOCK):
+    for begin in range(0, separate_heads * num_lines, BLOCK):
         line = begin + tl.arange(0, BLOCK)
-        known = line < leads * num_lines
+        known = line < separate_heads * num_lines
         p_line = p_indptr + (line // num_lines).to(tl.int64) * heads * (num_lines + 1) + line % num_lines
         length = tl.zeros([BLOCK], tl.int32)
         for i_head in range(heads):
@@ -217,7 +226,7 @@ def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: i
         split.parts,
         split.lines,
         capacity=capacity,
-        leads=lines.leads,
+        separate_heads=lines.separate_heads,
         num_lines=lines.number,
         heads=lines.heads,
         repeats=lines.repeats,

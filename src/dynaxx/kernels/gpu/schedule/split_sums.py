@@ -42,10 +42,10 @@ def _sum_parts_kernel(
     i_copy = tl.program_id(0) // TILES % copies
     p_line = p_lines + tl.program_id(0) // (TILES * copies) * 3
     line, first, count = tl.load(p_line), tl.load(p_line + 1), tl.load(p_line + 2)
-    i_row, lead = line % num_lines, line // num_lines
+    i_row, layout_head = line % num_lines, line // num_lines
     line_heads = heads // head_copies
-    i_h = lead % line_heads + i_copy % head_copies
-    i_b = lead // line_heads + i_copy // head_copies
+    i_h = layout_head % line_heads + i_copy % head_copies
+    i_b = layout_head // line_heads + i_copy // head_copies
     inner = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     o_d = tl.arange(0, BLOCK_D)
     at = inner[:, None] * D + o_d[None, :]

@@ -90,11 +90,11 @@ def read_column(layout, column, i_h, before, HAS_PARTS: gl.constexpr):
     because triton 3.6's loop-aware CSE mistakes loads that a loop carries to its next iteration for invariant, and then
     uses the first head's number of partial blocks for all heads.
     """
-    lead = (column.i_b * layout.stride_b + i_h * layout.stride_h).to(gl.int64)
-    p_column = layout.tables.p_indptr + lead * (column.kv_blocks + 1) + column.i_col
+    layout_head = (column.i_b * layout.stride_b + i_h * layout.stride_h).to(gl.int64)
+    p_column = layout.tables.p_indptr + layout_head * (column.kv_blocks + 1) + column.i_col
     start = gl.minimum(gl.maximum(gl.load(p_column), 0), layout.capacity)
     count = gl.minimum(gl.maximum(gl.load(p_column + 1), start), layout.capacity) - start
-    partial = gl.load(layout.tables.p_num_partial + lead * column.kv_blocks + column.i_col)
+    partial = gl.load(layout.tables.p_num_partial + layout_head * column.kv_blocks + column.i_col)
     partial = gl.minimum(gl.maximum(partial, 0), count)
     if HAS_PARTS:
         begin = gl.minimum(gl.maximum(column.first - before, 0), count)

@@ -127,5 +127,5 @@ def branch_rows(
 
 def batch_of(plan: SelectedPlan) -> int:
     """Return the number of sequences if they have equal lengths and so form a batch; else 1."""
-    alike = plan.spans.uniform
-    return 1 if alike is None else alike[0]
+    equal = plan.spans.equal_lengths
+    return 1 if equal is None else equal.num_seqs

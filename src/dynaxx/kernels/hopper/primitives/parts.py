@@ -37,8 +37,8 @@ def column_length(layout, i_b, i_hk, i_col, kv_blocks, group_size):
     """Return the number of entries of a column, over all heads of a group."""
     length = 0
     for i_group in range(group_size):
-        lead = (i_b * layout.stride_b + (i_hk * group_size + i_group) * layout.stride_h).to(gl.int64)
-        p_column = layout.tables.p_indptr + lead * (kv_blocks + 1) + i_col
+        layout_head = (i_b * layout.stride_b + (i_hk * group_size + i_group) * layout.stride_h).to(gl.int64)
+        p_column = layout.tables.p_indptr + layout_head * (kv_blocks + 1) + i_col
         start = gl.minimum(gl.maximum(gl.load(p_column), 0), layout.capacity)
         length += gl.minimum(gl.maximum(gl.load(p_column + 1), start), layout.capacity) - start
     return length
@@ -102,17 +102,17 @@ def read_row(unit, rank, p_order, layout, limit, q_blocks, ORDERED: gl.constexpr
     All entries lie within the layout's capacity. A row that is split into parts has no entries, and lies past the last
     row, where nothing is stored.
     """
-    lead = (unit.i_b * layout.stride_b + unit.i_h * layout.stride_h).to(gl.int64)
+    layout_head = (unit.i_b * layout.stride_b + unit.i_h * layout.stride_h).to(gl.int64)
     i_row = q_blocks - 1 - rank  # longest rows first, under a causal mask
     if ORDERED:
-        i_row = gl.load(p_order + lead * q_blocks + rank)
+        i_row = gl.load(p_order + layout_head * q_blocks + rank)
         i_row = gl.minimum(gl.maximum(i_row, 0), q_blocks - 1)
     if HAS_PARTS:
         i_row = gl.where(unit.is_part, unit.i_row, i_row)
-    p_row = layout.tables.p_indptr + lead * (q_blocks + 1) + i_row
+    p_row = layout.tables.p_indptr + layout_head * (q_blocks + 1) + i_row
     start = gl.minimum(gl.maximum(gl.load(p_row), 0), layout.capacity)
     count = gl.minimum(gl.maximum(gl.load(p_row + 1), start), layout.capacity) - start
-    partial = gl.load(layout.tables.p_num_partial + lead * q_blocks + i_row)
+    partial = gl.load(layout.tables.p_num_partial + layout_head * q_blocks + i_row)
     partial = gl.minimum(gl.maximum(partial, 0), count)
     if HAS_PARTS:
         split = (count > limit) & (unit.is_part == 0)

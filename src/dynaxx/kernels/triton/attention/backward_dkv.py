@@ -214,8 +214,8 @@ def _sparse_attention_bwd_dkv_kernel(
         i_tile, i_col = tl.where(slot >= 0, part_tile, i_tile), tl.where(slot >= 0, part_col, i_col)
         length = 0
         for i_group in range(group_size):
-            lead = i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h
-            length += row_entries(layout, lead, i_col, kv_blocks)[2]
+            layout_head = i_b * layout_stride_b + (i_hk * group_size + i_group) * layout_stride_h
+            length += row_entries(layout, layout_head, i_col, kv_blocks)[2]
         slot, part_first, _, length = entries_of(slot, 0, 0, length, part_first, part_last, limit)
         part_last = part_first + length
         before = 0  # entries of earlier heads
@@ -233,8 +233,8 @@ def _sparse_attention_bwd_dkv_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for i_group in range(group_size):
         i_h = i_hk * group_size + i_group
-        lead = i_b * layout_stride_b + i_h * layout_stride_h
-        start, partial, total = row_entries(layout, lead, i_col, kv_blocks)
+        layout_head = i_b * layout_stride_b + i_h * layout_stride_h
+        start, partial, total = row_entries(layout, layout_head, i_col, kv_blocks)
         if HAS_PARTS:
             begin = tl.minimum(tl.maximum(part_first - before, 0), total)
             end = tl.minimum(tl.maximum(part_last - before, begin), total)

@@ -181,7 +181,7 @@ def _sparse_attention_bwd_dq_kernel(
     p_dlse += i_b * stride_dlb + i_h * stride_dlh
     lse, dlse = load_lse(p_lse + head * seqlen_q, p_dlse, pos_q, stride_dln, seqlen_q)
     q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
-    start, partial, total = row_entries(layout, tile.lead, tile.i_row, q_blocks)
+    start, partial, total = row_entries(layout, tile.layout_head, tile.i_row, q_blocks)
     if HAS_PARTS:
         slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
     row = row_of(layout, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)

@@ -116,7 +116,7 @@ def _sparse_attention_fwd_kernel(
         if tl.sum((lse != lse).to(tl.int32)) == 0:
             return
     q_blocks = tl.cdiv(seqlen_q, Q_BLOCK)
-    start, partial, total = row_entries(layout, tile.lead, tile.i_row, q_blocks)
+    start, partial, total = row_entries(layout, tile.layout_head, tile.i_row, q_blocks)
     if HAS_PARTS:
         slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
 

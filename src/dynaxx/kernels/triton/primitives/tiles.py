@@ -56,12 +56,12 @@ def head_rows(source, strides, i_b, i_h, seqlen, TMA: tl.constexpr, column=0):
 
 
 @triton.jit
-def row_entries(layout, lead, i_row, num_rows):
+def row_entries(layout, layout_head, i_row, num_rows):
     """Return first entry, number of partial blocks and number of blocks of a row, all within the layout's capacity."""
-    at = lead.to(tl.int64) * (num_rows + 1) + i_row
+    at = layout_head.to(tl.int64) * (num_rows + 1) + i_row
     start = tl.minimum(tl.maximum(tl.load(layout.tables.p_indptr + at), 0), layout.capacity)
     count = tl.minimum(tl.maximum(tl.load(layout.tables.p_indptr + at + 1), start), layout.capacity) - start
-    partial = tl.load(layout.tables.p_num_partial + lead.to(tl.int64) * num_rows + i_row)
+    partial = tl.load(layout.tables.p_num_partial + layout_head.to(tl.int64) * num_rows + i_row)
     return start, tl.minimum(tl.maximum(partial, 0), count), count
 
 

@@ -121,7 +121,7 @@ def emit_entries(
         places: (C,) int32, where the blocks of keys in pages are; None for keys in order.
     """
     indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
-    codes = torch.empty_like(indices)
+    mask_ids = torch.empty_like(indices)
     placed = None if places is None else torch.empty_like(indices)
     block_c = columns(grid.kv_blocks)
     batch, choices = bits.shape[:2]
@@ -131,7 +131,7 @@ def emit_entries(
         *static_arguments(static, kv_indptr),
         kv_indptr if places is None else places,
         indices,
-        codes,
+        mask_ids,
         indices if placed is None else placed,
         capacity=capacity,
         serves=kv_indptr.shape[1] // choices,
@@ -141,4 +141,4 @@ def emit_entries(
         BLOCK_C=block_c,
         num_warps=warps(block_c),
     )
-    return indices, codes, placed
+    return indices, mask_ids, placed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of blocks in the selection kernels: codes of blocks under causality and a pattern, and arguments for the grid.
+"""A row of blocks in the selection kernels: its mask ids under causality and a pattern, and arguments for the grid.
 
 Legend: C kv blocks.
 """
@@ -23,14 +23,14 @@ class StaticEntries(NamedTuple):
     """The entries of a pattern by row, and a table of masks that combines the pattern's with the causal masks."""
 
     layout: BlockLayout | None  # layout of the pattern, on the device
-    codes: Tensor  # (nnz,) int32: codes of its entries in `masks`
+    mask_ids: Tensor  # (nnz,) int32: mask ids of its entries, see `masks`
     same_as_causal: Tensor  # (len(masks) | 1,) int32: the causal mask equal to each mask, else EMPTY
     masks: ElementMasks  # the causal masks, then the pattern's
 
 
 @triton.jit
 def causal_code(distance, first, shift, q_block, kv_block, CAUSAL: tl.constexpr):
-    """Return `layout.masks.causal_codes` of blocks whose first query is `distance` after their first key."""
+    """Return `layout.masks.causal_mask_ids` of blocks whose first query is `distance` after their first key."""
     if CAUSAL:
         code = (distance - first) >> shift  # divides by the step, a power of two; negative only if nothing is visible
         code = tl.where(distance >= kv_block - 1, FULL, code)
@@ -72,7 +72,7 @@ def static_arguments(static: StaticEntries, anything: Tensor) -> tuple[Tensor, .
     """Return the first four kernel arguments for a pattern; `anything` replaces missing tensors."""
     if static.layout is None:
         return anything, anything, anything, static.same_as_causal
-    return static.layout.kv_indptr, static.layout.kv_indices, static.codes, static.same_as_causal
+    return static.layout.kv_indptr, static.layout.kv_indices, static.mask_ids, static.same_as_causal
 
 
 @lru_cache(maxsize=64)

@@ -69,18 +69,27 @@ def _top(keys, optional, weights, goal):
 
 @triton.jit
 def _row_scores(
-    p_scores, i_head, rows, row, kv_blocks, o_c, seen, optional, ALIKE: tl.constexpr, ONLY_RANKS: tl.constexpr
+    p_scores,
+    i_head,
+    rows,
+    row,
+    kv_blocks,
+    o_c,
+    seen,
+    optional,
+    HEADS_PER_CHOICE: tl.constexpr,
+    ONLY_RANKS: tl.constexpr,
 ):
-    """Return the scores [C] of a row of a head. For ALIKE > 1, sum what neighbouring heads give to each block.
+    """Return the scores [C] of a row of a head. If HEADS_PER_CHOICE > 1, neighbouring heads are summed.
 
     Like `selection.groups.shared_scores`, or `shared_ranks` if ONLY_RANKS.
     """
-    if ALIKE == 1:
+    if HEADS_PER_CHOICE == 1:
         scores = tl.load(p_scores + (i_head * rows + row) * kv_blocks + o_c, mask=seen, other=float("-inf"))
     else:
         total = o_c * 0.0
-        for i_other in range(ALIKE):
-            p_row = p_scores + ((i_head // ALIKE * ALIKE + i_other) * rows + row) * kv_blocks
+        for i_other in range(HEADS_PER_CHOICE):
+            p_row = p_scores + ((i_head // HEADS_PER_CHOICE * HEADS_PER_CHOICE + i_other) * rows + row) * kv_blocks
             own = tl.load(p_row + o_c, mask=seen, other=float("-inf"))
             if ONLY_RANKS:
                 own = tl.where(optional, own, float("-inf"))
@@ -122,7 +131,7 @@ def _choose_rows_kernel(
     shift,
     MODE: tl.constexpr,
     SHARES: tl.constexpr,
-    ALIKE: tl.constexpr,
+    HEADS_PER_CHOICE: tl.constexpr,
     HAS_STATIC: tl.constexpr,
     CAUSAL: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -144,7 +153,7 @@ def _choose_rows_kernel(
     seen = o_c < visible
     optional = seen & (causal != EMPTY) & ~covered
     scores = _row_scores(
-        p_scores, i_bh * serves, rows, i_program % rows, kv_blocks, o_c, seen, optional, ALIKE, MODE == TOP_K
+        p_scores, i_bh * serves, rows, i_program % rows, kv_blocks, o_c, seen, optional, HEADS_PER_CHOICE, MODE == TOP_K
     )
     amount = tl.load(p_amounts + i_bh % choices * amount_stride)
     if MODE == TOP_K:
@@ -190,7 +199,7 @@ def choose_rows(
     first_row: int,
     grid: BlockGrid,
     rule: ChoiceRule,
-    alike: int,
+    heads_per_choice: int,
     static: StaticEntries,
     bits: Tensor,
     counts: Tensor,
@@ -203,7 +212,7 @@ def choose_rows(
         first_row: first row of q blocks.
         grid: lengths and block sizes.
         rule: how many blocks to select.
-        alike: number of neighbouring heads that select together, by the sum of what they give to each block.
+        heads_per_choice: number of neighbouring heads that select together, by the sum of what they give to each block.
         static: entries of the pattern.
         bits: (B, H, R, W) int32, receives the selected blocks.
         counts: (B, Hq, 1 + R) int32, receives 0, then the number of blocks that each row visits, with the pattern's.
@@ -227,7 +236,7 @@ def choose_rows(
         **grid_arguments(grid),
         MODE=MODES[rule.mode],
         SHARES=rule.shares,
-        ALIKE=alike,
+        HEADS_PER_CHOICE=heads_per_choice,
         HAS_STATIC=static.layout is not None,
         BLOCK_C=block_c,
         num_warps=warps(block_c),
