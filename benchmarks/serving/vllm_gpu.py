@@ -119,7 +119,7 @@ def start(model: Path, which: str, policy: Path | None, **arguments: Any) -> Any
     if policy is not None:
         os.environ["DYNAXX_POLICY"] = str(policy)
     if torch.cuda.is_available():
-        arguments["attention_backend"] = "FLASH_ATTN" if which == "own" else "CUSTOM"
+        arguments.setdefault("attention_backend", "FLASH_ATTN" if which == "own" else "CUSTOM")
     from vllm import LLM
 
     defaults = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "seed": 1, "disable_log_stats": True}

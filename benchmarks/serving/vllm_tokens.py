@@ -8,7 +8,8 @@ Engines of `ENGINES` serve a small random model, SmolLM2, or random weights of L
 process of its own, those of a pair at the same time on the same GPU. A pair's engines must agree: `own` is vLLM's
 attention, `every key` a policy of density 1.0, `sparse` one that chooses. Where tokens differ, the difference of the
 two best log-probabilities there says whether it was a tie. `own` beside `own, other chunks` shows how far vLLM's
-attention differs from itself when prompts are cut elsewhere.
+attention differs from itself when prompts are cut elsewhere, `own` beside `TRITON_ATTN` how far two exact kernels of
+vLLM differ.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ ENGINES = {
     "sparse, SmolLM2, graphs": Engine("sparse", GRAPHS, family="smollm2"),
     "own, 8B": Engine(family="8b"),
     "own, 8B, other chunks": Engine("", OTHER_CHUNKS, family="8b"),
+    "own, 8B, TRITON_ATTN": Engine("", {"attention_backend": "TRITON_ATTN"}, family="8b"),
     "every key, 8B": Engine("everything", family="8b"),
     "sparse, two GPUs": Engine("sparse", TWO_GPUS),
     "own, two GPUs": Engine("", {"tensor_parallel_size": 2}),
@@ -100,7 +102,7 @@ PAIRS = (
     ("own, SmolLM2", "own, SmolLM2, other chunks"), ("own, SmolLM2", "every key, SmolLM2"),
     ("own, SmolLM2", "every key, SmolLM2, graphs"), ("own, SmolLM2, compiled", "every key, SmolLM2, compiled"),
     ("sparse, SmolLM2", "sparse, SmolLM2, graphs"),
-    ("own, 8B", "own, 8B, other chunks"), ("own, 8B", "every key, 8B"),
+    ("own, 8B", "own, 8B, other chunks"), ("own, 8B", "own, 8B, TRITON_ATTN"), ("own, 8B", "every key, 8B"),
     ("own", "own, two GPUs"), ("sparse", "sparse, two GPUs"),
 )  # fmt: skip
 
