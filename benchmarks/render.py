@@ -9,7 +9,7 @@ A page asks for a table with two comment lines, and everything between them is r
     <!-- results: attention_gpu -->
     <!-- /results -->
 
-A sentence asks for one cell by file, row (the start of its first cell) and column:
+A sentence asks for one cell by file, row (its first cell, or the start of it) and column:
 
     <!-- value: prefill_llama8b; 131,072; speed-up -->2.57x<!-- /value -->
 
@@ -106,10 +106,13 @@ def cell(name: str, row: str, column: str) -> str:
     """Return one cell of a result, without emphasis.
 
     Raises:
-        ValueError: no column of that name, or not exactly one row that starts so.
+        ValueError: no column of that name; or no row of that name, and not exactly one that starts so.
     """
     result = load_result(name)
-    rows = [each for each in result["rows"] if each[0].strip("*").startswith(row)]
+    first = [each[0].strip("*") for each in result["rows"]]
+    rows = [each for each, title in zip(result["rows"], first, strict=True) if title.startswith(row)]
+    if row in first:
+        rows = [result["rows"][first.index(row)]]
     if len(rows) != 1 or column not in result["columns"]:
         raise ValueError(f"{name}.json must have one row {row!r} and a column {column!r}, got {result['columns']}")
     return str(rows[0][result["columns"].index(column)]).strip("*")
