@@ -47,6 +47,7 @@ from dynaxx.layout import as_block_size
 from dynaxx.policy.resolve import head_rules, resolve
 
 STARTED = time.monotonic()
+BY_COSTS = {"tuned", "even", "shared", "tasks"}  # methods whose budgets come from the costs of the heads
 LEFT_OUT = {"tuned": "tuned on the other texts", "even": "evenly tuned on the other texts"}
 TOGETHER = 6  # prompts whose caches are held at once, since applying a policy takes time
 LOCAL = 64  # tokens up to each q block's end that uniform methods always see
@@ -599,7 +600,7 @@ def measured_rows(args):
     steps = Steps(args.state, fingerprint(model, tune_on[0][0], **{name: getattr(args, name) for name in kept}))
     haystack, methods = Haystack(held_out[0]), args.methods.split(",")
     with evaluating(model):
-        costs = text_costs(model, tune_on, args, steps.remember) if args.methods else []
+        costs = text_costs(model, tune_on, args, steps.remember) if BY_COSTS & {*methods} else []
         densities = args.density if "even" in methods else ()
         ratios = {each: rises_per_loss(model, costs, tune_on, args, each, steps.remember) for each in densities}
         policies = methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, steps.remember)

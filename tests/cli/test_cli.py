@@ -233,6 +233,8 @@ def test_version_and_no_arguments():
         (["profile", "MODEL", "--lengths", "100000"], "from 2 to the model's 1,024 tokens"),
         (["profile", "MODEL", "--device", "cuda:9"], "needs a GPU"),
         (["profile", "MODEL", "--device", "tpu"], "must be auto, cpu or cuda"),
+        (["tune", "MODEL", "--search-on", "cuda:9"], "--search-on cuda:9 needs a GPU"),
+        (["tune", "MODEL", "--search-on", "tpu"], "--search-on must be auto, cpu or cuda"),
         (["tune", "MODEL", "--time-budget", "soon"], "--time-budget must be a time like 90, 10m or 2h"),
         (["analyze", "MODEL", "--layers", "a"], "--layers must be numbers and ranges"),
         (["analyze", "MODEL", "--layers", "0-99999999999"], "--layers must be numbers and ranges"),

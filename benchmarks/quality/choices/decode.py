@@ -16,6 +16,9 @@ CHOICES = {
     "true mass, share": (replace(PAGE, scorer="mass"),),
     "true mass, top-p": (replace(PAGE, scorer="mass", rule="top_p"),),
     "bounds of half the range, top-p, 64 recent tokens": (replace(PAGE, rule="top_p", scorer="bound 0.5", local=64),),
+    "bounds, share, 64 recent tokens": (replace(PAGE, local=63),),
+    "bounds, share, pages of 16": (replace(PAGE, kv_block=16),),
+    "true mass, share, pages of 16": (replace(PAGE, scorer="mass", kv_block=16),),
     "bounds, top-p, pages of 16": (replace(PAGE, rule="top_p", scorer="bound 0.5", kv_block=16),),
     "bounds, top-p, pages of 64": (replace(PAGE, rule="top_p", scorer="bound 0.5", kv_block=64),),
 }

@@ -22,6 +22,8 @@ CHOICES = {
     "mean query, columns 32 x 16, all kinds": (replace(MEAN, kv_block=16),),
     "mean query, columns 64 x 16": (replace(MEAN, scorer="mean 64", q_block=64, kv_block=16),),
     "mean query, columns 16 x 4": (replace(MEAN, scorer="mean 16", **{**TILE, "kv_block": 4}),),
+    "mean query, columns 16 x 1": (replace(MEAN, scorer="mean 16", **{**TILE, "kv_block": 1}),),
+    "mean query, columns 16 x 8": (replace(MEAN, scorer="mean 16", **{**TILE, "kv_block": 8}),),
     "mean query, columns 64 x 1": (replace(MEAN, scorer="mean 64", q_block=64, kv_block=1),),
     "mean query, 16 x 16": (replace(MEAN, scorer="mean 16", **TILE),),
     "mean query, 16 x 16, all kinds": (replace(MEAN, scorer="mean 16", **TILE),),

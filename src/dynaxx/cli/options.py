@@ -60,7 +60,7 @@ ThreadsOption = Annotated[
 ]
 
 
-def device_of(device: str) -> str:
+def device_of(device: str, option: str = "--device") -> str:
     """Resolve "auto", and refuse a missing device before anything is loaded."""
     import torch
 
@@ -69,9 +69,9 @@ def device_of(device: str) -> str:
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}") from None
+        raise ValueError(f"{option} must be auto, cpu or cuda, got {device!r}") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device} needs a GPU that torch can use; torch {torch.__version__} sees none")
+        raise ValueError(f"{option} {device} needs a GPU that torch can use; torch {torch.__version__} sees none")
     return device
 
 

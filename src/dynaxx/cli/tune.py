@@ -22,6 +22,7 @@ from dynaxx.cli.options import (
     TextOption,
     ThreadsOption,
     block_size_of,
+    device_of,
     names,
     numbers,
     seconds,
@@ -102,6 +103,14 @@ def tune(
     with_validation: Annotated[bool, typer.Option("--validation/--no-validation", help="Validate afterwards.")] = True,
     with_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
     device: DeviceOption = "auto",
+    search_on: Annotated[
+        str,
+        typer.Option(
+            "--search-on",
+            metavar="DEVICE",
+            help="Search on another device: cuda tunes for --device cpu in minutes. Speed and validation stay there.",
+        ),
+    ] = "",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
@@ -123,6 +132,7 @@ def tune(
       dynaxx tune smollm2 --out run --hold niah_single_2,vt
       dynaxx tune smollm2 --out run --choosing-layers 15
       dynaxx tune smollm2 --out run --tokens 8192 --block-size 32x16 --scorers mean,tiles --stretches 2
+      dynaxx tune smollm2 --out run --device cpu --search-on cuda
       dynaxx tune smollm2 --out run --no-profile --no-analysis
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
@@ -155,6 +165,7 @@ def tune(
             choosing=choosing,
             scorers=names(scorers),
             stretches=stretches,
+            search_on=device_of(search_on, "--search-on") if search_on else None,
             skip=frozenset(
                 step
                 for step, wanted in zip(

@@ -353,3 +353,32 @@ def test_steps_are_timed_in_a_graph(loaded):
     found = decode_module.time_steps(model, model_facts(model), [PageBudget((0.1, 0.5))] * 3, 16, True, (64, 256))
     assert [each.seqlen for each in found] == [64, 256]
     assert all(each.dense_seconds > 0 and each.sparse_seconds > 0 for each in found)
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_model_returns_from_the_device_of_the_search(loaded, device):
+    model = copy.deepcopy(loaded.model)
+    moved = []
+    model.to = lambda device: moved.append(str(device))
+    with pytest.raises(ValueError, match="stop"), search_module.on_device(model, device):
+        raise ValueError("stop")
+    assert moved == ([] if device is None else ["meta", "cpu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_search_on_a_gpu_serves_a_model_on_a_cpu(loaded, tmp_path, monkeypatch):
+    seen = []
+
+    def timed(model, *_, **__):
+        seen.append(model.device.type)
+        return [LengthTiming(n, 2.0, 1.0) for n in (64, 256)]
+
+    monkeypatch.setattr(search_module, "time_lengths", timed)
+    options = dict(tokens=256, block_size=16, tolerance=0.5, with_reference=False)
+    found = tune_module.tune(*loaded, TEXT, out=tmp_path / "gpu", search_on="cuda", **options)
+    there = tune_module.tune(*loaded, TEXT, out=tmp_path / "cpu", **options)
+    assert seen == ["cpu", "cpu"]
+    assert found.budgets == there.budgets
+    assert found.chosen.ratio == pytest.approx(there.chosen.ratio, abs=1e-3)
+    assert loaded.model.device.type == "cpu"

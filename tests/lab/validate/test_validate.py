@@ -133,10 +133,11 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
         model=model_facts(model), block_size=16, dense_below=200, sparse_from=250, rules=(dx.Rule.of(dx.Sink(16)),)
     )
     timings = tuple(LengthTiming(n, 1.0, 0.5) for n in (128, 256, 512))
-    tuned = TuneResult("m", 128, 0.01, "", 1.0, (), (), None, None, timings, 200, (), (), 1.0, "dynaxx tune", policy)
+    tuned = TuneResult("m", 5000, 0.01, "", 1.0, (), (), None, None, timings, 200, (), (), 1.0, "dynaxx tune", policy)
     slow_until, seen = 300, []
 
-    def validate(model, tokenizer, policy, text, *, lengths, earlier=None):
+    def validate(model, tokenizer, policy, text, *, lengths, tokens, earlier=None):
+        assert tokens == 5000, "texts are as long as those that were tuned on"
         assert (earlier is None) == (not seen or policy.sparse_from == 250), "what was validated before is handed on"
         if policy.sparse_from > 600:
             raise ValueError("give more text")

@@ -44,6 +44,7 @@ def tune(
     choosing: int = 0,
     scorers: Sequence[str] = DEFAULT_SCORERS,
     stretches: int = 1,
+    search_on: str | None = None,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
     name: str = "",
@@ -73,6 +74,8 @@ def tune(
         scorers: names of scorers of blocks to try (`costs.SCORERS`); the one that loses least is taken.
         stretches: stretches of each text for the costs of heads, and as many others for the trials. More of them allow
             sparser policies: a trial must pass by two standard errors.
+        search_on: device for the search, for example "cuda" for a model on a CPU. Times and the reference are taken
+            where the model is. The default is the model's device.
         resume: continue from `out/tuning_state.json` if model, text and settings are the same.
         progress: reports each step.
         command: the command, stored as evidence.
@@ -92,7 +95,7 @@ def tune(
     if held_out and not others:
         raise ValueError("`held_out` needs several kinds of text: give `kinds`, for example --kinds all")
     settings = (out, tokens, block_size, seed, resume, progress, time_budget, tolerance, others, hold, choosing)
-    search = Search(model, tokenizer, text, *settings, scorers, stretches)
+    search = Search(model, tokenizer, text, *settings, scorers, stretches, search_on)
     traffic = text if with_reference else ""
     return search.run(command, name or type(model).__name__, traffic, with_decode, cuda_graph, held_out)
 

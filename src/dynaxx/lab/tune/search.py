@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -63,6 +64,34 @@ OUT_OF_TIME = (
 )
 
 
+class Found(NamedTuple):
+    """What the search found, before it is timed."""
+
+    scorer: Scorer
+    layers: tuple[int, ...]
+    budgets: Budgets
+    chosen: Trial | None
+    tuned: tuple[Trial, ...]
+    uniform: tuple[Trial, ...]
+    best_uniform: Trial | None
+    lists: SharedLists | None
+    shared: tuple[Trial, ...]
+    held_out: tuple[HeldOutKind, ...]
+
+
+@contextmanager
+def on_device(model: Any, device: str | None) -> Iterator[None]:
+    """Keep the model on another device within the block; None leaves it where it is."""
+    own = model.device
+    if device is not None:
+        model.to(device)
+    try:
+        yield
+    finally:
+        if device is not None:
+            model.to(own)
+
+
 class Search:
     """One run of the search: its texts, its stored steps, its clock."""
 
@@ -84,8 +113,9 @@ class Search:
         choosing: int = 0,
         scorers: Sequence[str] = DEFAULT_SCORERS,
         stretches: int = 1,
+        search_on: str | None = None,
     ) -> None:
-        self.choosing, self.scorers = choosing, scorers_named(scorers)
+        self.choosing, self.scorers, self.search_on = choosing, scorers_named(scorers), search_on
         self.tokenizer = tokenizer
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
@@ -108,18 +138,23 @@ class Search:
     ) -> TuneResult:
         """Search, measure and write the policy with its evidence."""
         steps = 4 + len(self.scorers) + 2 * SEARCH_STEPS + 2 + 2
-        with evaluating(self.model), fast_linears(self.model), self.progress.task("tuning", total=steps) as task:
-            result = self._with_evidence(self._run(task, command, name, held_out))
-            if with_decode:
-                result = self._with_decode(result, command, task, cuda_graph)
-            task.advance(1, "reference for drift")
-            if traffic:
-                loaded, text = LoadedModel(self.model, self.tokenizer), split_text(traffic).calibration
-                result = with_reference(result, loaded, text, command, self.seed, self.steps, self.time, self.progress)
+        with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
+            with on_device(self.model, self.search_on), fast_linears(self.model):
+                found = self._found(task, held_out)
+            with fast_linears(self.model):
+                result = self._with_evidence(self._timed(found, task, command, name))
+                if with_decode:
+                    result = self._with_decode(result, command, task, cuda_graph)
+                task.advance(1, "reference for drift")
+                if traffic:
+                    loaded, text = LoadedModel(self.model, self.tokenizer), split_text(traffic).calibration
+                    options = (command, self.seed, self.steps, self.time, self.progress)
+                    result = with_reference(result, loaded, text, *options)
             task.advance(1, "done")
             return result.write(self.out)
 
-    def _run(self, task: Task, command: str, name: str, held_out: bool) -> TuneResult:
+    def _found(self, task: Task, held_out: bool) -> Found:
+        """Search the scorer, the budgets of the heads, and which layers choose."""
         task.advance(0, "dense perplexity")
         self.trials.measure_dense()
         task.advance(1, "loss of each head")
@@ -157,32 +192,46 @@ class Search:
         if lists is not None:
             chosen, make = best_shared, lists.budgets
         budgets = make(chosen.aim)[1] if chosen else [[1.0] * costs.heads for _ in layers]
-        policy = self.trials.policy(layers, budgets, scorer, lists.shared() if lists else ())
+        return Found(
+            scorer=scorer,
+            layers=tuple(layers),
+            budgets=budgets,
+            chosen=chosen,
+            tuned=tuple(tuned_trials),
+            uniform=tuple(uniform_trials),
+            best_uniform=best_uniform,
+            lists=lists,
+            shared=tuple(shared_trials),
+            held_out=self._leave_one_out(each_costs, scorer, task) if held_out else (),
+        )
+
+    def _timed(self, found: Found, task: Task, command: str, name: str) -> TuneResult:
+        """Return the result, with the length from which the policy is faster than dense attention."""
+        lists = found.lists
+        policy = self.trials.policy(found.layers, found.budgets, found.scorer, lists.shared() if lists else ())
         task.advance(0, "crossover against dense")
         key = f"crossover {rules_digest(policy)}"
         timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
         crossover = tuple(LengthTiming(**timing) for timing in timings)
-        border = dense_below(crossover) if chosen else None
-        left_out = self._leave_one_out(each_costs, scorer, task) if held_out else ()
         result = TuneResult(
             model=name,
             tokens=self.tokens,
             tolerance=self.tolerance,
-            scorer=repr(scorer),
+            scorer=repr(found.scorer),
             dense_perplexity=perplexity(torch.cat(self.trials.dense)),
-            uniform=tuple(uniform_trials),
-            tuned=tuple(tuned_trials),
-            chosen=chosen,
-            best_uniform_density=best_uniform.density if best_uniform else None,
+            uniform=found.uniform,
+            tuned=found.tuned,
+            chosen=found.chosen,
+            best_uniform_density=found.best_uniform.density if found.best_uniform else None,
             crossover=crossover,
-            dense_below=border,
-            budgets=tuple(tuple(row) for row in budgets),
-            layers=tuple(layers),
+            dense_below=dense_below(crossover) if found.chosen else None,
+            budgets=tuple(tuple(row) for row in found.budgets),
+            layers=found.layers,
             seconds=self.steps.seconds + self.time.spent,
             command=command,
             policy=policy,
-            held_out=left_out,
-            shared=tuple(shared_trials),
+            held_out=found.held_out,
+            shared=found.shared,
             choosing=lists.choosing if lists else (),
         )
         task.advance(2, "evidence")

@@ -38,7 +38,7 @@ def validate_tuned(
         text: sample text; only its held-out part is used.
         out: the folder that `tune` wrote to.
         say: a function that reports each raise.
-        **options: options of `validate`.
+        **options: options of `validate`. Texts are at least as long as those that were tuned on.
 
     Returns:
         The tuned result with its final border, and the validation of that policy.
@@ -48,14 +48,19 @@ def validate_tuned(
         PolicyError: see `validate`.
         UnsupportedInputError: see `validate`.
     """
-    from dynaxx.lab.validate.run import validate
+    from dynaxx.lab.validate.run import TOKENS, validate
 
-    found = validate(model, tokenizer, tuned.policy, text, **options)
+    def validated(tuned: TuneResult, earlier: ValidationResult | None = None) -> ValidationResult:
+        border = tuned.policy.dense_below if tuned.policy.sparse_from is None else tuned.policy.sparse_from
+        tokens = max(TOKENS, tuned.tokens, border + 1)
+        return validate(model, tokenizer, tuned.policy, text, tokens=tokens, earlier=earlier, **options)
+
+    found = validated(tuned)
     while (border := found.later_border(timing.seqlen for timing in tuned.crossover)) is not None:
         later = with_border(tuned, border, found)
         say(f"validate: slower than dense at {later.raised[-1].seqlen:,} tokens, so sparse from {border:,}")
         try:
-            found = validate(model, tokenizer, later.policy, text, **options, earlier=found)
+            found = validated(later, found)
         except ValueError:  # the text is too short for longer prompts
             break
         tuned = later.write(out)

@@ -57,6 +57,7 @@ class TuneSettings:
     choosing: int = 0  # layers that choose blocks, while the others read theirs; 0 means all
     scorers: tuple[str, ...] = DEFAULT_SCORERS  # scorers of blocks to try
     stretches: int = 1  # stretches of each text for costs, and for trials
+    search_on: str | None = None  # device for the search of budgets; None is the model's
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
@@ -175,6 +176,7 @@ class _Steps:
             choosing=plan.choosing,
             scorers=plan.scorers,
             stretches=plan.stretches,
+            search_on=plan.search_on,
             progress=self.progress,
             command=plan.command,
             name=plan.name,
