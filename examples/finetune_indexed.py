@@ -2,15 +2,20 @@
 """Train the indexers of a converted model on real text, then the model with them, and ask it for hidden needles.
 
     dynaxx convert smollm2 --to indexed --tokens 1024 --out build/smollm2-indexed
-    python examples/finetune_indexed.py build/smollm2-indexed --out build/indexed --context 8192       # on a GPU
+    python examples/nsa_data.py build/text.bin
+    python examples/finetune_indexed.py build/smollm2-indexed --out build/indexed --learn build/text.bin    # on a GPU
     python examples/finetune_indexed.py build/smollm2-indexed --out build/check --context 256 --tokens 64 \
         --dense-steps 2 --steps 2 --needles 2                                                           # on a CPU
 
-First attention sees everything, the model's own weights stay, and the indexers learn what it looks at. Then every query
-attends to the tokens that its indexer chooses, and all weights learn. Text is Python's documentation, split in
-sections: even ones to learn from, odd ones to measure on. A needle is a sentence with a number, at a random place of a
-held-out sequence that asks for it at its end. Printed and written to finetune.json, with dense attention and with
-chosen tokens: held-out loss, and the share of needles whose digits all come first.
+First attention sees everything, the model's own weights stay, and the indexers learn what it looks at. In this stage
+pieces of each sequence are copied to later places (--copies): heads that look far back have little to find in plain
+text, so indexers would not learn to follow them. Then every query attends to the tokens that its indexer chooses, and
+all weights learn, on plain text.
+
+Text to measure on is Python's documentation, its odd sections. Text to learn from is --learn, or the even sections,
+which are short. A needle is a sentence with a number, at a random place of a held-out sequence that asks for it at its
+end. Printed and written to finetune.json, with dense attention and with chosen tokens: held-out loss, and the share of
+needles whose digits all come first.
 """
 
 import argparse
@@ -59,6 +64,24 @@ def found(model, needles):
     return right / max(1, len(needles))
 
 
+def without(text, held_out):
+    """Return a text without the paragraphs of another."""
+    measured = set(held_out.split("\n\n"))
+    return "\n\n".join(part for part in text.split("\n\n") if part not in measured or len(part) < 80)
+
+
+def with_copies(row, count, generator):
+    """Return a sequence in which `count` pieces of 32 tokens up to an eighth of it occur again at later places."""
+    draw = lambda most: int(torch.randint(most, (1,), generator=generator))
+    row, longest = row.clone(), min(256, len(row) // 8)
+    for _ in range(count if longest else 0):
+        size = min(longest, 32) + draw(max(1, longest - 31))
+        to = size + draw(len(row) - 2 * size + 1)
+        begin = draw(to - size + 1)
+        row[to : to + size] = row[begin : begin + size].clone()
+    return row
+
+
 def measure(model, held_out, needles, dense):
     """Return held-out loss and the share of needles found, with dense attention or with chosen tokens."""
     model.eval()
@@ -88,11 +111,18 @@ def train(model, rows, args, steps, rates, only_indexers):
     recalls, begin = [], time.perf_counter()
     for step in range(steps):
         generator = torch.Generator().manual_seed(args.seed * 10**7 + step)
-        batch = rows[torch.randint(len(rows), (args.batch,), generator=generator)].to(model.device)
+        batch = rows[torch.randint(len(rows), (args.batch,), generator=generator)]
+        if only_indexers:
+            batch = torch.stack([with_copies(row, args.copies, generator) for row in batch])
+        batch = batch.to(model.device)
         for group, rate in zip(optimizer.param_groups, [rate for rate in rates if rate], strict=True):
-            group["lr"] = rate * min(1.0, (step + 1) / 10)
+            group["lr"] = rate * min(1.0, (step + 1) / 10, (steps - step) / (0.4 * steps))
         with autocast(model.device):
-            loss = model(batch, labels=batch, use_cache=False).loss
+            if only_indexers:  # the loss of text has no gradient for them
+                model.model(batch, use_cache=False)
+                loss = model.index_loss()[0]
+            else:
+                loss = model(batch, labels=batch, use_cache=False).loss
         loss.backward()
         check_finite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), f"gradients of step {step}")
         optimizer.step()
@@ -100,8 +130,9 @@ def train(model, rows, args, steps, rates, only_indexers):
         kl, recall = (float(x.detach()) for x in model.index_loss())
         recalls.append(recall)
         if step % 10 == 0 or step == steps - 1:
-            layers = len(model.model.layers)
-            said = f"loss {float(loss.detach()) - kl:.4f}, indexers {kl / layers:.4f} per layer"
+            said = f"indexers {kl / len(model.model.layers):.4f} per layer"
+            if not only_indexers:
+                said = f"loss {float(loss.detach()) - kl:.4f}, {said}"
             print(f"  step {step}: {said}, attention on chosen tokens {recall:.1%}, "
                   f"{time.perf_counter() - begin:.0f} s", flush=True)  # fmt: skip
     return sum(recalls[-10:]) / max(1, len(recalls[-10:]))
@@ -112,6 +143,7 @@ def run(args):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         text = load_text(args.text)
+        learn = load_text(args.learn) if args.learn else None
         model, tokenizer = load_model(args.model, device=device)
     except ValueError as error:
         raise SystemExit(str(error)) from None
@@ -122,7 +154,9 @@ def run(args):
         model.config.index_tokens = args.tokens
         for layer in model.model.layers:
             layer.self_attn.choice = TopKTokens(args.tokens)
-    learn, held_out = (sequences(tokenizer, part, args.context) for part in split_text(text))
+    parts = split_text(text)
+    learn = sequences(tokenizer, without(learn, parts.held_out) if learn else parts.calibration, args.context)
+    held_out = sequences(tokenizer, parts.held_out, args.context)
     needles = needle_rows(tokenizer, held_out, args.needles, args.seed)
     held_out = held_out[: args.eval_sequences]
     rows = []
@@ -152,6 +186,10 @@ def arguments(argv=None):
     parser.add_argument("model", type=Path, help="folder that `dynaxx convert --to indexed` wrote")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--text", default="pydoc", help="a text file, or 'pydoc'")
+    parser.add_argument("--learn", type=Path, help="a text file to learn from, as nsa_data.py packs it; paragraphs "
+                        "that are measured on are left out")  # fmt: skip
+    parser.add_argument("--copies", type=int, default=8, help="pieces of a sequence that occur again at later places, "
+                        "while the indexers learn beside dense attention")  # fmt: skip
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--tokens", type=int, help="that each query attends to; default: the model's own")
     parser.add_argument("--batch", type=int, default=1)

@@ -2,6 +2,8 @@
 """A Llama converted to tokens that an indexer selects: equal to dense at first; saved, decoded and trained."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +109,56 @@ def test_command(folder, tmp_path):
     wrong = run("--out", str(tmp_path / "other"), "--window", "64")
     assert wrong.exit_code != 0
     assert "--window" in wrong.output
+
+
+@pytest.fixture(scope="module")
+def finetune():
+    examples = str(Path(__file__).parents[3] / "examples")
+    sys.path.insert(0, examples)
+    try:
+        import finetune_indexed
+    finally:
+        sys.path.remove(examples)
+    return finetune_indexed
+
+
+def test_the_example_copies_pieces_to_later_places(finetune):
+    row = torch.arange(400)
+    for seed in range(20):
+        made = finetune.with_copies(row, 1, torch.Generator().manual_seed(seed))
+        changed = (made != row).nonzero().flatten()
+        assert 32 <= len(changed) <= 50
+        assert torch.equal(changed, torch.arange(int(changed[0]), int(changed[-1]) + 1))
+        assert (made[changed] < changed[0]).all(), "a copy comes from before its place"
+        assert (made[changed].diff() == 1).all()
+    for length in (1, 2, 3, 40):
+        assert len(finetune.with_copies(row[:length], 3, torch.Generator().manual_seed(0))) == length
+
+
+def test_the_example_trains_both_stages(finetune, dense, folder, tmp_path):
+    """Indexers learn by themselves first, from another text without what is measured; then everything learns."""
+    model = convert(dense)
+    model.save_pretrained(tmp_path / "made")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "made")
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    (tmp_path / "learn.txt").write_text("A text to learn from, of a few words. " * 60)
+    files = [
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--learn",
+        str(tmp_path / "learn.txt"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    sizes = ["--context", "96", "--tokens", "16", "--dense-steps", "3", "--steps", "2", "--needles", "1"]
+    results = finetune.run(finetune.arguments([str(tmp_path / "made"), *files, *sizes, "--out", str(tmp_path / "out")]))
+    assert [row["attention"] for row in results["rows"]] == ["dense", *["16 tokens"] * 3, "dense"]
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    moved = {name: not torch.equal(x, model.state_dict()[name]) for name, x in trained.state_dict().items()}
+    assert all(moved[f"model.layers.0.self_attn.indexer.{x}_proj.weight"] for x in ("q", "k", "weight"))
+    assert moved["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_the_example_leaves_out_what_it_measures(finetune):
+    long, other = "word " * 30, "other words " * 20
+    assert finetune.without(f"{long}\n\nshort\n\n{other}", f"short\n\n{long}") == f"short\n\n{other}"
