@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`IndexedSparseAttention`: dense if it may select all tokens; two separate losses; both stages of training."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch.func import grad
 
 import dynaxx as dx
 from dynaxx import nn
@@ -106,3 +111,50 @@ def test_decoding_over_pages_is_the_forward_traced_whole(precision):
         got = run(x[:, some], part, dx.PagedCache(k, v, used, table), index_k)
         torch.testing.assert_close(got, want[:, some], atol=1e-5, rtol=1e-5)
         done += count
+
+
+def test_copies_and_pickles_leave_the_graph_of_the_last_call_behind():
+    attention, x = module(), torch.randn(2, 30, 48)
+    want = attention(x)
+    assert attention.index_loss is not None
+    for other in (copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))):
+        assert other.index_loss is None
+        assert torch.equal(other(x), want)
+
+
+def test_threads_that_share_a_module_use_their_own_indexers_output():
+    attention, inputs = module(8).eval(), torch.randn(6, 1, 60, 48)
+    with torch.no_grad(), ThreadPoolExecutor(3) as pool:
+        want = [attention(x) for x in inputs]
+        found = list(pool.map(torch.no_grad()(attention), [*inputs, *inputs]))
+    for a, b in zip(found, [*want, *want], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_no_input_is_refused_before_the_indexer_reads_it():
+    with pytest.raises(ValueError, match="hidden_size = 48"):
+        module()(torch.randn(2, 9, 47))
+    with pytest.raises(TypeError, match="floating-point"):
+        module()(torch.zeros(2, 9, 48, dtype=torch.int64))
+    attention = module()
+    with pytest.raises(NotImplementedError, match="no rules for torch"):
+        grad(lambda x: attention(x).sum())(torch.randn(1, 9, 48))
+
+
+@pytest.mark.parametrize(
+    ("table", "used", "said"),
+    [
+        ([[0], [-1]], [3, 3], "a page for every new key"),
+        ([[0], [9]], [3, 3], "a page for every new key"),
+        ([[1], [1]], [3, 3], "write to one page"),
+        ([[0], [1]], [3, 0], "must have space"),
+        ([[0], [1]], [3, 17], "must have space"),
+    ],
+)
+def test_new_tokens_go_to_pages_of_their_own_or_nowhere(table, used, said):
+    """Page -1 is not the last page, which another sequence may own."""
+    k, v, index_k = torch.zeros(3, 16, 2, 12), torch.zeros(3, 16, 2, 12), torch.zeros(3, 16, 8)
+    cache = dx.PagedCache(k, v, torch.tensor(used).int(), torch.tensor(table).int())
+    with pytest.raises(ValueError, match=said):
+        module().eval().decode(torch.randn(2, 1, 48), None, cache, index_k)
+    assert not any(x.any() for x in (k, v, index_k))

@@ -192,6 +192,28 @@ def test_a_compiler_goes_around_it():
     compiled(x).sum().backward()
 
 
+@pytest.mark.parametrize("kind", modules())
+def test_no_sequences_and_no_tokens(kind):
+    module = modules()[kind]
+    for shape in ((0, 5, 24), (2, 0, 24)):
+        assert module(torch.zeros(shape)).shape == shape
+
+
+def test_a_cache_is_unchanged_by_what_it_refuses():
+    """A layer with one kv head must not fill all heads of another layer's cache."""
+    module, other, x = modules()["sparse"], nn.SparseAttention(24, 6, 1, pattern=dx.Causal()), torch.randn(1, 9, 24)
+    cache = nn.LayerCache()
+    with torch.no_grad():
+        want = module(x)
+        module(x[:, :5], cache=cache)
+        with pytest.raises(ValueError, match="every layer needs a cache of its own"):
+            other(x[:, 5:6], cache=cache)
+        assert cache.lengths == [5]
+        torch.testing.assert_close(module(x[:, 5:], cache=cache), want[:, 5:], atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="may differ in head_dim only"):
+        nn.LayerCache().append(torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 2, 4))
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="multiple of"):
         nn.NativeSparseAttention(24, 6, 4)
@@ -209,6 +231,7 @@ def test_bad_arguments():
         modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
         with pytest.raises(ValueError, match="different lengths"):
             modules()["moba"](torch.randn(2, 1, 24), cache=cache)
+        assert cache.lengths == [3, 5]
         with pytest.raises(ValueError, match="come first in a cache"):
             modules()["moba"](torch.randn(8, 24), cu_seqlens=(0, 3, 8), cache=cache)
     with pytest.raises(ValueError, match="no_grad"):

@@ -48,12 +48,19 @@ class LayerCache:
         """Return whether all sequences have the same length."""
         return len(set(self.lengths)) <= 1
 
+    def check_even(self) -> None:
+        """Raise ValueError if sequences have different lengths."""
+        if not self.even:
+            raise ValueError(
+                "only NativeSparseAttention without `dense` serves sequences of different lengths; pad them or use it"
+            )
+
     def append(self, k: Tensor, v: Tensor, ends: CuSeqlens | None = None) -> None:
         """Append (batch, tokens, kv_heads, dim) keys and values. Packed ones (tokens, ...) with `ends` start sequences.
 
         Raises:
-            ValueError: the batch differs from the cache's, packed tensors follow other tokens, or tensors need
-                gradients.
+            ValueError: the batch, the heads or the head_dim differ from the cache's, packed tensors follow other
+                tokens, or tensors need gradients. The cache is unchanged.
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError("a cache serves inference: call the model under torch.no_grad() or inference_mode()")
@@ -66,6 +73,15 @@ class LayerCache:
             batch, added = k.shape[0], [k.shape[1]] * k.shape[0]
         if self.lengths and batch != len(self.lengths):
             raise ValueError(f"`k` must have the cache's batch size {len(self.lengths)}, got {batch}")
+        if k.ndim != v.ndim or k.shape[:-1] != v.shape[:-1]:
+            raise ValueError(f"`k` and `v` may differ in head_dim only, got {tuple(k.shape)} and {tuple(v.shape)}")
+        if self._k.ndim > 1:
+            wanted, found = ([tuple(x.shape[-2:]) for x in pair] for pair in ((self._k, self._v), (k, v)))
+            if wanted != found:
+                raise ValueError(
+                    f"`k` and `v` must have the (kv_heads, head_dim) of the cache, {wanted}, got {found}: "
+                    "every layer needs a cache of its own"
+                )
         before = self.lengths or [0] * batch
         self.lengths = [old + new for old, new in zip(before, added, strict=True)]
         self._make_room(k, v, batch)
@@ -85,10 +101,7 @@ class LayerCache:
         Raises:
             ValueError: the sequences have different lengths.
         """
-        if not self.even:
-            raise ValueError(
-                "only NativeSparseAttention without `dense` serves sequences of different lengths; pad them or use it"
-            )
+        self.check_even()
         length = max(self.lengths, default=0)
         return self._k[:, :length], self._v[:, :length]
 

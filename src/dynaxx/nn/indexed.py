@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +16,8 @@ from dynaxx.layout import CuSeqlens
 from dynaxx.layout.paging import PagedCache
 from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.projection import ProjectedAttention, Rotary, rotate, rotate_first_columns
+from dynaxx.ops.checks import looks_at_values
+from dynaxx.ops.decode_checks import check_places
 from dynaxx.ops.indexer import IndexLoss, Precision, index_loss, index_tokens
 from dynaxx.ops.selected import selected_attention
 from dynaxx.ops.token_steps.attend import selected_decode
@@ -114,8 +118,13 @@ class IndexedSparseAttention(ProjectedAttention):
         """
         if cache is not None:
             raise ValueError("`cache` must be None here: call `decode`, or generate with a converted Llama")
-        self._indexed = self.indexer(x, rotary)
-        return super().forward(x, rotary, cu_seqlens=cu_seqlens)
+        q, k, v = self.projected(x, rotary, cu_seqlens)
+        out = attend_outside_of_graphs()(self, self.indexer(x, rotary), q, k, v, cu_seqlens)
+        return cast(Tensor, self.o_proj(out.flatten(-2)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude the loss of the last call from copies and pickles, because it belongs to a graph."""
+        return {**super().__getstate__(), "index_loss": None}
 
     @typed
     @torch.no_grad()
@@ -134,7 +143,8 @@ class IndexedSparseAttention(ProjectedAttention):
             A tensor of the shape of x.
 
         Raises:
-            ValueError: a cache without a page table.
+            ValueError: a cache without a page table, or one that has no page for a new token; the latter is checked on
+                a CPU, and on a GPU with DYNAXX_DEBUG=1.
         """
         if cache.page_table is None:
             raise ValueError("`cache` must have a page table, got a contiguous one")
@@ -145,6 +155,8 @@ class IndexedSparseAttention(ProjectedAttention):
             q, k = rotate(q, rotary), rotate(k, rotary)
         indexed = self.indexer(x, rotary)
         position = cache.seqused_k[:, None] - x.shape[1] + torch.arange(x.shape[1], device=x.device)
+        if not torch.compiler.is_compiling() and looks_at_values(x.device):
+            check_places("page_table", cache.page_table, position, cache.page_size, cache.k, cache.v, index_k)
         page = cache.page_table.gather(1, position // cache.page_size)
         for pages, rows in ((cache.k, k), (cache.v, v), (index_k, indexed.k)):
             pages[page, position % cache.page_size] = rows.to(pages.dtype)
@@ -160,12 +172,16 @@ class IndexedSparseAttention(ProjectedAttention):
     def attend(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
-        return self.attend_chosen(self._indexed, q, k, v, cu_seqlens)
+        raise NotImplementedError("`forward` calls `attend_indexed`, which also needs the indexer's output")
 
-    @override
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None) -> Tensor:
-        self._learn(self._indexed, q, k, None, cu_seqlens)
-        return super().attend_dense(q, k, v, cu_seqlens)
+    def attend_indexed(
+        self, indexed: IndexerOutput, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None
+    ) -> Tensor:
+        """Attend to everything if `dense`, else to the chosen tokens; in training mode, store the indexer's loss."""
+        if not self.dense:
+            return self.attend_chosen(indexed, q, k, v, cu_seqlens)
+        self._learn(indexed, q, k, None, cu_seqlens)
+        return self.attend_dense(q, k, v, cu_seqlens)
 
     def attend_chosen(
         self, indexed: IndexerOutput, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None
@@ -193,3 +209,10 @@ class IndexedSparseAttention(ProjectedAttention):
     @override
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.choice.k} tokens of {self.choice.block_size}"
+
+
+@cache
+def attend_outside_of_graphs() -> Callable[..., Tensor]:
+    """Return `attend_indexed` excluded from compilation. It is created at first use, which loads the compiler."""
+    disabled: Callable[..., Tensor] = torch.compiler.disable(IndexedSparseAttention.attend_indexed)
+    return disabled

@@ -131,6 +131,19 @@ class ProjectedAttention(nn.Module, ABC):
         Returns:
             A tensor of the shape of x.
         """
+        q, k, v = self.projected(x, rotary, cu_seqlens)
+        attend = _attend if self.is_traceable(cu_seqlens, cache) else outside_of_graphs()
+        out = attend(self, x, q, k, v, cu_seqlens, cache)
+        return self.o_proj(out.flatten(-2))
+
+    def projected(
+        self, x: Tensor, rotary: Rotary | None, cu_seqlens: CuSeqlens | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Check x and return q, k and v, rotated.
+
+        Raises:
+            ValueError, TypeError: x has a wrong shape or is not a floating-point tensor.
+        """
         if x.ndim not in (2, 3) or x.shape[-1] != self.hidden_size or (x.ndim == 2) != (cu_seqlens is not None):
             raise ValueError(
                 f"`x` must be (batch, seqlen, hidden_size = {self.hidden_size}), or packed (tokens, hidden_size) with "
@@ -143,9 +156,7 @@ class ProjectedAttention(nn.Module, ABC):
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        attend = _attend if self.is_traceable(cu_seqlens, cache) else outside_of_graphs()
-        out = attend(self, x, q, k, v, cu_seqlens, cache)
-        return self.o_proj(out.flatten(-2))
+        return q, k, v
 
     decodes_ragged = False  # whether `attend` accepts a cache whose sequences have different lengths
 
@@ -189,6 +200,8 @@ def _attend(
     cache: LayerCache | None,
 ) -> Tensor:
     if cache is not None:
+        if cu_seqlens is None and (module.dense or not module.decodes_ragged):
+            cache.check_even()  # before anything is appended
         cache.append(k, v, cu_seqlens)
         if cu_seqlens is None and (cache.even or not module.decodes_ragged or module.dense):
             k, v = cache.views()

@@ -52,7 +52,7 @@ class SwitchableAttention(ProjectedAttention):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None, cache: LayerCache | None
     ) -> Tensor:
         spans, packed = pack(q, k, v, self.sizes, cu_seqlens, None)
-        if max(b - a for a, b in pairwise(spans.ends_k)) <= self.sizes.slc_count * self.sizes.slc_block:
+        if max((b - a for a, b in pairwise(spans.ends_k)), default=0) <= self.sizes.slc_count * self.sizes.slc_block:
             return self.attend_dense(q, k, v, cu_seqlens)
         with torch.no_grad():
             k_cmp = compress(packed.k, self.sizes, cu_seqlens=spans.ends_k)

@@ -56,9 +56,10 @@ def check_inputs(
     if head_dim == 0 or v.shape[-1] == 0:
         raise ValueError(f"head_dim must be >= 1, got {head_dim} and {v.shape[-1]}")
     if (layout.seqlen_q, layout.seqlen_k) != (seqlen_q, seqlen_k):
+        packed = isinstance(layout, PackedLayout)
         raise ValueError(
             f"`layout` must be for {seqlen_q} x {seqlen_k} tokens, got one for {layout.seqlen_q} x {layout.seqlen_k}; "
-            "q, k and v are (batch, seqlen, heads, head_dim)"
+            + ("its `cu_seqlens` end there" if packed else "q, k and v are (batch, seqlen, heads, head_dim)")
         )
     if layout.layout_batch not in (1, batch) or layout.layout_heads not in (1, q_heads):
         raise ValueError(

@@ -91,3 +91,36 @@ def check_block_indices(pages: Tensor, cache: PagedCache) -> None:
         raise ValueError(f"`pages` must hold -1 or pages below {cache.max_pages}, got {least} to {most}")
     if has_duplicates(pages):
         raise ValueError("`pages` must not name a page twice in one row; set duplicates to -1")
+
+
+def check_places(name: str, page_table: Tensor, position: Tensor, page_size: int, *pools: Tensor) -> None:
+    """Check that new keys fit into a cache, and that each has a place of its own. Reads values.
+
+    Args:
+        name: name of the page table, for messages.
+        page_table: (batch, max_pages), physical page of each logical page.
+        position: (batch, new), positions of the new keys in their sequences.
+        page_size: tokens per page.
+        *pools: (num_pages, page_size, ...), the tensors into which new rows will be written.
+
+    Raises:
+        ValueError: keys do not fit, or a page is missing, is not in the cache, or is written for two sequences.
+    """
+    if not position.numel():
+        return
+    capacity, num_pages = page_table.shape[1] * page_size, pools[0].shape[0]
+    least, most = (int(x) for x in position.aminmax())
+    if least < 0 or most >= capacity:
+        raise ValueError(
+            f"the cache must have space for the new keys, got positions {least} to {most} in sequences of {capacity}"
+        )
+    page = page_table.long().gather(1, position // page_size)
+    least, most = (int(x) for x in page.aminmax())
+    if least < 0 or most >= num_pages:
+        raise ValueError(f"`{name}` must have a page for every new key, got a page that is -1 or not in the cache")
+    place = page * page_size + position % page_size
+    overlaps = any(n > 1 and step == 0 for x in pools for n, step in zip(x.shape, x.stride(), strict=True))
+    if overlaps or len(place.unique()) < place.numel():
+        raise ValueError(
+            "new keys must have places of their own in the cache, got two sequences that write to one page"
+        )

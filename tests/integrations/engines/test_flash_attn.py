@@ -250,8 +250,8 @@ def test_what_else_is_refused():
 
 NEW = torch.ones(2, 1, 2, 8)
 PLACES = {
-    "a page that is missing": ({"block_table": torch.tensor([[0], [-1]]).int()}, "a page of the cache for every new"),
-    "a page that is not there": ({"block_table": torch.tensor([[0], [4]]).int()}, "a page of the cache for every new"),
+    "a page that is missing": ({"block_table": torch.tensor([[0], [-1]]).int()}, "a page for every new key"),
+    "a page that is not there": ({"block_table": torch.tensor([[0], [4]]).int()}, "a page for every new key"),
     "one page twice": ({"block_table": torch.tensor([[2], [2]]).int()}, "write to one page"),
     "one row twice": ({"cache_batch_idx": torch.tensor([3, 3])}, "write to one page"),
     "a length below 0": ({"cache_seqlens": -1, "cache_batch_idx": torch.tensor([0, 1])}, "must have space"),

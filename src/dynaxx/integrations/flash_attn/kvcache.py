@@ -17,6 +17,7 @@ from dynaxx.integrations.flash_attn.arguments import check_window, refuse, softc
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode import sparse_decode
+from dynaxx.ops.decode_checks import check_places
 
 PAGES = (256, 128, 64, 32, 16)  # supported tokens per page
 
@@ -218,7 +219,7 @@ def _append(
     new = k.shape[1]
     place = used[:, None].long() + torch.arange(new, device=q.device)
     if looks_at_values(place.device):
-        _check_places(place, used, pages)
+        check_places("block_table", pages.table, place, pages.page_size, pages.k, pages.v)
     if cos is not None and sin is not None:
         k = _rotated(k, cos, sin, place, interleaved)
         at = used[:, None].long() + (torch.arange(q.shape[1], device=q.device) if ordered else 0)
@@ -227,31 +228,6 @@ def _append(
     pages.k[where] = k.to(pages.k.dtype)
     pages.v[where] = v.to(pages.v.dtype)
     return q, used + new
-
-
-def _check_places(place: Tensor, used: Tensor, pages: _Pages) -> None:
-    """Check that new keys fit into the cache and that each has a place of its own.
-
-    Raises:
-        ValueError: they do not fit, or a page is missing, is not in the cache, or is written for two sequences.
-    """
-    if not place.numel():
-        return
-    capacity = pages.table.shape[1] * pages.page_size
-    if int(place.min()) < 0 or int(place.max()) >= capacity:
-        raise ValueError(
-            f"the cache must have space for {place.shape[1]} new keys, got lengths {used.tolist()} of {capacity}"
-        )
-    page = pages.table.gather(1, place // pages.page_size)
-    if int(page.min()) < 0 or int(page.max()) >= pages.k.shape[0]:
-        raise ValueError(
-            "`block_table` must have a page of the cache for every new key, "
-            f"got entries from {int(page.min())} to {int(page.max())} in units of {pages.page_size} tokens"
-        )
-    rows = page * pages.page_size + place % pages.page_size
-    overlaps = any(n > 1 and step == 0 for x in (pages.k, pages.v) for n, step in zip(x.shape, x.stride(), strict=True))
-    if overlaps or len(rows.unique()) < rows.numel():
-        raise ValueError("new keys must have different places in the cache, got two sequences that write to one page")
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, place: Tensor, interleaved: bool) -> Tensor:

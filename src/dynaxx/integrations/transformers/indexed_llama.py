@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.nsa_llama import hides_more_than_the_future
-from dynaxx.nn.indexed import IndexedSparseAttention, IndexerOutput
-from dynaxx.nn.projection import outside_of_graphs, rotate
+from dynaxx.nn.indexed import IndexedSparseAttention, IndexerOutput, attend_outside_of_graphs
+from dynaxx.nn.projection import rotate
 from dynaxx.ops.indexer import Precision
 from dynaxx.selection.tokens import TopKTokens
 
@@ -96,8 +96,7 @@ class IndexedLlamaAttention(IndexedSparseAttention):
             kept[self.layer_idx] = _LayerKeys(index_k.detach(), weakref.ref(keys))
             indexed = IndexerOutput(indexed.q, index_k, indexed.weights)
         _check_padding(attention_mask, q.shape[1], k.shape[1])
-        self._indexed = indexed
-        out = outside_of_graphs()(self, hidden_states, q, k, v, None, None)
+        out = attend_outside_of_graphs()(self, indexed, q, k, v, None)
         return self.o_proj(out.flatten(-2)), None
 
 
