@@ -140,7 +140,7 @@ def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
     """Time the attention call of a second layer within a pass, as transformers makes it, after two equal passes."""
     from transformers import AttentionInterface
 
-    from dynaxx.integrations.transformers import border, layer
+    from dynaxx.integrations.transformers.calls import border, interface
     from dynaxx.integrations.transformers.decoder import NAME
 
     sdpa = AttentionInterface()["sdpa"]
@@ -160,13 +160,13 @@ def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
             if module.layer_idx == 1:
                 plain = {key: value for key, value in kwargs.items() if key != ARGUMENT}
                 found[f"{name}, SDPA"] = host_us(lambda: sdpa(module, q, k, v, None, **plain), 60)
-                found[f"{name}, dynaxx"] = host_us(lambda: layer.attention(module, q, k, v, mask, **kwargs), 60)
-            return layer.attention(module, q, k, v, mask, **kwargs)
+                found[f"{name}, dynaxx"] = host_us(lambda: interface.attention(module, q, k, v, mask, **kwargs), 60)
+            return interface.attention(module, q, k, v, mask, **kwargs)
 
-        for attend in (layer.attention, layer.attention, timed):
+        for attend in (interface.attention, interface.attention, timed):
             AttentionInterface.register(NAME, attend)
             model(ids, logits_to_keep=1, use_cache=False)
-        AttentionInterface.register(NAME, layer.attention)
+        AttentionInterface.register(NAME, interface.attention)
         handle.remove()
     border.BORDERS["cuda"] = borders
     yield from found.items()

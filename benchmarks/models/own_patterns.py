@@ -21,8 +21,8 @@ import torch
 import transformers
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import border
-from dynaxx.integrations.transformers import layer as ours
+from dynaxx.integrations.transformers.calls import border
+from dynaxx.integrations.transformers.calls import layer as ours
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 BUSY_CYCLES = 4_000_000  # 2 ms of other work on the GPU before a timed call, so that the host is ahead, as in a model
@@ -139,9 +139,9 @@ def capture(model, ids):
     with dx.apply(model) as handle, torch.no_grad():
         attend = ours.Layer.attend
 
-        def see(layer, current, module, q, k, v, mask, kwargs):
-            calls["own_pattern"] = (layer, current, module, (q, k, v, mask), kwargs)
-            return attend(layer, current, module, q, k, v, mask, kwargs)
+        def see(layer, current, call):
+            calls["own_pattern"] = (layer, current, call)
+            return attend(layer, current, call)
 
         ours.Layer.attend = see
         try:
@@ -158,18 +158,18 @@ def layer_row(name, kind, seqlen, device, turns):
     ids = torch.randint(0, 1024, (1, seqlen), device=device)
     captured, own, stats = capture(model, ids)
     function, module, (q, k, v, mask), kwargs = captured.dense
-    layer, current, _, (_, _, _, lazy), own_kwargs = captured.own_pattern
+    layer, current, own_call = captured.own_pattern
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     do = torch.randn(q.shape[0], q.shape[2], q.shape[1], v.shape[3], device=device, dtype=q.dtype)
     calls = {
         own: lambda: function(module, q, k, v, mask, **kwargs)[0],
-        "dynaxx": lambda: layer.attend(current, module, q, k, v, lazy, own_kwargs)[0],
+        "dynaxx": lambda: layer.attend(current, own_call._replace(q=q, k=k, v=v))[0],
     }
     work = next(iter(current.call_plans.values()))[0]
     if len(work.parts) == 1:
-        (part,), scores = work.parts, {"softcap": own_kwargs.get("softcap"), "sinks": own_kwargs.get("s_aux")}
+        (part,), scores = work.parts, {"softcap": own_call.kwargs.get("softcap"), "sinks": own_call.kwargs.get("s_aux")}
         views = [x.transpose(1, 2) for x in (q, k, v)]
-        calls["op"] = lambda: dx.sparse_attention(*views, part.layout, scale=own_kwargs.get("scaling"), **scores)
+        calls["op"] = lambda: dx.sparse_attention(*views, part.layout, scale=own_call.kwargs.get("scaling"), **scores)
 
     def forward(call):
         with torch.no_grad():

@@ -148,8 +148,8 @@ def test_a_repeated_call_in_a_graph():
 def test_models_repeat_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from dynaxx.integrations.transformers import layer as layers
     from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.integrations.transformers.calls import layer as layers
     from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -199,8 +199,8 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
     """Every step of a cache that grows beyond two pages equals the step that is not prepared."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from dynaxx.integrations.transformers import decode
     from dynaxx.integrations.transformers.apply_policy import model_facts
+    from dynaxx.integrations.transformers.calls import decode
     from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -210,7 +210,7 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
     rules = [dx.Rule.of(rule, phase="decode")]
     policy = dx.Policy(model=model_facts(model), block_size=64, dense_below=0, rules=rules)
     ids = torch.randint(0, 99, (batch, 500), device="cuda")
-    repeated, repeat, served = decode._repeated, prepared_calls.repeat_step, []
+    repeated, repeat, served = decode.LayerSteps._repeat, prepared_calls.repeat_step, []
 
     def watched(*given):
         out = repeated(*given)
@@ -226,7 +226,7 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
 
     found = []
     for function in (lambda *given: None, watched):
-        monkeypatch.setattr(decode, "_repeated", function)
+        monkeypatch.setattr(decode.LayerSteps, "_repeat", function)
         with dx.apply(model, policy) as handle, torch.no_grad():
             cache, token, logits = model(ids, use_cache=True).past_key_values, ids[:, :1], []
             for _ in range(150):

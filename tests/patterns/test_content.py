@@ -366,7 +366,9 @@ def test_compiled_copied_and_dropped_models(monkeypatch):
     import pickle
     import weakref
 
-    monkeypatch.setattr("dynaxx.integrations.transformers.layer._warned", set())  # others check that they are warned
+    monkeypatch.setattr(
+        "dynaxx.integrations.transformers.calls.layer._warned", set()
+    )  # others check that they are warned
     model, ids = llama(), documents((5,))
     dense = logits(model, input_ids=ids)
     handle = dx.apply(model, policy_for(model))

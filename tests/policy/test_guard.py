@@ -283,7 +283,7 @@ def test_a_failing_call_runs_dense_and_is_counted_by_reason(model, telemetry, er
 
 def test_a_kernel_that_fails_for_real(model, monkeypatch):
     ids, dense = tokens(1, 100), logits(model, tokens(1, 100))
-    monkeypatch.setattr("dynaxx.integrations.transformers.layer.sparse_attention", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("dynaxx.integrations.transformers.calls.sparse.sparse_attention", lambda *_, **__: 1 / 0)
     with dx.apply(model, policy_for(model)) as handle:
         assert torch.equal(logits(model, ids), dense)
         assert handle.stats()["dense_calls"] == {"kernel failed": 2}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import border
+from dynaxx.integrations.transformers.calls import border
 from dynaxx.testing import oracle_attention
 
 transformers = pytest.importorskip("transformers")

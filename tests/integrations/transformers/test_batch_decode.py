@@ -7,7 +7,7 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.integrations.transformers.batches.step import CachedRequest
-from dynaxx.integrations.transformers.masks import MaskRun
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.telemetry import recorder
 
 transformers = pytest.importorskip("transformers")

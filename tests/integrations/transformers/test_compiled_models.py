@@ -9,9 +9,11 @@ import transformers
 from test_transformers import SPARSE, close, llama, logits, policy_for, tokens
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import compiled, decoder, layer, lazy_mask
-from dynaxx.integrations.transformers.border import BORDERS
-from dynaxx.integrations.transformers.masks import MaskRun, read_window
+from dynaxx.integrations.transformers import compiled, decoder
+from dynaxx.integrations.transformers.calls import interface, layer
+from dynaxx.integrations.transformers.calls.border import BORDERS
+from dynaxx.integrations.transformers.masks import lazy
+from dynaxx.integrations.transformers.masks.runs import MaskRun, read_window
 
 LENGTHS = (160, 128, 96, 144, 100, 81, 90, 112)
 
@@ -152,9 +154,9 @@ def test_a_window_is_read_from_a_mask(window, cached):
 def test_traced_code_asks_torch_nothing_that_compilers_answer_wrongly():
     """torch.compile of 2.11 answers `is_exporting` with True, and breaks the graph at an import."""
     assert not decoder.is_exporting()
-    for module in (compiled, lazy_mask, layer):
+    for module in (compiled, lazy, interface, layer):
         assert "torch.compiler.is_exporting" not in inspect.getsource(module)
-    for function in (compiled.attend_compiled, layer.attention, lazy_mask.mask_maker()):
+    for function in (compiled.attend_compiled, interface.attention, lazy.mask_maker()):
         assert not [
             line for line in inspect.getsource(function).splitlines() if line.split()[:1] in (["import"], ["from"])
         ]

@@ -9,8 +9,8 @@ import torch
 from test_transformers import INPUTS, SPARSE, close, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import border
-from dynaxx.integrations.transformers import layer as layers
+from dynaxx.integrations.transformers.calls import border, interface
+from dynaxx.integrations.transformers.calls import layer as layers
 from dynaxx.integrations.transformers.handle import Handle
 
 transformers = pytest.importorskip("transformers")
@@ -58,7 +58,7 @@ def test_a_known_dense_pass_asks_for_nothing(planned, monkeypatch):
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
         for _ in range(2):
             logits(model, input_ids=ids)
-        monkeypatch.setattr(layers, "key_of", lambda *given: pytest.fail("looked up"))
+        monkeypatch.setattr(interface, "key_of", lambda *given: pytest.fail("looked up"))
         assert torch.equal(logits(model, input_ids=ids), dense)
         assert torch.equal(logits(model, input_ids=ids, attention_mask=padding), padded)
         assert handle.stats()["dense_calls"] == {"below dense_below": 12}
@@ -157,7 +157,7 @@ def test_scores_that_sdpa_drops_are_planned(planned):
     [(32, 8, 128, 16384), (32, 32, 128, 32768), (16, 8, 256, 32768), (16, 2, 512, 2048)],
 )
 def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv_heads, head_dim, border):
-    from dynaxx.integrations.transformers.border import causal_kind, wins
+    from dynaxx.integrations.transformers.calls.border import causal_kind, wins
 
     q, k = (torch.empty(1, heads, 1, head_dim, device="meta") for heads in (q_heads, kv_heads))
     assert wins("cuda", causal_kind(q, k), border)

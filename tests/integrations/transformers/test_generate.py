@@ -78,7 +78,7 @@ def test_density_one_gives_the_tokens_of_dense(model, case):
 @pytest.mark.parametrize("case", ["dynamic cache", "static cache", "beam search"])
 def test_lower_budgets_give_the_tokens_of_the_definition(model, case, rule, monkeypatch):
     """Compare with the definition: new summaries in every step, and the reference backend."""
-    from dynaxx.integrations.transformers import decode
+    from dynaxx.integrations.transformers.calls import decode
 
     ids = prompts(2)
     with dx.apply(model, policy_of(model, rule)) as handle:
@@ -99,7 +99,7 @@ def test_several_tokens_a_step(model, monkeypatch):
     """Prompt lookup guesses tokens that one step checks. At full density the tokens are those of dense attention,
     below it those of the definition.
     """
-    from dynaxx.integrations.transformers import decode
+    from dynaxx.integrations.transformers.calls import decode
 
     ids, steps = prompts(1, 40).repeat(1, 3), []
     guess = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 24}

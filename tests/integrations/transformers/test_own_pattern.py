@@ -12,9 +12,10 @@ import torch
 
 import dynaxx as dx
 import families
-from dynaxx.integrations.transformers import border, lazy_mask, mask_rules
-from dynaxx.integrations.transformers.masks import causal_runs, read_mask
-from dynaxx.integrations.transformers.own_pattern import parts_of_mask
+from dynaxx.integrations.transformers.calls import border
+from dynaxx.integrations.transformers.calls.own_pattern import parts_of_mask
+from dynaxx.integrations.transformers.masks import lazy, rules
+from dynaxx.integrations.transformers.masks.runs import causal_runs, read_mask
 from families import FAMILIES, PAGE, REFUSED, family_named
 
 transformers = pytest.importorskip("transformers")
@@ -143,9 +144,9 @@ def test_the_table_names_no_other_family():
 def masks(monkeypatch, name, **arguments):
     """Return the lazy masks of a model's forward pass."""
     found = []
-    make = lazy_mask.LazyMask.of.__func__
+    make = lazy.LazyMask.of.__func__
     catch = lambda cls, *args: found.append(make(cls, *args)) or found[-1]
-    monkeypatch.setattr(lazy_mask.LazyMask, "of", classmethod(catch))
+    monkeypatch.setattr(lazy.LazyMask, "of", classmethod(catch))
     model = family_named(name).build()
     with dx.apply(model), torch.no_grad():
         model(**arguments)
@@ -174,8 +175,8 @@ def test_a_mask_of_unknown_parts_is_made_and_read():
     model = family_named("Llama").build()
     from transformers.masking_utils import causal_mask_function, or_masks
 
-    assert mask_rules.read_rule(or_masks(causal_mask_function)) is None
-    assert mask_rules.read_rule(lambda b, h, q, k: k <= q) is None
+    assert rules.read_rule(or_masks(causal_mask_function)) is None
+    assert rules.read_rule(lambda b, h, q, k: k <= q) is None
     ids = ids_of(1, 64)
     with torch.no_grad(), dx.apply(model) as handle:
         want = model(ids).logits
@@ -379,7 +380,7 @@ class OddCache(transformers.DynamicCache):
 
 
 def test_odd_caches_and_broken_planning_give_answers(monkeypatch, caplog):
-    from dynaxx.integrations.transformers import layer
+    from dynaxx.integrations.transformers.calls import layer
 
     model, ids = family_named("Llama").build(), ids_of(1, 64)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import border
+from dynaxx.integrations.transformers.calls import border
 from families import family_named
 from tiny import save_tiny_model
 

@@ -6,7 +6,8 @@ import torch
 from test_transformers import SPARSE, llama, logits, policy_for, tokens
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import layer as layers
+from dynaxx.integrations.transformers.calls import layer as layers
+from dynaxx.integrations.transformers.calls import sparse
 from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 from dynaxx.ops.prepared import layer as prepared
 from dynaxx.policy import Guard
@@ -30,7 +31,7 @@ def repeated(monkeypatch):
 
     monkeypatch.setattr(prepared, "_repeats", prepared._is_plain)
     monkeypatch.setattr(prepared_calls, "prepare_rule", prepare_rule)
-    call = lambda self, q, k, v, sinks: self._call(self._given, q, k, v, sinks, *self._settings)[0]
+    call = lambda self, q, k, v, sinks: self._call(self._persistent, q, k, v, sinks, *self._settings)[0]
     monkeypatch.setattr(prepared.Prepared, "__call__", call)
     found, repeat = [], layers.Layer._repeat
 
@@ -60,7 +61,7 @@ def test_later_layers_and_passes_repeat_a_call(name, repeated):
     prompts = [tokens(2, seqlen) for seqlen in (300, 290, 300)]
     with dx.apply(model, policy), pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers.Layer, "_repeat", lambda self, *given: (None, None))
-        patch.setattr(layers, "prepare", lambda *given: None)
+        patch.setattr(sparse, "prepare", lambda *given: None)
         wanted = [logits(model, input_ids=ids) for ids in prompts]
     with dx.apply(model, policy) as handle:
         handle.counts.probe.sample_rate = 0.0

@@ -15,7 +15,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import attention_layers, full_attention_layers, model_facts
-from dynaxx.integrations.transformers.masks import MaskRun, causal_runs, read_mask
+from dynaxx.integrations.transformers.masks.runs import MaskRun, causal_runs, read_mask
 from dynaxx.testing import oracle_attention
 
 transformers = pytest.importorskip("transformers")

@@ -21,10 +21,10 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers import apply, attention_layers
+from dynaxx.integrations.transformers.calls.interface import LAYERS, attention
 from dynaxx.integrations.transformers.decoder import NAME
 from dynaxx.integrations.transformers.handle import Handle
-from dynaxx.integrations.transformers.layer import LAYERS, attention
-from dynaxx.integrations.transformers.lazy_mask import LazyMask, mask_maker
+from dynaxx.integrations.transformers.masks.lazy import LazyMask, mask_maker
 from dynaxx.policy import Policy
 from dynaxx.policy.resolve import head_rules
 from dynaxx.policy.rule_parts import parts

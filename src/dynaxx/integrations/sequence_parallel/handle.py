@@ -21,10 +21,10 @@ from dynaxx.distributed.group import Mesh, group_of, peer_errors
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.sequence_parallel.layer import SplitLayer, is_row_by_row
+from dynaxx.integrations.transformers.calls.own_pattern import BLOCK
 from dynaxx.integrations.transformers.decoder import Decoder, implementation, window_of
-from dynaxx.integrations.transformers.lazy_mask import LazyMask
-from dynaxx.integrations.transformers.mask_rules import read_rule
-from dynaxx.integrations.transformers.own_pattern import BLOCK
+from dynaxx.integrations.transformers.masks.lazy import LazyMask
+from dynaxx.integrations.transformers.masks.rules import read_rule
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, resolve
 from dynaxx.policy.length import is_long
 from dynaxx.policy.rollout import Rollout

@@ -18,10 +18,10 @@ from dynaxx.distributed.by_rule import sparse_attention_by_rule
 from dynaxx.distributed.heads import HeadShare, attend_by_heads
 from dynaxx.distributed.rules import chooses_row_by_row
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
-from dynaxx.integrations.transformers.lazy_mask import LazyMask
-from dynaxx.integrations.transformers.mask_rules import MaskRule
-from dynaxx.integrations.transformers.own_pattern import pattern_of
+from dynaxx.integrations.transformers.calls.arguments import ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.own_pattern import pattern_of
+from dynaxx.integrations.transformers.masks.lazy import LazyMask
+from dynaxx.integrations.transformers.masks.rules import MaskRule
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.ops import sparse_attention as attend_on_one_device

@@ -16,10 +16,10 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.encoders import apply_to_encoder, is_sparse_encoder
 from dynaxx.integrations.encoders.attach import EncoderHandle
+from dynaxx.integrations.transformers.calls.interface import LAYERS, attention
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation, name_for, window_of
 from dynaxx.integrations.transformers.handle import Handle
-from dynaxx.integrations.transformers.layer import LAYERS, attention
-from dynaxx.integrations.transformers.lazy_mask import mask_maker
+from dynaxx.integrations.transformers.masks.lazy import mask_maker
 from dynaxx.policy import ModelFacts, Policy
 
 if TYPE_CHECKING:

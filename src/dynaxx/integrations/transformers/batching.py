@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.batches.layer import BatchCall, for_attention
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall
+from dynaxx.integrations.transformers.calls.interface import LAYERS
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
-from dynaxx.integrations.transformers.layer import LAYERS
 
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.handle import Handle
@@ -87,7 +88,7 @@ def ragged_attention(
     current: ForwardContext = kwargs.pop(ARGUMENT, None) or layer.handle.unseen_pass(layer.index)
     if attention_mask is None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=kwargs)
-        return layer.attend(current, module, query, key, value, None, for_attention(kwargs))
+        return layer.attend(current, AttentionCall(module, query, key, value, None, for_attention(kwargs)))
     allocator = cache.layer_to_allocator[layer.index]
     if allocator.index not in current.steps:
         arguments = {**kwargs, "attention_mask": attention_mask}

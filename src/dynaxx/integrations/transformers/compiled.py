@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.transformers.arguments import SINKS, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.decoder import is_exporting
 from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.layer import Layer
+    from dynaxx.integrations.transformers.calls.layer import Layer
 
 _MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by layer number
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
@@ -145,7 +145,7 @@ def _attend(
         )
     kwargs: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sliding_window": window, "is_causal": is_causal}
     given = {name: value for name, value in {**kwargs, SINKS[0]: sinks}.items() if value is not None}
-    return layer.attend(None, module, q, k, v, mask, given)[0]
+    return layer.attend(None, AttentionCall(module, q, k, v, mask, given))[0]
 
 
 @layer_attention.register_fake

@@ -23,13 +23,14 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batches.step import BatchStep
-from dynaxx.integrations.transformers.decode import CacheMemory
+from dynaxx.integrations.transformers.calls.decode import CacheMemory
+from dynaxx.integrations.transformers.calls.own_pattern import OwnPart
+from dynaxx.integrations.transformers.calls.planning import CallPlan
 from dynaxx.integrations.transformers.decoder import cache_of
-from dynaxx.integrations.transformers.lazy_mask import LazyMask, make_plain_masks
-from dynaxx.integrations.transformers.masks import MaskRun, causal_runs, read_mask
-from dynaxx.integrations.transformers.own_pattern import OwnPart
-from dynaxx.integrations.transformers.planning import CallPlan
-from dynaxx.integrations.transformers.repeats.dense import DenseCall, DensePass, keep_dense_pass, running
+from dynaxx.integrations.transformers.masks.lazy import LazyMask, make_plain_masks
+from dynaxx.integrations.transformers.masks.runs import MaskRun, causal_runs, read_mask
+from dynaxx.integrations.transformers.repeats.dense_calls import DenseCall
+from dynaxx.integrations.transformers.repeats.dense_passes import DensePass, keep_dense_pass, running
 from dynaxx.integrations.transformers.repeats.prepared import RepeatedCall, RepeatedStep
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout

@@ -22,14 +22,15 @@ from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
 from dynaxx.integrations.transformers.batches.decode import BatchMemories
 from dynaxx.integrations.transformers.batching import continuous_batching, is_open
-from dynaxx.integrations.transformers.decode import CacheMemories
+from dynaxx.integrations.transformers.calls.decode import CacheMemories
+from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
+from dynaxx.integrations.transformers.calls.interface import LAYERS
+from dynaxx.integrations.transformers.calls.layer import Layer
+from dynaxx.integrations.transformers.calls.planning import is_dense_pass
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation
-from dynaxx.integrations.transformers.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.forward_context import ForwardContext, PassHooks, prompt_tokens
-from dynaxx.integrations.transformers.layer import LAYERS, Layer
-from dynaxx.integrations.transformers.lazy_mask import IMPLEMENTATIONS
-from dynaxx.integrations.transformers.planning import is_dense_pass
-from dynaxx.integrations.transformers.repeats.dense import DensePass, DensePasses, dense_pass
+from dynaxx.integrations.transformers.masks.lazy import IMPLEMENTATIONS
+from dynaxx.integrations.transformers.repeats.dense_passes import DensePass, DensePasses, dense_pass
 from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.identity import ByIdentity
-from dynaxx.integrations.transformers.masks import MaskRun
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.policy import LayerPlan
 
 

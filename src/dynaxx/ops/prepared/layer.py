@@ -42,24 +42,22 @@ class Prepared:
         q, k, v: tensors of the call that it repeats.
         backend: the backend that computed attention.
         call: a function for `record_or_replay`, which returns (out,).
-        given: its persistent inputs.
-        settings: its settings.
+        persistent: the inputs of `call` that stay the same, a rule or a layout.
+        settings: the settings of `call`.
 
     Attributes:
         backend: the backend that computes attention.
     """
 
-    __slots__ = ("_call", "_device", "_dtype", "_given", "_recordings", "_settings", "_shapes", "backend")
+    __slots__ = ("_call", "_device", "_dtype", "_persistent", "_recordings", "_settings", "_shapes", "backend")
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, backend: str, call: Any, given: Any, settings: tuple[Hashable, ...]
+        self, q: Tensor, k: Tensor, v: Tensor, backend: str, call: Any, persistent: Any, settings: tuple[Hashable, ...]
     ) -> None:
         self.backend = backend
-        self._call, self._given, self._settings = call, given, settings
+        self._call, self._persistent, self._settings = call, persistent, settings
         self._shapes, self._dtype, self._device = (q.shape, k.shape, v.shape), q.dtype, q.device
-        self._recordings: dict[
-            Hashable, Recording
-        ] = {}  # key: strides and dtype of sinks, which may differ between calls
+        self._recordings: dict[Hashable, Recording] = {}  # by `_variant`
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
         """Return whether the call may run for these tensors: their forms are equal, and nothing records or traces."""
@@ -73,19 +71,20 @@ class Prepared:
         """Return out (batch, seqlen_q, q_heads, head_dim_v), for tensors that `serves` accepts."""
         from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay, replay
 
-        tensors = (q, k, v, sinks)
-        differs = q.stride(), k.stride(), v.stride(), None if sinks is None else sinks.dtype
-        known = self._recordings.get(differs)
+        tensors, variant = (q, k, v, sinks), _variant(q, k, v, sinks)
+        known = self._recordings.get(variant)
         if known is not None:
-            found = replay(known, self._given.kernel_inputs, tensors)
-            if found is not None:
-                return found[0]
-        last: list[Recording] = []
-        (out,) = record_or_replay(self._call, self._given, tensors, *self._settings, at_once=True, last=last)
-        if last:
+            results = replay(known, self._persistent.kernel_inputs, tensors)
+            if results is not None:
+                return results[0]
+        replayed: list[Recording] = []
+        (out,) = record_or_replay(
+            self._call, self._persistent, tensors, *self._settings, at_once=True, replayed=replayed
+        )
+        if replayed:
             if len(self._recordings) >= MOST_RECORDINGS:
                 self._recordings.clear()
-            self._recordings[differs] = last[0]
+            self._recordings[variant] = replayed[0]
         return out
 
     def replay(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> LayerReplay | None:
@@ -99,15 +98,19 @@ class Prepared:
         """
         from dynaxx.kernels.gpu.runtime.launcher import is_watched
 
-        strides = [x.transpose(1, 2).stride() for x in (q, k, v)]
-        known = self._recordings.get((*strides, None if sinks is None else sinks.dtype))
+        known = self._recordings.get(_variant(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks))
         if known is None or known.together is None or is_watched():
             return None
-        owned = self._given.kernel_inputs
-        places = tuple([x.data_ptr() for x in owned])
-        if any(place & 15 for place in places):
+        persistent = self._persistent.kernel_inputs
+        addresses = tuple([x.data_ptr() for x in persistent])
+        if any(address & 15 for address in addresses):
             return None
-        return LayerReplay(known, q.get_device(), owned, places, form_of_call(q, k, v, sinks))
+        return LayerReplay(known, q.get_device(), persistent, addresses, form_of_call(q, k, v, sinks))
+
+
+def _variant(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
+    """Return what may differ between the recordings of one `Prepared`: strides, and the dtype of sinks."""
+    return q.stride(), k.stride(), v.stride(), None if sinks is None else sinks.dtype
 
 
 class LayerReplay(NamedTuple):
@@ -118,8 +121,8 @@ class LayerReplay(NamedTuple):
 
     recording: Recording
     device: int  # index of the GPU
-    owned: tuple[Tensor, ...]  # the persistent inputs
-    places: tuple[int, ...]  # their addresses
+    persistent: tuple[Tensor, ...]  # kept alive, so that their addresses stay valid
+    addresses: tuple[int, ...]  # of `persistent`
     form: Hashable  # see `form_of_call`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -136,12 +139,12 @@ class LayerReplay(NamedTuple):
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
             return None
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        addresses, bits = [*self.places, q_at, k_at, v_at], q_at | k_at | v_at
+        addresses, bits = [*self.addresses, q_at, k_at, v_at], q_at | k_at | v_at
         if sinks is not None:
             addresses.append(sinks.data_ptr())
             bits |= addresses[-1]
-        found = None if bits & 15 else self.recording.repeat(addresses, self.device, [])
-        return None if found is None else found[0]
+        results = None if bits & 15 else self.recording.repeat(addresses, self.device, [])
+        return None if results is None else results[0]
 
 
 def form_of_call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Hashable:
@@ -178,12 +181,12 @@ def prepare_rule(
     grid = BlockGrid(q.shape[1], k.shape[1], layout.block_size, causal=True)
     if not _repeats(q, k, v) or not serves(q, grid, selector):
         return None
-    given, capacity = selection_inputs(pattern, selector, grid, q, k)
-    if not given.is_recorded(q, GPU_MEMORY_BUDGET):
+    persistent, capacity = selection_inputs(pattern, selector, grid, q, k)
+    if not persistent.is_recorded(q, GPU_MEMORY_BUDGET):
         return None
     backend, _ = backend_for(q, k, v, layout, softcap, "auto")
     settings = (softmax_scale(scale, q.shape[3]), softcap, capacity, backend)
-    return Prepared(q, k, v, backend, _choose_and_attend, given, settings)
+    return Prepared(q, k, v, backend, _choose_and_attend, persistent, settings)
 
 
 def prepare_layout(
@@ -198,8 +201,9 @@ def prepare_layout(
     key, kept = (q.shape, k.shape, v.shape, q.dtype, scale, softcap), _prepared.of(layout)
     if key not in kept:
         order = () if layout.kv_order is None else (layout.kv_order,)
-        given = LayoutInputs(layout, object(), (*layout.tensors, *order, *split_lists(layout)))
-        kept[key] = Prepared(q, k, v, backend, _attend, given, (softmax_scale(scale, q.shape[3]), softcap, backend))
+        persistent = LayoutInputs(layout, object(), (*layout.tensors, *order, *split_lists(layout)))
+        settings = (softmax_scale(scale, q.shape[3]), softcap, backend)
+        kept[key] = Prepared(q, k, v, backend, _attend, persistent, settings)
     found: Prepared = kept[key]
     return found
 
@@ -225,7 +229,7 @@ class LayoutInputs(NamedTuple):
 
 
 def _repeats(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether a call can be repeated: it runs on a GPU, without checks that read values."""
+    """Return whether a call can be recorded: it runs on a GPU, without checks that read values."""
     return q.is_cuda and not looks_at_values(q.device) and _is_plain(q, k, v)
 
 

@@ -78,13 +78,13 @@ class PreparedStep:
 
         keys, page, last = k.shape[1], self._page_size, self._last
         inputs, tensors = StepInputs(k, v, seqused_k, summaries, page, self._form), (q, self._wanted, sinks)
-        differs = (q.stride(), k.stride(), v.stride(), keys, new_tokens, None if sinks is None else sinks.dtype)
-        if last is not None and last.differs == differs:
-            found = replay(last.recording, inputs.kernel_inputs, tensors, last.sizes)
-            if found is not None:
-                return found[0]
+        variant = (q.stride(), k.stride(), v.stride(), keys, new_tokens, None if sinks is None else sinks.dtype)
+        if last is not None and last.variant == variant:
+            results = replay(last.recording, inputs.kernel_inputs, tensors, last.sizes)
+            if results is not None:
+                return results[0]
         strides: Sizes = {"k_strides": _strides(k, page), "v_strides": _strides(v, page)}
-        recordings: list[Recording] = []
+        replayed: list[Recording] = []
         (out,) = record_or_replay(
             _update_and_attend,
             inputs,
@@ -97,9 +97,9 @@ class PreparedStep:
             self._scale,
             at_once=True,
             sizes=strides,
-            last=recordings,
+            replayed=replayed,
         )
-        self._last = LastStep(differs, recordings[0], strides) if recordings else None
+        self._last = LastStep(variant, replayed[0], strides) if replayed else None
         return out
 
     def replay(self, q: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor, sinks: Tensor | None) -> StepReplay | None:
@@ -119,8 +119,9 @@ class PreparedStep:
         if last is None or last.recording.together is None or not q.device == k.device == v.device or is_watched():
             return None
         form, sizes = form_of_call(q, k, v, sinks), flat_sizes(last.sizes)
-        given, places = (self._wanted, seqused_k), (self._wanted.data_ptr(), seqused_k.data_ptr())
-        return StepReplay(last.recording, sizes, q.get_device(), given, places, form)
+        persistent = (self._wanted, seqused_k)
+        addresses = (self._wanted.data_ptr(), seqused_k.data_ptr())
+        return StepReplay(last.recording, sizes, q.get_device(), persistent, addresses, form)
 
 
 def prepare_step(
@@ -154,7 +155,7 @@ def _strides(x: Tensor, page_size: int) -> PageStrides:
 class LastStep(NamedTuple):
     """The recording that the last call replayed, for the other layers of the same step."""
 
-    differs: Hashable  # what differs between steps that the prepared step serves
+    variant: Hashable  # what may differ between steps that the prepared step serves
     recording: Recording
     sizes: Sizes
 
@@ -165,8 +166,8 @@ class StepReplay(NamedTuple):
     recording: Recording
     sizes: list[int]
     device: int  # index of the GPU
-    given: tuple[Tensor, Tensor]  # pages wanted by each kv head, and lengths
-    places: tuple[int, int]  # their addresses
+    persistent: tuple[Tensor, Tensor]  # pages wanted by each kv head, and lengths; kept alive
+    addresses: tuple[int, int]  # of `persistent`
     form: Hashable  # see `form_of_call`
 
     def __call__(
@@ -184,7 +185,7 @@ class StepReplay(NamedTuple):
         if form_of_call(q, k, v, sinks) != self.form or type(q) is not Tensor:
             return None
         low, high, scale = summaries.low, summaries.high, summaries.scale
-        wanted, seqused_k = self.places
+        wanted, seqused_k = self.addresses
         addresses = [k.data_ptr(), v.data_ptr(), seqused_k, low.data_ptr()]  # as in `StepInputs`
         if high is not low:
             addresses.append(high.data_ptr())
@@ -196,8 +197,8 @@ class StepReplay(NamedTuple):
         bits = 0
         for address in addresses:
             bits |= address
-        found = None if bits & 15 else self.recording.repeat(addresses, self.device, self.sizes)
-        return None if found is None else found[0]
+        results = None if bits & 15 else self.recording.repeat(addresses, self.device, self.sizes)
+        return None if results is None else results[0]
 
 
 class StepInputs(NamedTuple):

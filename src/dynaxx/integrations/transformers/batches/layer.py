@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, SequenceLengths, route
-from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.batches.decode import page_size_reason
 from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.layer import Layer
 from dynaxx.integrations.transformers.forward_context import ForwardContext
-from dynaxx.integrations.transformers.layer import Layer
-from dynaxx.integrations.transformers.masks import MaskRun
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 
 # Arguments that `cache.update` has used, or that attention does not need.
 DONE_WITH = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args")
@@ -147,7 +147,7 @@ class BatchCall(NamedTuple):
         if dense:
             return self.layer.dense(self.module, q, k, v, visible, **kwargs)[0]
         self.current.know_runs(visible, runs)
-        return self.layer.attend(self.current, self.module, q, k, v, visible, kwargs)[0]
+        return self.layer.attend(self.current, AttentionCall(self.module, q, k, v, visible, kwargs))[0]
 
     def _count_dense(self, dense: Counter[DenseReason]) -> None:
         """Count a step in which all requests decode dense."""

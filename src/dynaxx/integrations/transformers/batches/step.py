@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.transformers.masks import MaskRun
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 
 
 @dataclass(slots=True)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention calls that equal an earlier one, and therefore skip planning: dense calls, and prepared sparse calls.
+"""Attention calls that equal an earlier one, and therefore skip planning.
 
-    first call of a kind --> planned, run, and kept --> later layers of the pass: one lookup, then the call itself
+    keys          which calls of a pass are equal
+    dense_calls   dense calls that equal layers of a pass repeat
+    dense_passes  passes whose calls are all dense, repeated by later passes of the same length
+    prepared      sparse calls and decoding steps that equal layers repeat as one recording
 
-`keys` says which calls are equal. Within a pass a call is found by its kind of layer, mask and window. Anything unusual
-about a call makes the lookup return None, and the call is planned.
+The first call of a kind is planned, run and kept. Later layers of the pass find it by their kind, mask and window, and
+run it. Anything unusual about a call makes the lookup return None, and the call is planned.
 """

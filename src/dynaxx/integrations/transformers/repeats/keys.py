@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.transformers.arguments import HARMLESS, SINKS
+from dynaxx.integrations.transformers.calls.arguments import HARMLESS, SINKS, AttentionCall
 
 if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.calls.layer import Layer
     from dynaxx.integrations.transformers.forward_context import ForwardContext
-    from dynaxx.integrations.transformers.layer import Layer
-    from dynaxx.integrations.transformers.repeats.dense import DenseCall
+    from dynaxx.integrations.transformers.repeats.dense_calls import DenseCall
     from dynaxx.integrations.transformers.repeats.prepared import RepeatedCall, RepeatedStep
 
 Attended = tuple[Tensor, Tensor | None]
-SCORED = frozenset({*SINKS, "softcap", "sliding_window", "dropout"})  # arguments that `Repeated` compares
+COMPARED = frozenset({*SINKS, "softcap", "sliding_window", "dropout"})  # other arguments that repeated calls may have
 
 
 def key_of(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> Hashable:
@@ -26,21 +26,25 @@ def key_of(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: di
     return current.deployed.kinds.get(module.layer_idx, 0), id(mask), kwargs.get("sliding_window")
 
 
-def may_repeat(q: Tensor, kwargs: Any) -> bool:
+def may_repeat(call: AttentionCall) -> bool:
     """Return whether the options of a call are all known, so that equal ones give equal calls."""
-    others = any(name not in HARMLESS and name not in SCORED for name in kwargs)
-    return not (others or kwargs.get("dropout") or torch.is_autocast_enabled(q.device.type))
+    kwargs = call.kwargs
+    others = any(name not in HARMLESS and name not in COMPARED for name in kwargs)
+    return not (others or kwargs.get("dropout") or torch.is_autocast_enabled(call.q.device.type))
 
 
-def keep(current: ForwardContext, layer: Layer, key: Hashable, call: DenseCall | RepeatedCall | RepeatedStep) -> None:
-    """Keep a call for equal layers, after counting those of a call that it replaces."""
+def keep(
+    current: ForwardContext, layer: Layer, call: AttentionCall, kept: DenseCall | RepeatedCall | RepeatedStep
+) -> None:
+    """Keep a call for equal layers, after counting those of a kept call that it replaces."""
+    key = key_of(current, call.module, call.mask, call.kwargs)
     before = current.repeats.get(key)
     if before is not None:
         before.count(layer.handle.counts)
-    current.repeats[key] = call
+    current.repeats[key] = kept
 
 
-def alike_key(q: Tensor, k: Tensor, kwargs: dict[str, Any]) -> Hashable:
+def plan_key(q: Tensor, k: Tensor, kwargs: dict[str, Any]) -> Hashable:
     """Return what must be equal in calls of a pass that have one plan, besides kind of layer, mask and window."""
     return q.shape, k.shape, tuple(kwargs), options_of(kwargs)
 

@@ -10,42 +10,48 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import Route
-from dynaxx.integrations.transformers.arguments import ScoreOptions, sinks_of
-from dynaxx.integrations.transformers.decode import StepTaken, repeat_step
-from dynaxx.integrations.transformers.repeats.keys import Attended, keep, key_of, may_repeat, options_of
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, sinks_of
+from dynaxx.integrations.transformers.calls.decode import StepTaken, repeat_step
+from dynaxx.integrations.transformers.repeats.keys import Attended, keep, may_repeat, options_of
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.prepared.layer import LayerReplay, Prepared, prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.calls.layer import Layer
+    from dynaxx.integrations.transformers.calls.planning import CallPlan
+    from dynaxx.integrations.transformers.calls.sparse import SparseCall
     from dynaxx.integrations.transformers.forward_context import ForwardContext
     from dynaxx.integrations.transformers.handle import Handle
-    from dynaxx.integrations.transformers.layer import Layer
-    from dynaxx.integrations.transformers.planning import CallPlan
 
 MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
 
 
-@dataclass(slots=True)
-class Repeated:
-    """A call that equal layers repeat within a pass: the fields of prepared calls and of decoding steps."""
+class RepeatCondition(NamedTuple):
+    """When an equal layer of the same pass may repeat a call."""
 
     handle: Handle
-    mask: Tensor | None  # see `DenseCall`
+    mask: Tensor | None  # the mask of transformers, kept so that its id stays unique
     names: tuple[str, ...]  # of the keyword arguments
     options: tuple[Any, ...]  # see `options_of`
     by_rule: bool  # False for the model's own pattern
     measures: bool  # whether telemetry may measure a call of this pass
 
-    def may_run(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
+    @classmethod
+    def of(cls, layer: Layer, call: AttentionCall, *, by_rule: bool) -> RepeatCondition:
+        """Return the condition for calls that equal `call`."""
+        measures = by_rule and layer.handle.counts.probe.may_want()
+        return cls(layer.handle, call.mask, tuple(call.kwargs), options_of(call.kwargs), by_rule, measures)
+
+    def holds(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
         if self.handle.faults or not current.deployed.breakers[layer].healthy:
             return False
@@ -57,18 +63,11 @@ class Repeated:
         return True
 
 
-def _common(
-    layer: Layer, mask: Tensor | None, kwargs: Any, *, by_rule: bool
-) -> tuple[Handle, Tensor | None, tuple[str, ...], tuple[Any, ...], bool, bool]:
-    """Return the fields of a `Repeated`."""
-    measures = by_rule and layer.handle.counts.probe.may_want()
-    return layer.handle, mask, tuple(kwargs), options_of(kwargs), by_rule, measures
-
-
 @dataclass(slots=True)
-class RepeatedCall(Repeated):
+class RepeatedCall:
     """A prepared call, which equal layers repeat."""
 
+    condition: RepeatCondition
     prepared: Prepared
     phase: str
     replay: LayerReplay | None = None  # the call of the layer before, if it can be repeated from addresses
@@ -78,7 +77,7 @@ class RepeatedCall(Repeated):
         self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
     ) -> Attended | None:
         """Attend as in `AttentionInterface`; None if the call must be planned."""
-        if self.handle.watchers or not self.may_run(current, module.layer_idx, q, kwargs):
+        if self.condition.handle.watchers or not self.condition.holds(current, module.layer_idx, q, kwargs):
             return None
         sinks = sinks_of(kwargs)
         try:
@@ -96,7 +95,7 @@ class RepeatedCall(Repeated):
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass."""
-        if not self.by_rule:
+        if not self.condition.by_rule:
             counts.own_pattern(self.phase, self.calls)
         elif self.calls:
             counts.sparse(self.calls)
@@ -104,9 +103,10 @@ class RepeatedCall(Repeated):
 
 
 @dataclass(slots=True)
-class RepeatedStep(Repeated):
+class RepeatedStep:
     """A prepared decoding step, which equal layers repeat."""
 
+    condition: RepeatCondition
     step: StepTaken
     deployed: Deployed
     calls: int = 0
@@ -116,7 +116,7 @@ class RepeatedStep(Repeated):
     ) -> Attended | None:
         """Attend as in `AttentionInterface`; None if the step must be planned."""
         layer, memory = module.layer_idx, current.memory
-        if memory is None or not self.may_run(current, layer, q, kwargs):
+        if memory is None or not self.condition.holds(current, layer, q, kwargs):
             return None
         try:
             out = repeat_step(self.step, memory, layer, q, k, v, sinks_of(kwargs))
@@ -135,107 +135,73 @@ class RepeatedStep(Repeated):
             self.deployed.steps_repeat = True
 
 
-def keep_repeated(
-    current: ForwardContext,
-    layer: Layer,
-    module: nn.Module,
-    q: Tensor,
-    mask: Tensor | None,
-    kwargs: Any,
-    planned: CallPlan,
-) -> None:
+def keep_repeated(current: ForwardContext, layer: Layer, call: AttentionCall, planned: CallPlan) -> None:
     """Keep a call that was prepared, unless each of its layers needs a decision of its own."""
     if planned.prepared is None or (current.deployed.guard is not None and planned.route is Route.RULE):
         return
-    if not may_repeat(q, kwargs):
-        return
-    common = _common(layer, mask, kwargs, by_rule=planned.route is not Route.OWN_PATTERN)
-    found = RepeatedCall(*common, planned.prepared, planned.phase)
-    keep(current, layer, key_of(current, module, mask, kwargs), found)
+    if may_repeat(call):
+        condition = RepeatCondition.of(layer, call, by_rule=planned.route is not Route.OWN_PATTERN)
+        keep(current, layer, call, RepeatedCall(condition, planned.prepared, planned.phase))
 
 
-def keep_step(
-    current: ForwardContext,
-    layer: Layer,
-    module: nn.Module,
-    q: Tensor,
-    mask: Tensor | None,
-    kwargs: Any,
-) -> None:
+def keep_step(current: ForwardContext, layer: Layer, call: AttentionCall) -> None:
     """Keep a decoding step that was repeated, unless each of its layers needs a decision of its own."""
     assert current.memory is not None, "a decoding step has a memory"
     step, current.memory.repeated = current.memory.repeated, None
-    if step is None or current.deployed.guard is not None or not may_repeat(q, kwargs):
-        return
-    common = _common(layer, mask, kwargs, by_rule=True)
-    found = RepeatedStep(*common, step, current.deployed)
-    keep(current, layer, key_of(current, module, mask, kwargs), found)
+    if step is not None and current.deployed.guard is None and may_repeat(call):
+        condition = RepeatCondition.of(layer, call, by_rule=True)
+        keep(current, layer, call, RepeatedStep(condition, step, current.deployed))
 
 
-def restore_prepared(
-    current: ForwardContext, layer: int, planned: CallPlan, scores: ScoreOptions, q: Tensor, k: Tensor, v: Tensor
-) -> None:
-    """Set `planned.prepared` to the call that an earlier pass prepared, if there is one.
-
-    Args:
-        current: the context of the pass.
-        layer: index of the layer.
-        planned: the plan of the call.
-        scores: its options.
-        q: (batch, seqlen_q, q_heads, head_dim).
-        k: (batch, seqlen_k, kv_heads, head_dim).
-        v: (batch, seqlen_k, kv_heads, head_dim_v).
-    """
-    if layer in current.deployed.sources or not _is_whole(planned, q, k):
+def restore_prepared(call: SparseCall) -> None:
+    """Set `planned.prepared` to the call that an earlier pass prepared, if there is one."""
+    planned, deployed, (q, k, v) = call.planned, call.current.deployed, call.tokens_first()
+    if call.layer.index in deployed.sources or not _is_whole(planned, q, k):
         planned.may_prepare = False
-    elif planned.route is Route.OWN_PATTERN:
+        return
+    scale, softcap = call.scores.scale, call.scores.softcap
+    if planned.route is Route.OWN_PATTERN:
         layout = planned.parts[0].layout
         assert layout is not None, "a whole part has a layout"
-        planned.prepared = prepared_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+        planned.prepared = prepared_layout(layout, q, k, v, scale=scale, softcap=softcap)
     elif planned.plans[0][0].is_static:  # kept with the layout, whose cache is bounded by bytes
-        layout = planned.plans[0][0].layout(q, k, scale=scores.scale)
-        planned.prepared = prepared_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+        layout = planned.plans[0][0].layout(q, k, scale=scale)
+        planned.prepared = prepared_layout(layout, q, k, v, scale=scale, softcap=softcap)
     else:
-        planned.prepared = current.deployed.prepared.get(_key(current, layer, scores, q, k, v))
+        planned.prepared = deployed.prepared.get(_key(call))
 
 
-def prepare(
-    current: ForwardContext,
-    layer: int,
-    planned: CallPlan,
-    scores: ScoreOptions,
-    layout: BlockLayout,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: LayerPlan | None = None,
-) -> None:
+def prepare(call: SparseCall, layout: BlockLayout, plan: LayerPlan | None = None) -> None:
     """Prepare a call that just ran over `layout`: by the rule of `plan`, or the model's own pattern if it is None."""
+    planned, deployed, (q, k, v) = call.planned, call.current.deployed, call.tokens_first()
+    scale, softcap = call.scores.scale, call.scores.softcap
     planned.may_prepare = False
     if plan is None or plan.is_static:
-        planned.prepared = prepare_layout(layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+        planned.prepared = prepare_layout(layout, q, k, v, scale=scale, softcap=softcap)
         return
-    if len(plan.groups) > 1 or plan is not current.deployed.plans.get(layer):
+    if len(plan.groups) > 1 or plan is not deployed.plans.get(call.layer.index):
         return
     rule = plan.groups[0].rule
     assert not isinstance(rule, Pattern), "the plan is not static"
-    planned.prepared = prepare_rule(rule, layout, q, k, v, scale=scores.scale, softcap=scores.softcap)
+    planned.prepared = prepare_rule(rule, layout, q, k, v, scale=scale, softcap=softcap)
     if planned.prepared is not None:
-        kept = current.deployed.prepared
+        kept = deployed.prepared
         if len(kept) >= MOST_CALLS:
             kept.clear()
-        kept[_key(current, layer, scores, q, k, v)] = planned.prepared
+        kept[_key(call)] = planned.prepared
 
 
 def _is_whole(planned: CallPlan, q: Tensor, k: Tensor) -> bool:
     """Return whether a call has one plan that covers all of its queries and keys."""
     if planned.route is Route.OWN_PATTERN:
         return len(planned.parts) == 1 and planned.parts[0].layout is not None and planned.parts[0].covers(q, k)
-    if planned.route is not Route.RULE or not planned.alike or len(planned.runs[0]) > 1:
+    if planned.route is not Route.RULE or not planned.entries_are_equal or len(planned.runs[0]) > 1:
         return False
     return planned.dense[0][0] is None and planned.runs[0][0] == (0, q.shape[1], 0, k.shape[1], True)
 
 
-def _key(current: ForwardContext, layer: int, scores: ScoreOptions, q: Tensor, k: Tensor, v: Tensor) -> Hashable:
-    form = (q.shape, k.shape, v.shape, q.dtype, q.device)
-    return (current.deployed.kind(layer), scores.scale, scores.softcap, *form)
+def _key(call: SparseCall) -> Hashable:
+    """Return what must be equal in calls that one prepared call serves."""
+    q, k, v = call.tokens_first()
+    kind = call.current.deployed.kind(call.layer.index)
+    return (kind, call.scores.scale, call.scores.softcap, q.shape, k.shape, v.shape, q.dtype, q.device)

@@ -53,13 +53,13 @@ class PersistentInputs(Protocol):
 def record_or_replay(
     call: RecordedCall,
     inputs: PersistentInputs,
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     *settings: Any,
     made: int = 0,
     split: dict[str, Any] | None = None,
     at_once: bool = False,
     sizes: Sizes | None = None,
-    last: list[Recording] | None = None,
+    replayed: list[Recording] | None = None,
 ) -> Any:
     """Return `call(inputs, *tensors, *settings)`, by replaying its launches if a call of these shapes was recorded.
 
@@ -76,11 +76,11 @@ def record_or_replay(
         sizes: arguments of the kernels, integers or NamedTuples of integers by the names of their parameters, that may
             differ between calls of one recording, such as the strides of a growing cache. Everything else must follow
             from the key.
-        last: list to which the recording is added if it is replayed, and `replay` may repeat it.
+        replayed: list to which the recording is added if this call replays it, and `replay` may repeat it.
     """
     given = (*tensors, *settings) if split is None else (*tensors, *settings, split)
-    owned = inputs.kernel_inputs
-    device = -1 if owned[0] is None else owned[0].get_device()
+    persistent = inputs.kernel_inputs
+    device = -1 if persistent[0] is None else persistent[0].get_device()
     if is_watched() or (device < 0 and interpreted()):
         return call(inputs, *given)
     bind_context()
@@ -89,52 +89,62 @@ def record_or_replay(
             return record_or_replay(
                 call, inputs, tensors, *settings, made=made, split=split, at_once=at_once, sizes=sizes
             )
-    form = inputs.form
-    key: list[Any] = [call, form, device, owned[-1] is None, *settings]
+    flags: tuple[Any, ...] = ()
     if split is not None:
-        for x in split.values():
-            if isinstance(x, Tensor):
-                tensors = (x, *tensors)
-            else:
-                key.append(x)
-    for x in tensors[:-made] if made else tensors:
-        if x is None:
-            key.append(None)
-        else:
-            key += (x.shape, x.stride(), x.dtype)
-    addresses, bits = _addresses(owned, tensors)
-    if bits & 15:
-        key.append(tuple([address & 15 for address in addresses]))
-    for chosen in sizes.values() if sizes else ():
-        for size in chosen if isinstance(chosen, tuple) else (chosen,):
-            if size >> 31:
-                return call(inputs, *given)
-            key.append((size == 1, size % 16 == 0))  # what Triton specializes kernels on
+        flags = tuple([x for x in split.values() if not isinstance(x, Tensor)])
+        tensors = (*[x for x in split.values() if isinstance(x, Tensor)], *tensors)
+    specialized = _specialized(sizes) if sizes else []
+    if specialized is None:
+        return call(inputs, *given)
+    addresses, bits = _addresses(persistent, tensors)
+    alignment = tuple([address & 15 for address in addresses]) if bits & 15 else ()
+    forms = _forms(tensors[:-made] if made else tensors)
+    form = inputs.form
+    key = (call, form, device, persistent[-1] is None, *settings, *flags, *forms, alignment, *specialized)
     entries: Entries = _by_layout.of(inputs) if form is None and isinstance(inputs, BlockLayout) else _by_form
-    known = entries.get(found := tuple(key))
+    known = entries.get(key)
     if known is None:
         if len(entries) >= MOST_CALLS:
             entries.clear()
-        entries[found] = CALLED_ONCE
+        entries[key] = CALLED_ONCE
     if known is CALLED_ONCE or (known is None and at_once):
-        read = (*owned, *(x for x in tensors if x is not None))
-        results, entries[found] = record(lambda: call(inputs, *given), read, sizes or {})
+        read = (*persistent, *(x for x in tensors if x is not None))
+        results, entries[key] = record(lambda: call(inputs, *given), read, sizes or {})
         return results
     if known is None or known is NOT_REPLAYABLE:
         return call(inputs, *given)
-    if last is not None and not bits & 15:
-        last.append(known)
-    return known.start(addresses, device, owned, tensors, sizes)
+    if replayed is not None and not bits & 15:
+        replayed.append(known)
+    return known.start(addresses, device, persistent, tensors, sizes)
+
+
+def _forms(tensors: Tensors) -> list[Any]:
+    """Return shape, strides and dtype of each tensor, and None for each missing one."""
+    found: list[Any] = []
+    for x in tensors:
+        found += (None,) if x is None else (x.shape, x.stride(), x.dtype)
+    return found
+
+
+def _specialized(sizes: Sizes) -> list[tuple[bool, bool]] | None:
+    """Return the properties of each size for which Triton compiles a kernel of its own; None beyond 32 bits."""
+    found: list[tuple[bool, bool]] = []
+    for chosen in sizes.values():
+        for size in chosen if isinstance(chosen, tuple) else (chosen,):
+            if size >> 31:
+                return None
+            found.append((size == 1, size % 16 == 0))
+    return found
 
 
 def replay(
-    recording: Recording, owned: Tensors, tensors: Tensors, sizes: Sizes | None = None
+    recording: Recording, persistent: Tensors, tensors: Tensors, sizes: Sizes | None = None
 ) -> tuple[Tensor, ...] | None:
     """Replay a recording that `record_or_replay` found for a call of the same key, without making the key again.
 
     Args:
         recording: the recording.
-        owned: the persistent inputs.
+        persistent: the persistent inputs.
         tensors: tensors of this call.
         sizes: see `record_or_replay`.
 
@@ -142,17 +152,17 @@ def replay(
         The results; None if the call must go through `record_or_replay`: addresses that are no multiples of 16 bytes,
         another device than the current one, or a thread that records, compiles, or is profiled.
     """
-    addresses, bits = _addresses(owned, tensors)
-    device = -1 if owned[0] is None else owned[0].get_device()
+    addresses, bits = _addresses(persistent, tensors)
+    device = -1 if persistent[0] is None else persistent[0].get_device()
     if bits & 15 or is_watched() or device != driver.active.get_current_device():
         return None
     bind_context()
-    return recording.start(addresses, device, owned, tensors, sizes)
+    return recording.start(addresses, device, persistent, tensors, sizes)
 
 
-def _addresses(owned: Tensors, tensors: Tensors) -> tuple[list[int], int]:
+def _addresses(persistent: Tensors, tensors: Tensors) -> tuple[list[int], int]:
     """Return the address of each persistent input, 0 if it is missing, and of each tensor; and the bits of all."""
-    addresses, bits = [0 if x is None else x.data_ptr() for x in owned], 0
+    addresses, bits = [0 if x is None else x.data_ptr() for x in persistent], 0
     addresses += [x.data_ptr() for x in tensors if x is not None]
     for address in addresses:
         bits |= address

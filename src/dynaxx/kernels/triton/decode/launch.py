@@ -5,16 +5,19 @@ select_and_attend   scores of pages -> selection (in this or in the attention ke
 attend_pages        given pages -> readable pages first, counts -> attention -> merge
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.gpu.device import overlap, padded, processors
+from dynaxx.kernels.gpu.device import overlap, padded
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
+from dynaxx.kernels.triton.decode import config
 from dynaxx.kernels.triton.decode.forward import _decode_fwd_kernel
 from dynaxx.kernels.triton.decode.merge import _decode_merge_kernel
 from dynaxx.kernels.triton.decode.pages import (
@@ -28,15 +31,6 @@ from dynaxx.kernels.triton.decode.pages import summarize_pages as _summarize_pag
 from dynaxx.kernels.triton.decode.select_pages import PageChoice, score_all_pages
 from dynaxx.kernels.triton.decode.select_pages import select_pages as _select_pages
 from dynaxx.layout.paging import PagedCache, PageSummaries
-
-KEYS_PER_TILE = 64
-NUM_WARPS, TILES_AHEAD = 4, 2
-PROGRAMS_PER_PROCESSOR = 2  # four for 8-bit caches, where arithmetic dominates
-REGISTERS_OF_FOUR = 128  # per thread, so that a multiprocessor holds four programs
-FEW_PAGES = 16  # per program
-MOST_ROWS = 64  # rows of a list (queries times q heads of a kv head) per program
-PARTS_AT_ONCE = 8  # parts that a program of the merge reads at a time
-INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 
 @kernel_launcher
@@ -179,90 +173,94 @@ def _attend(
     slots = cache.max_pages if block_indices is None else block_indices.shape[2]
     if counts is None:
         block_indices, counts = _listed(cache, block_indices, seqlen_q, left)
-    crowded = cache.k.dtype.itemsize == 1 and overlap(q.device)["PDL"]
-    exact, sinks = (0, 0) if cache.exact is None else (cache.exact.k.shape[1], cache.exact.sinks)
-    programs = _programs(q.device, lists, lists * slots, 4 if crowded else PROGRAMS_PER_PROCESSOR)
-    parts = programs + (1 + (exact > 0)) * lists
+    programs = config.programs_of(cache, lists, lists * slots)
+    parts = programs + (1 + (_exact_slots(cache) > 0)) * lists
     acc = q.new_empty(parts, rows, cache.head_dim_v, dtype=torch.float32)
     state = q.new_empty(parts, rows, 2, dtype=torch.float32)
-    block_m = max(8, min(MOST_ROWS, triton.next_power_of_2(rows)))
-    scaled = cache.k_scale is not None
+    block_m = max(8, min(config.MOST_ROWS, triton.next_power_of_2(rows)))
     loads = 1 + (block_indices is not None) + cache.is_paged  # dependent loads: page, its address, its keys
-    half = scaled and q.dtype != torch.float32
-    pairs = half and _reads_pairs(cache)
-    v = cache.v.view(torch.int16) if pairs else cache.v
     _decode_fwd_kernel[(programs, triton.cdiv(rows, block_m))](
         q,
         cache.k,
-        v,
-        acc,
-        state,
-        counts if block_indices is None else block_indices,
-        counts,
-        cache.k_scale if scaled else counts,
-        cache.v_scale if scaled else counts,
-        counts if cache.exact is None else cache.exact.k,
-        counts if cache.exact is None else cache.exact.v,
-        counts if choice is None else choice.scores,
-        counts if choice is None else choice.wanted,
-        **table_arguments(cache),
+        p_acc=acc,
+        p_state=state,
+        p_pages=counts if block_indices is None else block_indices,
+        p_counts=counts,
+        **_cache_arguments(cache, q.dtype, counts),
+        **_choice_arguments(choice, cache.max_pages, counts),
         seqlen_q=seqlen_q,
         group_size=group_size,
         kv_heads=cache.kv_heads,
         lists=lists,
         slots=slots,
         max_pages=cache.max_pages,
-        sinks=0 if choice is None else choice.sinks,
-        window=0 if choice is None else choice.window,
         left=0 if left is None else left,
         scale=scale,
         cap=1.0 if softcap is None else softcap / scale,
         q_strides=strides_of(q),
-        k_strides=cache.strides(cache.k),
-        v_strides=cache.strides(v),
-        k_scale_strides=scale_strides_of(cache, cache.k_scale),
-        v_scale_strides=scale_strides_of(cache, cache.v_scale),
-        SCALED=scaled,
-        PAIRS=pairs,
-        HALF=half,
         ALL=block_indices is None,
-        CHOOSE=choice is not None,
-        EXACT=exact,
-        SINKS=sinks,
-        PAGE=cache.page_size,
-        D=cache.head_dim,
-        E=cache.head_dim_v,
-        BLOCK_D=padded(cache.head_dim),
-        BLOCK_E=padded(cache.head_dim_v),
         BLOCK_M=block_m,
-        BLOCK_N=_keys_per_tile(cache, q.dtype),
         BLOCK_L=triton.next_power_of_2(lists),
-        BLOCK_X=max(16, triton.next_power_of_2(exact)),
-        BLOCK_P=max(16, triton.next_power_of_2(cache.max_pages)) if choice is not None else 0,
         PRECISION="ieee",
         CAPPED=softcap is not None,
         WINDOW=left is not None,
-        num_warps=NUM_WARPS,
-        num_stages=1 + TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
-        **({"maxnreg": REGISTERS_OF_FOUR} if crowded else {}),
+        num_warps=config.NUM_WARPS,
+        num_stages=1 + config.TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
+        **({"maxnreg": config.CROWDED_REGISTERS} if config.is_crowded(cache) else {}),
         **overlap(q.device),
     )
     _merge(acc, state, counts, out, lse, sink_logits, cache, programs, scale)
     return out, lse
 
 
-def _keys_per_tile(cache: PagedCache, dtype: torch.dtype) -> int:
-    """Return the keys that a program multiplies at a time, for queries of this dtype; a page has whole tiles."""
-    wide = max(cache.head_dim, cache.head_dim_v) > 256  # then shared memory cannot hold tiles of 64 keys in flight
-    tile = KEYS_PER_TILE if dtype != torch.float32 and not wide else 32
-    return max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
+def _exact_slots(cache: PagedCache) -> int:
+    return 0 if cache.exact is None else cache.exact.k.shape[1]
 
 
-def _reads_pairs(cache: PagedCache) -> bool:
-    """Return whether 8-bit values are read in pairs, as 16 bits: on Hopper, where their addresses are even."""
-    if not overlap(cache.device)["PDL"] or cache.head_dim_v < 32:
-        return False
-    return all(n % 2 == 0 for n in (*cache.v.shape[3:], *cache.v.stride()[:3], cache.v.storage_offset()))
+def _cache_arguments(cache: PagedCache, dtype: torch.dtype, unused: Tensor) -> dict[str, Any]:
+    """Return the kernel arguments that follow from a cache and a dtype of queries; `unused` is for unread pointers."""
+    scaled, exact = cache.k_scale is not None, _exact_slots(cache)
+    half = scaled and dtype != torch.float32
+    pairs = half and config.reads_pairs(cache)
+    v = cache.v.view(torch.int16) if pairs else cache.v
+    return {
+        **table_arguments(cache),
+        "p_v": v,
+        "p_k_scale": cache.k_scale if scaled else unused,
+        "p_v_scale": cache.v_scale if scaled else unused,
+        "p_exact_k": unused if cache.exact is None else cache.exact.k,
+        "p_exact_v": unused if cache.exact is None else cache.exact.v,
+        "k_strides": cache.strides(cache.k),
+        "v_strides": cache.strides(v),
+        "k_scale_strides": scale_strides_of(cache, cache.k_scale),
+        "v_scale_strides": scale_strides_of(cache, cache.v_scale),
+        "SCALED": scaled,
+        "PAIRS": pairs,
+        "HALF": half,
+        "EXACT": exact,
+        "SINKS": 0 if cache.exact is None else cache.exact.sinks,
+        "PAGE": cache.page_size,
+        "D": cache.head_dim,
+        "E": cache.head_dim_v,
+        "BLOCK_D": padded(cache.head_dim),
+        "BLOCK_E": padded(cache.head_dim_v),
+        "BLOCK_N": config.keys_per_tile(cache, dtype),
+        "BLOCK_X": max(16, triton.next_power_of_2(exact)),
+    }
+
+
+def _choice_arguments(choice: PageChoice | None, max_pages: int, unused: Tensor) -> dict[str, Any]:
+    """Return the kernel's arguments for the pages that it selects itself, if there is a `choice`."""
+    if choice is None:
+        return {"p_scores": unused, "p_wanted": unused, "sinks": 0, "window": 0, "CHOOSE": False, "BLOCK_P": 0}
+    return {
+        "p_scores": choice.scores,
+        "p_wanted": choice.wanted,
+        "sinks": choice.sinks,
+        "window": choice.window,
+        "CHOOSE": True,
+        "BLOCK_P": max(16, triton.next_power_of_2(max_pages)),
+    }
 
 
 def _merge(
@@ -292,12 +290,12 @@ def _merge(
         lists=lists,
         num_programs=programs,
         scale=scale,
-        EXACT=cache.exact is not None and cache.exact.k.shape[1] > 0,
+        EXACT=_exact_slots(cache) > 0,
         HAS_SINKS=sink_logits is not None,
         E=cache.head_dim_v,
         BLOCK_E=padded(cache.head_dim_v),
         BLOCK_L=triton.next_power_of_2(lists),
-        BLOCK_G=PARTS_AT_ONCE,
+        BLOCK_G=config.PARTS_AT_ONCE,
         num_warps=1,
         **overlap(out.device),
     )
@@ -328,15 +326,3 @@ def _listed(
         **overlap(cache.device),
     )
     return (None if block_indices is None else listed), counts
-
-
-def _programs(device: torch.device, lists: int, pages: int, at_once: int) -> int:
-    """Return how many programs to start: as many as run at once, if possible a multiple of the number of lists.
-
-    Lists of equal length then share no program. Start half as many if each program would get few pages: on an H200, one
-    sequence of 128k keys then takes 36 us instead of 38.
-    """
-    most = INTERPRETED_PROGRAMS if device.type != "cuda" else at_once * processors(device)
-    if device.type == "cuda" and pages < FEW_PAGES * most:
-        most //= 2
-    return max(1, min(most // lists * lists if lists <= most else most, pages))

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynaxx.integrations.transformers.arguments import SINKS
-from dynaxx.integrations.transformers.lazy_mask import plain_mask
-from dynaxx.integrations.transformers.masks import MaskRun
-from dynaxx.integrations.transformers.own_pattern import causal_layout
+from dynaxx.integrations.transformers.calls.arguments import SINKS
+from dynaxx.integrations.transformers.calls.own_pattern import causal_layout
+from dynaxx.integrations.transformers.masks.lazy import plain_mask
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.ops import sparse_attention
 
 Attention = Callable[..., Any]

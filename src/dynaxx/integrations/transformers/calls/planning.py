@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import (
     MOST_QUERIES,
@@ -19,13 +18,13 @@ from dynaxx.integrations.runtime.routing import (
     is_step,
     route,
 )
-from dynaxx.integrations.transformers.arguments import ScoreOptions, tensors_reason
-from dynaxx.integrations.transformers.border import Kind, beats_sdpa, causal_kind, least_queries, wins
-from dynaxx.integrations.transformers.decode import StepRows
-from dynaxx.integrations.transformers.dense_fallback import PlainMask
-from dynaxx.integrations.transformers.lazy_mask import LazyMask, has_own_pattern
-from dynaxx.integrations.transformers.masks import MaskRun, read_window
-from dynaxx.integrations.transformers.own_pattern import OwnPart, parts_of_mask, parts_of_runs, parts_of_window
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, ScoreOptions, tensors_reason
+from dynaxx.integrations.transformers.calls.border import Kind, beats_sdpa, causal_kind, least_queries, wins
+from dynaxx.integrations.transformers.calls.decode import StepRows
+from dynaxx.integrations.transformers.calls.dense_fallback import PlainMask
+from dynaxx.integrations.transformers.calls.own_pattern import OwnPart, parts_of_mask, parts_of_runs, parts_of_window
+from dynaxx.integrations.transformers.masks.lazy import LazyMask, has_own_pattern
+from dynaxx.integrations.transformers.masks.runs import MaskRun, read_window
 from dynaxx.ops.prepared.layer import Prepared
 from dynaxx.policy import LayerPlan
 
@@ -55,88 +54,64 @@ class CallPlan:
     plain: PlainMask | None = None  # the mask of dense calls, made by the first one
 
     @property
-    def alike(self) -> bool:
+    def entries_are_equal(self) -> bool:
         """Return whether all batch entries have the same plan, so that they can run as one call."""
         return all(entry == part[0] for part in (self.runs, self.dense, self.plans) for entry in part)
 
 
-def plan_call(
-    current: ForwardContext,
-    index: int,
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    scores: ScoreOptions,
-    is_causal: bool | None,
-) -> CallPlan:
-    """Plan a call of layer `index`.
-
-    Args:
-        current: the context of the forward pass.
-        index: index of the layer.
-        module: its attention module.
-        q: (batch, q_heads, seqlen_q, head_dim).
-        k: (batch, kv_heads, seqlen_k, head_dim).
-        mask: the mask from transformers.
-        scores: the options that change the scores.
-        is_causal: the argument of that name.
-    """
-    deployed, seqlen_q, seqlen_k = current.deployed, q.shape[2], k.shape[2]
+def plan_call(current: ForwardContext, index: int, call: AttentionCall, scores: ScoreOptions) -> CallPlan:
+    """Plan a call of layer `index`. `scores` are the options of the call, read once."""
+    deployed, seqlen_q, seqlen_k = current.deployed, call.seqlen_q, call.seqlen_k
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
     steps = not current.steps and is_step(seqlen_q, seqlen_k)
     phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
-    own_pattern = _own_pattern(current, q, k, mask, scores, module, is_causal)
+    own_pattern = _own_pattern(current, call, scores)
     if not deployed.policy.rules and (current.blocked is not None or isinstance(own_pattern, DenseReason)):
         reason = current.blocked or own_pattern
         assert isinstance(reason, DenseReason), "a call without parts must have a reason"
         return CallPlan(Route.DENSE, phase, reason, argument=scores.argument)
     own_pattern = () if isinstance(own_pattern, DenseReason) else own_pattern
-    call = CallProperties(scores.unserved, scores.window is not None or has_own_pattern(mask), bool(own_pattern))
+    properties = CallProperties(
+        scores.unserved, scores.window is not None or has_own_pattern(call.mask), bool(own_pattern)
+    )
     # No sequence is longer than the call. If a sequence of that length is dense, the mask need not be read.
-    whole = route(rules, state, call, SequenceLengths(seqlen_q, seqlen_k, steps))
+    whole = route(rules, state, properties, SequenceLengths(seqlen_q, seqlen_k, steps))
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
         if whole.reason is DenseReason.BELOW:
             deployed.remember_length(seqlen_k, decodes=steps)
         return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
-    unserved = (
-        _sharded(current, index, module, q, k) or scores.unserved or tensors_reason(module, q, k, mask, is_causal)
-    )
+    unserved = _sharded(current, index, call) or scores.unserved or tensors_reason(call)
     if unserved is not None:
         return CallPlan(Route.DENSE, phase, unserved, argument=scores.argument)
     if whole.reason is not None and whole.reason is not DenseReason.LENGTH_LEFT_OUT:
         return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
     if whole.route is Route.DECODE:
-        return _plan_step(current, index, q, k, mask)
-    return _plan_runs(current, index, q, k, mask, phase, own_pattern)
+        return _plan_step(current, index, call)
+    return _plan_runs(current, index, call, phase, own_pattern)
 
 
 def _plan_runs(
-    current: ForwardContext,
-    index: int,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    phase: str,
-    own_pattern: Sequence[OwnPart],
+    current: ForwardContext, index: int, call: AttentionCall, phase: str, own_pattern: Sequence[OwnPart]
 ) -> CallPlan:
     """Plan a call over prompts, by routing each sequence of its mask by its own lengths."""
-    deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
+    deployed, batch, seqlen_q, seqlen_k = current.deployed, len(call.q), call.seqlen_q, call.seqlen_k
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
     content = min(seqlen_q, seqlen_k)  # a static cache is longer than its content
     runs = [[MaskRun(0, seqlen_q, 0, content, True)]] * batch
-    if mask is not None:
-        found = current.runs(mask, batch)
+    if call.mask is not None:
+        found = current.runs(call.mask, batch)
         if found is None:
             return CallPlan(Route.DENSE, phase, DenseReason.MASK_KIND)
         runs = found
-    call = CallProperties(serves_own_pattern=bool(own_pattern))
+    properties = CallProperties(serves_own_pattern=bool(own_pattern))
 
     def why_dense(run: MaskRun, row: int) -> DenseReason | None:
         if current.steps and run.seqlen_q == 1:  # a decoding request among prompts, without a budget
             return DenseReason.DECODE
         unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
-        found = route(rules, state, call, SequenceLengths(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen))
+        found = route(
+            rules, state, properties, SequenceLengths(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen)
+        )
         if run.causal:
             deployed.remember_length(run.seqlen_k)
         return found.reason
@@ -195,12 +170,12 @@ def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bo
     return all(reason not in (None, DenseReason.LENGTH_LEFT_OUT) for reason in found)  # shorter ones may be in
 
 
-def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: Tensor | None) -> CallPlan:
+def _plan_step(current: ForwardContext, index: int, call: AttentionCall) -> CallPlan:
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
-    deployed, (batch, _, seqlen_q, _), seqlen_k = current.deployed, q.shape, k.shape[2]
+    deployed, batch, seqlen_q, seqlen_k = current.deployed, len(call.q), call.seqlen_q, call.seqlen_k
     runs = [[MaskRun(0, seqlen_q, 0, seqlen_k, True)]] * batch
-    if mask is not None:
-        found = current.runs(mask, batch)
+    if call.mask is not None:
+        found = current.runs(call.mask, batch)
         if found is None or any(not _is_one_step(entry) for entry in found):
             return CallPlan(Route.DENSE, "decode", DenseReason.MASK_KIND)
         runs = found
@@ -217,41 +192,33 @@ def _plan_step(current: ForwardContext, index: int, q: Tensor, k: Tensor, mask: 
     return CallPlan(Route.DECODE, "decode", rows=StepRows.of([run for (run,) in runs]))
 
 
-def _own_pattern(
-    current: ForwardContext,
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    scores: ScoreOptions,
-    module: nn.Module,
-    is_causal: bool | None,
-) -> Sequence[OwnPart] | DenseReason:
+def _own_pattern(current: ForwardContext, call: AttentionCall, scores: ScoreOptions) -> Sequence[OwnPart] | DenseReason:
     """Return the layouts of the model's own pattern, or why the model's original attention must compute it."""
-    seqlen_q, device = q.shape[2], q.device
-    least, asked = least_queries(device.type), _asked_window(current, q, k, mask)
+    seqlen_q, device, mask = call.seqlen_q, call.q.device, call.mask
+    least, asked = least_queries(device.type), _asked_window(current, call)
     if not current.deployed.own_pattern:
         return DenseReason.NO_RULE
     too_short = least is None or seqlen_q < least or not (scores.need_eager or beats_sdpa(device.type, seqlen_q))
     if asked is None and too_short:
         return DenseReason.SHORT
-    unserved = scores.unserved or tensors_reason(module, q, k, mask, is_causal)
+    unserved = scores.unserved or tensors_reason(call)
     if unserved not in (None, DenseReason.NOT_CAUSAL):
         return unserved
-    key = ("own_pattern", None if mask is None else id(mask), seqlen_q, k.shape[2], scores.need_eager, scores.window)
-    return current.own_parts(key, mask, lambda: _make_parts(current, q, k, mask, scores, unserved is None))
+    key = ("own_pattern", None if mask is None else id(mask), seqlen_q, call.seqlen_k, scores.need_eager, scores.window)
+    return current.own_parts(key, mask, lambda: _make_parts(current, call, scores, unserved is None))
 
 
 def _make_parts(
-    current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None, scores: ScoreOptions, causal: bool
+    current: ForwardContext, call: AttentionCall, scores: ScoreOptions, causal: bool
 ) -> Sequence[OwnPart] | DenseReason:
-    (batch, _, seqlen_q, _), seqlen_k, device = q.shape, k.shape[2], q.device
-    asked = _asked_window(current, q, k, mask)
+    batch, seqlen_q, seqlen_k, device, mask = len(call.q), call.seqlen_q, call.seqlen_k, call.q.device, call.mask
+    asked = _asked_window(current, call)
     if asked is not None:
         if isinstance(mask, LazyMask):
             return parts_of_mask(mask, device, asked) or DenseReason.MASK_KIND
         return DenseReason.MASK_KIND if mask is not None else parts_of_window(asked, seqlen_q, device)
     plain = mask is not None and not (isinstance(mask, LazyMask) and not mask.plain_is_needed)
-    kind: Kind = "masked" if plain else causal_kind(q, k)
+    kind: Kind = "masked" if plain else causal_kind(call.q, call.k)
     if not wins(device.type, "eager" if scores.need_eager else kind, seqlen_q):
         return DenseReason.SHORT
     if isinstance(mask, LazyMask):
@@ -272,10 +239,10 @@ def _make_parts(
     return parts_of_runs(runs, device, scores.window if current.steps else None)
 
 
-def _asked_window(current: ForwardContext, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[int, int] | None:
+def _asked_window(current: ForwardContext, call: AttentionCall) -> tuple[int, int] | None:
     """Return the window that the caller asked for, if it hides any key. It never changes a layer's own pattern."""
-    window = current.deployed.window
-    if window is None or q.shape[2] != k.shape[2] or q.shape[2] <= min(window) + 1 or has_own_pattern(mask):
+    window, seqlen = current.deployed.window, call.seqlen_q
+    if window is None or seqlen != call.seqlen_k or seqlen <= min(window) + 1 or has_own_pattern(call.mask):
         return None
     return window
 
@@ -285,11 +252,12 @@ def _first(reasons: set[DenseReason | None]) -> DenseReason:
     return min((reason for reason in reasons if reason is not None), default=DenseReason.BELOW)
 
 
-def _sharded(current: ForwardContext, index: int, module: nn.Module, q: Tensor, k: Tensor) -> DenseReason | None:
+def _sharded(current: ForwardContext, index: int, call: AttentionCall) -> DenseReason | None:
+    """Return a reason if the call has only a part of the layer's heads."""
     plan = current.deployed.plans.get(index)
-    groups = getattr(module, "num_key_value_groups", None)
-    q_heads = plan.q_heads if plan is not None else None if groups is None else k.shape[1] * groups
-    return None if q_heads in (None, q.shape[1]) else DenseReason.SHARDED
+    groups = getattr(call.module, "num_key_value_groups", None)
+    q_heads = plan.q_heads if plan is not None else None if groups is None else call.k.shape[1] * groups
+    return None if q_heads in (None, call.q.shape[1]) else DenseReason.SHARDED
 
 
 def _is_one_step(entry: list[MaskRun]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.identity import ByIdentity
-from dynaxx.integrations.transformers.masks import MaskRun
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.ops.prepared.step import PreparedStep, StepReplay, prepare_step
@@ -157,129 +157,85 @@ class CacheMemories:
         return memory
 
 
-class StepsOfKind(NamedTuple):
-    """The prepared steps of equal layers, by what they depend on."""
+class LayerSteps(NamedTuple):
+    """The decoding steps of one layer: its rule, the summaries of its cache, and the prepared steps of the policy."""
 
-    steps: dict[Hashable, PreparedStep]
-    kind: int
+    layer: int
+    kind: int  # equal for layers with equal rules, which share prepared steps
+    plan: DecodePlan
+    memory: CacheMemory
+    prepared: dict[Hashable, PreparedStep]
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
 
-    def get(
-        self,
-        plan: DecodePlan,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        summaries: PageSummaries,
-        scale: float | None,
-        softcap: float | None,
-    ) -> PreparedStep | None:
-        """Return the prepared step for such tensors, (B, L, H, D), if there is one and it may run now."""
-        found = self.steps.get(self._key(plan, q, k, v, summaries, scale, softcap)) if self.steps else None
-        return found if found is not None and found.serves(q) else None
+    @torch.no_grad()
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[StepRows]) -> Tensor:
+        """Attend from q (B, Hq, Lq, D) to the cache's k and v (B, Hk, Lk, D), and return (B, Lq, Hq, D).
 
-    def prepare(
-        self, plan: DecodePlan, q: Tensor, cache: PagedCache, scale: float | None, softcap: float | None
-    ) -> None:
+        Pages start at the first real key of each row, so that left padding has no influence. Rows with different
+        padding run separately.
+        """
+        outs = []
+        for group in rows:
+            if group.start == 0 and len(rows) == 1:
+                queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            else:
+                own, columns = slice(group.first, group.last), slice(group.start, None)
+                queries, keys, values = (x.transpose(1, 2) for x in (q[own], k[own, :, columns], v[own, :, columns]))
+            out = self._repeat(queries, keys, values, k, group)
+            outs.append(self._attend_group(queries, keys, values, k, group) if out is None else out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_group(self, q: Tensor, k: Tensor, v: Tensor, of_cache: Tensor, rows: StepRows) -> Tensor:
+        """Run a step of rows with equal padding, (B, Lq, Hq, D), and prepare it for later steps."""
+        budget, lengths = self.plan.budget, self.memory.lengths(rows.stops, q.device)
+        cache = PagedCache.contiguous(k, v, page_size=self.plan.page_size, seqused_k=lengths)
+        if not budget.reads_everything:
+            cache = self.memory.with_summaries(
+                self.layer, of_cache, cache, budget.bound, row=rows.first, start=rows.start, used=max(rows.stops)
+            )
+        out = sparse_decode(q, cache, budget, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        if not budget.reads_everything:
+            self._prepare(q, cache)
+        return out
+
+    def _repeat(self, q: Tensor, k: Tensor, v: Tensor, of_cache: Tensor, rows: StepRows) -> Tensor | None:
+        """Run a prepared step, (B, Lq, Hq, D); None if there is none, or if the summaries must grow or be rebuilt."""
+        memory, known = self.memory, self.memory.of(self.layer, rows.first)
+        if known is None:
+            return None
+        step = self.prepared.get(self._key(q, k, v, known.summaries)) if self.prepared else None
+        if step is None or not step.serves(q):
+            return None
+        used = rows.start + max(rows.stops)
+        new_tokens = used - max(rows.start, known.summarized)
+        if new_tokens <= 0 or known.summaries.bound != self.plan.budget.bound:
+            return None
+        lengths = memory.lengths(rows.stops, q.device)
+        out = step(q, k, v, lengths, known.summaries, self.sinks, new_tokens)
+        if rows.start == 0 and k.shape[0] == of_cache.shape[0]:
+            replay = step.replay(q.transpose(1, 2), of_cache, v.transpose(1, 2), lengths, self.sinks)
+            form = known.summaries.low.shape
+            memory.repeated = None if replay is None else StepTaken(replay, known.summarized, used, form)
+        known.keys, known.summarized = weakref.ref(of_cache), used
+        return out
+
+    def _prepare(self, q: Tensor, cache: PagedCache) -> None:
         """Prepare a step with q (B, Lq, Hq, D) that just ran, if its launches can be repeated."""
-        step = prepare_step(plan.budget, q, cache, scale=scale, softcap=softcap)
+        step = prepare_step(self.plan.budget, q, cache, scale=self.scale, softcap=self.softcap)
         if step is None or cache.summaries is None:
             return
-        if len(self.steps) >= MOST_STEPS:
-            self.steps.clear()
-        self.steps[self._key(plan, q, cache.k, cache.v, cache.summaries, scale, softcap)] = step
+        if len(self.prepared) >= MOST_STEPS:
+            self.prepared.clear()
+        self.prepared[self._key(q, cache.k, cache.v, cache.summaries)] = step
 
-    def _key(
-        self,
-        plan: DecodePlan,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        summaries: PageSummaries,
-        scale: float | None,
-        softcap: float | None,
-    ) -> Hashable:
+    def _key(self, q: Tensor, k: Tensor, v: Tensor, summaries: PageSummaries) -> Hashable:
+        """Return what must be equal in steps that one prepared step serves, for tensors (B, L, H, D)."""
         batch, seqlen_k, heads, _ = k.shape
-        pages = -(-seqlen_k // plan.page_size)
-        queries = (q.shape, q.dtype, q.device)
-        return (self.kind, scale, softcap, *queries, batch, pages, heads, v.shape[3], k.dtype, summaries.low.shape)
-
-
-@torch.no_grad()
-def decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Sequence[StepRows],
-    plan: DecodePlan,
-    layer: int,
-    memory: CacheMemory,
-    prepared: StepsOfKind,
-    scale: float | None,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend from q (B, Hq, Lq, D) to the cache's k and v (B, Hk, Lk, D), and return (B, Lq, Hq, D).
-
-    Pages start at the first real key of each row, so that left padding has no influence. Rows with different padding
-    run separately.
-    """
-    outs = []
-    for group in rows:
-        if group.start == 0 and len(rows) == 1:
-            queries, keys, values = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        else:
-            own, columns = slice(group.first, group.last), slice(group.start, None)
-            queries, keys, values = (x.transpose(1, 2) for x in (q[own], k[own, :, columns], v[own, :, columns]))
-        out = _repeated(queries, keys, values, k, group, plan, layer, memory, prepared, scale, softcap, sinks)
-        if out is None:
-            cache = PagedCache.contiguous(
-                keys, values, page_size=plan.page_size, seqused_k=memory.lengths(group.stops, q.device)
-            )
-            if not plan.budget.reads_everything:
-                cache = memory.with_summaries(
-                    layer, k, cache, plan.budget.bound, row=group.first, start=group.start, used=max(group.stops)
-                )
-            out = sparse_decode(queries, cache, plan.budget, scale=scale, softcap=softcap, sinks=sinks)
-            if not plan.budget.reads_everything:
-                prepared.prepare(plan, queries, cache, scale, softcap)
-        outs.append(out)
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _repeated(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    of_cache: Tensor,
-    rows: StepRows,
-    plan: DecodePlan,
-    layer: int,
-    memory: CacheMemory,
-    prepared: StepsOfKind,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor | None:
-    """Run a prepared step, (B, Lq, Hq, D); None if there is none, or if the summaries must grow or be rebuilt."""
-    known = memory.of(layer, rows.first)
-    if known is None:
-        return None
-    step = prepared.get(plan, q, k, v, known.summaries, scale, softcap)
-    if step is None:
-        return None
-    used = rows.start + max(rows.stops)
-    new_tokens = used - max(rows.start, known.summarized)
-    if new_tokens <= 0 or known.summaries.bound != plan.budget.bound:
-        return None
-    lengths = memory.lengths(rows.stops, q.device)
-    out = step(q, k, v, lengths, known.summaries, sinks, new_tokens)
-    if rows.start == 0 and k.shape[0] == of_cache.shape[0]:
-        replay = step.replay(q.transpose(1, 2), of_cache, v.transpose(1, 2), lengths, sinks)
-        form = known.summaries.low.shape
-        memory.repeated = None if replay is None else StepTaken(replay, known.summarized, used, form)
-    known.keys, known.summarized = weakref.ref(of_cache), used
-    return out
+        pages = -(-seqlen_k // self.plan.page_size)
+        settings, queries = (self.kind, self.scale, self.softcap), (q.shape, q.dtype, q.device)
+        return (*settings, *queries, batch, pages, heads, v.shape[3], k.dtype, summaries.low.shape)
 
 
 def repeat_step(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dynaxx.integrations.transformers.decoder import is_exporting
-from dynaxx.integrations.transformers.mask_rules import MaskRule, read_rule
+from dynaxx.integrations.transformers.masks.rules import MaskRule, read_rule
 
 IMPLEMENTATIONS: dict[int, str] = {}  # original attention of a model, by id of its config
 

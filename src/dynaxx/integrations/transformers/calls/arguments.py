@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of an attention call besides its tensors: those that change the scores, and unsupported ones."""
+"""`AttentionCall` and its options: those that change the scores, those without effect, and unsupported ones."""
 
 from __future__ import annotations
 
@@ -36,6 +36,27 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
+
+
+class AttentionCall(NamedTuple):
+    """An attention call as transformers makes it; see `AttentionInterface`."""
+
+    module: nn.Module
+    q: Tensor  # (B, Hq, Lq, D)
+    k: Tensor  # (B, Hk, Lk, D)
+    v: Tensor  # (B, Hk, Lk, E)
+    mask: Tensor | None  # (B | 1, 1, Lq, Lk), or None for a plain causal call
+    kwargs: dict[str, Any]
+
+    @property
+    def seqlen_q(self) -> int:
+        """Return the number of queries of each batch entry."""
+        return self.q.shape[2]
+
+    @property
+    def seqlen_k(self) -> int:
+        """Return the number of keys of each batch entry."""
+        return self.k.shape[2]
 
 
 class ScoreOptions(NamedTuple):
@@ -80,21 +101,13 @@ def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
     return kwargs.get(SINKS[1]) if found is None else found
 
 
-def tensors_reason(
-    module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool | None
-) -> DenseReason | None:
-    """Return why the tensors of a call cannot be served, or None if they can.
-
-    Args:
-        module: the attention module.
-        q: (batch, q_heads, seqlen_q, head_dim).
-        k: (batch, kv_heads, seqlen_k, head_dim).
-        mask: (batch | 1, 1, seqlen_q, seqlen_k), or None for a plain causal call.
-        is_causal: the argument of that name; None uses the module's attribute.
-    """
+def tensors_reason(call: AttentionCall) -> DenseReason | None:
+    """Return why the tensors of a call cannot be served, or None if they can."""
+    module, q, k, _, mask, kwargs = call
     if k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
         return DenseReason.SHAPES
     if mask is None:
+        is_causal = kwargs.get("is_causal")
         if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             return DenseReason.NOT_CAUSAL
         return DenseReason.MORE_QUERIES if q.shape[2] > k.shape[2] else None

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.transformers.lazy_mask import LazyMask
-from dynaxx.integrations.transformers.mask_rules import MaskRule
-from dynaxx.integrations.transformers.masks import MaskRun
+from dynaxx.integrations.transformers.masks.lazy import LazyMask
+from dynaxx.integrations.transformers.masks.rules import MaskRule
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.patterns import Causal, Documents, Full, Pattern, SlidingWindow

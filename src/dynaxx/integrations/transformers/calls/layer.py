@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Layer`: one attention module under a handle. It plans each call, runs it sparse or dense, and counts the outcome."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from dynaxx.integrations.runtime.routing import DenseReason, Route
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.decode import LayerSteps
+from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
+from dynaxx.integrations.transformers.calls.planning import CallPlan, plan_call
+from dynaxx.integrations.transformers.calls.sparse import Drawn, SparseCall, run_sparse, sample_disabled
+from dynaxx.integrations.transformers.compiled import remember
+from dynaxx.integrations.transformers.forward_context import ForwardContext
+from dynaxx.integrations.transformers.repeats.dense_calls import keep_in_dense_pass, keep_in_mixed_pass
+from dynaxx.integrations.transformers.repeats.prepared import keep_repeated, keep_step, restore_prepared
+from dynaxx.policy.guard import Level
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.handle import Handle
+
+logger = logging.getLogger("dynaxx")
+
+
+class Layer:
+    """One attention module under a handle."""
+
+    __slots__ = ("__weakref__", "dense", "handle", "index", "number")
+
+    def __init__(self, handle: Handle, index: int, module: nn.Module, dense: DenseAttention) -> None:
+        self.handle = handle
+        self.index = index
+        self.dense = dense
+        self.number = next(_numbers)  # compiled code finds the layer by this number
+        remember(self, module)
+
+    def attend(self, current: ForwardContext | None, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Plan and run a call, and keep it for equal layers: (B, Lq, Hq, D), as in `AttentionInterface`."""
+        try:
+            current = current or self.handle.unseen_pass(self.index)
+            scores = ScoreOptions.of(call.kwargs)
+            planned = self._plan(current, call, scores)
+        except Exception as error:  # an error in routing must not fail the request
+            self.handle.counts.not_decided(self.index, error)
+            return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
+        if planned.route is Route.DENSE:
+            self._count_dense(current, planned)
+        else:
+            out = self._run_guarded(current, planned, scores, call)
+            if out is not None:
+                if current.dense_calls is None:  # the pass has no end, which counts its calls
+                    pass
+                elif planned.route is Route.DECODE:
+                    keep_step(current, self, call)
+                else:
+                    keep_repeated(current, self, call, planned)
+                return out, None
+        return self._attend_dense(current, planned, scores, call)
+
+    def _plan(self, current: ForwardContext, call: AttentionCall, scores: ScoreOptions) -> CallPlan:
+        """Return the plan of the call, which all layers with equal calls share during a pass."""
+        mask, version = call.mask, None
+        if mask is not None:
+            version = (id(mask), 0 if mask.is_inference() else mask._version)
+        kind, is_causal = current.deployed.kind(self.index), call.kwargs.get("is_causal")
+        key = (kind, call.q.shape, call.k.shape, version, scores, is_causal)
+        known, of_mask = current.call_plans.get(key, (None, None))
+        if known is not None and (of_mask is None or of_mask() is mask):  # ids of objects are reused
+            return known
+        planned = plan_call(current, self.index, call, scores)
+        current.call_plans[key] = planned, None if mask is None else weakref.ref(mask)
+        if planned.argument:
+            warn_once(f"attention calls with the unsupported argument {planned.argument!r} run dense")
+        return planned
+
+    def _count_dense(self, current: ForwardContext, planned: CallPlan) -> None:
+        assert planned.reason is not None, "a dense call must have a reason"
+        if current.dense_calls is None:  # no hook reports the end of the pass
+            self.handle.counts.dense(planned.reason, planned.phase)
+        else:
+            current.dense_calls[planned.reason, planned.phase] += 1
+
+    def _attend_dense(
+        self, current: ForwardContext, planned: CallPlan, scores: ScoreOptions, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the model's original attention, and keep the call if it was planned dense."""
+        plain = planned.plain
+        if plain is None or plain.dtype is not call.q.dtype:
+            plain = planned.plain = self.dense.plain(call.mask, call.q.dtype, need_eager=scores.need_eager)
+        if planned.route is Route.DENSE and not scores.need_eager and current.dense_calls is not None:
+            keep = keep_in_dense_pass if current.is_dense else keep_in_mixed_pass
+            keep(current, self, call, planned)
+        attend = self.dense.by_name[plain.name]
+        found: tuple[Tensor, Tensor | None] = attend(call.module, call.q, call.k, call.v, plain.mask, **call.kwargs)
+        return found
+
+    def _run_guarded(
+        self, current: ForwardContext, planned: CallPlan, scores: ScoreOptions, call: AttentionCall
+    ) -> Tensor | None:
+        """Run on dynaxx's kernels, (B, Lq, Hq, D). None if the guard or a failure makes the call dense."""
+        counts, deployed = self.handle.counts, current.deployed
+        guard = deployed.guard if self.index in deployed.plans else None
+        sinks = sinks_of(call.kwargs) if scores.has_sinks else None
+        sparse = SparseCall(self, current, planned, scores, guard, call.q, call.k, call.v, sinks)
+        stopped = deployed.interruption(self.index, own_pattern=planned.route is Route.OWN_PATTERN)
+        if stopped is not None:
+            if stopped is DenseReason.GUARD and planned.route is Route.RULE:
+                sample_disabled(sparse.autocast())
+            counts.dense(stopped, planned.phase)
+            return None
+        breaker = deployed.breakers[self.index]
+        try:
+            sparse = sparse.autocast()
+            out = drawn = None
+            if planned.route is Route.DECODE:
+                out = self._decode(sparse)
+            elif planned.prepared is not None or planned.may_prepare:
+                out, drawn = self._repeat(sparse)
+            if out is None:
+                out = run_sparse(sparse if drawn is None else sparse._replace(drawn=drawn))
+        except Exception as error:  # a failing kernel must not fail the request
+            breaker.failed()
+            counts.failed(self.index, error, planned.phase)
+            return None
+        breaker.worked()
+        if planned.route is Route.OWN_PATTERN:
+            counts.own_pattern(planned.phase)
+            return out
+        counts.sparse()
+        current.ran_sparse = True
+        return out
+
+    def _repeat(self, call: SparseCall) -> tuple[Tensor | None, Drawn | None]:
+        """Run a prepared call and return (B, Lq, Hq, D). None if there is none, or if something needs the layout."""
+        handle, planned, guard, current = self.handle, call.planned, call.guard, call.current
+        inputs = (*call.tokens_first(), call.sinks)
+        if planned.prepared is None:
+            restore_prepared(call)
+        prepared = planned.prepared
+        if prepared is None or handle.faults or handle.watchers or not prepared.serves(*inputs):
+            return None, None
+        if planned.route is Route.OWN_PATTERN:
+            return prepared(*inputs), None
+        if guard is not None and guard.level(self.index) != Level.OK:
+            return None, None
+        probe = handle.counts.probe
+        measured, current.measures_next = current.measures_next or probe.wants(call.q.device), False
+        drawn = Drawn(guard is not None and guard.wants_call(), measured)
+        if drawn.sampled or drawn.measured:
+            return None, drawn
+        out = prepared(*inputs)
+        probe.counter(prepared.backend)()
+        return out, None
+
+    def _decode(self, call: SparseCall) -> Tensor:
+        """Run a decoding step, (B, Lq, Hq, D)."""
+        handle, current, q = self.handle, call.current, call.q
+        assert current.memory is not None, "a planned decoding step must have a memory"
+        for fault in handle.faults:
+            fault(self.index)
+        measured, current.measures_next = current.measures_next, False
+        meter = handle.counts.decoding(self.index, q, measured=measured)
+        steps = LayerSteps(
+            layer=self.index,
+            kind=current.deployed.kind(self.index),
+            plan=current.deployed.decode[self.index],
+            memory=current.memory,
+            prepared=current.deployed.steps,
+            scale=call.scores.scale,
+            softcap=call.scores.softcap,
+            sinks=call.sinks,
+        )
+        out = steps.attend(q, call.k, call.v, call.planned.rows)
+        handle.counts.decoded(meter, q)
+        if call.guard is not None and call.guard.wants_call():
+            call.guard.left_out("decode")
+        return out
+
+
+_numbers = itertools.count(1)
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Log a warning, the first time only."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)
