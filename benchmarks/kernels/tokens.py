@@ -2,10 +2,12 @@
 r"""Time attention over tokens that each query chose beside dense SDPA, on the CPU: one layer, fp32.
 
     python benchmarks/kernels/tokens.py --keys 32768 --tokens 2048 --json
+    python benchmarks/kernels/tokens.py --reads --rows 96 --shapes "GQA 4/1 of 128" "GQA 8/1 of 128" --json
 
 The last queries of the sequence are timed, and dense attention over fewer tokens. The time of a whole layer is computed
 from their rates, since a dense layer of 32k tokens takes a minute. Results are compared with fp64 first. Each number is
 the median of interleaved runs on one thread, in its CPU time, which neighbours on the machine do not disturb.
+`--reads` times the forward alone, over few keys and many, chosen and consecutive, beside a matrix product.
 """
 
 from __future__ import annotations
@@ -129,6 +131,34 @@ def rates(shape: tuple[int, ...], rows: int, args: argparse.Namespace, overlap: 
     return row | {"sparse GF/s": flops / found["sparse"] / 1e9}
 
 
+def reads(shape: tuple[int, ...], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time the forward over keys that fit the caches and over all, chosen anywhere and one after the other."""
+    q_heads, kv_heads, dim, dim_v, *_ = shape
+    q, square = torch.randn(1, args.rows, q_heads, dim), torch.randn(2048, 2048)
+    runs: dict[str, Callable[[], Any]] = {"product": lambda: square @ square}
+    cases = {}
+    for keys in (2 * args.tokens, args.keys):
+        k, v = torch.randn(1, keys, kv_heads, dim), torch.randn(1, keys, kv_heads, dim_v)
+        last = torch.arange(args.rows)[:, None] + torch.arange(keys - args.rows - args.tokens + 1, keys - args.rows + 1)
+        for order, chosen in (
+            ("anywhere, 75 % as before", choices(args.rows, keys, args.tokens, 0.75)),
+            ("the last ones", last.int()[None, :, None]),
+        ):
+            cases[f"{keys} {order}"] = (keys, order, k.nbytes + v.nbytes)
+            runs[f"{keys} {order}"] = lambda k=k, v=v, chosen=chosen: dx.selected_attention(
+                q, k, v, chosen, block_size=1
+            )
+    found = medians(runs, args.repeats)
+    flops = 2 * q_heads * (dim + dim_v) * args.rows * args.tokens
+    bytes_read = 4 * kv_heads * (dim + dim_v) * args.rows * args.tokens
+    rows = [
+        {"keys": keys, "keys and values MiB": size / 2**20, "tokens": order}
+        | {"GF/s": flops / found[name] / 1e9, "read GB/s": bytes_read / found[name] / 1e9}
+        for name, (keys, order, size) in cases.items()
+    ]
+    return [*rows, {"tokens": "a product of 2,048 x 2,048 matrices", "GF/s": 2 * 2048**3 / found["product"] / 1e9}]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,6 +170,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--overlaps", nargs="+", type=float, default=[0.0, 0.75, 0.95])
     parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--reads", action="store_true", help="time what reading keys costs instead")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -147,6 +178,9 @@ def main() -> None:
     rows = []
     for name in args.shapes:
         check(SHAPES[name])
+        if args.reads:
+            rows += [{"shape": name} | row for row in reads(SHAPES[name], args)]
+            continue
         for overlap in args.overlaps:
             rows.append(rates(SHAPES[name], args.rows, args, overlap) | {"shape": name})
             if not args.json:
