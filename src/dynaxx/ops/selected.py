@@ -173,7 +173,7 @@ def explain_selected(
         k: keys, as for `selected_attention`.
         v: values, as for `selected_attention`.
         block_indices: as for `selected_attention`.
-        block_size: keys per block: 16, 32, 64 or 128.
+        block_size: as for `selected_attention`.
         backend: "auto" or a backend's name.
 
     Raises:

@@ -21,7 +21,7 @@ def test_core(seed, dtype):
         rng.choice((1, 2)),
         rng.choice((1, 3, 8, 17)),
         rng.choice((1, 3)),
-        rng.choice((1, 4)),
+        rng.choice((1, 4, 8)),
     )
     cache = random_cache(rng, kv_heads, rng.choice(((16, 16), (40, 24), (96, 64))), dtype)
     q = torch.randn(BATCH, seqlen_q, kv_heads * group, cache.head_dim)

@@ -48,7 +48,7 @@ def test_random_caches(seed, dtype):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kv_heads, group = rng.choice((1, 2)), rng.choice((1, 3, 17))
-    seqlen_q, size = rng.choice((1, 3)), rng.choice((1, 4))
+    seqlen_q, size = rng.choice((1, 3)), rng.choice((1, 4, 8))
     cache = random_cache(rng, kv_heads, rng.choice(((16, 16), (40, 24), (144, 64))), dtype)
     q = torch.randn(BATCH, seqlen_q, kv_heads * group, cache.head_dim)
     indices = choice(rng, seqlen_q, rng.choice((1, kv_heads, kv_heads * group)), rng.choice((1, 30)), size)
