@@ -238,7 +238,7 @@ def test_version_and_no_arguments():
         (["tune", "MODEL", "--time-budget", "soon"], "--time-budget must be a time like 90, 10m or 2h"),
         (["analyze", "MODEL", "--layers", "a"], "--layers must be numbers and ranges"),
         (["analyze", "MODEL", "--layers", "0-99999999999"], "--layers must be numbers and ranges"),
-        (["tune", "MODEL", "--tokens", "5000"], "to the model's 1024 positions, got 5000"),
+        (["tune", "MODEL", "--tokens", "5000"], "to the model's 1024 positions, got 5000; give --tokens 1024"),
         (["tune", "MODEL", "--text", "SHORT", "--tokens", "512"], "the half of the text to tune on must have at least"),
         (["validate", "MODEL", "no-policy.json"], "error: no-policy.json: no such file"),
         (["report", "no-folder"], "DIR must be a folder"),

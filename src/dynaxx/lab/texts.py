@@ -138,6 +138,7 @@ def check_tokens(model: Any, tokens: int, block_size: int) -> None:
     """Raise ValueError if samples are shorter than a block or longer than the model's positions."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
     if not block_size <= tokens <= most:
+        fix = f"; give --tokens {most}" if most >= block_size else ""
         raise ValueError(
-            f"`tokens` must be from block_size = {block_size} to the model's {most} positions, got {tokens}"
+            f"`tokens` must be from block_size = {block_size} to the model's {most} positions, got {tokens}{fix}"
         )
