@@ -45,6 +45,17 @@ def test_an_output_has_its_cache_under_either_name():
     assert cache_of(SimpleNamespace(cache=1)) == 1
     assert cache_of(SimpleNamespace(cache=None, past_key_values=2)) == 2
     assert cache_of(SimpleNamespace(past_key_values=2)) == 2
+
+
+def test_no_cache_is_found_without_the_old_name():
+    class Output:
+        cache = None
+
+        @property
+        def past_key_values(self):
+            raise AssertionError("transformers warns here")
+
+    assert cache_of(Output()) is None
     assert cache_of((1, 2)) is None
 
 

@@ -207,7 +207,9 @@ def model_label(loaded: str) -> str:
 def cache_of(output: Any) -> Any:
     """Return the cache in a model's output, None for none. From 5.24 on transformers calls it `cache`."""
     found = getattr(output, "cache", None)
-    return getattr(output, "past_key_values", None) if found is None else found
+    if found is not None or isinstance(getattr(type(output), "past_key_values", None), property):
+        return found  # the property is the same value, and warns
+    return getattr(output, "past_key_values", None)
 
 
 def cache_name(model: Any) -> str:
