@@ -14,6 +14,7 @@ LAST = 64  # queries at the end that see everything
 GRIDS = {
     "share": (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0),
     "top_p": (0.0, 0.5, 0.65, 0.75, 0.83, 0.89, 0.93, 0.96, 0.98, 0.993, 1.0),
+    "bounded": (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0),
     "even": (0.0, 0.06, 0.12, 0.25, 0.5, 0.8, 1.3, 2.2, 4.0, 10.0, math.inf),  # 1 / share of an even spread
 }
 
@@ -28,7 +29,9 @@ class Choice:
             logits, "bound" for bounds of keys, "anti N" for anti-diagonals of tiles of N tokens, "probe N" for
             vertical and slash lines of the last N queries, several joined by " + " for the mean of their masses.
         rule: "share" keeps a share of the visible blocks of every row, "top_p" blocks up to a share of the mass, "even"
-            blocks with a multiple of the mass of an even spread.
+            blocks with a multiple of the mass of an even spread, "bounded" blocks up to `mass`, but at least half
+            and at most twice a share.
+        mass: the mass of "bounded".
         local: tokens before each q block that are always visible.
         sharpness: factor on the scores.
         group: whether the q heads of a kv head choose together, with one budget.
@@ -46,6 +49,7 @@ class Choice:
     kv_block: int = 32
     scorer: str = "mean 32"
     rule: str = "share"
+    mass: float = 0.9
     local: int = 96
     sharpness: float = 0.75
     group: bool = False
@@ -204,6 +208,11 @@ def ranked(choice, mass, k, v):
         best = best.clamp(min=0)
         covered = mass.masked_fill(~forced, 0.0).sum(-1, keepdim=True)
         before = covered + best.cumsum(-1) - best
+        if choice.rule == "bounded":
+            rank = (
+                torch.arange(mass.shape[-1], device=k.device) / count.clamp(min=tokens // choice.kv_block // 2)[:, None]
+            )
+            before = torch.where(before < choice.mass, rank / 2, rank * 2)
     return torch.empty_like(mass).scatter_(-1, where, before.contiguous())
 
 
