@@ -550,7 +550,7 @@ def methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, remember):
 
     def make():
         shared = shared_text_costs(model, tune_on, args) if SHARED in methods else None
-        found = [*tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args)]
+        found = [*tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args)] if costs else []
         for density in args.density:
             found += uniform_policies(model, args.tokens, density, methods, args.block_size)
         return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]

@@ -201,6 +201,11 @@ def test_graphs_are_walked_right(steps):
         assert len(set(edges)) == len(edges) >= 50
 
 
+@pytest.mark.parametrize("steps", [parents, two_steps])
+def test_the_smallest_graphs_have_answers(steps):
+    assert all(steps(random.Random(seed), HAYSTACK, 8, 1000).answers for seed in range(500))
+
+
 @pytest.mark.parametrize("task", DEFINITIONS)
 def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_again(task):
     for tokens in (1200, 3000):

@@ -50,18 +50,25 @@ def parents(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> E
 def two_steps(rng: random.Random, haystack: Haystack, size: int, tokens: int) -> Example:
     """Ask for the nodes exactly two steps from a node."""
     pick = rng.random()
-    nodes, edges = _edges(rng, size)
+    far: dict[str, list[str]] = {}
+    while not far:  # a small graph may have no node two steps from another
+        nodes, edges = _edges(rng, size)
+        far = _two_steps_from(nodes, edges)
+    start = sorted(far)[int(pick * len(far))]
+    return _asked(edges, f"Which nodes are exactly two steps from {start}?", far[start])
+
+
+def _two_steps_from(nodes: list[str], edges: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the nodes two steps from each node that has some."""
     after: dict[str, list[str]] = {}
     for a, b in edges:
         after.setdefault(a, []).append(b)
-    reached = lambda start: [
-        node
-        for node in dict.fromkeys(far for near in after.get(start, ()) for far in after.get(near, ()))
-        if node != start and node not in after[start]
-    ]
-    some = sorted(node for node in nodes if reached(node))
-    start = some[int(pick * len(some))]
-    return _asked(edges, f"Which nodes are exactly two steps from {start}?", reached(start))
+    found = {}
+    for start in nodes:
+        near = after.get(start, [])
+        reached = dict.fromkeys(each for node in near for each in after.get(node, ()))
+        found[start] = [each for each in reached if each != start and each not in near]
+    return {start: reached for start, reached in found.items() if reached}
 
 
 def _asked(edges: list[tuple[str, str]], question: str, answers: list[str]) -> Example:
