@@ -64,7 +64,8 @@ def measured(model, tokenizer, text, args, report):
     ready = {name: cut(ids) for name, ids in texts.items()}
     dense = {name: decode._decoded(model, *each, None).view(len(prompts), -1) for name, each in ready.items()}
     always = (decode.WINDOW / args.page_size + 1) * args.page_size / args.tokens
-    for way, share in TRIALS:
+    asked = [({"one": ONE, "both": BOTH}[each.split()[0]], float(each.split()[1])) for each in args.trial]
+    for way, share in asked or TRIALS:
         same = [[share] * facts.kv_heads] * facts.layers
         shares = same if way == ONE else shares_of(costs[way], share)
         rules = tuple(decode.decode_rules(shares, layers, group, args.page_size))
@@ -93,6 +94,7 @@ def main():
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--texts", type=Path, default=None, help="folder of KIND.txt instead of the built-in texts")
+    parser.add_argument("--trial", action="append", default=[], help='instead of all trials: "one 0.25", "both 0.1"')
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None, help="file that is rewritten after each row")

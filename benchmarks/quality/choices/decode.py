@@ -16,6 +16,12 @@ CHOICES = {
     "true mass, share": (replace(PAGE, scorer="mass"),),
     "true mass, top-p": (replace(PAGE, scorer="mass", rule="top_p"),),
     "bounds of half the range, top-p, 64 recent tokens": (replace(PAGE, rule="top_p", scorer="bound 0.5", local=64),),
+    "bounds of half the range, share, pages of 16": (replace(PAGE, scorer="bound 0.5", kv_block=16),),
+    "bounds of half the range, share, pages of 16, 64 recent tokens": (
+        replace(PAGE, scorer="bound 0.5", kv_block=16, local=63),
+    ),
+    "mean and variance, share": (replace(PAGE, scorer="moments"),),
+    "mean and variance, share, pages of 16": (replace(PAGE, scorer="moments", kv_block=16),),
     "bounds, share, 64 recent tokens": (replace(PAGE, local=63),),
     "bounds, share, pages of 16": (replace(PAGE, kv_block=16),),
     "true mass, share, pages of 16": (replace(PAGE, scorer="mass", kv_block=16),),

@@ -26,8 +26,9 @@ class Choice:
     Attributes:
         q_block, kv_block: tokens per block.
         scorer: "mass" for true attention, "mean N" for mean queries of N tokens, "spread N" with the variance of their
-            logits, "bound" for bounds of keys, "anti N" for anti-diagonals of tiles of N tokens, "probe N" for
-            vertical and slash lines of the last N queries, several joined by " + " for the mean of their masses.
+            logits, "bound" for bounds of keys, "moments" for their mean and variance, "anti N" for anti-diagonals of
+            tiles of N tokens, "probe N" for vertical and slash lines of the last N queries, several joined by " + " for
+            the mean of their masses.
         rule: "share" keeps a share of the visible blocks of every row, "top_p" blocks up to a share of the mass, "even"
             blocks with a multiple of the mass of an even spread, "bounded" blocks up to `mass`, but at least half
             and at most twice a share.
@@ -133,6 +134,16 @@ def _of_bounds(choice, scorer, q, k, scale, gate):
     return logits.view(heads, -1, blocks.shape[1]).masked_fill(~visible, -torch.inf).softmax(-1)
 
 
+def _of_moments(choice, scorer, q, k, scale, gate):
+    heads, tokens, dim = q.shape
+    visible = grid_of(choice, tokens, q.device)[0]
+    queries = q.view(heads, tokens // choice.q_block, choice.q_block, dim).mean(2) * (scale * choice.sharpness)
+    blocks, grouped = k.view(k.shape[0], -1, choice.kv_block, dim), queries.view(k.shape[0], -1, dim)
+    mean, variance = blocks.mean(2), blocks.var(2, correction=0)
+    logits = grouped @ mean.transpose(1, 2) + grouped.square() @ variance.transpose(1, 2) / 2
+    return logits.view(heads, -1, blocks.shape[1]).masked_fill(~visible, -torch.inf).softmax(-1)
+
+
 def _of_anti_diagonals(choice, scorer, q, k, scale, gate):
     heads, tokens, dim = q.shape
     size = min(int(scorer.split()[1]), choice.q_block, choice.kv_block)
@@ -169,6 +180,7 @@ _ESTIMATES = {
     "mean": _of_mean_queries,
     "spread": _of_mean_queries,
     "bound": _of_bounds,
+    "moments": _of_moments,
     "anti": _of_anti_diagonals,
     "probe": _of_lines,
 }
