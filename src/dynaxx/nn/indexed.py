@@ -15,7 +15,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.paging import PagedCache
 from dynaxx.nn.cache import LayerCache
-from dynaxx.nn.projection import ProjectedAttention, Rotary, rotate, rotate_first_columns
+from dynaxx.nn.projection import ProjectedAttention, Rotary, rotate_first_columns
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode_checks import check_places
 from dynaxx.ops.indexer import IndexLoss, Precision, index_loss, index_tokens
@@ -148,11 +148,7 @@ class IndexedSparseAttention(ProjectedAttention):
         """
         if cache.page_table is None:
             raise ValueError("`cache` must have a page table, got a contiguous one")
-        q = self.q_proj(x).unflatten(-1, (self.q_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim_v))
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = self.projected(x, rotary, None)
         indexed = self.indexer(x, rotary)
         position = cache.seqused_k[:, None] - x.shape[1] + torch.arange(x.shape[1], device=x.device)
         if not torch.compiler.is_compiling() and looks_at_values(x.device):

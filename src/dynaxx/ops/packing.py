@@ -39,6 +39,29 @@ def pack(
         ValueError, TypeError: a shape, dtype or device is wrong, or lengths do not match.
     """
     refuse_transforms("native sparse attention and selected attention", q, k, v)
+    _check_tensors(q, k, v)
+    if q.ndim == 4:
+        if ends_q is not None or ends_k is not None:
+            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` need packed (tokens, heads, head_dim) inputs")
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        packed = Packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), (batch, seqlen_q))
+        ends_q, ends_k = (tuple([i * seqlen for i in range(batch + 1)]) for seqlen in (seqlen_q, seqlen_k))
+    elif ends_q is None:
+        raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
+    else:
+        packed = Packed(q, k, v, None)
+        ends_q = host_lengths("cu_seqlens_q", ends_q)
+        ends_k = ends_q if ends_k is None else host_lengths("cu_seqlens_k", ends_k)
+        if (ends_q[-1], ends_k[-1]) != (len(q), len(k)):
+            raise ValueError(
+                f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {len(q)} and {len(k)}, "
+                f"got {ends_q[-1]} and {ends_k[-1]}"
+            )
+    return nsa_spans(sizes, ends_q, ends_k, device=q.device), packed
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that shapes, dtypes and devices of q, k and v match each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim not in (3, 4) or x.ndim != q.ndim:
             raise ValueError(
@@ -58,26 +81,6 @@ def pack(
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[-2]} and {k.shape[-2]}")
     if not (q.shape[-1] and v.shape[-1]):
         raise ValueError(f"head_dim must be >= 1, got {q.shape[-1]} and {v.shape[-1]}")
-    if q.ndim == 4:
-        if ends_q is not None or ends_k is not None:
-            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` need packed (tokens, heads, head_dim) inputs")
-        batch = q.shape[0]
-        ends_q, ends_k = (
-            tuple(range(0, batch * n + 1, n)) if n else (0,) * (batch + 1) for n in (q.shape[1], k.shape[1])
-        )
-        packed = Packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), (batch, q.shape[1]))
-    elif ends_q is None:
-        raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
-    else:
-        packed = Packed(q, k, v, None)
-        ends_q = host_lengths("cu_seqlens_q", ends_q)
-        ends_k = ends_q if ends_k is None else host_lengths("cu_seqlens_k", ends_k)
-        if (ends_q[-1], ends_k[-1]) != (len(q), len(k)):
-            raise ValueError(
-                f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {len(q)} and {len(k)}, "
-                f"got {ends_q[-1]} and {ends_k[-1]}"
-            )
-    return nsa_spans(sizes, ends_q, ends_k, device=q.device), packed
 
 
 def check_indices(block_indices: Tensor, packed: Packed, spans: NsaSpans) -> Tensor:

@@ -10,13 +10,16 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers.nsa_llama import hides_more_than_the_future
+from dynaxx.integrations.transformers.llama import (
+    become_llama_layer,
+    hides_more_than_the_future,
+    refuse_other_models,
+    with_other_attention,
+)
 from dynaxx.nn.indexed import IndexedSparseAttention, IndexerOutput, attend_outside_of_graphs
-from dynaxx.nn.projection import rotate
 from dynaxx.ops.indexer import Precision
 from dynaxx.selection.tokens import TopKTokens
 
@@ -44,6 +47,8 @@ class IndexedLlamaAttention(IndexedSparseAttention):
     Keys come from transformers' own cache. The indexer's keys are kept beside it, as long as it grows step by step.
     """
 
+    layer_idx: int
+
     def __init__(self, config: IndexedLlamaConfig, layer_idx: int) -> None:
         super().__init__(
             config.hidden_size,
@@ -56,10 +61,7 @@ class IndexedLlamaAttention(IndexedSparseAttention):
             index_dim=config.index_dim,
             precision=_precision(config.index_precision),
         )
-        if config.attention_bias:
-            self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size)
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
-        self.num_key_value_groups, self.scaling = self.q_heads // self.kv_heads, self.scale
+        become_llama_layer(self, config, layer_idx)
 
     def forward(  # type: ignore[override]
         self,
@@ -77,10 +79,7 @@ class IndexedLlamaAttention(IndexedSparseAttention):
         """
         if kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("an indexed Llama serves sequences of a batch, not packed ones")
-        q = self.q_proj(hidden_states).unflatten(-1, (self.q_heads, self.head_dim))
-        k = self.k_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim_v))
-        q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+        q, k, v = self.projected(hidden_states, position_embeddings, None)
         indexed = self.indexer(hidden_states, position_embeddings)
         past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:
@@ -204,26 +203,17 @@ def convert_to_indexed(
         UnsupportedInputError: another kind of model.
         ValueError: sizes below 1, or an unknown precision.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if not isinstance(model, LlamaForCausalLM) or kind != "llama":
-        raise UnsupportedInputError(
-            f"conversion of a {kind} model", {"transformers": ["only LlamaForCausalLM (Llama, SmolLM, ...) is served"]}
-        )
+    refuse_other_models(model)
     choice = TopKTokens(2048) if choice is None else choice
-    values = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
-    config = IndexedLlamaConfig(
-        **values,
+    made, missing = with_other_attention(
+        model,
+        IndexedLlamaForCausalLM,
         index_tokens=choice.k,
         index_block_size=choice.block_size,
         index_heads=index_heads,
         index_dim=index_dim,
         index_precision=_precision(precision),
     )
-    config.architectures = [IndexedLlamaForCausalLM.__name__]
-    weights = next(model.parameters())
-    made = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(weights.device)  # frequencies stay fp32
-    missing, unexpected = made.load_state_dict(model.state_dict(), strict=False)
-    assert not unexpected, "a Llama's own names"
     assert all(".indexer." in name for name in missing), "everything else is a Llama's"
-    made.generation_config = model.generation_config
-    return made.train(model.training)
+    converted: IndexedLlamaForCausalLM = made
+    return converted

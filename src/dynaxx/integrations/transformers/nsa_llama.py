@@ -12,15 +12,20 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.transformers.llama import (
+    become_llama_layer,
+    hides_more_than_the_future,
+    refuse_other_models,
+    with_other_attention,
+)
 from dynaxx.integrations.transformers.nsa_cache import NsaMemory
 from dynaxx.layout.nsa import NsaSizes
 from dynaxx.nn.compression import COMPRESSIONS
 from dynaxx.nn.nsa import NEAR_DENSE, NativeSparseAttention
-from dynaxx.nn.projection import outside_of_graphs, rotate
+from dynaxx.nn.projection import outside_of_graphs
 from dynaxx.ops.nsa_decode import nsa_decode
 
 
@@ -51,6 +56,8 @@ class NsaLlamaAttention(NativeSparseAttention):
     tokens are kept as long as the cache keeps its tensors, and recomputed otherwise.
     """
 
+    layer_idx: int
+
     def __init__(self, config: NsaLlamaConfig, layer_idx: int) -> None:
         super().__init__(
             config.hidden_size,
@@ -62,10 +69,7 @@ class NsaLlamaAttention(NativeSparseAttention):
             compression=config.nsa_compression,  # type: ignore[arg-type]
             gate_init=tuple(config.nsa_gate_init or NEAR_DENSE),  # type: ignore[arg-type]
         )
-        if config.attention_bias:
-            self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size)
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
-        self.num_key_value_groups, self.scaling = self.q_heads // self.kv_heads, self.scale
+        become_llama_layer(self, config, layer_idx)
 
     def forward(  # type: ignore[override]
         self,
@@ -81,10 +85,7 @@ class NsaLlamaAttention(NativeSparseAttention):
         Raises:
             ValueError: the batch is padded, or the cache has a fixed length.
         """
-        q = self.q_proj(hidden_states).unflatten(-1, (self.q_heads, self.head_dim))
-        k = self.k_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(hidden_states).unflatten(-1, (self.kv_heads, self.head_dim_v))
-        q, k = rotate(q, position_embeddings), rotate(k, position_embeddings)
+        q, k, v = self.projected(hidden_states, position_embeddings, None)
         memory = None
         past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:
@@ -149,15 +150,6 @@ def _check_mask(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
         )
 
 
-def hides_more_than_the_future(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> bool:
-    """Return whether a mask (..., rows, columns), bool or added to scores, is anything but causal."""
-    if mask is None:
-        return False
-    visible = mask if mask.dtype == torch.bool else mask >= 0
-    future = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).tril(seqlen_k - seqlen_q)
-    return not torch.equal(visible[..., -seqlen_q:, :seqlen_k], future.expand(*visible.shape[:-2], -1, -1))
-
-
 class NsaLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
     """A Llama whose layers use `NsaLlamaAttention`."""
 
@@ -199,30 +191,20 @@ def convert_to_nsa(
         gate_init: initial values of the gates, in the order compressed, selected, window.
 
     Raises:
-        UnsupportedInputError: the model is not a `LlamaForCausalLM`.
+        UnsupportedInputError: the model is not a dense `LlamaForCausalLM`.
         ValueError: the compression is unknown, or a gate is not between 0 and 1.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if not isinstance(model, LlamaForCausalLM) or isinstance(model, NsaLlamaForCausalLM):
-        raise UnsupportedInputError(
-            f"conversion of a {kind} model",
-            {"transformers": ["only LlamaForCausalLM (Llama, SmolLM, ...) is supported"]},
-        )
+    refuse_other_models(model)
     if compression not in COMPRESSIONS:
         raise ValueError(f"`compression` must be one of {tuple(COMPRESSIONS)}, got {compression!r}")
-    values = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
-    config = NsaLlamaConfig(
-        **values,
+    made, _ = with_other_attention(
+        model,
+        NsaLlamaForCausalLM,
         nsa_sizes=asdict(NsaSizes() if sizes is None else sizes),
         nsa_compression=compression,
         nsa_gate_init=list(gate_init),
     )
-    config.architectures = [NsaLlamaForCausalLM.__name__]
-    weights = next(model.parameters())
-    converted = AutoModelForCausalLM.from_config(config, dtype=weights.dtype)
-    converted = converted.to(weights.device)  # frequencies stay fp32
-    converted.load_state_dict(model.state_dict(), strict=False)
+    converted: NsaLlamaForCausalLM = made
     for layer in converted.model.layers:
         layer.self_attn.reset_new_parameters()
-    converted.generation_config = model.generation_config
-    return converted.train(model.training)
+    return converted

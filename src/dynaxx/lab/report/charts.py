@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
@@ -61,43 +61,20 @@ class Axes:
 def line_chart(series: Sequence[ChartLine], axes: Axes, *, alt: str) -> str:
     """Draw lines with their names at their ends. Points outside `y_range` are clipped."""
     series = [each for each in series if each.points]
-    right = 16 + max(len(each.name) for each in series) * CHAR
-    left, top, bottom = 52.0, 30.0, axes.height - 44.0
-    xs = [point.x for each in series for point in each.points] + [line.at for line in axes.x_lines]
-    ys = [point.y for each in series for point in each.points] + [line.at for line in axes.y_lines]
-    to_x = scale(min(xs), max(xs), left + 8, axes.width - right - 8, axes.log_x)
-    low, high = axes.y_range or padded(min(ys), max(ys))
-    to_y = scale(low, high, bottom, top)
-    edge = axes.width - right
-    out = [text(left - 44, 14, axes.y_label, "soft")]
-    for tick in ticks(low, high):
-        y = to_y(tick)
-        out.append(f'<line class="grid" x1="{left:.1f}" x2="{edge:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(text(left - 8, y + 4, axes.y_format(tick), "soft", "end"))
-    for tick in x_ticks(sorted(set(xs)), axes.log_x, to_x):
-        out.append(text(to_x(tick), bottom + 18, axes.x_format(tick), "soft", "middle"))
-    out.append(text((left + edge) / 2, axes.height - 6, axes.x_label, "soft", "middle"))
-    drawn = [[(to_x(point.x), to_y(point.y)) for point in sorted(each.points)] for each in series]
-    ends = [(min(max(points[-1][1], top), bottom), each) for points, each in zip(drawn, series, strict=True)]
+    area = _Area.of(series, axes)
+    drawn = [[(area.to_x(point.x), area.to_y(point.y)) for point in sorted(each.points)] for each in series]
+    ends = [(min(max(points[-1][1], area.top), area.bottom), each) for points, each in zip(drawn, series, strict=True)]
     labels = Labels(drawn)
     names = [
-        labels.put(each.name, edge + 8, y + 4, style="accent" if each.style == "accent" else "ink")
+        labels.put(each.name, area.right + 8, y + 4, style="accent" if each.style == "accent" else "ink")
         for y, each in _apart(ends)
     ]
-    for line in axes.x_lines:
-        x = to_x(line.at)
-        out.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>')
-        spots = [(x + 6, top + 10, "start"), (x - 6, top + 10, "end"), (x + 6, bottom - 8, "start")]
-        out.append(labels.place(line.label, spots))
-    for line in axes.y_lines:
-        y = to_y(line.at)
-        out.append(f'<line class="mark" x1="{left:.1f}" x2="{edge:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        spots = [(x, y + side, anchor) for x, anchor in ((edge - 2, "end"), (left + 4, "start")) for side in (-6, 15)]
-        out.append(labels.place(line.label, spots))
+    out = [*_scales(area, axes), *_marks(area, axes, labels)]
     clip = f"clip{zlib.crc32(alt.encode()):08x}"
     out.append(
-        f'<clipPath id="{clip}"><rect x="{left - 6:.1f}" y="{top - 8:.1f}" width="{edge - left + 14:.1f}" '
-        f'height="{bottom - top + 14:.1f}"/></clipPath><g clip-path="url(#{clip})">'
+        f'<clipPath id="{clip}"><rect x="{area.left - 6:.1f}" y="{area.top - 8:.1f}" '
+        f'width="{area.right - area.left + 14:.1f}" height="{area.bottom - area.top + 14:.1f}"/></clipPath>'
+        f'<g clip-path="url(#{clip})">'
     )
     for each, line_points in zip(series, drawn, strict=True):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in line_points)
@@ -105,6 +82,56 @@ def line_chart(series: Sequence[ChartLine], axes: Axes, *, alt: str) -> str:
         out.extend(_dot(x, y, point, each) for (x, y), point in zip(line_points, sorted(each.points), strict=True))
     out += ["</g>", *names]
     return document(axes.width, axes.height, out, alt)
+
+
+class _Area(NamedTuple):
+    """The area of a chart within its axes, in pixels, and the scales that map values to it."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    xs: list[float]  # all values of x
+    y_range: tuple[float, float]
+    to_x: Callable[[float], float]
+    to_y: Callable[[float], float]
+
+    @classmethod
+    def of(cls, series: Sequence[ChartLine], axes: Axes) -> _Area:
+        """Return the area that leaves space for the names of lines on the right."""
+        names = 16 + max(len(each.name) for each in series) * CHAR
+        left, right, top, bottom = 52.0, axes.width - names, 30.0, axes.height - 44.0
+        xs = [point.x for each in series for point in each.points] + [line.at for line in axes.x_lines]
+        ys = [point.y for each in series for point in each.points] + [line.at for line in axes.y_lines]
+        low, high = axes.y_range or padded(min(ys), max(ys))
+        to_x = scale(min(xs), max(xs), left + 8, right - 8, axes.log_x)
+        return cls(left, right, top, bottom, xs, (low, high), to_x, scale(low, high, bottom, top))
+
+
+def _scales(area: _Area, axes: Axes) -> Iterator[str]:
+    """Draw the names and ticks of both axes."""
+    yield text(area.left - 44, 14, axes.y_label, "soft")
+    for tick in ticks(*area.y_range):
+        y = area.to_y(tick)
+        yield f'<line class="grid" x1="{area.left:.1f}" x2="{area.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield text(area.left - 8, y + 4, axes.y_format(tick), "soft", "end")
+    for tick in x_ticks(sorted(set(area.xs)), axes.log_x, area.to_x):
+        yield text(area.to_x(tick), area.bottom + 18, axes.x_format(tick), "soft", "middle")
+    yield text((area.left + area.right) / 2, axes.height - 6, axes.x_label, "soft", "middle")
+
+
+def _marks(area: _Area, axes: Axes, labels: Labels) -> Iterator[str]:
+    """Draw the marked values of both axes, as lines with labels."""
+    for line in axes.x_lines:
+        x = area.to_x(line.at)
+        yield f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{area.top:.1f}" y2="{area.bottom:.1f}"/>'
+        spots = [(x + 6, area.top + 10, "start"), (x - 6, area.top + 10, "end"), (x + 6, area.bottom - 8, "start")]
+        yield labels.place(line.label, spots)
+    for line in axes.y_lines:
+        y = area.to_y(line.at)
+        yield f'<line class="mark" x1="{area.left:.1f}" x2="{area.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        places = ((area.right - 2, "end"), (area.left + 4, "start"))
+        yield labels.place(line.label, [(x, y + side, anchor) for x, anchor in places for side in (-6, 15)])
 
 
 def stacked_bars(
