@@ -14,17 +14,14 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
-from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks, as_block_size
+from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.host import on_host
-from dynaxx.layout.masks import causal_mask_ids
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection import in_core
 from dynaxx.selection.device import select_on_device, serves
-from dynaxx.selection.groups import Per, count_heads_per_choice, shared_ranks, shared_scores
-from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer, pieces
-from dynaxx.selection.static import static_part
-
-BYTES_PER_SCORE = 64  # measured peak of scoring a block, ranking it and listing the chosen blocks
+from dynaxx.selection.groups import Per
+from dynaxx.selection.in_torch import select_in_torch
+from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer
 
 
 class ChoiceSettings(NamedTuple):
@@ -187,49 +184,12 @@ def _select(
         memory_budget = GPU_MEMORY_BUDGET if q.is_cuda else MEMORY_BUDGET
     if memory_budget < 1:
         raise ValueError(f"`memory_budget` must be >= 1 byte, got {memory_budget}")
-    batch, _, heads, head_dim = q.shape
-    scale = softmax_scale(scale, head_dim)
+    scale = softmax_scale(scale, q.shape[3])
     if serves(q, grid, selector):
         return select_on_device(q, k, pattern, selector, grid, scale, memory_budget)
     if in_core.serves(q, k, grid, selector, memory_budget):
         return in_core.select_in_core(q, k, pattern, selector, grid, scale)
-    forced = _Forced.of(pattern, grid, q.device)
-    score_rows = selector.scorer.prepare(q, k, grid, scale, memory_budget=max(1, memory_budget // 2))
-    heads_per_choice = count_heads_per_choice(selector, heads, k.shape[2])
-    copies = heads_per_choice if isinstance(getattr(selector, selector.budget_field), tuple) else 1
-    cols = torch.arange(grid.kv_blocks, device=q.device)
-    flat_rows, columns, mask_ids = [cols[:0]], [cols[:0]], [cols[:0]]
-    row_bytes = BYTES_PER_SCORE * batch * heads * grid.kv_blocks
-    for start, stop in pieces(grid.q_blocks if grid.kv_blocks else 0, row_bytes, memory_budget // 2):
-        rows = torch.arange(start, stop, device=q.device)
-        causal_mask_id = causal_mask_ids(grid, rows[:, None], cols)
-        own = forced.mask_ids(start, stop)
-        covered = (own == FULL) | ((own >= 0) & (forced.same_as_causal[own.clamp(min=0)] == causal_mask_id))
-        scores = score_rows(start, stop).masked_fill_(causal_mask_id == EMPTY, -torch.inf)
-        optional = (causal_mask_id != EMPTY) & ~covered
-        shared = (
-            shared_ranks(scores, optional, heads_per_choice)
-            if selector.only_ranks
-            else shared_scores(scores, heads_per_choice)
-        )
-        scores = shared.repeat_interleave(copies, dim=1)
-        del shared
-        chosen = selector.choose(scores, optional, grid.causal_kv_blocks(rows))
-        chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
-        del scores
-        b, h, r, col = (chosen | (own != EMPTY)).nonzero(as_tuple=True)
-        flat_rows.append((b * heads + h) * grid.q_blocks + r + start)
-        columns.append(col)
-        mask_ids.append(torch.where(chosen[b, h, r, col], causal_mask_id[r, col], own[r, col]))
-    return BlockLayout.from_entries(
-        grid,
-        torch.cat(flat_rows),
-        torch.cat(columns),
-        torch.cat(mask_ids),
-        forced.masks,
-        layout_batch=batch,
-        layout_heads=heads,
-    )
+    return select_in_torch(q, k, pattern, selector, grid, scale, memory_budget)
 
 
 def selection_grid(q: Tensor, k: Tensor, block_size: int | tuple[int, int], causal: bool) -> BlockGrid:
@@ -246,30 +206,3 @@ def selection_grid(q: Tensor, k: Tensor, block_size: int | tuple[int, int], caus
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
         )
     return BlockGrid(q.shape[1], k.shape[1], as_block_size(block_size), causal)
-
-
-class _Forced(NamedTuple):
-    """The blocks that a hybrid's pattern always shows, and their masks."""
-
-    grid: BlockGrid
-    starts: list[int]  # (q_blocks + 1) offsets of each row's entries; empty without a pattern
-    entries: tuple[Tensor, Tensor, Tensor]  # row, kv block, and mask id in `masks` of each block that the pattern shows
-    same_as_causal: Tensor  # see `Static.same_as_causal`
-    masks: ElementMasks  # the causal masks, then the pattern's
-
-    @classmethod
-    def of(cls, pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> _Forced:
-        part = static_part(pattern, grid)
-        rows, cols = (part.mask_ids, part.mask_ids) if part.layout is None else part.layout.entries()[:2]
-        starts = [] if part.layout is None else part.layout.kv_indptr[0, 0].tolist()
-        entries = rows.to(device), cols.to(device), part.mask_ids.to(device)
-        return cls(grid, starts, entries, part.same_as_causal.to(device), part.masks.to(device))
-
-    def mask_ids(self, start: int, stop: int) -> Tensor:
-        """Return (stop - start, kv_blocks) int64 mask ids of the blocks of some rows, EMPTY outside the pattern."""
-        table = torch.full((stop - start, self.grid.kv_blocks), EMPTY, device=self.same_as_causal.device)
-        if self.starts:
-            some = slice(self.starts[start], self.starts[stop])
-            rows, cols, mask_ids = (each[some] for each in self.entries)
-            table[rows - start, cols] = mask_ids
-        return table
