@@ -245,11 +245,11 @@ class Pages:
 
     def __init__(self, problem, batch):
         rng, self.size = problem.rng, problem.rng.choice((1, 4, 16, 32))
-        self.count = rng.choice((0, 1, 3))
+        self.count = rng.choice((0, 1, 2, 2, 3, 3))
         room = self.size * self.count
         self.k, self.v = (problem.draw(batch, room, problem.kv_heads, n) for n in (problem.dim, problem.dim_v))
-        self.used = [rng.randint(0, room) for _ in range(batch)]
-        self.pad = [rng.randint(0, n + 2) if rng.random() < 0.3 else 0 for n in self.used]
+        self.used = [rng.choice((0, room, *[rng.randint(0, room)] * 4)) for _ in range(batch)]
+        self.pad = [rng.randint(0, n + 2) if rng.random() < 0.2 else 0 for n in self.used]
         self.seen = torch.zeros(batch, room, dtype=torch.bool)
         pool_of = lambda x: x.new_full((batch * self.count + 2, self.size, *x.shape[2:]), torch.nan)
         table, k, v = torch.full((batch, self.count), -1, dtype=torch.int32), pool_of(self.k), pool_of(self.v)
@@ -284,7 +284,7 @@ class Pages:
 def test_decoding_over_pages(seed):
     """All pages, a window, listed pages, and pages that a budget selects."""
     problem = Problem(seed)
-    rng, batch, seqlen = problem.rng, problem.rng.choice((0, 1, 2)), problem.rng.choice((0, 1, 1, 4))
+    rng, batch, seqlen = problem.rng, problem.rng.choice((0, *[1, 2] * 4)), problem.rng.choice((0, *[1, 1, 4] * 3))
     pages, q = Pages(problem, batch), problem.draw(batch, seqlen, problem.heads, problem.dim)
     keys, cache, read = torch.arange(pages.k.shape[1]), pages.cache, None
     mask = torch.ones(batch, problem.heads, seqlen, len(keys), dtype=torch.bool)
@@ -314,7 +314,7 @@ def test_decoding_over_pages(seed):
 @sweep(80)
 def test_decoding_over_chosen_tokens(seed):
     problem = Problem(seed)
-    rng, batch, seqlen = problem.rng, problem.rng.choice((0, 1, 2)), problem.rng.choice((0, 1, 1, 4))
+    rng, batch, seqlen = problem.rng, problem.rng.choice((0, *[1, 2] * 4)), problem.rng.choice((0, *[1, 1, 4] * 3))
     pages, q = Pages(problem, batch), problem.draw(batch, seqlen, problem.heads, problem.dim)
     size, slots, heads = (
         rng.choice((1, 2, 8, 16)),
