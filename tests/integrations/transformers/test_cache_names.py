@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.integrations.transformers.forward_context import PassHooks
@@ -57,6 +58,14 @@ def test_no_cache_is_found_without_the_old_name():
 
     assert cache_of(Output()) is None
     assert cache_of((1, 2)) is None
+
+
+def test_an_output_without_a_cache_is_not_asked_for_the_older_name(monkeypatch):
+    """transformers would log that the name is deprecated, in every command that runs a model without a cache."""
+    output = CausalLMOutputWithPast(logits=torch.zeros(1))
+    if hasattr(output, "cache"):
+        monkeypatch.setattr(type(output), "past_key_values", property(lambda self: pytest.fail("asked")), raising=False)
+    assert cache_of(output) is None
 
 
 def nsa_attention():
