@@ -3,11 +3,13 @@
 
 The problems combine dtypes, groups of heads, head_dims, strides, empty sequences, more queries than keys, padding,
 missing pages, scales, softcaps and sinks. The examples are the same in every run. `random_problem` does the same for
-layouts of any kind, and `dynaxx doctor --fuzz` draws any number of those.
+layouts of any kind, and `dynaxx doctor --fuzz` draws any number of those. `DYNAXX_SWEEP=50` draws fifty times as many
+problems, others in each run. On a machine with a GPU the calls run there.
 
 Legend: N queries and M keys of one sequence, Hq and Hk heads of q and of k and v.
 """
 
+import os
 import random
 from itertools import accumulate, pairwise
 
@@ -18,17 +20,25 @@ from hypothesis import strategies as st
 
 import dynaxx as dx
 from dynaxx.testing import Expected, random_memory, random_problem
+from interpreter import DEVICE
 
 # Limits on |found - exact| / (1 + |exact|): a few roundings. The kernels' own tests derive a budget for each problem.
 LIMITS = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 5e-2, torch.float16: 7e-3}
 LENGTHS = (0, 1, 5, 17, 33, 40)
 HEAD_DIMS = ((1, 1), (7, 7), (16, 3), (24, 24), (64, 64), (80, 80), (130, 48))
+if DEVICE == "cuda":  # each head_dim is compiled
+    HEAD_DIMS = ((7, 7), (16, 3), (64, 64), (130, 48))
+TIMES = int(os.environ.get("DYNAXX_SWEEP", "0"))
 
 
 def sweep(examples):
     """Run a test on so many seeds, from which it draws its problem."""
     chosen = settings(
-        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples * max(1, TIMES),
+        derandomize=not TIMES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
     return lambda test: chosen(given(st.integers(0, 10**6))(test))
 
@@ -66,7 +76,8 @@ class Problem:
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
 
     def shaped(self, x, length):
-        """Return packed rows as a function takes them, with random strides."""
+        """Return packed rows as a function takes them, with random strides, on the device."""
+        x = x.to(DEVICE)
         x = x.view(len(self.lengths), length, *x.shape[1:]) if self.batched else x[None]
         x = random_memory(self.rng, x)[0] if x.numel() else x
         return x if self.batched else x[0]
@@ -81,7 +92,7 @@ class Problem:
         given = [self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks])]
         leaves = [x.clone().requires_grad_(self.rng.random() < 0.8) for x in given]
         exact = [x.detach().double().requires_grad_(x.requires_grad) for x in leaves]
-        found = attend(*leaves)
+        found = [x.cpu() for x in attend(*leaves)]
         names = ("q", "k", "v", "sinks")[: len(given)]
         wanted = plain(mask=mask, **self.options, **dict(zip(names, exact, strict=True)))
         seen = wanted[1].isfinite()
@@ -127,7 +138,7 @@ def close(found, exact, dtype, what, times=1):
 @sweep(20)
 def test_sparse_attention(seed):
     """Layouts of rules, selectors, masks and indices, packed sequences, merged results, and buckets by length."""
-    problem = random_problem(seed)
+    problem = random_problem(seed, DEVICE)
     backend = ("auto", "reference")[seed % 2]
     reports = Expected(problem).reports(lambda *inputs: problem.attend(*inputs, backend=backend))
     assert all(report.ok for report in reports), (problem.label, *map(str, reports))
@@ -155,7 +166,8 @@ def test_selected_attention(batched, seed):
 
     def attend(q, k, v, sinks=None):
         q, k, v = problem.shaped(q, seqlen_q), problem.shaped(k, seqlen_k), problem.shaped(v, seqlen_k)
-        blocks = chosen.view(*q.shape[:-2], heads, slots)
+        blocks = chosen.to(DEVICE).view(*q.shape[:-2], heads, slots)
+        sinks = None if sinks is None else sinks.to(DEVICE)
         out, lse = dx.selected_attention(
             q, k, v, blocks, block_size=size, **ends, **problem.options, sinks=sinks, return_lse=True,
             backend=rng.choice(("auto", "auto", "reference")),
@@ -205,12 +217,11 @@ def test_native_sparse_attention(batched, seed):
     gates = problem.draw(len(problem.q), problem.heads, 3)
 
     def attend(q, k, v, gates):
-        gates = gates.view(-1, seqlen_q, problem.heads, 3) if batched and gates.numel() else gates
         q, k, v = problem.shaped(q, seqlen_q), problem.shaped(k, seqlen_k), problem.shaped(v, seqlen_k)
         pooled = dx.compress(k, sizes, **of_keys), dx.compress(v, sizes, **of_keys)
-        out = dx.native_sparse_attention(q, k, v, pooled, gates.view(*q.shape[:-1], 3), sizes, **ends,
+        out = dx.native_sparse_attention(q, k, v, pooled, gates.to(DEVICE).view(*q.shape[:-1], 3), sizes, **ends,
                                          scale=problem.options["scale"])  # fmt: skip
-        return out.flatten(0, 1) if batched else out
+        return (out.flatten(0, 1) if batched else out).cpu()
 
     def definition(q, k, v, gates):
         outs = []
@@ -265,7 +276,8 @@ class Pages:
                 for pool, x in ((k, self.k), (v, self.v)):
                     pool[table[b, page]][self.seen[b, rows]] = x[b, rows][self.seen[b, rows]]
         used, pad = (torch.tensor(x, dtype=torch.int32) for x in (self.used, self.pad))
-        self.cache = dx.PagedCache(k, v, used, table, leftpad_k=pad if rng.random() < 0.5 or any(self.pad) else None)
+        pad = pad.to(DEVICE) if rng.random() < 0.5 or any(self.pad) else None
+        self.cache = dx.PagedCache(*(x.to(DEVICE) for x in (k, v, used, table)), leftpad_k=pad)
 
     def check(self, problem, q, found, mask):
         """Compare (out, lse) with fp64 over what each query sees and mask (batch, Hq | 1, N | 1, M) shows."""
@@ -276,8 +288,8 @@ class Pages:
             parts = q[b].double(), self.k[b].double(), self.v[b].double()
             sinks = None if problem.sinks is None else problem.sinks.double()
             out, lse = plain(*parts, seen, **problem.options, sinks=sinks)
-            close(found.out[b], out, problem.dtype, "out")
-            close(found.lse[b], lse, problem.dtype, "lse")
+            close(found.out[b].cpu(), out, problem.dtype, "out")
+            close(found.lse[b].cpu(), lse, problem.dtype, "lse")
 
 
 @sweep(120)
@@ -288,7 +300,8 @@ def test_decoding_over_pages(seed):
     pages, q = Pages(problem, batch), problem.draw(batch, seqlen, problem.heads, problem.dim)
     keys, cache, read = torch.arange(pages.k.shape[1]), pages.cache, None
     mask = torch.ones(batch, problem.heads, seqlen, len(keys), dtype=torch.bool)
-    options = {**problem.options, "sinks": problem.sinks, "return_lse": True}
+    sinks, on_device = None if problem.sinks is None else problem.sinks.to(DEVICE), q.to(DEVICE)
+    options = {**problem.options, "sinks": sinks, "return_lse": True}
     kind = rng.choice(("all", "window", "list", "budget"))
     if kind == "window":
         left = rng.choice((0, 3, 10**9))
@@ -303,11 +316,12 @@ def test_decoding_over_pages(seed):
         bound = rng.choice((0.0, 0.5, 1.0))
         cache = dx.summarize_pages(cache, bound=bound)
         read = dx.PageBudget(rng.choice((0, 1, 0.4)), rng.choice((0, 2)), rng.choice((1, 5)), bound)
-        chosen = dx.select_pages(q, cache, read, scale=problem.options["scale"])
+        chosen = dx.select_pages(on_device, cache, read, scale=problem.options["scale"]).cpu()
     if read is not None:
         shown = (chosen[..., None] == keys // pages.size).any(-2)
         mask &= shown.repeat_interleave(problem.group, 1)[:, :, None]
-    found = dx.sparse_decode(random_memory(rng, q)[0] if q.numel() else q, cache, read, **options)
+    on_device = random_memory(rng, on_device)[0] if q.numel() else on_device
+    found = dx.sparse_decode(on_device, cache, read.to(DEVICE) if kind == "list" else read, **options)
     pages.check(problem, q, found, mask)
 
 
@@ -325,8 +339,9 @@ def test_decoding_over_chosen_tokens(seed):
     rows = [rng.sample([*range(blocks), *[-1] * slots], slots) for _ in range(batch * seqlen * heads)]
     chosen = torch.tensor(rows, dtype=torch.int64).view(batch, seqlen, heads, slots)
     mask = (chosen[..., None] == keys // size).any(-2).transpose(1, 2).repeat_interleave(problem.heads // heads, 1)
-    found = dx.selected_decode(q, pages.cache, chosen, block_size=size, **problem.options, sinks=problem.sinks,
-                               return_lse=True)  # fmt: skip
+    sinks = None if problem.sinks is None else problem.sinks.to(DEVICE)
+    found = dx.selected_decode(q.to(DEVICE), pages.cache, chosen.to(DEVICE), block_size=size, **problem.options,
+                               sinks=sinks, return_lse=True)  # fmt: skip
     pages.check(problem, q, found, mask)
 
 
@@ -347,10 +362,11 @@ def test_choices_of_an_indexer(seed):
             best = sorted(range(len(seen)), key=lambda block, seen=seen: (-float(seen[block].max()), block))[:slots]
             wanted[row, 0, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
     ends = {"cu_seqlens_q": problem.ends[0], "cu_seqlens_k": problem.ends[1]}
+    q, k, weights = (x.to(DEVICE) for x in (q, k, weights))
     for backend in ("auto", "reference"):
         found = dx.index_tokens(q, k, weights, choice, **ends, precision=precision, backend=backend)
-        assert torch.equal(found, wanted)
+        assert torch.equal(found.cpu(), wanted)
     for rows, cols, _ in problem.pieces():
-        used = torch.tensor([cols.stop - cols.start], dtype=torch.int32)
+        used = torch.tensor([cols.stop - cols.start], dtype=torch.int32, device=DEVICE)
         step = dx.index_decode(q[None, rows], k[None, cols], weights[None, rows], choice, used, precision=precision)
-        assert torch.equal(step[0], wanted[rows])
+        assert torch.equal(step[0].cpu(), wanted[rows])
