@@ -119,6 +119,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"no space left to write {path}; free some, or choose another folder"
             raise OSError(error.errno, message) from error
+        if error.filename == os.fspath(temporary):  # name the caller's folder, not the temporary
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

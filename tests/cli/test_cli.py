@@ -407,6 +407,10 @@ def test_report(tools, tmp_path):
     assert json.loads(dynaxx_("report", tmp_path, "--json").stdout) == {"report": str(tmp_path / "report.html")}
 
 
+def test_bench_refuses_rows_that_do_not_exist():
+    assert dynaxx_("bench", "--only", "no such row").exit_code == 2
+
+
 def test_bench(tools, monkeypatch, tmp_path):
     shown = dynaxx_("bench", "--quick", "--json", "--out", tmp_path / "b.json", "--seed", 3)
     assert json.loads(shown.stdout) == {"targets": [{"ok": True}], "rows": []}

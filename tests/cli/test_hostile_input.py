@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from dynaxx.cli import app
 from dynaxx.lab import files as lab_files
 from dynaxx.lab.models import _fingerprint
+from dynaxx.storage import new_folder
 from tiny import TEXT, save_tiny_model
 
 EVIL = "\x1b]0;owned\x07\u202e"
@@ -249,3 +251,13 @@ def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch)
             assert s.windowed > s.attention > 0
             assert s.attention + s.windowed + s.projections + s.mlp + s.rest == pytest.approx(s.total)
         assert "in layers without a window" in found.verdict
+
+
+def test_a_folder_that_cannot_be_made_is_named_and_not_its_temporary(tmp_path, monkeypatch):
+    def read_only(path, **options):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(OSError, match="Read-only") as caught, new_folder(tmp_path / "model"):
+        pass
+    assert caught.value.filename == str(tmp_path / "model")

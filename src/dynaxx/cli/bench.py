@@ -110,7 +110,7 @@ def bench(
                 from dynaxx.lab.bench.gpu import run_gpu_suite
 
                 found = run_gpu_suite(quick=quick, seed=seed, only=rows, peers=against, progress=say, plot=plot)
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
         ok = all(target["ok"] is not False for target in found.get("targets", ()))

@@ -5,6 +5,7 @@ import copy
 import gc
 import importlib.util
 import logging
+import pickle
 import random
 import re
 import weakref
@@ -308,6 +309,14 @@ def test_a_copy_of_a_model_with_a_policy_is_dense(caplog):
         twin = copy.deepcopy(model)
         assert torch.equal(logits(twin, input_ids=ids), dense)
     assert "has no handle" in caplog.text
+
+
+def test_a_handle_says_what_to_copy_instead():
+    model = llama()
+    with dx.apply(model, policy_for(model)) as handle:
+        for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match="copy or pickle the model, and call dynaxx"):
+                attempt(handle)
 
 
 def test_a_dropped_model_is_freed():

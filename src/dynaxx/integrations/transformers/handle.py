@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
@@ -100,6 +100,13 @@ class Handle:
         self._hooks = PassHooks(decoder.body, self)
         self._own = threading.local()  # the pass of each thread, if the decoder drops the keyword argument
         self._policy_events.in_force(self._deployed)
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError, because a handle belongs to one model object in one process."""
+        raise TypeError(
+            "a handle cannot be copied or pickled: copy or pickle the model, and call dynaxx.apply on the result with "
+            "handle.policy"
+        )
 
     @property
     def policy(self) -> Policy:
