@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention call of one layer: `planning` decides how it runs, and `layer` runs it.
+"""One attention call of one layer.
 
-arguments, masks --> planning --> layer --> a rule
-                        |               --> decode: a decoding step over the cache
-                 border, own_pattern    --> own_pattern: the model's own pattern
-                                        --> dense_fallback: the model's original attention
+interface      transformers calls its function; it repeats an equal call, or asks the layer
+layer          plans the call, runs it, and counts the outcome
+planning       decides how the call runs; own_planning does so for the model's own pattern, from the border on
+sparse         runs a rule or the model's own pattern, one sequence after another
+decode         runs a decoding step over the cache
+dense_fallback runs the model's original attention
 """

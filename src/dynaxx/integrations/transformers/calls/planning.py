@@ -19,12 +19,13 @@ from dynaxx.integrations.runtime.routing import (
     route,
 )
 from dynaxx.integrations.transformers.calls.arguments import AttentionCall, ScoreOptions, tensors_reason
-from dynaxx.integrations.transformers.calls.border import Kind, beats_sdpa, causal_kind, least_queries, wins
+from dynaxx.integrations.transformers.calls.border import beats_sdpa
 from dynaxx.integrations.transformers.calls.decode import StepRows
 from dynaxx.integrations.transformers.calls.dense_fallback import PlainMask
-from dynaxx.integrations.transformers.calls.own_pattern import OwnPart, parts_of_mask, parts_of_runs, parts_of_window
-from dynaxx.integrations.transformers.masks.lazy import LazyMask, has_own_pattern
-from dynaxx.integrations.transformers.masks.runs import MaskRun, read_window
+from dynaxx.integrations.transformers.calls.own_pattern import OwnPart
+from dynaxx.integrations.transformers.calls.own_planning import own_parts
+from dynaxx.integrations.transformers.masks.lazy import has_own_pattern
+from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.ops.prepared.layer import Prepared
 from dynaxx.policy import LayerPlan
 
@@ -65,16 +66,13 @@ def plan_call(current: ForwardContext, index: int, call: AttentionCall, scores: 
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
     steps = not current.steps and is_step(seqlen_q, seqlen_k)
     phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
-    own_pattern = _own_pattern(current, call, scores)
-    if not deployed.policy.rules and (current.blocked is not None or isinstance(own_pattern, DenseReason)):
-        reason = current.blocked or own_pattern
-        assert isinstance(reason, DenseReason), "a call without parts must have a reason"
+    found = own_parts(current, call, scores)
+    own_pattern, no_own_pattern = ((), found) if isinstance(found, DenseReason) else (found, None)
+    if not deployed.policy.rules and (reason := current.blocked or no_own_pattern):
         return CallPlan(Route.DENSE, phase, reason, argument=scores.argument)
-    own_pattern = () if isinstance(own_pattern, DenseReason) else own_pattern
-    properties = CallProperties(
-        scores.unserved, scores.window is not None or has_own_pattern(call.mask), bool(own_pattern)
-    )
     # No sequence is longer than the call. If a sequence of that length is dense, the mask need not be read.
+    has_window = scores.window is not None or has_own_pattern(call.mask)
+    properties = CallProperties(scores.unserved, has_window, bool(own_pattern))
     whole = route(rules, state, properties, SequenceLengths(seqlen_q, seqlen_k, steps))
     if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
         if whole.reason is DenseReason.BELOW:
@@ -83,7 +81,7 @@ def plan_call(current: ForwardContext, index: int, call: AttentionCall, scores: 
     unserved = _sharded(current, index, call) or scores.unserved or tensors_reason(call)
     if unserved is not None:
         return CallPlan(Route.DENSE, phase, unserved, argument=scores.argument)
-    if whole.reason is not None and whole.reason is not DenseReason.LENGTH_LEFT_OUT:
+    if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT):
         return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
     if whole.route is Route.DECODE:
         return _plan_step(current, index, call)
@@ -94,46 +92,53 @@ def _plan_runs(
     current: ForwardContext, index: int, call: AttentionCall, phase: str, own_pattern: Sequence[OwnPart]
 ) -> CallPlan:
     """Plan a call over prompts, by routing each sequence of its mask by its own lengths."""
-    deployed, batch, seqlen_q, seqlen_k = current.deployed, len(call.q), call.seqlen_q, call.seqlen_k
-    rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
-    content = min(seqlen_q, seqlen_k)  # a static cache is longer than its content
-    runs = [[MaskRun(0, seqlen_q, 0, content, True)]] * batch
-    if call.mask is not None:
-        found = current.runs(call.mask, batch)
-        if found is None:
-            return CallPlan(Route.DENSE, phase, DenseReason.MASK_KIND)
-        runs = found
-    properties = CallProperties(serves_own_pattern=bool(own_pattern))
-
-    def why_dense(run: MaskRun, row: int) -> DenseReason | None:
-        if current.steps and run.seqlen_q == 1:  # a decoding request among prompts, without a budget
-            return DenseReason.DECODE
-        unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
-        found = route(
-            rules, state, properties, SequenceLengths(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen)
-        )
-        if run.causal:
-            deployed.remember_length(run.seqlen_k)
-        return found.reason
-
-    dense = [[why_dense(run, row) for run in entry] for row, entry in enumerate(runs)]
+    content = min(call.seqlen_q, call.seqlen_k)  # a static cache is longer than its content
+    runs = _runs_of(current, call, MaskRun(0, call.seqlen_q, 0, content, True))
+    if runs is None:
+        return CallPlan(Route.DENSE, phase, DenseReason.MASK_KIND)
+    dense = _why_dense(current, index, runs, bool(own_pattern))
     reasons = {reason for entry in dense for reason in entry}
     if None not in reasons:
-        reason = _first(reasons - {DenseReason.PADDING})
-        runs_own_pattern = bool(own_pattern) and all(
-            each is None or each.keeps_own_pattern for each in (*reasons, state.blocked)
-        )
-        return CallPlan(Route.OWN_PATTERN if runs_own_pattern else Route.DENSE, phase, reason, parts=own_pattern)
-    plan = deployed.plans[index]
+        blocked = current.deployed.state(index, current.blocked).blocked
+        keeps_own_pattern = all(each is None or each.keeps_own_pattern for each in (*reasons, blocked))
+        way = Route.OWN_PATTERN if own_pattern and keeps_own_pattern else Route.DENSE
+        return CallPlan(way, phase, _first(reasons - {DenseReason.PADDING}), parts=own_pattern)
+    plan = current.deployed.plans[index]
     if not plan.needs_tokens:
         return CallPlan(Route.RULE, phase, None, runs, dense, [[plan] * len(entry) for entry in runs])
-    if missing := current.tokens.missing(batch, seqlen_k, runs):
+    if missing := current.tokens.missing(len(runs), call.seqlen_k, runs):
         return CallPlan(Route.DENSE, phase, DenseReason.of(missing))
     plans = [
         [plan if reason else current.tokens.resolve(plan, b, run) for run, reason in zip(*entry, strict=True)]
         for b, entry in enumerate(zip(runs, dense, strict=True))
     ]
     return CallPlan(Route.RULE, phase, None, runs, dense, plans)
+
+
+def _runs_of(current: ForwardContext, call: AttentionCall, whole: MaskRun) -> list[list[MaskRun]] | None:
+    """Return the runs of each batch entry, `whole` without a mask; None if the mask has none."""
+    batch = len(call.q)
+    return [[whole]] * batch if call.mask is None else current.runs(call.mask, batch)
+
+
+def _why_dense(
+    current: ForwardContext, index: int, runs: PerRun[MaskRun], serves_own_pattern: bool
+) -> PerRun[DenseReason | None]:
+    """Return why each run is dense, or None if it runs by the layer's rule."""
+    deployed, batch = current.deployed, len(runs)
+    rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
+    properties = CallProperties(serves_own_pattern=serves_own_pattern)
+
+    def reason_of(run: MaskRun, row: int) -> DenseReason | None:
+        if current.steps and run.seqlen_q == 1:  # a decoding request among prompts, without a budget
+            return DenseReason.DECODE
+        unchosen = None if current.choice.row(row, batch) else DenseReason.of(current.choice.reason)
+        lengths = SequenceLengths(run.seqlen_q, run.seqlen_k, False, run.causal, unchosen)
+        if run.causal:
+            deployed.remember_length(run.seqlen_k)
+        return route(rules, state, properties, lengths).reason
+
+    return [[reason_of(run, row) for run in entry] for row, entry in enumerate(runs)]
 
 
 def is_dense_pass(current: ForwardContext, device: torch.device, seqlen_q: int, past: int) -> bool:
@@ -173,12 +178,9 @@ def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bo
 def _plan_step(current: ForwardContext, index: int, call: AttentionCall) -> CallPlan:
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
     deployed, batch, seqlen_q, seqlen_k = current.deployed, len(call.q), call.seqlen_q, call.seqlen_k
-    runs = [[MaskRun(0, seqlen_q, 0, seqlen_k, True)]] * batch
-    if call.mask is not None:
-        found = current.runs(call.mask, batch)
-        if found is None or any(not _is_one_step(entry) for entry in found):
-            return CallPlan(Route.DENSE, "decode", DenseReason.MASK_KIND)
-        runs = found
+    runs = _runs_of(current, call, MaskRun(0, seqlen_q, 0, seqlen_k, True))
+    if runs is None or any(not _is_one_step(entry) for entry in runs):
+        return CallPlan(Route.DENSE, "decode", DenseReason.MASK_KIND)
     if current.memory is None:
         return CallPlan(Route.DENSE, "decode", DenseReason.NO_CACHE)
     chosen = all(current.choice.row(row, batch) for row in range(batch))
@@ -190,61 +192,6 @@ def _plan_step(current: ForwardContext, index: int, call: AttentionCall) -> Call
     if found_route.reason is not None:
         return CallPlan(Route.DENSE, "decode", found_route.reason)
     return CallPlan(Route.DECODE, "decode", rows=StepRows.of([run for (run,) in runs]))
-
-
-def _own_pattern(current: ForwardContext, call: AttentionCall, scores: ScoreOptions) -> Sequence[OwnPart] | DenseReason:
-    """Return the layouts of the model's own pattern, or why the model's original attention must compute it."""
-    seqlen_q, device, mask = call.seqlen_q, call.q.device, call.mask
-    least, asked = least_queries(device.type), _asked_window(current, call)
-    if not current.deployed.own_pattern:
-        return DenseReason.NO_RULE
-    too_short = least is None or seqlen_q < least or not (scores.need_eager or beats_sdpa(device.type, seqlen_q))
-    if asked is None and too_short:
-        return DenseReason.SHORT
-    unserved = scores.unserved or tensors_reason(call)
-    if unserved not in (None, DenseReason.NOT_CAUSAL):
-        return unserved
-    key = ("own_pattern", None if mask is None else id(mask), seqlen_q, call.seqlen_k, scores.need_eager, scores.window)
-    return current.own_parts(key, mask, lambda: _make_parts(current, call, scores, unserved is None))
-
-
-def _make_parts(
-    current: ForwardContext, call: AttentionCall, scores: ScoreOptions, causal: bool
-) -> Sequence[OwnPart] | DenseReason:
-    batch, seqlen_q, seqlen_k, device, mask = len(call.q), call.seqlen_q, call.seqlen_k, call.q.device, call.mask
-    asked = _asked_window(current, call)
-    if asked is not None:
-        if isinstance(mask, LazyMask):
-            return parts_of_mask(mask, device, asked) or DenseReason.MASK_KIND
-        return DenseReason.MASK_KIND if mask is not None else parts_of_window(asked, seqlen_q, device)
-    plain = mask is not None and not (isinstance(mask, LazyMask) and not mask.plain_is_needed)
-    kind: Kind = "masked" if plain else causal_kind(call.q, call.k)
-    if not wins(device.type, "eager" if scores.need_eager else kind, seqlen_q):
-        return DenseReason.SHORT
-    if isinstance(mask, LazyMask):
-        return parts_of_mask(mask, device) or DenseReason.MASK_KIND
-    if mask is None:
-        if scores.window is not None and scores.window < seqlen_k:  # the window is not in the mask
-            return DenseReason.MASK_KIND
-        stop = min(seqlen_q, seqlen_k) if causal else seqlen_k
-        return parts_of_runs([[MaskRun(0, seqlen_q, 0, stop, causal)]] * batch, device)
-    if scores.window is not None and not current.steps and mask.dtype == torch.bool:  # as in a compiled model
-        windowed = read_window(mask[:, 0], scores.window)
-        if windowed is not None:
-            return parts_of_runs(windowed * (batch // len(windowed)), device, scores.window)
-    runs = current.runs(mask, batch)
-    if runs is None:
-        return DenseReason.MASK_KIND
-    # Continuous batching defines the sequences, and its masks hide keys outside the window.
-    return parts_of_runs(runs, device, scores.window if current.steps else None)
-
-
-def _asked_window(current: ForwardContext, call: AttentionCall) -> tuple[int, int] | None:
-    """Return the window that the caller asked for, if it hides any key. It never changes a layer's own pattern."""
-    window, seqlen = current.deployed.window, call.seqlen_q
-    if window is None or seqlen != call.seqlen_k or seqlen <= min(window) + 1 or has_own_pattern(call.mask):
-        return None
-    return window
 
 
 def _first(reasons: set[DenseReason | None]) -> DenseReason:
