@@ -8,7 +8,7 @@ run that sees only own keys, such as the first one of a zigzag, does not wait fo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.exchange import Buffers
-from dynaxx.distributed.gather import Run, WholeGathering, query_runs, reaches, return_gradients, sum_of_runs
+from dynaxx.distributed.gather import ReturningRuns, Run, WholeGathering, query_runs, reaches, sum_of_runs
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.distributed.streams import in_stages
+from dynaxx.distributed.streams import in_returning_stages, in_stages
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
@@ -195,17 +195,6 @@ class _Settings(NamedTuple):
         parts = (k[:, :, some], v[:, :, some])
         return WholeGathering(parts, self.split, self.rank, self.group, self.reach, buffers, turn)
 
-    def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield for each stage its kv heads, and their keys and values of all ranks; the next ones are in transit."""
-        parts, buffers = self.stages_of_heads(k.shape[2]), Buffers()
-        following: WholeGathering | None = self.start(k, v, parts[0], buffers, 0)
-        for i, some in enumerate(parts):
-            assert following is not None, "every stage has one"
-            current = following
-            following = self.start(k, v, parts[i + 1], buffers, i + 1) if i + 1 < len(parts) else None
-            keys, values = current.wait()
-            yield some, keys, values
-
 
 @lru_cache(maxsize=256)
 def _rule_of(
@@ -293,6 +282,7 @@ class _RuleAttention(torch.autograd.Function):
         if len(_ran) >= MOST_CHOICES:
             _ran.clear()
         _ran.add(key)
+        buffers.free()  # before the lse of all heads is allocated
         lse = torch.cat([torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses], 1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -307,10 +297,18 @@ class _RuleAttention(torch.autograd.Function):
         do = torch.zeros_like(out) if do is None else do
         group_size, layouts = q.shape[2] // k.shape[2], iter(ctx.layouts)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for some, keys, values in settings.gathered(k, v):
-            q_heads = slice(some.start * group_size, some.stop * group_size)
-            of_runs = []
-            for run in settings.runs:
+        parts, runs, dims = settings.stages_of_heads(k.shape[2]), settings.runs, [k.shape[-1], v.shape[-1]]
+        buffers = Buffers()
+        gatherings: dict[int, WholeGathering] = {}
+
+        def start(i: int) -> None:
+            gatherings[i] = settings.start(k, v, parts[i], buffers, i)
+
+        def compute(i: int, gathered: list[Tensor]) -> list[tuple[Sequence[Tensor], int]]:
+            keys, values = gathered
+            q_heads = slice(parts[i].start * group_size, parts[i].stop * group_size)
+            of_runs: list[tuple[Sequence[Tensor], int]] = []
+            for run in runs:
                 own, layout = (slice(None), slice(run.first, run.last), q_heads), next(layouts)
                 seen = keys[:, : run.keys], values[:, : run.keys]
                 dlse_of_run = None if dlse is None else dlse[:, q_heads, run.first : run.last]
@@ -320,13 +318,21 @@ class _RuleAttention(torch.autograd.Function):
                     settings.scale, **score_options(settings.softcap),
                 )  # fmt: skip
                 of_runs.append((grads, run.keys))
-            dims = [k.shape[-1], v.shape[-1]]
-            like = keys.new_empty(keys.shape[1], k.shape[0], keys.shape[2], 0)
-            del keys, values, seen
-            total = sum_of_runs(of_runs, dims, like)
-            del of_runs, grads
-            own_sum = return_gradients(total, settings.split, settings.rank, settings.group, settings.reach)
-            own_sum = own_sum.transpose(0, 1)
-            dk[:, :, some], dv[:, :, some] = own_sum.split(dims, dim=-1)
-            del total, own_sum
+            return of_runs
+
+        def give_back(i: int, of_runs: list[tuple[Sequence[Tensor], int]]) -> Callable[[], None]:
+            heads = parts[i].stop - parts[i].start
+            total = sum_of_runs(of_runs, dims, k.new_empty(settings.reach[settings.rank], k.shape[0], heads, 0))
+            returning = ReturningRuns(total, settings.split, settings.rank, settings.group, settings.reach)
+
+            def finish() -> None:
+                own_sum = returning.wait().transpose(0, 1)
+                dk[:, :, parts[i]], dv[:, :, parts[i]] = own_sum.split(dims, dim=-1)
+
+            return finish
+
+        key = ("backward", settings._replace(group=None), q.shape, k.shape, v.shape, q.dtype, q.device)
+        ready = lambda i: gatherings.pop(i).wait()
+        in_returning_stages(len(parts), start, ready, compute, give_back, settings.group, q.device, known=key in _ran)
+        _ran.add(key)
         return dq, dk, dv, None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.exchange import Buffers, Gathering, Returning
 from dynaxx.distributed.plan import ExchangePlan, Stage
-from dynaxx.distributed.streams import Before, Lanes, exchanges_go_first, in_stages
+from dynaxx.distributed.streams import Before, Lanes, exchanges_go_first, in_returning_stages, in_stages
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
@@ -118,13 +119,14 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
 
     with_inner = [stage for stage in stages if stage.inner is not None]
     apart = all(stage.rest is not None or not _has_edges(stage) for stage in with_inner)
-    early = Before(inner_rows, apart, first=True) if with_inner else None
+    early = Before(inner_rows, apart, first=True, waits=apart) if with_inner else None
     if halves is not None:
         early = Before(own_tokens, apart=True, first=True)
     ran = settings.plan.ran
     key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend, halves is None)
     in_stages(len(stages), start, ready, attend, group, q.device, early, key in ran, halves is not None)
     ran.add(key)
+    buffers.free()  # before the lse of all heads is allocated
     for i, stage in enumerate(stages):
         if stage.rest is not None:
             parts = (lses[i], inner[i]) if stage.rest[0].start else (inner[i], lses[i])
@@ -192,23 +194,39 @@ def split_backward(
     ran, key = settings.plan.ran, ("backward", q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend)
     if key in ran and len(stages) == 1 and stages[0].inner is not None and q.is_cuda and exchanges_go_first(group):
         return _edges_beside_inner_rows((do, dlse, q), (k, v), (out, lse), stages[0], settings)
+    alone = len(stages) == 1
+    fresh = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
+    grads = [] if alone else [fresh(q), fresh(k), fresh(v)]
+    buffers = Buffers()
+    gatherings: dict[int, Gathering] = {}
+
+    def start(i: int) -> None:
+        gatherings[i] = Gathering(k, v, stages[i], group, buffers, i)
+
+    def ready(i: int) -> Gathering:
+        if stages[i].inner is None:  # otherwise, the inner rows come first
+            gatherings[i].wait()
+        return gatherings.pop(i)
+
+    def compute(i: int, gathering: Gathering) -> tuple[Tensor, Tensor]:
+        heads, kv_heads = slice(*stages[i].q_heads), slice(*stages[i].kv_heads)
+        own = do[:, :, heads], None if dlse is None else dlse[:, heads], q[:, :, heads]
+        own_kv, results = (k[:, :, kv_heads], v[:, :, kv_heads]), (out[:, :, heads], lse[:, heads])
+        written, sent = _backward_stage(own, own_kv, results, stages[i], gathering, settings)
+        if alone:
+            grads.extend([*written, *map(fresh, (k, v))][:3])
+        else:
+            for total, part, some in zip(grads, written, (heads, kv_heads, kv_heads), strict=False):
+                total[:, :, some] = part
+        return sent
+
+    def give_back(i: int, sent: tuple[Tensor, Tensor]) -> Callable[[], None]:
+        returning = Returning(*sent, stages[i], group)
+        return lambda: returning.wait(*grads[1:])
+
+    known = key in ran and all(stage.inner is None for stage in stages)
+    in_returning_stages(len(stages), start, ready, compute, give_back, group, q.device, known)
     ran.add(key)
-    grads: list[Tensor] = []
-    gathering: Gathering | None = Gathering(k, v, stages[0], group)
-    returning = None
-    for number, stage in enumerate(stages):
-        assert gathering is not None, "every stage has one"
-        current, gathering = gathering, _next(k, v, stages, number, group)
-        heads = slice(*stage.q_heads)
-        own = (do[:, :, heads], None if dlse is None else dlse[:, heads], q[:, :, heads])
-        results = out[:, :, heads], lse[:, heads]
-        grads, sent = _backward_stage(own, results, (q, k, v), grads, stage, current, settings)
-        before, returning = returning, Returning(*sent, stage, group)
-        if before is not None:
-            before.wait(*grads[1:])
-        del sent
-    assert returning is not None, "a plan has at least one stage"
-    returning.wait(*grads[1:])
     return grads[0], grads[1], grads[2]
 
 
@@ -278,46 +296,26 @@ def _write_edges(dq: Tensor, edge_dq: Tensor | None, stage: Stage) -> None:
 
 def _backward_stage(
     own: tuple[Tensor, Tensor | None, Tensor],
+    own_kv: tuple[Tensor, Tensor],
     results: tuple[Tensor, Tensor],
-    whole: tuple[Tensor, Tensor, Tensor],
-    grads: list[Tensor],
     stage: Stage,
     gathering: Gathering,
     settings: Settings,
-) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """Write the gradients of one stage.
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Return dq, or with inner rows dq, dk and dv, of a stage's heads, and the gradients of the buffer.
 
     Args:
         own: do, dlse and q of the stage's heads.
+        own_kv: own keys and values of these heads.
         results: out and lse of these heads.
-        whole: q, k and v of all heads.
-        grads: dq, dk and dv of all heads; empty before the first stage.
         stage: the stage.
         gathering: its keys and values, which may still be in transit.
         settings: arguments of the call.
-
-    Returns:
-        `grads`, and the gradients of the keys and values in the buffer.
     """
-    heads, kv_heads = slice(*stage.q_heads), slice(*stage.kv_heads)
-    alone = heads.stop - heads.start == whole[0].shape[2]
-    if stage.inner is not None and stage.rows is not None:
-        keys, values = whole[1][:, :, kv_heads], whole[2][:, :, kv_heads]
-        written: tuple[Tensor, ...] = settings.backward(*own, keys, values, *results, stage.inner)
-        edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, settings)
-        _write_edges(written[0], edge_dq, stage)
-    else:
-        dq, *sent_back = settings.backward(*own, *gathering.wait(), *results, stage.layout)
-        written, sent = (dq,), (sent_back[0], sent_back[1])
-    if not grads:
-        fresh = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
-        grads = [written[i] if alone and i < len(written) else fresh(x) for i, x in enumerate(whole)]
-    if not alone:
-        for total, part, some in zip(grads, written, (heads, kv_heads, kv_heads), strict=False):
-            total[:, :, some] = part
-    return grads, sent
-
-
-def _next(k: Tensor, v: Tensor, stages: tuple[Stage, ...], number: int, group: ProcessGroup) -> Gathering | None:
-    """Start the exchange of the next stage; return None after the last stage."""
-    return None if number + 1 == len(stages) else Gathering(k, v, stages[number + 1], group)
+    if stage.inner is None or stage.rows is None:
+        dq, dk, dv = settings.backward(*own, *gathering.wait(), *results, stage.layout)
+        return (dq,), (dk, dv)
+    written = settings.backward(*own, *own_kv, *results, stage.inner)
+    edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, settings)
+    _write_edges(written[0], edge_dq, stage)
+    return written, sent

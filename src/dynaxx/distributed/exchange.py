@@ -81,6 +81,10 @@ class Buffers:
             known = self._flat[turn % 2] = like.new_empty(size)
         return known[:size].view(*shape)
 
+    def free(self) -> None:
+        """Drop the memory. All users must be done with it, in the order of the current stream."""
+        self._flat.clear()
+
 
 class Gathering:
     """Keys and values of one stage in transit to this rank's buffer.

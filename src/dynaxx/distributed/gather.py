@@ -168,34 +168,51 @@ def sum_of_runs(of_runs: Sequence[tuple[Sequence[Tensor | None], int]], dims: Se
     return total
 
 
-def return_gradients(
-    whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, reach: Sequence[int] | None = None
-) -> Tensor:
-    """Exchange gradients (tokens, ...) of all ranks and return their sum over ranks for own tokens, (own tokens, ...).
-
-    Ranks are summed in ascending order, in fp32 or better, and the result is rounded once.
+class ReturningRuns:
+    """Gradients (tokens, ...) of the tokens that this rank gathered, in transit to the ranks that own them.
 
     Args:
-        whole: gradients of the tokens that this rank gathered.
+        whole: the gradients.
         split: which rank owns which tokens.
         rank: this rank.
         group: the ranks.
         reach: tokens that each rank gathered, as for `WholeGathering`.
     """
-    others, runs = [other for other in range(split.ranks) if other != rank], split.runs(rank)
-    reach = reach or [split.seqlen] * split.ranks
-    places = {source: [b - a for a, b in cut(runs, reach[source])] for source in others}  # own tokens come in order
-    received = {source: whole.new_empty(sum(places[source]), *whole.shape[1:]) for source in others}
-    receives = [(source, part) for source in others for part in received[source].split(places[source])]
-    sends = [(to, whole[a:b]) for to in others for a, b in cut(split.runs(to), reach[rank])]
-    transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
-    total = torch.cat([whole[:0], *(whole[a:b] for a, b in runs)])
-    if others:
-        total = total.to(torch.promote_types(whole.dtype, torch.float32))
-    transfer.wait()
-    for source in others:
-        total[: len(received[source])] += received[source]
-    return total.to(whole.dtype)
+
+    def __init__(
+        self, whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, reach: Sequence[int] | None = None
+    ) -> None:
+        others, runs = [other for other in range(split.ranks) if other != rank], split.runs(rank)
+        reach = reach or [split.seqlen] * split.ranks
+        places = {source: [b - a for a, b in cut(runs, reach[source])] for source in others}  # own tokens come in order
+        self._received = {source: whole.new_empty(sum(places[source]), *whole.shape[1:]) for source in others}
+        receives = [(source, part) for source in others for part in self._received[source].split(places[source])]
+        sends = [(to, whole[a:b]) for to in others for a, b in cut(split.runs(to), reach[rank])]
+        self._transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
+        self._own = torch.cat([whole[:0], *(whole[a:b] for a, b in runs)])
+
+    def wait(self) -> Tensor:
+        """Return the sum over ranks for own tokens, (own tokens, ...).
+
+        Ranks are summed in ascending order, in fp32 or better, and the result is rounded once.
+        """
+        total, received = self._own, self._received
+        if received:
+            total = total.to(torch.promote_types(total.dtype, torch.float32))
+        self._transfer.wait()
+        for source in received:
+            total[: len(received[source])] += received[source]
+        return total.to(self._own.dtype)
+
+
+def return_gradients(
+    whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, reach: Sequence[int] | None = None
+) -> Tensor:
+    """Exchange gradients (tokens, ...) of all ranks and return their sum over ranks for own tokens, (own tokens, ...).
+
+    The arguments and the sum are those of `ReturningRuns`.
+    """
+    return ReturningRuns(whole, split, rank, group, reach).wait()
 
 
 def gather_runs(

@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
 
 T = TypeVar("T")
+U = TypeVar("U")
 TRUE = ("1", "y", "yes", "t", "true", "on")
 
 
@@ -83,6 +84,7 @@ class Before(NamedTuple):
     launch: Callable[[], None]
     apart: bool  # whether they write nothing that the stages write, so that the stages need not wait for them
     first: bool  # whether the host launches them before it starts the first exchange
+    waits: bool = False  # whether their programs that have not started let those of the stages go first
 
 
 def in_stages(
@@ -155,7 +157,7 @@ def _on_streams(
                     before.launch()
                 if not before.apart:
                     lanes.second.wait_stream(lanes.main)
-            lane = turns[i % 2]
+            lane = lanes.helper if before is not None and before.waits else turns[i % 2]
             if ahead is not None:
                 torch.cuda.set_stream(lane)
                 ahead(i)
@@ -169,3 +171,92 @@ def _on_streams(
             attend(i, held[i])
             done.append(lane.record_event())
     del held
+
+
+def in_returning_stages(
+    count: int,
+    start: Callable[[int], None],
+    ready: Callable[[int], T],
+    compute: Callable[[int, T], U],
+    give_back: Callable[[int, U], Callable[[], None]],
+    group: ProcessGroup,
+    device: torch.device,
+    known: bool,
+) -> None:
+    """Run the stages of a backward pass, which also send gradients back to their owners.
+
+        helper stream          exchange 0, exchange 1 | return 0, exchange 2 | return 1, exchange 3 | ...
+        the caller's stream                | stage 0  |                      | stage 2
+        a second stream                    |          | stage 1              |
+
+    All ranks start their messages in the order of the first line.
+
+    Args:
+        count: number of stages.
+        start: function that starts the exchange of a stage's keys and values. It allocates their memory.
+        ready: function that waits for the exchange, and returns what the kernels of a stage need.
+        compute: function that launches the kernels of a stage, and returns what goes back.
+        give_back: function that starts to send it, and returns a function that waits for what other ranks send back,
+            and adds it.
+        group: the ranks.
+        device: device of the tensors.
+        known: whether an equal call has run before, as for `in_stages`.
+    """
+    if known and device.type == "cuda" and exchanges_go_first(group):
+        _returning_on_streams(count, start, ready, compute, give_back, device)
+        return
+    start(0)
+    finish: Callable[[], None] | None = None
+    for i in range(count):
+        if i + 1 < count:
+            start(i + 1)
+        sent = compute(i, ready(i))
+        following = give_back(i, sent)
+        del sent
+        if finish is not None:
+            finish()
+        finish = following
+    assert finish is not None, "there is at least one stage"
+    finish()
+
+
+def _returning_on_streams(
+    count: int,
+    start: Callable[[int], None],
+    ready: Callable[[int], T],
+    compute: Callable[[int, T], U],
+    give_back: Callable[[int, U], Callable[[], None]],
+    device: torch.device,
+) -> None:
+    packed: list[torch.cuda.Event] = []  # when a lane may reuse the memory of what a stage gave back
+    finish: Callable[[], None] | None = None
+    with Lanes.forked(device) as lanes:
+        turns = (lanes.main, lanes.second)
+
+        def exchanged(i: int) -> tuple[T, torch.cuda.Event]:
+            start(i)
+            return ready(i), lanes.helper.record_event()
+
+        torch.cuda.set_stream(lanes.helper)
+        following = exchanged(0)
+        for i in range(count):
+            given, prepared = following
+            if i + 1 < count:
+                following = exchanged(i + 1)  # before the helper stream waits for this stage
+            lane = turns[i % 2]
+            torch.cuda.set_stream(lane)
+            lane.wait_event(prepared)
+            if i > 1:
+                lane.wait_event(packed[i - 2])
+            sent = compute(i, given)
+            done = lane.record_event()
+            torch.cuda.set_stream(lanes.helper)
+            lanes.helper.wait_event(done)
+            added = give_back(i, sent)
+            packed.append(lanes.helper.record_event())
+            del sent, given
+            if finish is not None:
+                finish()
+            finish = added
+        assert finish is not None, "there is at least one stage"
+        finish()
