@@ -3,8 +3,9 @@
 
 First the link is measured. Then results and gradients of every kind of rule are compared with one GPU's; a wrong result
 gives no figures. Times are medians of turns: every GPU runs the whole workload by itself, all at once, then all share
-it. If one GPU ran it alone, that GPU would reach its power limit, and the others would not. Memory is the peak of a
-call with its inputs.
+it. If one GPU ran it alone, that GPU would reach its power limit, and the others would not. A turn has several calls,
+of which the last counts: GPUs lower their clocks under load, and a single call would get the clock that the turn before
+it left. Memory is the peak of a call with its inputs.
 
 torchrun --nproc-per-node 2 benchmarks/distributed/distributed.py [--lengths 131072,524288] [--only NAME ...]
     [--json FILE]
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dynaxx as dx
 from dynaxx import distributed as dxd
 from dynaxx.distributed.by_rule import default_stages
+from dynaxx.distributed.peer_memory import peer_memory_bytes
 
 BLOCK = 128
 SHAPES = {"cuda": ((32, 8), (64, 4), 128), "cpu": ((4, 2), (4, 1), 16)}  # heads, of NSA, head_dim; a CPU only tries it
@@ -83,8 +85,12 @@ class Setup:
         dist.all_gather(found, own)
         return [x.item() for x in found]
 
-    def time(self, run):
-        """Return the milliseconds of this rank's call, all ranks starting together; 0 without a call."""
+    def time(self, run, calls=1):
+        """Return the milliseconds of this rank's last call, all ranks starting together; 0 without a call."""
+        for _ in range(calls - 1):
+            self.wait()
+            if run is not None:
+                run()
         self.wait()
         start = time.perf_counter()
         if run is not None:
@@ -93,8 +99,11 @@ class Setup:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3 if run is not None else 0.0
 
-    def peak(self, run):
-        """Return the GiB that a call holds at most, its inputs included."""
+    def peak(self, run, before=0, shares=False):
+        """Return the GiB that a call holds at most, its inputs included, without `before` bytes of other workloads.
+
+        Memory that GPUs share, which torch's allocator does not count, is included if the call `shares` it.
+        """
         self.wait()
         if not self.cuda or run is None:
             if run is not None:
@@ -103,7 +112,8 @@ class Setup:
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() / 2**30
+        shared = peer_memory_bytes(self.mesh.get_group()) if shares else 0
+        return (torch.cuda.max_memory_allocated() + shared - before) / 2**30
 
 
 def measure_link(setup):
@@ -127,7 +137,7 @@ def measure_link(setup):
     return found
 
 
-def random_layout(seqlen, device, density=0.1, seed=0):
+def random_layout(seqlen, density=0.1, seed=0):
     """Choose the diagonal and random earlier blocks of each row, up to the density; shared by all heads."""
     blocks = -(-seqlen // BLOCK)
     scores = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(seed))
@@ -137,7 +147,7 @@ def random_layout(seqlen, device, density=0.1, seed=0):
     kept = ((row + 1) * density).ceil().long()
     order = scores.argsort(-1, descending=True)[:, : int(kept[-1])]
     indices = order.masked_fill(torch.arange(order.shape[1]) >= kept[:, None], -1)
-    return dx.BlockLayout.from_block_indices(indices[None, None], seqlen, block_size=BLOCK).to(device)
+    return dx.BlockLayout.from_block_indices(indices[None, None], seqlen, block_size=BLOCK)
 
 
 class Case:
@@ -147,13 +157,15 @@ class Case:
         self.setup, self.name, self.seqlen, self.dtype = setup, name, seqlen, dtype
         heads, nsa_heads, self.dim = SHAPES[setup.device.type]
         self.heads = nsa_heads if name == "nsa" else heads
-        self.layout = None
+        self.layout = self.rows = None
         if name == "window":
-            self.layout = dx.SlidingWindow(min(4096, seqlen // 8)).layout(seqlen, block_size=BLOCK, device=setup.device)
+            self.layout = dx.SlidingWindow(min(4096, seqlen // 8)).layout(seqlen, block_size=BLOCK)
         if name == "random":
-            self.layout = random_layout(seqlen, setup.device)
+            self.layout = random_layout(seqlen)
+        self.whole = None  # the layout on the GPU, for a GPU alone
         if self.layout is not None:
             self.split = dxd.sequence_split(self.layout, setup.mesh)
+            self.rows = dxd.ShardedLayout.of(self.layout, self.split, setup.rank, device=setup.device)
         else:
             self.split = dxd.SequenceSplit.zigzag(seqlen, setup.count, BLOCK)
 
@@ -174,10 +186,11 @@ class Case:
             q, k, v, gates = inputs
             compressed = dx.compress(k, SIZES), dx.compress(v, SIZES)
             return dx.native_sparse_attention(q, k, v, compressed, gates, SIZES)
-        layout = self.layout
-        if layout is None:
-            layout = dx.select_blocks(*inputs[:2], HYBRID, block_size=BLOCK)
-        return dx.sparse_attention(*inputs, layout)
+        if self.layout is None:
+            return dx.sparse_attention(*inputs, dx.select_blocks(*inputs[:2], HYBRID, block_size=BLOCK))
+        if self.whole is None:
+            self.whole = self.layout.to(self.setup.device)
+        return dx.sparse_attention(*inputs, self.whole)
 
     def many(self, *inputs, stages=None):
         options = {} if stages is None else {"stages": stages}
@@ -186,7 +199,7 @@ class Case:
             return dxd.native_sparse_attention(*inputs, SIZES, self.split, mesh, **options)
         if self.layout is None:
             return dxd.sparse_attention_by_rule(*inputs, HYBRID, self.split, mesh, block_size=BLOCK, **options)
-        return dxd.sparse_attention(*inputs, self.layout, mesh, split=self.split, **options)
+        return dxd.sparse_attention(*inputs, self.rows, mesh, **options)
 
 
 def step(attend, inputs, backward, **options):
@@ -225,7 +238,7 @@ def check(setup, name, seqlen, dtype):
     return [float(f"{e:.2e}") for e in found]
 
 
-def measure(setup, name, seqlen, backward, repeats, alone_on="all"):
+def measure(setup, name, seqlen, backward, repeats, alone_on="all", calls=1):
     """Return the row of one workload: one GPU and all GPUs in turns, and the memory of both.
 
     Args:
@@ -236,15 +249,18 @@ def measure(setup, name, seqlen, backward, repeats, alone_on="all"):
         repeats: number of turns.
         alone_on: "all": in a turn, every GPU runs the whole workload by itself, all at once, so that all are equally
             warm and have the same clocks as later; the mean is compared. "first": only the first GPU does.
+        calls: calls per turn, of which the last counts.
     """
+    before = torch.cuda.memory_allocated() if setup.cuda else 0
     case = Case(setup, name, seqlen)
     runs_alone = alone_on == "all" or setup.rank == 0
     whole = case.draw(True) if runs_alone else None
     alone = step(case.one, whole, backward) if runs_alone else None
     if alone is not None:
         alone()
-    peak_one = setup.peak(alone)
+    peak_one = setup.peak(alone, before)
     del whole, alone
+    case.whole = None
     if setup.cuda:
         torch.cuda.empty_cache()
     own = case.draw(False)
@@ -252,12 +268,12 @@ def measure(setup, name, seqlen, backward, repeats, alone_on="all"):
         torch.cuda.empty_cache()
     together = step(case.many, own, backward)
     together()
-    peak_many = setup.most(setup.peak(together))
+    peak_many = setup.most(setup.peak(together, before, shares=name in ("random", "hybrid")))
     alone = step(case.one, case.draw(True), backward) if runs_alone else None
     times, by_gpu = {"one": [], "many": []}, {"one": [], "many": []}
     for i in range(repeats + 1):
         for which, run in (("one", alone), ("many", together)):
-            took = setup.all(setup.time(run))
+            took = setup.all(setup.time(run, calls))
             if i:
                 times[which].append(max(took))
                 by_gpu[which].append(took)
@@ -279,12 +295,13 @@ def measure(setup, name, seqlen, backward, repeats, alone_on="all"):
         "one_by_gpu": [round(median(x), 3) for x in zip(*by_gpu["one"], strict=True)],
         "many_by_gpu": [round(median(x), 3) for x in zip(*by_gpu["many"], strict=True)],
         "alone_on": alone_on,
+        "calls": calls,
         "runs_per_rank": [len(case.split.runs(rank)) for rank in range(setup.count)],
     }
     if setup.cuda:
         row["memory_share"] = round(row["many_GiB"] / row["one_GiB"], 3)
     if case.layout is not None:
-        plan = dxd.exchange_plan(*own, case.layout, setup.mesh, split=case.split)
+        plan = dxd.exchange_plan(*own, case.rows, setup.mesh)
         row["stages"], row["MB_received"] = len(plan.stages), round(plan.bytes_received(*own[1:3]) / 1e6, 1)
         row["imbalance"] = round(dxd.split_cost(case.layout, case.split).imbalance, 4)
     elif name == "hybrid":
@@ -314,6 +331,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=["window", "random", "hybrid", "nsa"])
     parser.add_argument("--check-length", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=3, help="calls per turn, of which the last counts")
     parser.add_argument("--seconds", type=float, default=400, help="start no measurement later than this")
     parser.add_argument("--sweep", action="store_true", help="also time other numbers of stages")
     parser.add_argument("--alone-on", default="all", choices=("all", "first"), help="which GPUs run the workload by "
@@ -337,7 +355,11 @@ def main():
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if setup.cuda else None,
         "command": " ".join(sys.argv),
-        "environment": {name: os.environ[name] for name in (*NCCL, "DYNAXX_LAUNCH_GRAPHS") if name in os.environ},
+        "environment": {
+            name: os.environ[name]
+            for name in (*NCCL, "DYNAXX_COPY_ENGINES", "DYNAXX_LAUNCH_GRAPHS")
+            if name in os.environ
+        },
         "link": measure_link(setup),
         "checks": {},
         "rows": [],
@@ -363,7 +385,7 @@ def main():
             setup.say(f"no time left for {name} at {seqlen}")
             continue
         repeats = args.repeats if seqlen <= 131072 else max(3, args.repeats // 2)
-        report["rows"].append(measure(setup, name, seqlen, backward, repeats, args.alone_on))
+        report["rows"].append(measure(setup, name, seqlen, backward, repeats, args.alone_on, args.calls))
         if setup.cuda:
             torch.cuda.empty_cache()
         keep()
@@ -394,7 +416,7 @@ def result_of(report, date):
                          "met": row["speedup"] >= row["bar"]})  # fmt: skip
             bars.append({"bar": f"{name}: memory", "asked": f"{MEMORY_BAR}", "measured": share,
                          "met": row["memory_share"] <= MEMORY_BAR})  # fmt: skip
-    link = report["link"]["large"]
+    link, calls = report["link"]["large"], report["rows"][0].get("calls", 1)
     return {
         "title": f"Sparse attention with the sequence split over {report['gpus']} GPUs",
         "command": f"torchrun --nproc-per-node {report['gpus']} benchmarks/distributed/distributed.py",
@@ -404,7 +426,8 @@ def result_of(report, date):
         "device": f"{report['gpus']} x {report['gpu']}",
         "versions": {"torch": report["torch"], "nccl": report["nccl"]},
         "setting": "bf16, batch 1, 32/8 heads of 128 (NSA 64/4), blocks of 128, causal; medians of turns, in which "
-        f"{ALONE[report['rows'][0].get('alone_on', 'first')]} and then all GPUs share it; "
+        f"{ALONE[report['rows'][0].get('alone_on', 'first')]} and then all GPUs share it"
+        f"{f', each {calls} times, of which the last counts' if calls > 1 else ''}; "
         f"link: {link['GB/s']} GB/s each way at once in messages of {link['bytes'] >> 20} MiB"
         + "".join(f"; {name}={value}" for name, value in report.get("environment", {}).items()),
         "columns": ["workload", "1 GPU, ms", f"{report['gpus']} GPUs, ms", "speed-up", "1 GPU, GiB",

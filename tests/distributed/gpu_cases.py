@@ -13,6 +13,7 @@ from ranks import Ranks
 import dynaxx as dx
 from dynaxx import distributed as dxd
 from dynaxx.distributed import compute, streams
+from dynaxx.distributed.peer_memory import peer_memory_bytes
 from dynaxx.nn import NativeSparseAttention
 from dynaxx.testing import make_qkv
 
@@ -101,6 +102,38 @@ def case_a_rule_in_stages(ranks: Ranks):
     for stages in (1, 4):
         own = lambda *x, n=stages: dxd.sparse_attention_by_rule(*x, RULE, split, ranks.mesh, block_size=BLOCK, stages=n)
         on_both_paths(lambda own=own: compare(ranks, split, inputs(ranks), whole, own))
+
+
+def case_copy_engines(ranks: Ranks):
+    """Stages that are exchanged by copy engines give the bits, and send the bytes, of those through NCCL."""
+
+    def by_layout(length):
+        layout = (dx.RandomBlocks(3, seed=3) | dx.LocalBlocks(1)).layout(length, block_size=BLOCK, device=ranks.device)
+        split = dxd.sequence_split(layout, ranks.mesh)
+        return split, lambda *x: dxd.sparse_attention(*x, layout, ranks.mesh, split=split, stages=4)
+
+    def by_rule(length):
+        split = dxd.SequenceSplit.zigzag(length, ranks.count, BLOCK)
+        return split, lambda *x: dxd.sparse_attention_by_rule(*x, RULE, split, ranks.mesh, block_size=BLOCK, stages=4)
+
+    for length in (SEQLEN, 2 * SEQLEN, SEQLEN):  # the memory grows
+        for split, attend in (by_layout(length), by_rule(length)):
+            found = []
+            for chosen in ("0", "1"):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv("DYNAXX_COPY_ENGINES", chosen)
+                    for _ in range(3):
+                        own = [split.shard(x, ranks.rank).requires_grad_() for x in inputs(ranks, length)]
+                        before = dxd.traffic()
+                        out = attend(*own)
+                        sent = dxd.traffic().bytes_sent - before.bytes_sent
+                        found.append((sent, out, *torch.autograd.grad(out, own, torch.ones_like(out))))
+            for sent, out, *grads in found[1:]:
+                assert sent == found[0][0]
+                assert torch.equal(out, found[0][1])
+                for got, wanted in zip(grads, found[0][2:], strict=True):
+                    near(got, wanted, "gradient")
+    assert peer_memory_bytes(ranks.mesh.get_group()) > 0
 
 
 def case_the_same_blocks_are_chosen(ranks: Ranks):

@@ -21,6 +21,7 @@ from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.exchange import Buffers
 from dynaxx.distributed.gather import ReturningRuns, Run, WholeGathering, query_runs, reaches, sum_of_runs
 from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.peer_memory import stage_buffers
 from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
 from dynaxx.distributed.split import SequenceSplit
@@ -190,6 +191,11 @@ class _Settings(NamedTuple):
         step = kv_heads // self.stages
         return [slice(first, first + step) for first in range(0, kv_heads, step)]
 
+    def buffers(self, k: Tensor, v: Tensor) -> Buffers:
+        """Return the buffers of the stages, large enough for the rank that gathers the most tokens."""
+        size = max(self.reach) * k.shape[0] * (k.shape[2] // self.stages) * (k.shape[-1] + v.shape[-1]) * k.itemsize
+        return stage_buffers(self.group, k.device, size)
+
     def start(self, k: Tensor, v: Tensor, some: slice, buffers: Buffers, turn: int) -> WholeGathering:
         """Start to gather the keys and values of some kv heads."""
         parts = (k[:, :, some], v[:, :, some])
@@ -236,7 +242,7 @@ class _RuleAttention(torch.autograd.Function):
         parts, runs = settings.stages_of_heads(k.shape[2]), settings.runs
         own_runs = settings.own_runs
         of_heads = [slice(some.start * group_size, some.stop * group_size) for some in parts]
-        buffers = Buffers()
+        buffers = settings.buffers(k, v)
         gatherings: dict[int, WholeGathering] = {}
         lses: list[list[Tensor]] = [[] for _ in parts]
         layouts: list[BlockLayout] = []
@@ -298,7 +304,7 @@ class _RuleAttention(torch.autograd.Function):
         group_size, layouts = q.shape[2] // k.shape[2], iter(ctx.layouts)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         parts, runs, dims = settings.stages_of_heads(k.shape[2]), settings.runs, [k.shape[-1], v.shape[-1]]
-        buffers = Buffers()
+        buffers = settings.buffers(k, v)
         gatherings: dict[int, WholeGathering] = {}
 
         def start(i: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.exchange import Buffers, Gathering, Returning
+from dynaxx.distributed.peer_memory import stage_buffers
 from dynaxx.distributed.plan import ExchangePlan, Stage
 from dynaxx.distributed.streams import Before, Lanes, exchanges_go_first, in_returning_stages, in_stages
 from dynaxx.layout import BlockLayout
@@ -76,7 +77,7 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
     order = [*range(1, len(stages)), 0] if OWN_TOKENS_FIRST else list(range(len(stages)))  # equal on all ranks
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lses: list[Tensor] = [q.new_empty(0)] * len(stages)
-    buffers = Buffers()
+    buffers = _buffers(k, v, settings)
     gatherings: dict[int, Gathering] = {}
     inner: dict[int, Tensor] = {}  # lse of the inner rows by stage
 
@@ -132,6 +133,14 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
             parts = (lses[i], inner[i]) if stage.rest[0].start else (inner[i], lses[i])
             lses[i] = torch.cat(parts, 2)
     return out, lses[0] if len(lses) == 1 else torch.cat(lses, 1)
+
+
+def _buffers(k: Tensor, v: Tensor, settings: Settings) -> Buffers:
+    """Return the buffers of the stages: of several stages, in memory that other ranks may write to."""
+    if len(settings.plan.stages) == 1:
+        return Buffers()
+    token_bytes = k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize
+    return stage_buffers(settings.group, k.device, settings.plan.most_tokens * token_bytes)
 
 
 def _merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, layout: BlockLayout) -> None:
@@ -197,7 +206,7 @@ def split_backward(
     alone = len(stages) == 1
     fresh = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
     grads = [] if alone else [fresh(q), fresh(k), fresh(v)]
-    buffers = Buffers()
+    buffers = _buffers(k, v, settings)
     gatherings: dict[int, Gathering] = {}
 
     def start(i: int) -> None:

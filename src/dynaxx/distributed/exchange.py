@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
@@ -36,6 +36,13 @@ def traffic() -> Traffic:
 Messages: TypeAlias = list[tuple[int, Tensor]]  # (peer rank, contiguous tensor), in the same order on both sides
 
 
+def count_traffic(sends: Messages, receives: Messages) -> None:
+    """Add messages to the counts of this process."""
+    _TOTAL.bytes_sent += sum(x.nbytes for _, x in sends)
+    _TOTAL.bytes_received += sum(x.nbytes for _, x in receives)
+    _TOTAL.messages += len(receives) + len(sends)
+
+
 class Transfer:
     """Messages in transit. Call `wait` before reading received buffers or writing sent ones."""
 
@@ -43,9 +50,7 @@ class Transfer:
         self._group, self._doing, self._held = group, doing, (sends, receives)
         receives = [(rank, x) for rank, x in receives if x.numel()]
         sends = [(rank, x) for rank, x in sends if x.numel()]
-        _TOTAL.bytes_sent += sum(x.nbytes for _, x in sends)
-        _TOTAL.bytes_received += sum(x.nbytes for _, x in receives)
-        _TOTAL.messages += len(receives) + len(sends)
+        count_traffic(sends, receives)
         with peer_errors(doing, group):
             self._works: list[Any] = _started(sends, receives, group) if sends or receives else []
 
@@ -81,6 +86,24 @@ class Buffers:
             known = self._flat[turn % 2] = like.new_empty(size)
         return known[:size].view(*shape)
 
+    def open(self, turn: int, sources: Iterable[int]) -> None:
+        """Let other ranks write to the buffer of a turn, if they do that themselves."""
+
+    def exchange(
+        self, turn: int, sends: Messages, places: Sequence[int], receives: Messages, group: ProcessGroup, doing: str
+    ) -> Transfer:
+        """Start messages between the buffers of a turn.
+
+        Args:
+            turn: the turn.
+            sends: tensors for other ranks.
+            places: for each of them, its first byte in the receiver's buffer.
+            receives: parts of this rank's buffer.
+            group: the ranks.
+            doing: what this is, for error messages.
+        """
+        return Transfer(sends, receives, group, doing)
+
     def free(self) -> None:
         """Drop the memory. All users must be done with it, in the order of the current stream."""
         self._flat.clear()
@@ -105,7 +128,9 @@ class Gathering:
         k, v = k[:, :, heads], v[:, :, heads]
         self._dims = (k.shape[-1], v.shape[-1])
         shape = (stage.tokens, k.shape[0], k.shape[2], sum(self._dims))
-        self._buffer = k.new_empty(shape) if buffers is None else buffers.take(turn, k, shape)
+        buffers = Buffers() if buffers is None else buffers
+        self._buffer = buffers.take(turn, k, shape)
+        buffers.open(turn, stage.received)
         own = _pack(k, v, stage.own_tokens, self._buffer[slice(*stage.own)])
         sends = []
         for rank, sent in stage.sends.items():
@@ -115,7 +140,9 @@ class Gathering:
                 run = own[sent.first : sent.first + sent.tokens]
                 sends.append((rank, run if sent.index is None else own.index_select(0, sent.index)))
         receives = [(rank, self._buffer[slice(*span)]) for rank, span in stage.received.items()]
-        self._transfer = Transfer(sends, receives, group, "exchanging keys and values")
+        token = prod(shape[1:]) * k.itemsize
+        places = [stage.places[rank] * token for rank in stage.sends]
+        self._transfer = buffers.exchange(turn, sends, places, receives, group, "exchanging keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values in the buffer as views, each (batch, tokens, heads, dim)."""

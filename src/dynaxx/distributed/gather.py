@@ -73,12 +73,15 @@ class WholeGathering:
         self.reach = reach = reach or [split.seqlen] * split.ranks
         self._dims = [x.shape[-1] for x in parts]
         shape = (reach[rank], first.shape[0], first.shape[2], sum(self._dims))
-        self._buffer = buffer = first.new_empty(shape) if buffers is None else buffers.take(turn, first, shape)
-        _copy_runs(buffer, parts, split.runs(rank), self._dims)
+        buffers = Buffers() if buffers is None else buffers
+        self._buffer = buffer = buffers.take(turn, first, shape)
         others = [other for other in range(split.ranks) if other != rank]
-        sends = [(to, buffer[a:b]) for to in others for a, b in cut(split.runs(rank), reach[to])]
+        buffers.open(turn, [source for source in others if cut(split.runs(source), reach[rank])])
+        _copy_runs(buffer, parts, split.runs(rank), self._dims)
+        sent = [(to, a, b) for to in others for a, b in cut(split.runs(rank), reach[to])]
+        sends, places = [(to, buffer[a:b]) for to, a, b in sent], [a * buffer[0].nbytes for _, a, _ in sent]
         receives = [(source, buffer[a:b]) for source in others for a, b in cut(split.runs(source), reach[rank])]
-        self._transfer = Transfer(sends, receives, group, "gathering keys and values")
+        self._transfer = buffers.exchange(turn, sends, places, receives, group, "gathering keys and values")
 
     def wait(self) -> list[Tensor]:
         """Return the gathered tensors, each (batch, reached tokens, heads, dim); views of one buffer."""

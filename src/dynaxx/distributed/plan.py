@@ -56,6 +56,7 @@ class Stage:
     own_tokens: Sent  # the own tokens that the buffer holds
     sends: dict[int, Sent]  # by receiving rank
     received: dict[int, tuple[int, int]]  # by sending rank: (first, last + 1) of its tokens in the buffer
+    places: dict[int, int] = field(default_factory=dict)  # by receiving rank: first place of own tokens in its buffer
     rows: Tensor | None = None  # (n,) int64, own queries of edge rows; None: all queries are computed together
     run: slice | None = None  # the same queries, if they are neighbours
     inner: BlockLayout | None = None  # own queries over own tokens; edge rows are empty
@@ -74,6 +75,7 @@ class ExchangePlan:
 
     stages: tuple[Stage, ...]  # of the forward pass
     backward_stages: tuple[Stage, ...]
+    most_tokens: int = 0  # of the largest buffer of any rank, times its kv heads
     backends: dict[Hashable, str] = field(default_factory=dict)  # chosen backends, by shapes
     ran: set[Hashable] = field(default_factory=set)  # shapes and settings of forward passes that have run
 
@@ -141,7 +143,23 @@ def _make(
         much = 4 * received > sharded.kv_split.seqlen // sharded.kv_split.ranks
         count = stages_of(kv_heads, received * token_bytes) if much else 1
     made = _stages(sharded, places, q_heads, kv_heads, count)
-    return ExchangePlan(made, made)
+    return _with_places(made, group, sharded.device)
+
+
+def _with_places(stages: tuple[Stage, ...], group: ProcessGroup, device: torch.device) -> ExchangePlan:
+    """Return the plan, after all ranks have said where they receive which tokens."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    own = torch.tensor(
+        [[_heads(s) * s.tokens, *(s.received.get(source, (-1, -1))[0] for source in range(ranks))] for s in stages],
+        dtype=torch.int64,
+        device=device,
+    )
+    with peer_errors("announcing where it receives tokens", group):
+        said = _gathered(own, group).cpu().tolist()  # (R, stages, 1 + R)
+    made = tuple(
+        replace(stage, places={to: said[to][i][1 + rank] for to in stage.sends}) for i, stage in enumerate(stages)
+    )
+    return ExchangePlan(made, made, max(of_stage[0] for of_rank in said for of_stage in of_rank))
 
 
 def check_stages(stages: int, kv_heads: int) -> None:

@@ -52,7 +52,13 @@ class ShardedLayout:
     @classmethod
     @typed
     def of(
-        cls, layout: BlockLayout, q_split: SequenceSplit, rank: int, kv_split: SequenceSplit | None = None
+        cls,
+        layout: BlockLayout,
+        q_split: SequenceSplit,
+        rank: int,
+        kv_split: SequenceSplit | None = None,
+        *,
+        device: torch.device | str | None = None,
     ) -> ShardedLayout:
         """Extract a rank's rows from a layout of the whole sequence. O(visited blocks of these rows).
 
@@ -61,6 +67,8 @@ class ShardedLayout:
             q_split: which rank owns which queries.
             rank: the rank whose rows to extract.
             kv_split: which rank owns which keys; `q_split` by default.
+            device: device of the rows, that of the layout by default. From a layout on the host, a GPU gets only the
+                rows of its rank.
         """
         kv_split = q_split if kv_split is None else kv_split
         if (q_split.seqlen, kv_split.seqlen) != (layout.seqlen_q, layout.seqlen_k):
@@ -69,7 +77,8 @@ class ShardedLayout:
                 f"got {layout.seqlen_q} x {layout.seqlen_k}"
             )
         own = q_split.blocks(rank, layout.block_size[0])
-        return cls(rows_of(layout, own, q_split.length(rank)), q_split, kv_split, rank)
+        rows = rows_of(layout, own, q_split.length(rank))
+        return cls(rows if device is None else rows.to(device), q_split, kv_split, rank)
 
     @property
     def device(self) -> torch.device:
