@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from ranks import Ranks
 from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
@@ -162,6 +163,20 @@ def case_fully_sharded_parameters_get_the_same_gradients(ranks: Ranks):
     for (name, x), wanted in zip(model.named_parameters(), whole.parameters(), strict=True):
         close = dict(rtol=2e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
         torch.testing.assert_close(x.grad.full_tensor(), wanted.grad, **close)
+
+
+def case_accelerates_parallelism_config_names_the_mesh(ranks: Ranks):
+    """Its context parallel dimension splits the sequence, beside ranks with other batches if there are four."""
+    replicas = 2 if ranks.count % 4 == 0 else 1
+    config = ParallelismConfig(dp_shard_size=replicas, cp_size=ranks.count // replicas)
+    mesh = config.build_device_mesh(device())["cp"]
+    model = llama()
+    ids = tokens(1, 600, seed=ranks.rank // mesh.size())  # of these ranks
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        with dx.apply(model, mesh=mesh) as handle:
+            got = handle.gather(model(**handle.shard(ids)).logits)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4)
 
 
 def case_a_kill_switch_on_one_rank_holds_for_all(ranks: Ranks):
