@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SHARED_WAVES = 32  # a program then does little of the work, so a late start delays the end by at most that
+SHARED_LEFT = 0  # multiprocessors that persistent kernels leave to others
 
 
 class _Current(threading.local):
-    waves = 1
+    waves, left = 1, 0
 
 
 _current = _Current()
@@ -27,12 +28,18 @@ def shared_waves() -> int:
     return _current.waves
 
 
+def left_multiprocessors() -> int:
+    """Return the number of multiprocessors that a persistent kernel leaves to others."""
+    return _current.left
+
+
 @contextmanager
 def share_multiprocessors(shared: bool = True) -> Iterator[None]:
     """Launch persistent kernels in several waves within this context, in this thread."""
-    before = _current.waves
-    _current.waves = SHARED_WAVES if shared else before
+    before = _current.waves, _current.left
+    if shared:
+        _current.waves, _current.left = SHARED_WAVES, SHARED_LEFT
     try:
         yield
     finally:
-        _current.waves = before
+        _current.waves, _current.left = before

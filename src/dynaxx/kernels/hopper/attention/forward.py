@@ -26,7 +26,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, of_columns
-from dynaxx.kernels.gpu.schedule.waves import shared_waves
+from dynaxx.kernels.gpu.schedule.waves import left_multiprocessors, shared_waves
 from dynaxx.kernels.gpu.sinks import include_sinks
 from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS, ConsumerArguments, arrivals, consume
@@ -141,7 +141,7 @@ def _without_sinks(
     """Return out and lse; out is a new tensor if the given one has strides that the kernels cannot write."""
     batch, seqlen_q, q_heads = q.shape[:3]
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
-    waves = shared_waves()
+    waves, left = shared_waves(), left_multiprocessors()
     heads = _heads_of_a_program(layout, q_heads, k.shape[2])
     split = split_rows(layout, batch, q_heads, PERSISTENT // waves or 1, heads)
     if out is None or split is not None or _out_width(q, v) > 128 or dense_rows(out) is not out:
@@ -153,12 +153,12 @@ def _without_sinks(
     q, scale = positive_scale(q, scale)
     if split is None:
         made = 2 if out.is_contiguous() else 1
-        record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=made)
+        record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, left, made=made)
     else:
         rows, width = heads * layout.block_size[0], _out_width(q, v)
         sums, sums_lse = split.places(q, rows, width), split.places(q, rows)
         places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-        record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, made=2, split=places)
+        record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, waves, left, made=2, split=places)
         merge_parts(of_columns(sums, v.shape[3]), sums_lse, out, lse, split, layout, heads)
     return out, lse
 
@@ -184,6 +184,7 @@ def _start_forward(
     scale: float,
     softcap: float | None,
     waves: int,
+    left: int,
     split: dict[str, Any] | None = None,
 ) -> None:
     batch, seqlen_q, q_heads, head_dim = q.shape
@@ -198,7 +199,7 @@ def _start_forward(
     split = split or {**no_split(lse), "p_sums_lse": lse}
     units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
     order, ordered = order_argument(layout)
-    most = processors(q.device) * programs * waves
+    most = max(1, processors(q.device) - left) * programs * waves
     _sparse_attention_hopper_fwd_kernel[(min(units, most),)](
         gluon_rows(q, 64, width),
         gluon_rows(k, min(kv_block, step), 64),
