@@ -127,6 +127,9 @@ class Training:
 def check_resuming(args, mesh, device, losses):
     """Train the last steps again from the checkpoint before them; the losses must be the same.
 
+    On a GPU, the order of a sum of gradients differs from run to run, so that only the first of these losses is the
+    same, and later ones within 2 %.
+
     Raises:
         SystemExit: they are not.
     """
@@ -135,8 +138,11 @@ def check_resuming(args, mesh, device, losses):
     again.resume(args.out, first)
     found = [again.run_step() for _ in range(args.save_every)]
     wanted = losses[-args.save_every :]
-    if any(abs(a - b) > 1e-5 * abs(b) for a, b in zip(found, wanted, strict=True)):
+    limits = [1e-5, *[2e-2 if device.type == "cuda" else 1e-5] * (args.save_every - 1)]
+    if any(abs(a - b) > limit * abs(b) for a, b, limit in zip(found, wanted, limits, strict=True)):
         raise SystemExit(f"a resumed run has other losses: {found} after {first} steps, {wanted} at first")
+    if dist.get_rank() == 0:
+        print(f"resumed after step {first}: losses {found}, {wanted} at first", flush=True)
 
 
 def leave_group():
