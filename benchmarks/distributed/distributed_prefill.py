@@ -137,6 +137,7 @@ def main() -> None:
     device = torch.device("cpu") if args.small else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # as docs/guides/distributed.md advises
     dist.init_process_group("gloo" if args.small else "nccl", timeout=timedelta(minutes=5))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sequence",))
     model = make_model(args, device)
