@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors
+from dynaxx.kernels.gpu.schedule.waves import left_multiprocessors, share_multiprocessors
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -144,6 +144,8 @@ def _on_streams(
     done: list[torch.cuda.Event] = []
     with Lanes.forked(device) as lanes, share_multiprocessors():
         turns = (lanes.main, lanes.second) if before is None else (lanes.second, lanes.main)
+        if left_multiprocessors():  # kernels of a second stream would occupy them
+            turns = (lanes.main, lanes.main)
         if before is not None and before.first:
             before.launch()
         for i in range(count):
