@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 
 import dynaxx as dx
@@ -240,6 +241,33 @@ def case_bytes_are_as_planned(ranks):
         assert between.bytes_sent - before.bytes_sent == plan.bytes_sent(*own[1:]) == sent * token
         assert between.bytes_received - before.bytes_received == plan.bytes_received(*own[1:])
         assert after.bytes_sent - between.bytes_sent == plan.backward_bytes_sent(*own[1:])
+
+
+def case_senders_know_where_receivers_want_tokens(ranks):
+    """Copy engines write to the places that the receivers' plans have for these tokens, whatever the rows of a rank."""
+    rows, some = 1024, dx.RandomBlocks(2, seed=2) | dx.LocalBlocks(1)
+    q, k, v = make_qkv(1, rows, rows, 4, 2, 16, device=ranks.device)
+    layouts = [some.layout(rows, block_size=32), dx.SlidingWindow(64).layout(rows, block_size=32)]
+    layouts.append(dx.BlockLayout.stack_heads([layouts[0], layouts[0], layouts[1], layouts[1]]))
+    for layout in layouts:
+        for split in (dxd.sequence_split(layout, ranks.mesh), dxd.SequenceSplit.zigzag(rows, ranks.count, 32)):
+            own = [split.shard(x, ranks.rank) for x in (q, k, v)]
+            plan = dxd.exchange_plan(*own, layout.to(ranks.device), ranks.mesh, split=split, stages=2)
+            said = [None] * ranks.count
+            tokens = [{to: stage.sends[to].tokens for to in stage.places} for stage in plan.stages]
+            dist.all_gather_object(said, ([stage.places for stage in plan.stages], tokens, plan.most_tokens))
+            assert len({most for _, _, most in said}) == 1
+            for i, stage in enumerate(plan.stages):
+                assert stage.places.keys() == stage.sends.keys()
+                assert stage.tokens <= plan.most_tokens
+                wanted = dict(stage.received)
+                for source, (places, sent, _) in enumerate(said):
+                    span = wanted.pop(source, None)
+                    if span is None:
+                        assert ranks.rank not in places[i]
+                    else:
+                        assert span == (places[i][ranks.rank], places[i][ranks.rank] + sent[i][ranks.rank])
+                assert not wanted
 
 
 def case_the_cost_model_counts_the_same_bytes(ranks):
