@@ -58,11 +58,18 @@ class Lanes(NamedTuple):
 
     @classmethod
     @contextmanager
-    def forked(cls, device: torch.device) -> Iterator[Lanes]:
-        """Let the other streams wait for what the caller launched so far, and the caller's for them at the end."""
+    def forked(cls, device: torch.device, early: Callable[[], None] | None = None) -> Iterator[Lanes]:
+        """Let the other streams wait for what the caller launched so far, and the caller's for them at the end.
+
+        Args:
+            device: the GPU.
+            early: function that launches kernels on the caller's stream, which the other streams do not wait for.
+        """
         main = torch.cuda.current_stream(device)
-        lanes = cls(_stream(device.index, -1), main, _stream(device.index, 0))
         ready = main.record_event()
+        if early is not None:
+            early()
+        lanes = cls(_stream(device.index, -1), main, _stream(device.index, 0))
         for other in (lanes.helper, lanes.second):
             other.wait_event(ready)
         try:
@@ -142,12 +149,11 @@ def _on_streams(
 ) -> None:
     held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
     done: list[torch.cuda.Event] = []
-    with Lanes.forked(device) as lanes, share_multiprocessors():
+    early = before.launch if before is not None and before.first else None
+    with share_multiprocessors(), Lanes.forked(device, early) as lanes:
         turns = (lanes.main, lanes.second) if before is None else (lanes.second, lanes.main)
         if left_multiprocessors():  # kernels of a second stream would occupy them
             turns = (lanes.main, lanes.main)
-        if before is not None and before.first:
-            before.launch()
         for i in range(count):
             torch.cuda.set_stream(lanes.helper)
             if i > 1:
