@@ -185,13 +185,13 @@ class Returning:
     """Gradients of one stage's keys and values in transit to the ranks that own them."""
 
     def __init__(self, dk: Tensor, dv: Tensor, stage: Stage, group: ProcessGroup) -> None:
-        self._stage, self._dims = stage, (dk.shape[-1], dv.shape[-1])
-        grads = torch.cat([dk, dv], -1).transpose(0, 1).contiguous()
-        self._own = grads[slice(*stage.own)]
-        sends = [(rank, grads[slice(*span)]) for rank, span in stage.received.items()]
-        shape = self._own.shape[1:]
-        self._received = {rank: grads.new_empty(sent.tokens, *shape) for rank, sent in stage.sends.items()}
-        receives = list(self._received.items())
+        self._stage = stage
+        self._grads = [x.transpose(0, 1).contiguous() for x in (dk, dv)]  # (tokens, batch, heads, dim) each
+        self._received = {
+            rank: [x.new_empty(sent.tokens, *x.shape[1:]) for x in self._grads] for rank, sent in stage.sends.items()
+        }
+        sends = [(rank, x[slice(*span)]) for rank, span in stage.received.items() for x in self._grads]
+        receives = [(rank, x) for rank, parts in self._received.items() for x in parts]
         self._transfer = Transfer(sends, receives, group, "returning gradients of keys and values")
 
     def wait(self, dk: Tensor, dv: Tensor) -> None:
@@ -202,30 +202,37 @@ class Returning:
         """
         self._transfer.wait()
         stage, heads = self._stage, slice(*self._stage.kv_heads)
-        parts = [(sent, self._received[rank]) for rank, sent in sorted(stage.sends.items())]
-        if stage.inner is not None:
-            for sent, part in ((stage.own_tokens, self._own), *parts):
-                _add(sent, part, dk[:, :, heads], dv[:, :, heads])
-            return
-        total = self._own
-        if parts:
-            total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        for i, (total, grads) in enumerate(zip((dk, dv), self._grads, strict=True)):
+            out, own = total[:, :, heads], grads[slice(*stage.own)]
+            parts = [(sent, self._received[rank][i]) for rank, sent in sorted(stage.sends.items())]
+            if stage.inner is not None:
+                for sent, part in ((stage.own_tokens, own), *parts):
+                    _add(sent, part, out)
+            else:
+                _write_sum(own, parts, out)
+        self._grads, self._received = [], {}
+
+
+def _write_sum(own: Tensor, parts: list[tuple[Sent, Tensor]], out: Tensor) -> None:
+    """Write the sum of (tokens, batch, heads, dim) gradients, rounded once, to (batch, tokens, heads, dim)."""
+    if not parts:
+        out.copy_(own.transpose(0, 1))
+    elif len(parts) == 1 and parts[0][0].index is None and parts[0][0].tokens == len(own):
+        torch.add(own.transpose(0, 1), parts[0][1].transpose(0, 1), out=out)
+    else:
+        total = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
         for sent, part in parts:
             if sent.index is None:
                 total[sent.first : sent.first + sent.tokens] += part
             else:
                 total.index_add_(0, sent.index, part.to(total.dtype))  # deterministic: no token occurs twice
-        for out, part in zip((dk, dv), total.transpose(0, 1).split(self._dims, dim=-1), strict=True):
-            out[:, :, heads] = part
+        out.copy_(total.transpose(0, 1))
 
 
-def _add(sent: Sent, grads: Tensor, *totals: Tensor) -> None:
-    """Add (tokens, batch, heads, dims) gradients to the tokens of (batch, tokens, heads, dim) totals, in fp32."""
-    parts = grads.transpose(0, 1).split([total.shape[-1] for total in totals], dim=-1)
-    for total, part in zip(totals, parts, strict=True):
-        wide = torch.promote_types(total.dtype, torch.float32)
-        found = (_taken(total, sent).to(wide) + part.to(wide)).to(total.dtype)
-        if sent.index is None:
-            total[:, sent.first : sent.first + sent.tokens] = found
-        else:
-            total.index_copy_(1, sent.index, found)
+def _add(sent: Sent, grads: Tensor, total: Tensor) -> None:
+    """Add (tokens, batch, heads, dim) gradients to the tokens of a (batch, tokens, heads, dim) total, rounded once."""
+    found = _taken(total, sent) + grads.transpose(0, 1)
+    if sent.index is None:
+        total[:, sent.first : sent.first + sent.tokens] = found
+    else:
+        total.index_copy_(1, sent.index, found)

@@ -200,7 +200,7 @@ class ReturningRuns:
         Ranks are summed in ascending order, in fp32 or better, and the result is rounded once.
         """
         total, received = self._own, self._received
-        if received:
+        if len(received) > 1:  # a sum of two is rounded once in any case
             total = total.to(torch.promote_types(total.dtype, torch.float32))
         self._transfer.wait()
         for source in received:

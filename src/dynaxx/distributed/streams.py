@@ -193,9 +193,9 @@ def in_returning_stages(
 ) -> None:
     """Run the stages of a backward pass, which also send gradients back to their owners.
 
-        helper stream          exchange 0, exchange 1 | return 0, exchange 2 | return 1, exchange 3 | ...
-        the caller's stream                | stage 0  |                      | stage 2
-        a second stream                    |          | stage 1              |
+        helper stream         exchange 0, exchange 1 | return 0, exchange 2, add 0 | return 1, exchange 3, add 1 | ...
+        the caller's stream               | stage 0  |                             | stage 2
+        a second stream                              | stage 1                     |
 
     All ranks start their messages in the order of the first line.
 
@@ -236,8 +236,8 @@ def _returning_on_streams(
     give_back: Callable[[int, U], Callable[[], None]],
     device: torch.device,
 ) -> None:
-    packed: list[torch.cuda.Event] = []  # when a lane may reuse the memory of what a stage gave back
     finish: Callable[[], None] | None = None
+    added: torch.cuda.Event | None = None  # when the memory of what the stage before gave back is free
     with Lanes.forked(device) as lanes:
         turns = (lanes.main, lanes.second)
 
@@ -249,22 +249,22 @@ def _returning_on_streams(
         following = exchanged(0)
         for i in range(count):
             given, prepared = following
+            free = added
             if i + 1 < count:
                 following = exchanged(i + 1)  # before the helper stream waits for this stage
+            if finish is not None:
+                finish()
+                added = lanes.helper.record_event()
             lane = turns[i % 2]
             torch.cuda.set_stream(lane)
             lane.wait_event(prepared)
-            if i > 1:
-                lane.wait_event(packed[i - 2])
+            if free is not None:
+                lane.wait_event(free)
             sent = compute(i, given)
             done = lane.record_event()
             torch.cuda.set_stream(lanes.helper)
             lanes.helper.wait_event(done)
-            added = give_back(i, sent)
-            packed.append(lanes.helper.record_event())
+            finish = give_back(i, sent)
             del sent, given
-            if finish is not None:
-                finish()
-            finish = added
         assert finish is not None, "there is at least one stage"
         finish()
