@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange through memory that other ranks write to: threads of one process stand for ranks, semaphores for signals."""
+"""Exchange through memory that other ranks write to, without GPUs: threads or processes stand for them."""
 
 import threading
 from collections import defaultdict
 
 import pytest
 import torch
+from ranks import cases_of, run_cases
 
 from dynaxx.distributed import SequenceSplit, traffic
 from dynaxx.distributed.gather import WholeGathering, reaches
@@ -103,3 +104,13 @@ def check_places(memory):
     own = memory._of[0].untyped_storage().data_ptr()
     assert small.untyped_storage().data_ptr() == own != large.untyped_storage().data_ptr()
     assert buffers.take(1, like, (4,)).data_ptr() - small.data_ptr() == SLOT_BYTES
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda count: f"{count} ranks")
+def results(request):
+    return run_cases("peer_cases", request.param)
+
+
+@pytest.mark.parametrize("case", cases_of("peer_cases"))
+def test_against_one_device(results, case):
+    assert not results[case], "\n".join(results[case])
