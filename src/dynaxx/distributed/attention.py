@@ -77,23 +77,43 @@ def sparse_attention(
         PeerError: another rank failed, or did not answer within the group's timeout.
     """
     group = group_of(mesh)
-    sharded = shard_layout(layout, group, split)
     packed = q.ndim == 3
     if packed:
         q, k, v = q[None], k[None], v[None]
-    _check_shards(q, k, v, sharded)
-    plan = plan_exchange(sharded, group, q.shape[2], k.shape[2], _token_bytes(k, v), stages)
+    plan = _plan_of(q, k, v, layout, group, split, stages)
     scale = softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else float(softcap)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     settings = Settings(plan, group, scale, softcap, backend, needs_grad)
-    out, lse = _SplitAttention.apply(q, k, v, settings)
+    attend = _SplitAttention.apply if needs_grad else split_forward
+    out, lse = attend(q, k, v, settings)
     if sinks is not None:
         check_sinks(sinks, q)
         out, lse = add_sinks(out, lse, sinks)
     if packed:
         out, lse = out[0], lse[0]
     return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+def _plan_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | ShardedLayout,
+    group: ProcessGroup,
+    split: Splits | None,
+    stages: int | None,
+) -> ExchangePlan:
+    """Check the shards and return the plan, once per layout and form of shards: a call waits for both on the host."""
+    known = _planned.get(layout) if isinstance(layout, BlockLayout | ShardedLayout) else None
+    key = (group.group_name, split, q.shape, k.shape, v.shape, k.dtype, q.device, stages)
+    plan = None if known is None else known.get(key)
+    if plan is None:
+        sharded = shard_layout(layout, group, split)
+        _check_shards(q, k, v, sharded)
+        plan = plan_exchange(sharded, group, q.shape[2], k.shape[2], _token_bytes(k, v), stages)
+        _planned.setdefault(layout, {})[key] = plan
+    return plan
 
 
 def shard_layout(layout: BlockLayout | ShardedLayout, group: ProcessGroup, split: Splits | None) -> ShardedLayout:
@@ -209,3 +229,4 @@ def _check_ranks(sharded: ShardedLayout, group: ProcessGroup) -> None:
 
 
 _sharded: WeakKeyDictionary[BlockLayout, dict[Any, ShardedLayout]] = WeakKeyDictionary()
+_planned: WeakKeyDictionary[BlockLayout | ShardedLayout, dict[Any, ExchangePlan]] = WeakKeyDictionary()

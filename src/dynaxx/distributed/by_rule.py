@@ -92,26 +92,62 @@ def sparse_attention_by_rule(
         ValueError, TypeError, UnsupportedInputError, PeerError: like `select_split_blocks` and `sparse_attention`.
     """
     group, sizes = group_of(mesh), as_block_size(block_size)
-    check_rule(rule, split, sizes)
     q, k, v = follow_autocast(q, k, v)
-    rank, kv_heads = dist.get_rank(group), k.shape[2]
+    rank = dist.get_rank(group)
+    form = _checked_form(q, k, v, rule, split, rank, sizes, causal, stages)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    scale = softmax_scale(scale, q.shape[-1])
+    settings = _Settings(rule, split, rank, group, causal, sizes, scale, softcap, backend, form, needs_grad)
+    out, lse = _RuleAttention.apply(q, k, v, settings) if needs_grad else _forward(q, k, v, settings)[:2]
+    if sinks is not None:
+        check_sinks(sinks, q)
+        out, lse = add_sinks(out, lse, sinks)
+    return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+class _Form(NamedTuple):
+    """What calls with equal arguments, but for the contents of tensors, share."""
+
+    stages: int
+    ran: set[Hashable]  # passes that have run
+
+
+def _checked_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Selector | Hybrid,
+    split: SequenceSplit,
+    rank: int,
+    sizes: tuple[int, int],
+    causal: bool,
+    stages: int | None,
+) -> _Form:
+    """Check the arguments once for all calls of their form. The same objects are found without comparing values."""
+    of_tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
+    same = (id(rule), id(split), rank, sizes, causal, stages, of_tensors)
+    known = _by_identity.get(same)
+    if known is not None:
+        return known[0]
+    check_rule(rule, split, sizes)
+    kv_heads = k.shape[2] if k.ndim == 4 else 0
     split.check_shards(rank, q=q, k=k, v=v)
     if kv_heads == 0 or q.shape[2] % kv_heads:
         raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {kv_heads}")
     selection_grid(q, k, sizes, causal)  # this and the next line refuse wrong input before anything is exchanged
     rule_of_heads(rule, slice(0, q.shape[2]), q.shape[2])
-    if stages is None:
-        stages = default_stages(k, v, split)
-    check_stages(stages, kv_heads)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    settings = _Settings(
-        rule, split, rank, group, causal, sizes, softmax_scale(scale, q.shape[-1]), softcap, backend, stages, needs_grad
-    )
-    out, lse = _RuleAttention.apply(q, k, v, settings)
-    if sinks is not None:
-        check_sinks(sinks, q)
-        out, lse = add_sinks(out, lse, sinks)
-    return SparseAttentionOutput(out, lse) if return_lse else out
+    chosen = default_stages(k, v, split) if stages is None else stages
+    check_stages(chosen, kv_heads)
+    for kept in (_by_identity, _forms):
+        if len(kept) >= MOST_CHOICES:
+            kept.clear()
+    form = _forms.setdefault((rule, split, rank, sizes, causal, chosen, of_tensors), _Form(chosen, set()))
+    _by_identity[same] = form, rule, split  # kept, so that no other rule or split has their ids
+    return form
+
+
+_by_identity: dict[Hashable, tuple[_Form, Selector | Hybrid, SequenceSplit]] = {}
+_forms: dict[Hashable, _Form] = {}
 
 
 def default_stages(k: Tensor, v: Tensor, split: SequenceSplit) -> int:
@@ -132,8 +168,13 @@ class _Settings(NamedTuple):
     scale: float
     softcap: float | None
     backend: str
-    stages: int
+    form: _Form
     needs_grad: bool
+
+    @property
+    def stages(self) -> int:
+        """The number of groups of kv heads that are processed one after another."""
+        return self.form.stages
 
     @property
     def runs(self) -> list[Run]:
@@ -221,7 +262,6 @@ _select_on_device = on_host(select_on_device)
 
 
 _backends: dict[Hashable, str] = {}
-_ran: set[Hashable] = set()  # settings and shapes of forward passes that have run
 
 
 class _Chosen(NamedTuple):
@@ -232,64 +272,67 @@ class _Chosen(NamedTuple):
     layouts: list[BlockLayout]
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, list[BlockLayout]]:
+    """Return out, lse and, if a backward pass follows, the layouts of all stages and runs."""
+    heads, group_size = q.shape[2], q.shape[2] // k.shape[2]
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    parts, runs = settings.stages_of_heads(k.shape[2]), settings.runs
+    own_runs = settings.own_runs
+    of_heads = [slice(some.start * group_size, some.stop * group_size) for some in parts]
+    buffers = settings.buffers(k, v)
+    gatherings: dict[int, WholeGathering] = {}
+    lses: list[list[Tensor]] = [[] for _ in parts]
+    layouts: list[BlockLayout] = []
+
+    def start(i: int) -> None:
+        gatherings[i] = settings.start(k, v, parts[i], buffers, i)
+
+    def ready(i: int) -> _Chosen:
+        keys, values = gatherings.pop(i).wait()
+        found = []
+        for run in runs[own_runs:]:
+            queries = q[:, run.first : run.last, of_heads[i]]
+            found.append(settings.select(queries, keys[:, : run.keys], run, of_heads[i], heads))
+        return _Chosen(keys, values, found)
+
+    def attend(i: int, chosen: _Chosen) -> None:
+        for run, layout in zip(runs[own_runs:], chosen.layouts, strict=True):
+            seen = chosen.keys[:, : run.keys], chosen.values[:, : run.keys]
+            lses[i].append(settings.attend(q, *seen, layout, run, of_heads[i], out))
+        if settings.needs_grad:
+            layouts.extend(chosen.layouts)
+
+    together = 1 if settings.needs_grad else OWN_STAGES  # a backward pass wants the layouts of each stage
+
+    def ahead(i: int) -> None:
+        if i % together:
+            return
+        some = range(i, min(i + together, len(parts)))
+        of_kv = slice(parts[i].start, parts[some[-1]].stop)
+        q_heads = slice(of_heads[i].start, of_heads[some[-1]].stop)
+        for run in runs[:own_runs]:
+            seen = k[:, : run.keys, of_kv], v[:, : run.keys, of_kv]
+            layout = settings.select(q[:, run.first : run.last, q_heads], seen[0], run, q_heads, heads)
+            lse = settings.attend(q, *seen, layout, run, q_heads, out)
+            for stage, own in zip(some, lse.chunk(len(some), 1), strict=True):
+                lses[stage].append(own)
+            if settings.needs_grad:
+                layouts.append(layout)
+
+    ran, key = settings.form.ran, ("forward", settings.softcap, settings.backend, settings.needs_grad)
+    in_stages(len(parts), start, ready, attend, settings.group, q.device, known=key in ran, ahead=ahead)
+    ran.add(key)
+    buffers.free()  # before the lse of all heads is allocated
+    lse = torch.cat([torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses], 1)
+    return out, lse, layouts
+
+
 class _RuleAttention(torch.autograd.Function):
     """Gather, select, attend, and return gradients, stage by stage."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> Any:
-        heads, group_size = q.shape[2], q.shape[2] // k.shape[2]
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        parts, runs = settings.stages_of_heads(k.shape[2]), settings.runs
-        own_runs = settings.own_runs
-        of_heads = [slice(some.start * group_size, some.stop * group_size) for some in parts]
-        buffers = settings.buffers(k, v)
-        gatherings: dict[int, WholeGathering] = {}
-        lses: list[list[Tensor]] = [[] for _ in parts]
-        layouts: list[BlockLayout] = []
-
-        def start(i: int) -> None:
-            gatherings[i] = settings.start(k, v, parts[i], buffers, i)
-
-        def ready(i: int) -> _Chosen:
-            keys, values = gatherings.pop(i).wait()
-            found = []
-            for run in runs[own_runs:]:
-                queries = q[:, run.first : run.last, of_heads[i]]
-                found.append(settings.select(queries, keys[:, : run.keys], run, of_heads[i], heads))
-            return _Chosen(keys, values, found)
-
-        def attend(i: int, chosen: _Chosen) -> None:
-            for run, layout in zip(runs[own_runs:], chosen.layouts, strict=True):
-                seen = chosen.keys[:, : run.keys], chosen.values[:, : run.keys]
-                lses[i].append(settings.attend(q, *seen, layout, run, of_heads[i], out))
-            if settings.needs_grad:
-                layouts.extend(chosen.layouts)
-
-        together = 1 if settings.needs_grad else OWN_STAGES  # a backward pass wants the layouts of each stage
-
-        def ahead(i: int) -> None:
-            if i % together:
-                return
-            some = range(i, min(i + together, len(parts)))
-            of_kv = slice(parts[i].start, parts[some[-1]].stop)
-            q_heads = slice(of_heads[i].start, of_heads[some[-1]].stop)
-            for run in runs[:own_runs]:
-                seen = k[:, : run.keys, of_kv], v[:, : run.keys, of_kv]
-                layout = settings.select(q[:, run.first : run.last, q_heads], seen[0], run, q_heads, heads)
-                lse = settings.attend(q, *seen, layout, run, q_heads, out)
-                for stage, own in zip(some, lse.chunk(len(some), 1), strict=True):
-                    lses[stage].append(own)
-                if settings.needs_grad:
-                    layouts.append(layout)
-
-        key = (settings._replace(group=None), q.shape, k.shape, v.shape, q.dtype, q.device)
-        known = key in _ran
-        in_stages(len(parts), start, ready, attend, settings.group, q.device, known=known, ahead=ahead)
-        if len(_ran) >= MOST_CHOICES:
-            _ran.clear()
-        _ran.add(key)
-        buffers.free()  # before the lse of all heads is allocated
-        lse = torch.cat([torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses], 1)
+        out, lse, layouts = _forward(q, k, v, settings)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.layouts = settings, layouts
@@ -337,8 +380,8 @@ class _RuleAttention(torch.autograd.Function):
 
             return finish
 
-        key = ("backward", settings._replace(group=None), q.shape, k.shape, v.shape, q.dtype, q.device)
+        ran, key = settings.form.ran, ("backward", settings.softcap, settings.backend)
         ready = lambda i: gatherings.pop(i).wait()
-        in_returning_stages(len(parts), start, ready, compute, give_back, settings.group, q.device, known=key in _ran)
-        _ran.add(key)
+        in_returning_stages(len(parts), start, ready, compute, give_back, settings.group, q.device, known=key in ran)
+        ran.add(key)
         return dq, dk, dv, None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -26,16 +27,25 @@ def group_of(mesh: Mesh) -> ProcessGroup:
         ValueError: the mesh has several dimensions.
     """
     if isinstance(mesh, DeviceMesh):
+        known = _groups.get(mesh)
+        group = None if known is None else known()
+        if group is not None:
+            return group
         if mesh.ndim != 1:
             names = mesh.mesh_dim_names or ()
             raise ValueError(
                 f"`mesh` must have one dimension, got {mesh.ndim}; pass the one that splits the sequence, such as "
                 f"mesh[{names[-1] if names else 'name'!r}]"
             )
-        return mesh.get_group()
+        group = mesh.get_group()
+        _groups[mesh] = ref(group)
+        return group
     if isinstance(mesh, ProcessGroup):
         return mesh
     raise TypeError(f"`mesh` must be a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+
+
+_groups: WeakKeyDictionary[DeviceMesh, ref[ProcessGroup]] = WeakKeyDictionary()
 
 
 @contextmanager

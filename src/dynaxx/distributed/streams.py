@@ -149,7 +149,7 @@ def _on_streams(
 ) -> None:
     held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
     done: list[torch.cuda.Event] = []
-    early = before.launch if before is not None and before.first else None
+    early = before.launch if before is not None and before.first else (lambda: ahead(0)) if ahead else None
     with share_multiprocessors(), Lanes.forked(device, early) as lanes:
         turns = (lanes.main, lanes.second) if before is None else (lanes.second, lanes.main)
         if left_multiprocessors():  # kernels of a second stream would occupy them
@@ -166,7 +166,7 @@ def _on_streams(
                 if not before.apart:
                     lanes.second.wait_stream(lanes.main)
             lane = lanes.helper if before is not None and before.waits else turns[i % 2]
-            if ahead is not None:
+            if ahead is not None and i:
                 torch.cuda.set_stream(lane)
                 ahead(i)
             torch.cuda.set_stream(lanes.helper)
