@@ -40,7 +40,8 @@ ALONE = {
     "all": "every GPU runs the whole workload by itself, all at once (1 GPU: their mean),",
     "first": "one GPU runs the whole workload",
 }
-NCCL = {  # as docs/guides/distributed.md advises
+ADVISED = {  # by docs/guides/distributed.md
+    "DYNAXX_COPY_ENGINES": "1",
     "TORCH_NCCL_HIGH_PRIORITY": "1",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
@@ -54,7 +55,7 @@ class Setup:
         self.rank, self.count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.cuda = device == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.cuda else torch.device("cpu")
-        for name, value in NCCL.items():
+        for name, value in ADVISED.items():
             os.environ.setdefault(name, value)  # read when the group is made
         options = {"timeout": timedelta(seconds=120)}
         if self.cuda:
@@ -268,7 +269,7 @@ def measure(setup, name, seqlen, backward, repeats, alone_on="all", calls=1):
         torch.cuda.empty_cache()
     together = step(case.many, own, backward)
     together()
-    peak_many = setup.most(setup.peak(together, before, shares=name in ("random", "hybrid")))
+    peak_many = setup.most(setup.peak(together, before, shares=name != "nsa"))
     alone = step(case.one, case.draw(True), backward) if runs_alone else None
     times, by_gpu = {"one": [], "many": []}, {"one": [], "many": []}
     for i in range(repeats + 1):
@@ -355,11 +356,7 @@ def main():
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if setup.cuda else None,
         "command": " ".join(sys.argv),
-        "environment": {
-            name: os.environ[name]
-            for name in (*NCCL, "DYNAXX_COPY_ENGINES", "DYNAXX_LAUNCH_GRAPHS")
-            if name in os.environ
-        },
+        "environment": {name: os.environ[name] for name in (*ADVISED, "DYNAXX_LAUNCH_GRAPHS") if name in os.environ},
         "link": measure_link(setup),
         "checks": {},
         "rows": [],

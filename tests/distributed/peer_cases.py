@@ -82,8 +82,9 @@ def on_shared_memory(ranks: Ranks, cases) -> None:
         assert slot_bytes <= SLOT_BYTES
         return PeerBuffers(memory)
 
-    def in_stages(count, start, ready, attend, group, device, before=None, known=False, last_alone=False, ahead=None):
-        streams._on_streams(count, start, ready, attend, device, before, last_alone, ahead)
+    def in_stages(count, start, ready, attend, group, device, before=None, known=False, last_alone=False, ahead=None,
+                  sharing=None):  # fmt: skip
+        streams._on_streams(count, start, ready, attend, device, before, last_alone, ahead, sharing)
 
     def in_returning_stages(count, start, ready, compute, give_back, group, device, known):
         streams._returning_on_streams(count, start, ready, compute, give_back, device)

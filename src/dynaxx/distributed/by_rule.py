@@ -25,7 +25,7 @@ from dynaxx.distributed.peer_memory import stage_buffers
 from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.distributed.streams import in_returning_stages, in_stages
+from dynaxx.distributed.streams import BESIDE_COPIES, BESIDE_NCCL, in_returning_stages, in_stages
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
@@ -320,7 +320,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
                 layouts.append(layout)
 
     ran, key = settings.form.ran, ("forward", settings.softcap, settings.backend, settings.needs_grad)
-    in_stages(len(parts), start, ready, attend, settings.group, q.device, known=key in ran, ahead=ahead)
+    sharing = BESIDE_COPIES if buffers.by_copy_engines else BESIDE_NCCL
+    in_stages(
+        len(parts), start, ready, attend, settings.group, q.device, known=key in ran, ahead=ahead, sharing=sharing
+    )
     ran.add(key)
     buffers.free()  # before the lse of all heads is allocated
     lse = torch.cat([torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses], 1)

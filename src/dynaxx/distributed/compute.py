@@ -13,12 +13,22 @@ from torch.distributed import ProcessGroup
 from dynaxx.distributed.exchange import Buffers, Gathering, Returning
 from dynaxx.distributed.peer_memory import stage_buffers
 from dynaxx.distributed.plan import ExchangePlan, Stage
-from dynaxx.distributed.streams import Before, Lanes, exchanges_go_first, in_returning_stages, in_stages
+from dynaxx.distributed.streams import (
+    BESIDE_COPIES,
+    BESIDE_NCCL,
+    Before,
+    Lanes,
+    exchanges_go_first,
+    in_returning_stages,
+    in_stages,
+)
+from dynaxx.kernels.gpu.schedule.waves import Sharing
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 from dynaxx.ops.merge import merge_states
 
+FEW_LEFT = 1 << 17  # tokens of a stage whose kernels take so long that copies need few multiprocessors
 OWN_TOKENS_FIRST = True  # of the first stage, while that of another one is exchanged; its other tokens come last
 
 
@@ -125,7 +135,10 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
         early = Before(own_tokens, apart=True, first=True)
     ran = settings.plan.ran
     key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend, halves is None)
-    in_stages(len(stages), start, ready, attend, group, q.device, early, key in ran, halves is not None)
+    in_stages(
+        len(stages), start, ready, attend, group, q.device, early, key in ran, halves is not None,
+        sharing=_sharing(stages, buffers),
+    )  # fmt: skip
     ran.add(key)
     buffers.free()  # before the lse of all heads is allocated
     for i, stage in enumerate(stages):
@@ -135,10 +148,20 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
     return out, lses[0] if len(lses) == 1 else torch.cat(lses, 1)
 
 
+def _sharing(stages: tuple[Stage, ...], buffers: Buffers) -> Sharing:
+    """Return how the kernels share the multiprocessors with exchanges."""
+    halo = len(stages) == 1 and stages[0].inner is not None
+    if len(stages) == 1 and not halo:
+        return Sharing()  # the kernels wait for the exchange
+    if not buffers.by_copy_engines:
+        return BESIDE_NCCL._replace(waves=32) if halo else BESIDE_NCCL
+    if halo or stages[0].tokens >= FEW_LEFT:
+        return BESIDE_COPIES._replace(left=1 if halo else 2)
+    return BESIDE_COPIES
+
+
 def _buffers(k: Tensor, v: Tensor, settings: Settings) -> Buffers:
-    """Return the buffers of the stages: of several stages, in memory that other ranks may write to."""
-    if len(settings.plan.stages) == 1:
-        return Buffers()
+    """Return the buffers of the stages, which other ranks may write to."""
     token_bytes = k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize
     return stage_buffers(settings.group, k.device, settings.plan.most_tokens * token_bytes)
 

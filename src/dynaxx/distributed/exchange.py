@@ -75,6 +75,8 @@ def _started(sends: Messages, receives: Messages, group: ProcessGroup) -> list[A
 class Buffers:
     """Memory of the stages of a call: two buffers that take turns, each as long as the longest stage that used it."""
 
+    by_copy_engines = False  # whether exchanges need few multiprocessors
+
     def __init__(self) -> None:
         self._flat: dict[int, Tensor] = {}
 

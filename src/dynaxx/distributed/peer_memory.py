@@ -105,6 +105,8 @@ _memory: dict[str, PeerMemory] = {}
 class PeerBuffers(Buffers):
     """The buffers of one call in memory that other ranks can write to."""
 
+    by_copy_engines = True
+
     def __init__(self, memory: PeerMemory) -> None:
         super().__init__()
         self._memory = memory

@@ -28,8 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dynaxx.kernels.gpu.schedule.waves import left_multiprocessors, share_multiprocessors
+from dynaxx.kernels.gpu.schedule.waves import Sharing, share_multiprocessors
 
+BESIDE_NCCL = Sharing(waves=8)  # its kernels take up to 32 multiprocessors
+BESIDE_COPIES = Sharing(left=4)  # for signals, packing and selections
 T = TypeVar("T")
 U = TypeVar("U")
 TRUE = ("1", "y", "yes", "t", "true", "on")
@@ -105,6 +107,7 @@ def in_stages(
     known: bool = False,
     last_alone: bool = False,
     ahead: Callable[[int], None] | None = None,
+    sharing: Sharing = BESIDE_NCCL,
 ) -> None:
     """Run stages so that exchanges overlap with kernels.
 
@@ -120,18 +123,19 @@ def in_stages(
             without waiting, such as the order of a layout's rows, so its kernels are on one stream.
         last_alone: whether the kernels of the last stage use the buffer of the stage before, too.
         ahead: function that launches those kernels of a stage that need no exchange.
+        sharing: how the kernels share the multiprocessors with exchanges.
     """
     if known and device.type == "cuda" and exchanges_go_first(group):
-        _on_streams(count, start, ready, attend, device, before, last_alone, ahead)
+        _on_streams(count, start, ready, attend, device, before, last_alone, ahead, sharing)
         return
     start(0)
     if before is not None:
-        with share_multiprocessors():
+        with share_multiprocessors(sharing):
             before.launch()
     for i in range(count):
         if i + 1 < count:
             start(i + 1)
-        with share_multiprocessors(i + 1 < count):
+        with share_multiprocessors(sharing if i + 1 < count else None):
             if ahead is not None:
                 ahead(i)
             attend(i, ready(i))
@@ -146,13 +150,14 @@ def _on_streams(
     before: Before | None,
     last_alone: bool,
     ahead: Callable[[int], None] | None,
+    sharing: Sharing,
 ) -> None:
     held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
     done: list[torch.cuda.Event] = []
     early = before.launch if before is not None and before.first else (lambda: ahead(0)) if ahead else None
-    with share_multiprocessors(), Lanes.forked(device, early) as lanes:
+    with share_multiprocessors(sharing), Lanes.forked(device, early) as lanes:
         turns = (lanes.main, lanes.second) if before is None else (lanes.second, lanes.main)
-        if left_multiprocessors():  # kernels of a second stream would occupy them
+        if sharing.left:  # kernels of a second stream would occupy them
             turns = (lanes.main, lanes.main)
         for i in range(count):
             torch.cuda.set_stream(lanes.helper)

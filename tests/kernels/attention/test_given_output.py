@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.gpu.schedule.waves import share_multiprocessors, shared_waves
+from dynaxx.kernels.gpu.schedule.waves import Sharing, share_multiprocessors, sharing
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.testing import make_qkv
 
@@ -39,23 +39,23 @@ def test_an_output_with_strides(backend, device):
 
 
 @pytest.mark.gpu
-def test_waves_give_the_same_bits():
+def test_sharing_multiprocessors_gives_the_same_bits():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     q, k, v = make_qkv(1, 4096, 4096, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
     layout = dx.RandomBlocks(6, seed=1).layout(4096, block_size=128, device="cuda")
     wanted = dx.sparse_attention(q, k, v, layout, backend="hopper", return_lse=True)
-    for _ in range(3):
-        with share_multiprocessors():
+    for how in (Sharing(waves=32), Sharing(waves=8), Sharing(left=2), Sharing(left=4), Sharing(left=4)):
+        with share_multiprocessors(how):
             found = dx.sparse_attention(q, k, v, layout, backend="hopper", return_lse=True)
         assert all(map(torch.equal, found, wanted))
 
 
 def test_sharing_ends_with_its_context():
-    with share_multiprocessors(False):
-        assert shared_waves() == 1
-        with share_multiprocessors():
-            assert shared_waves() > 1
-            with share_multiprocessors(False):
-                assert shared_waves() > 1
-    assert shared_waves() == 1
+    with share_multiprocessors(None):
+        assert sharing() == Sharing()
+        with share_multiprocessors(Sharing(left=3)):
+            assert sharing() == (1, 3)
+            with share_multiprocessors(None):
+                assert sharing() == (1, 3)
+    assert sharing() == Sharing()

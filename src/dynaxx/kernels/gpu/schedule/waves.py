@@ -3,7 +3,8 @@
 
 A persistent kernel starts one program per multiprocessor and divides the work evenly between them. If another kernel
 occupies some multiprocessors, the programs that wait for them start late, and the whole kernel ends late. In several
-waves, the GPU instead gives the programs of later waves to whichever multiprocessor is free.
+waves, the GPU instead gives the programs of later waves to whichever multiprocessor is free. Kernels that need few
+multiprocessors can instead have some for themselves.
 """
 
 from __future__ import annotations
@@ -11,35 +12,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-SHARED_WAVES = 32  # a program then does little of the work, so a late start delays the end by at most that
-SHARED_LEFT = 0  # multiprocessors that persistent kernels leave to others
+
+class Sharing(NamedTuple):
+    """How persistent kernels share the multiprocessors with other kernels."""
+
+    waves: int = 1  # programs per multiprocessor, one after another: a late start delays the end by one of them
+    left: int = 0  # multiprocessors without such programs, on which short kernels start at once, if there is one wave
 
 
 class _Current(threading.local):
-    waves, left = 1, 0
+    sharing = Sharing()
 
 
 _current = _Current()
 
 
-def shared_waves() -> int:
-    """Return the number of programs per multiprocessor that a persistent kernel starts, one after another."""
-    return _current.waves
-
-
-def left_multiprocessors() -> int:
-    """Return the number of multiprocessors that a persistent kernel leaves to others."""
-    return _current.left
+def sharing() -> Sharing:
+    """Return how a persistent kernel shares the multiprocessors."""
+    return _current.sharing
 
 
 @contextmanager
-def share_multiprocessors(shared: bool = True) -> Iterator[None]:
-    """Launch persistent kernels in several waves within this context, in this thread."""
-    before = _current.waves, _current.left
-    if shared:
-        _current.waves, _current.left = SHARED_WAVES, SHARED_LEFT
+def share_multiprocessors(shared: Sharing | None) -> Iterator[None]:
+    """Launch persistent kernels that share the multiprocessors within this context, in this thread; None: as before."""
+    before = _current.sharing
+    _current.sharing = before if shared is None else shared
     try:
         yield
     finally:
-        _current.waves, _current.left = before
+        _current.sharing = before

@@ -26,7 +26,7 @@ from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.gpu.schedule.parts import LayoutRows, Parts
 from dynaxx.kernels.gpu.schedule.split import SPLIT_SIZES, no_split, split_programs, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, of_columns
-from dynaxx.kernels.gpu.schedule.waves import left_multiprocessors, shared_waves
+from dynaxx.kernels.gpu.schedule.waves import sharing
 from dynaxx.kernels.gpu.sinks import include_sinks
 from dynaxx.kernels.hopper.attention.config import forward_heads_together, forward_stages, forward_step, tile_width
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS, ConsumerArguments, arrivals, consume
@@ -141,7 +141,7 @@ def _without_sinks(
     """Return out and lse; out is a new tensor if the given one has strides that the kernels cannot write."""
     batch, seqlen_q, q_heads = q.shape[:3]
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
-    waves, left = shared_waves(), left_multiprocessors()
+    waves, left = sharing()
     heads = _heads_of_a_program(layout, q_heads, k.shape[2])
     split = split_rows(layout, batch, q_heads, PERSISTENT // waves or 1, heads)
     if out is None or split is not None or _out_width(q, v) > 128 or dense_rows(out) is not out:
