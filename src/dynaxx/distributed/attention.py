@@ -84,15 +84,20 @@ def sparse_attention(
     scale = softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else float(softcap)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    settings = Settings(plan, group, scale, softcap, backend, needs_grad)
+    needs_lse = needs_grad or return_lse or sinks is not None
+    settings = Settings(plan, group, scale, softcap, backend, needs_grad, needs_lse)
     attend = _SplitAttention.apply if needs_grad else split_forward
     out, lse = attend(q, k, v, settings)
     if sinks is not None:
         check_sinks(sinks, q)
+        assert lse is not None, "sinks need it"
         out, lse = add_sinks(out, lse, sinks)
     if packed:
-        out, lse = out[0], lse[0]
-    return SparseAttentionOutput(out, lse) if return_lse else out
+        out, lse = out[0], None if lse is None else lse[0]
+    if not return_lse:
+        return out
+    assert lse is not None, "it was asked for"
+    return SparseAttentionOutput(out, lse)
 
 
 def _plan_of(

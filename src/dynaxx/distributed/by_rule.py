@@ -97,12 +97,17 @@ def sparse_attention_by_rule(
     form = _checked_form(q, k, v, rule, split, rank, sizes, causal, stages)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     scale = softmax_scale(scale, q.shape[-1])
-    settings = _Settings(rule, split, rank, group, causal, sizes, scale, softcap, backend, form, needs_grad)
+    needs_lse = needs_grad or return_lse or sinks is not None
+    settings = _Settings(rule, split, rank, group, causal, sizes, scale, softcap, backend, form, needs_grad, needs_lse)
     out, lse = _RuleAttention.apply(q, k, v, settings) if needs_grad else _forward(q, k, v, settings)[:2]
     if sinks is not None:
         check_sinks(sinks, q)
+        assert lse is not None, "sinks need it"
         out, lse = add_sinks(out, lse, sinks)
-    return SparseAttentionOutput(out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None, "it was asked for"
+    return SparseAttentionOutput(out, lse)
 
 
 class _Form(NamedTuple):
@@ -170,6 +175,7 @@ class _Settings(NamedTuple):
     backend: str
     form: _Form
     needs_grad: bool
+    needs_lse: bool
 
     @property
     def stages(self) -> int:
@@ -272,8 +278,8 @@ class _Chosen(NamedTuple):
     layouts: list[BlockLayout]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, list[BlockLayout]]:
-    """Return out, lse and, if a backward pass follows, the layouts of all stages and runs."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor | None, list[BlockLayout]]:
+    """Return out, lse if it is needed, and the layouts of all stages and runs if a backward pass follows."""
     heads, group_size = q.shape[2], q.shape[2] // k.shape[2]
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     parts, runs = settings.stages_of_heads(k.shape[2]), settings.runs
@@ -298,7 +304,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
     def attend(i: int, chosen: _Chosen) -> None:
         for run, layout in zip(runs[own_runs:], chosen.layouts, strict=True):
             seen = chosen.keys[:, : run.keys], chosen.values[:, : run.keys]
-            lses[i].append(settings.attend(q, *seen, layout, run, of_heads[i], out))
+            lse = settings.attend(q, *seen, layout, run, of_heads[i], out)
+            if settings.needs_lse:
+                lses[i].append(lse)
         if settings.needs_grad:
             layouts.extend(chosen.layouts)
 
@@ -314,7 +322,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
             seen = k[:, : run.keys, of_kv], v[:, : run.keys, of_kv]
             layout = settings.select(q[:, run.first : run.last, q_heads], seen[0], run, q_heads, heads)
             lse = settings.attend(q, *seen, layout, run, q_heads, out)
-            for stage, own in zip(some, lse.chunk(len(some), 1), strict=True):
+            for stage, own in zip(some, lse.chunk(len(some), 1), strict=True) if settings.needs_lse else ():
                 lses[stage].append(own)
             if settings.needs_grad:
                 layouts.append(layout)
@@ -326,6 +334,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
     )
     ran.add(key)
     buffers.free()  # before the lse of all heads is allocated
+    if not settings.needs_lse:
+        return out, None, layouts
     lse = torch.cat([torch.cat(found, 2) if len(found) > 1 else found[0] for found in lses], 1)
     return out, lse, layouts
 

@@ -41,6 +41,7 @@ class Settings(NamedTuple):
     softcap: float | None
     backend: str
     needs_grad: bool
+    needs_lse: bool
 
     def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
         """Return the backend for one layout of the plan, chosen once per combination of shapes."""
@@ -80,13 +81,13 @@ class Settings(NamedTuple):
         return found
 
 
-def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Return out (batch, own tokens, q_heads, head_dim_v) and lse (batch, q_heads, own tokens)."""
+def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor | None]:
+    """Return out (batch, own tokens, q_heads, head_dim_v), and lse (batch, q_heads, own tokens) if it is needed."""
     stages, group = settings.plan.stages, settings.group
     halves = stages[0].halves if OWN_TOKENS_FIRST else None
     order = [*range(1, len(stages)), 0] if OWN_TOKENS_FIRST else list(range(len(stages)))  # equal on all ranks
     out = q.new_empty(*q.shape[:3], v.shape[-1])
-    lses: list[Tensor] = [q.new_empty(0)] * len(stages)
+    lses: dict[int, Tensor] = {}
     buffers = _buffers(k, v, settings)
     gatherings: dict[int, Gathering] = {}
     inner: dict[int, Tensor] = {}  # lse of the inner rows by stage
@@ -103,13 +104,15 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
         heads = slice(*stage.q_heads)
         own = q[:, :, heads], out[:, :, heads]
         if stage.inner is not None:
-            lses[i] = _edge_rows(*own, inner[i], gathered, stage, settings)
+            lse = _edge_rows(*own, inner[i], gathered, stage, settings)
         elif i or halves is None:
-            lses[i] = settings.forward(own[0], *gathered, stage.layout, own[1])[1]
+            lse = settings.forward(own[0], *gathered, stage.layout, own[1])[1]
         else:
-            place = buffers.take(turn + 1, q, own[1].shape)
+            place, lse = buffers.take(turn + 1, q, own[1].shape), lses[0]
             found = settings.forward(own[0], *gathered, halves[1], place)
-            _merge_into(own[1], lses[0], *found, halves[1])
+            _merge_into(own[1], lse, *found, halves[1])
+        if settings.needs_lse:
+            lses[i] = lse
 
     def own_tokens() -> None:
         some = (slice(None), slice(None), slice(*stages[0].q_heads))
@@ -141,11 +144,13 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
     )  # fmt: skip
     ran.add(key)
     buffers.free()  # before the lse of all heads is allocated
+    if not settings.needs_lse:
+        return out, None
     for i, stage in enumerate(stages):
         if stage.rest is not None:
             parts = (lses[i], inner[i]) if stage.rest[0].start else (inner[i], lses[i])
             lses[i] = torch.cat(parts, 2)
-    return out, lses[0] if len(lses) == 1 else torch.cat(lses, 1)
+    return out, lses[0] if len(stages) == 1 else torch.cat([lses[i] for i in range(len(stages))], 1)
 
 
 def _sharing(stages: tuple[Stage, ...], buffers: Buffers) -> Sharing:
