@@ -26,8 +26,8 @@ WORKLOADS = {
 TITLES = {"window": "window of 4,096 tokens", "random": "random 10 %", "top_k": "64 blocks per row"}
 LENGTHS = (1 << 20, 1 << 22, 1 << 24)
 GPUS = (1, 2, 8, 64, 512)
-START = 5e-4  # seconds on the host before the first kernel, beyond those of one GPU, from the traces of decision 37
-RULE_START = 1.2e-3  # the same with blocks to be selected first
+START = 2e-4  # seconds on the host before the first kernel, beyond those of one GPU, from decision 70
+RULE_START = 7e-4  # the same with blocks to be selected first
 
 
 def machine_of(report, name, network):
