@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.runtime import paged_warmup
+from dynaxx.integrations.runtime import paged_layer, paged_warmup
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import (
@@ -282,6 +282,23 @@ def test_kernels_are_run_for_every_kind_of_step():
     with paged_warmup.compiled_kernels() as names:
         pass
     assert names == []
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_chunks_of_the_warm_up_run_as_requests_do_and_count_nothing(fp8, telemetry, monkeypatch, caplog):
+    rule = dx.Rule.of(dx.Sink(16) | dx.TopK(0.3))
+    ready, ran = deployed(policy_of(rule, DECODE, dense_below=50), telemetry), []
+    real = paged_layer.attend_in_place
+    seen = lambda q, keys, *rest, **options: ran.append((q.shape[1], keys.seqlen_k)) or real(q, keys, *rest, **options)
+    monkeypatch.setattr(paged_layer, "attend_in_place", seen)
+    shape = paged_warmup.LayerShape(6, 2, 16, torch.float32, torch.device("cpu"), SOFTMAX)
+    pages = paged_warmup.zero_pages(shape, 16, 4, fp8=fp8)
+    paged_warmup.run_chunks(0, ready, shape, pages, paged_warmup.prefill_shapes(16, 50, 64, 300))
+    paged_warmup.run_chunks(0, ready, shape, pages, [])
+    assert ran == [(64, 64), (64, 300)]
+    assert not caplog.records
+    assert not telemetry.snapshot()
+    assert ready.interruption(0) is None
 
 
 def test_summaries_follow_the_tokens(telemetry):

@@ -16,15 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
-from dynaxx.integrations.runtime.paged import FP8, Pages, Part, Softmax
+from dynaxx.integrations.runtime.paged import FP8, Pages, Part, Sequences, Softmax
+from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.runtime.paged_write import FEWEST, write_chunk
 from dynaxx.integrations.runtime.routing import MOST_QUERIES
-from dynaxx.integrations.runtime.summary_updates import WaitingLayer, joined, update
+from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLayer, joined, update
 from dynaxx.layout.paging import PagedCache, SequenceKeys
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.decode import DecodePlan
+from dynaxx.telemetry import Recorder
 
 logger = logging.getLogger("dynaxx")
 MOST_PROCESSES = 8  # processes that compile kernels side by side
@@ -115,6 +119,43 @@ def run_write(shape: LayerShape, page_size: int) -> None:
     write_chunk(pages, k, v, torch.zeros(FEWEST, dtype=torch.int64, device=shape.device))
 
 
+def run_chunks(layer: int, deployed: Deployed, shape: LayerShape, pages: Pages, shapes: list[tuple[int, int]]) -> None:
+    """Run the first and the last chunk of a long prompt, as steps of the engine do.
+
+    This loads what the first prompt would wait for besides its kernels: CUDA loads each of torch's kernels at its first
+    launch, and the first measured call of telemetry takes pinned memory. Nothing is counted.
+
+    Args:
+        layer: index of a layer with a prefill rule.
+        deployed: the policy, without a guard.
+        shape: the layer's shape.
+        pages: a small cache of the engine's kind; the first page is overwritten.
+        shapes: the result of `prefill_shapes`.
+    """
+    if not shapes:
+        return
+    most_q, most_k = shapes[0]
+    first = min(keys for queries, keys in shapes if queries == most_q)
+    paged, updates = PagedLayer(layer, shape.softmax, Counts(Recorder())), JointUpdates(layer)
+    q = torch.zeros(most_q, shape.q_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
+    out, integers = torch.empty_like(q), dict[str, Any](dtype=torch.int32, device=shape.device)
+    table = torch.zeros(1, -(-most_k // pages.page_size), **integers)
+    for keys in (first, most_k):
+        sequences = Sequences(table, torch.tensor([keys], **integers), [0, most_q], [keys])
+        step = Step(sequences, deployed)
+        step.updates = updates
+        paged.sparse(q, pages, step, out)
+
+
+def zero_pages(shape: LayerShape, page_size: int, count: int, *, fp8: bool) -> Pages:
+    """Return a cache of `count` pages that holds zeros, in vLLM's form."""
+    memory = (count, shape.kv_heads, page_size, 2 * shape.head_dim)
+    if not fp8:
+        return Pages(torch.zeros(memory, dtype=shape.dtype, device=shape.device))
+    one = torch.ones((), device=shape.device)
+    return Pages(torch.zeros(memory, dtype=FP8, device=shape.device), one, one)
+
+
 def _placed(plan: LayerPlan, shape: LayerShape, q: Tensor, seqlen_k: int, k: Tensor, v: Tensor) -> SequenceKeys | None:
     """Return keys whose blocks all lie in one place, k and v; None if the plan needs keys in order."""
     places = torch.zeros(-(-seqlen_k // plan.block_size[1]), dtype=torch.int32, device=shape.device)
@@ -153,12 +194,7 @@ def _run_decoding_step(plan: DecodePlan, shape: LayerShape, decoding: Decoding, 
     """Run a step of `size`, (sequences, queries per sequence)."""
     batch, queries = size
     pages = 16 if decoding.page_count % 16 == 0 else 17
-    memory = (pages, shape.kv_heads, decoding.page_size, 2 * shape.head_dim)
-    if decoding.fp8:
-        one = torch.ones((), device=shape.device)
-        cached = Pages(torch.zeros(memory, dtype=FP8, device=shape.device), one, one)
-    else:
-        cached = Pages(torch.zeros(memory, dtype=shape.dtype, device=shape.device))
+    cached = zero_pages(shape, decoding.page_size, pages, fp8=decoding.fp8)
     integers: dict[str, Any] = {"dtype": torch.int32, "device": shape.device}
     table = torch.zeros(batch, decoding.max_pages, **integers)
     used = torch.full((batch,), min(SHORT_KEYS, decoding.page_size), **integers)

@@ -32,10 +32,11 @@ from dynaxx.policy import (
     ModelFacts,
     Policy,
     PolicyFollower,
+    Rollout,
     load_policy,
 )
 from dynaxx.policy.decode import DecodePlan
-from dynaxx.telemetry import recorder
+from dynaxx.telemetry import Recorder, recorder
 
 FOLLOW_VARIABLE = "DYNAXX_FOLLOW"  # "1": a changed file comes into force while the engine runs
 
@@ -100,6 +101,11 @@ class Engine(ServedPolicy):
     def decoding(self, layers: Sequence[PagedLayer]) -> list[int]:
         """Return the layers that have a decode rule, in the order in which a pass runs them."""
         return sorted(paged.index for paged in layers if paged.index in self.deployed.decode)
+
+    def unguarded(self) -> Deployed:
+        """Return the policy in force without guard and roll-out, for steps of the warm-up. It counts nothing."""
+        policy = self.policy.model_copy(update={"guard": None, "rollout": Rollout()})
+        return Deployed(policy, Recorder(), self._background, head_share=self._shard)
 
     def serves(self, vllm_config: Any) -> bool:
         """Return whether this engine belongs to that configuration."""

@@ -26,9 +26,11 @@ from dynaxx.integrations.runtime.paged_warmup import (
     LayerShape,
     compiled_kernels,
     prefill_shapes,
+    run_chunks,
     run_decode,
     run_prefill,
     run_write,
+    zero_pages,
 )
 from dynaxx.integrations.vllm.engine import Engine, softmax_of
 from dynaxx.policy import LayerPlan
@@ -68,6 +70,7 @@ def prepare_prefill(
         run_prefill(plan, shape, shapes, in_place=in_place)
         if not fp8:
             run_write(shape, page_size)
+        run_chunks(index, engine.unguarded(), shape, zero_pages(shape, page_size, 16, fp8=fp8), shapes)
 
     _told(run, f"prefill kernels of layer {index}", log)
 
