@@ -29,7 +29,7 @@ from dynaxx.patterns.bands import band, clipped
 from dynaxx.patterns.build import build_layout
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
 from dynaxx.patterns.program import Op
-from dynaxx.patterns.runs import Ints, Visited, all_of, any_of
+from dynaxx.patterns.runs import Ints, Runs, Visited, all_of, any_of, checked_visited
 
 MASKS_AT_ONCE = 512
 MANY = 16  # distances; with more of them, equal ones are merged first
@@ -78,7 +78,15 @@ class Pattern(ABC):
                 does not fit the lengths, for example `Documents` of another total length.
         """
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
-        return _cached_layout(self, grid, torch.device(device))
+        try:
+            return _cached_layout(self, grid, torch.device(device))
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            raise TypeError(
+                f"a pattern must be hashable, because layouts are cached by value: {error}; make its class a "
+                "dataclass(frozen=True) whose fields are numbers or tuples"
+            ) from None
 
     @property
     def needs_tokens(self) -> bool:
@@ -175,8 +183,24 @@ class Pattern(ABC):
         q_pos = torch.from_numpy(blocks.rows * q_block + grid.offset)[:, None, None] + torch.arange(q_block)[:, None]
         k_pos = torch.from_numpy(blocks.cols * kv_block)[:, None, None] + torch.arange(kv_block)
         some = zip(q_pos.split(MASKS_AT_ONCE), k_pos.split(MASKS_AT_ONCE), strict=True)
-        shown = [self.visible(grid, q, k).expand(len(q), q_block, kv_block) for q, k in some]
+        shown = [self._shown(grid, q, k).expand(len(q), q_block, kv_block) for q, k in some]
         return Kinds(np.arange(len(q_pos)), np.concatenate([packed(each.numpy()) for each in shown]))
+
+    def _shown(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """Return `visible`, which may be the user's own, after a check of what it returns."""
+        found: object = self.visible(grid, q_pos, k_pos)
+        shape = torch.broadcast_shapes(q_pos.shape, k_pos.shape)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool:
+            said = str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
+            raise TypeError(f"`visible` of {type(self).__name__} must return a bool tensor, got {said}")
+        if found.ndim > len(shape) or any(
+            n not in (1, m) for n, m in zip(found.shape[::-1], shape[::-1], strict=False)
+        ):
+            raise ValueError(
+                f"`visible` of {type(self).__name__} must return the shape to which q_pos and k_pos broadcast, "
+                f"{tuple(shape)}, got {tuple(found.shape)}"
+            )
+        return found
 
     def __or__(self, other: object) -> Pattern:
         """Return the pattern that shows a pair if either pattern does."""
@@ -239,6 +263,10 @@ class Combined(Pattern):
     def joined(self, masks: Iterator[Any]) -> Any:
         return reduce(type(self).both, (part.joined(masks) for part in self.parts))
 
+    def _visited_by_parts(self, grid: BlockGrid) -> Iterator[tuple[Runs, ...]]:
+        """Yield what each part touches, then what each part fills."""
+        yield from zip(*(checked_visited(part, grid.q_blocks, part.visited(grid)) for part in self.parts), strict=True)
+
     @override
     def kinds(self, blocks: Blocks) -> Kinds:
         kind, masks = met([leaf.kinds(blocks) for leaf in self.leaves()])
@@ -257,7 +285,9 @@ class Union(Combined):
 
     @override
     def visited(self, grid: BlockGrid) -> Visited:
-        touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
+        touched, filled = zip(
+            *(checked_visited(part, grid.q_blocks, part.visited(grid)) for part in self.parts), strict=True
+        )
         return Visited(any_of(touched), any_of(filled))
 
     def __repr__(self) -> str:
@@ -277,7 +307,9 @@ class Intersection(Combined):
 
     @override
     def visited(self, grid: BlockGrid) -> Visited:
-        touched, filled = zip(*(part.visited(grid) for part in self.parts), strict=True)
+        touched, filled = zip(
+            *(checked_visited(part, grid.q_blocks, part.visited(grid)) for part in self.parts), strict=True
+        )
         return Visited(all_of(touched), all_of(filled))
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import bands_of
 from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
-from dynaxx.patterns.runs import Ints, Runs, concatenated, without
+from dynaxx.patterns.runs import Ints, Runs, checked_visited, concatenated, without
 
 if TYPE_CHECKING:
     from dynaxx.patterns.base import Pattern
@@ -49,7 +49,9 @@ def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockL
     """Return the layout of a rule without the compiled core. The rule must hide the future if the grid is causal."""
     if rule.by_distance and grid.q_blocks and grid.kv_blocks:
         return _layout(grid, *_entries_by_distance(rule, grid), device)
-    touched, filled = rule.visited(grid) if grid.q_blocks and grid.kv_blocks else (Runs.none(), Runs.none())
+    touched, filled = Runs.none(), Runs.none()
+    if grid.q_blocks and grid.kv_blocks:
+        touched, filled = checked_visited(rule, grid.q_blocks, rule.visited(grid))
     partial = without(touched, filled)
     rows, cols = partial.blocks(grid.q_blocks)
     bits, codes = np.zeros((0, grid.block_size[0], -(-grid.block_size[1] // 32)), np.int32), rows

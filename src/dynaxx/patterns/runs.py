@@ -72,6 +72,25 @@ class Visited(NamedTuple):
     filled: Runs
 
 
+def checked_visited(pattern: object, rows: int, found: object) -> Visited:
+    """Return what `visited` of a pattern gave, which may be the user's own code.
+
+    Raises:
+        TypeError, ValueError: it is not `Visited`, or its runs are not for `rows` rows of blocks.
+    """
+    name = type(pattern).__name__
+    if not isinstance(found, Visited) or not all(isinstance(runs, Runs) for runs in found):
+        raise TypeError(f"`visited` of {name} must return Visited(touched=Runs, filled=Runs), got {found!r:.200}")
+    for field, runs in zip(Visited._fields, found, strict=True):
+        shapes = [np.shape(side) for side in runs]
+        if shapes[0] != shapes[1] or len(shapes[0]) != 2 or shapes[0][1] not in (1, rows):
+            raise ValueError(
+                f"`{field}` of {name}.visited must have starts and ends (n, {rows} rows of blocks), "
+                f"got {shapes[0]} and {shapes[1]}"
+            )
+    return found
+
+
 def any_of(parts: Sequence[Runs]) -> Runs:
     """Return the blocks that are in any of the parts."""
     parts = [part for part in parts if len(part.start)]

@@ -83,9 +83,11 @@ class Selector(ABC):
         """Choose kv blocks for every q block. See `select_blocks`."""
         return _select(q, k, None, self, causal, block_size, scale, memory_budget)
 
-    def __ror__(self, pattern: object) -> Hybrid:
-        """Return the hybrid `pattern | selector`."""
+    def __or__(self, pattern: object) -> Hybrid:
+        """Return the hybrid `pattern | selector`, in either order."""
         return Hybrid(pattern, self) if isinstance(pattern, Pattern) else NotImplemented
+
+    __ror__ = __or__
 
 
 @typed
@@ -109,6 +111,12 @@ class Hybrid:
     ) -> BlockLayout:
         """Choose kv blocks beside the pattern's. See `select_blocks`."""
         return _select(q, k, self.pattern, self.selector, causal, block_size, scale, memory_budget)
+
+    def __or__(self, pattern: object) -> Hybrid:
+        """Return the hybrid that also shows what `pattern` shows."""
+        return Hybrid(self.pattern | pattern, self.selector) if isinstance(pattern, Pattern) else NotImplemented
+
+    __ror__ = __or__
 
     @property
     def needs_tokens(self) -> bool:

@@ -44,7 +44,9 @@ def select_in_torch(
         causal_mask_id = causal_mask_ids(grid, rows[:, None], cols)
         own = forced.mask_ids(start, stop)
         covered = (own == FULL) | ((own >= 0) & (forced.same_as_causal[own.clamp(min=0)] == causal_mask_id))
-        scores = score_rows(start, stop).masked_fill_(causal_mask_id == EMPTY, -torch.inf)
+        scores = score_rows(start, stop)
+        _check(scores, (batch, heads, stop - start, grid.kv_blocks), "scores", selector.scorer)
+        scores = scores.masked_fill_(causal_mask_id == EMPTY, -torch.inf)
         optional = (causal_mask_id != EMPTY) & ~covered
         shared = (
             shared_ranks(scores, optional, heads_per_choice)
@@ -54,6 +56,7 @@ def select_in_torch(
         scores = shared.repeat_interleave(copies, dim=1)
         del shared
         chosen = selector.choose(scores, optional, grid.causal_kv_blocks(rows))
+        _check(chosen, tuple(scores.shape), "a choice", selector)
         chosen = chosen.repeat_interleave(heads // chosen.shape[1], dim=1)
         del scores
         b, h, r, col = (chosen | (own != EMPTY)).nonzero(as_tuple=True)
@@ -69,6 +72,18 @@ def select_in_torch(
         layout_batch=batch,
         layout_heads=heads,
     )
+
+
+def _check(found: object, shape: tuple[int, ...], what: str, rule: object) -> None:
+    """Check what a scorer or a selector returned, which may be the user's own."""
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{type(rule).__name__} must give {what} as a tensor, got {type(found).__name__}")
+    fits = found.is_floating_point() if what == "scores" else found.dtype == torch.bool
+    if tuple(found.shape) != shape or not fits:
+        raise ValueError(
+            f"{type(rule).__name__} must give {what} as {'floats' if what == 'scores' else 'bools'} of shape "
+            f"(batch, heads, q blocks, kv blocks) = {shape}, got {found.dtype} {tuple(found.shape)}"
+        )
 
 
 class _Forced(NamedTuple):

@@ -5,6 +5,7 @@ from dynaxx.testing.cases import AttentionCase, make_qkv, random_case, random_pa
 from dynaxx.testing.expected import Expected
 from dynaxx.testing.memory import random_memory
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients, oracle_attention
+from dynaxx.testing.patterns import check_pattern
 from dynaxx.testing.problems import Problem, random_problem
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Problem",
     "check_forward",
     "check_gradients",
+    "check_pattern",
     "make_qkv",
     "oracle_attention",
     "random_case",
