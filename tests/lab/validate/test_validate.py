@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from dynaxx.lab.validate import comparison
 from dynaxx.lab.validate import run as module
 from dynaxx.lab.validate.check import Check
 from dynaxx.lab.validate.comparison import repeated
-from dynaxx.lab.validate.result import SpeedRow, ValidationResult
+from dynaxx.lab.validate.result import KindRow, SpeedRow, ValidationResult
 from dynaxx.lab.validate.run import validate
 from dynaxx.lab.validate.tasks import TASKS, make_samples, score
 from dynaxx.policy import Tolerances
@@ -97,6 +98,23 @@ def test_a_policy_that_sees_little_fails(model):
     assert failed >= {"kl", "top1_agreement", "logits_mean_error", "slowdown"}
     assert "FAIL  kl" in found.summary()
     assert found.density < 0.2
+
+
+def test_advice_knows_what_a_policy_was_tuned_on():
+    values = {"perplexity_ratio on code": 1.0, "perplexity_ratio on legal, tuned without it": 1.0, "tokens": 1}
+    policy = SimpleNamespace(evidence=[SimpleNamespace(values=values)])
+    assert module._tuned_kinds(policy) == ("code",)
+    rows = tuple(
+        KindRow(kind, label, 512, "", 10.0, 1.03, 0.001) for kind, label in (("code", "source code"), ("legal", "law"))
+    )
+    checks = (Check("perplexity_ratio", 1.03, 1.01, False),)
+    found = ValidationResult(
+        False, checks, None, None, (), None, (), 0.3, {}, 1, 512, 0, kinds=rows, tuned_kinds=("code",)
+    )
+    new, known, lower = found.advice()
+    assert new == "The policy was not tuned for law; tune again with `--kinds legal` in addition to your text."
+    assert known.startswith("The policy was tuned for source code, on other text")
+    assert "lower --tolerance" in lower
 
 
 def test_what_failed_comes_with_what_to_do():

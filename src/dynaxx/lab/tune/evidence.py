@@ -13,6 +13,8 @@ from dynaxx.lab.tune.decode import DecodeResult, decode_rules
 if TYPE_CHECKING:
     from dynaxx.lab.tune.result import TuneResult
 
+RATIO_ON = "perplexity_ratio on "  # and a kind of text: name of a figure in the evidence
+
 
 def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> TuneResult:
     """Return the result with a policy that contains its border, its machine and its evidence.
@@ -35,11 +37,11 @@ def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> 
         figures |= {"density": result.chosen.density, "perplexity_ratio": result.chosen.ratio}
         figures |= {"perplexity_ratio_error": result.chosen.error}
         for kind in result.chosen.kinds:
-            figures[f"perplexity_ratio on {kind.kind}"] = kind.ratio
+            figures[RATIO_ON + kind.kind] = kind.ratio
         for task in result.chosen.tasks:
             figures[f"nats lost on {task.task}"] = task.drop if task.informative else None
     for left_out in result.held_out:
-        figures[f"perplexity_ratio on {left_out.kind}, tuned without it"] = left_out.ratio
+        figures[f"{RATIO_ON}{left_out.kind}, tuned without it"] = left_out.ratio
     policy = result.policy.replace(
         rules=result.policy.rules if runs_sparse else (),
         dense_below=border,

@@ -19,6 +19,7 @@ from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.texts import encode, split_text, start_of, started
 from dynaxx.lab.tune.crossover import within
+from dynaxx.lab.tune.evidence import RATIO_ON
 from dynaxx.lab.validate.check import checks_of
 from dynaxx.lab.validate.comparison import WINDOWS, Comparison, has_sparse_rule
 from dynaxx.lab.validate.result import TaskScore, ValidationResult
@@ -140,7 +141,14 @@ def validate(
         kinds=rows,
         suite=answered,
         noise=noise,
+        tuned_kinds=_tuned_kinds(policy),
     )
+
+
+def _tuned_kinds(policy: Policy) -> tuple[str, ...]:
+    """Return the kinds of text on which a policy's evidence has the perplexity of its tuning."""
+    names = [name for each in policy.evidence for name in each.values if name.startswith(RATIO_ON)]
+    return tuple(dict.fromkeys(name.removeprefix(RATIO_ON) for name in names if "," not in name))
 
 
 def _stretch(tokenizer: Any, kind: str, tokens: int) -> Any:
