@@ -127,7 +127,7 @@ def running(
         typer.echo("stopped; run the same command again to continue" if resumes else "stopped", err=True)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise _refusal(error, _said(error)) from None
+        raise _refusal(error, _message(error)) from None
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, typer.Exit) or "memory" not in f"{type(error).__name__}: {error}".lower():
             raise
@@ -186,7 +186,7 @@ def document_of(result: Reportable) -> dict[str, Any]:
     return {**result.to_dict(), "command": command_line()}
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     missing = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing != "dynaxx":
         extra = next((extra for extra, names in EXTRAS.items() if missing in names), "")

@@ -114,10 +114,10 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         data = parse_json(raw, most_objects=MOST_OBJECTS, unique=True, finite=False)
         return Profile.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        said = explain_errors(error)
+        message = explain_errors(error)
     except ValueError as error:
-        said = str(error)
-    raise PolicyError(f"{printable(os.fspath(path))}: is not a dynaxx profile: {said}")
+        message = str(error)
+    raise PolicyError(f"{printable(os.fspath(path))}: is not a dynaxx profile: {message}")
 
 
 @typed

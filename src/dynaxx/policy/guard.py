@@ -174,9 +174,9 @@ class Breaker:
 def failure_reason(error: BaseException) -> Literal["out_of_memory", "compile_failed", "kernel_failed"]:
     """Return the kind of failure of a kernel's exception, which is also the name of its event."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
-    said = f"{type(error).__module__}.{type(error).__name__}: {error}".lower()
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds or "can't allocate memory" in said:
+    message = f"{type(error).__module__}.{type(error).__name__}: {error}".lower()
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in kinds or "can't allocate memory" in message:
         return "out_of_memory"
-    if "compil" in said or "CalledProcessError" in kinds or "outofresources" in said:
+    if "compil" in message or "CalledProcessError" in kinds or "outofresources" in message:
         return "compile_failed"
     return "kernel_failed"

@@ -62,10 +62,10 @@ class KillSwitch:
             self._logged_error = None
             return None
         except (OSError, ValueError) as error:
-            said = f"{file!r}: {error}"
-            if said != self._logged_error:
-                self._logged_error = said
-                logger.error("kill file cannot be looked up, so everything runs dense: %s", said)
+            message = f"{file!r}: {error}"
+            if message != self._logged_error:
+                self._logged_error = message
+                logger.error("kill file cannot be looked up, so everything runs dense: %s", message)
             return "unreadable file"
         self._logged_error = None
         return "file"

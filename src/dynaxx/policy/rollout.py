@@ -109,21 +109,21 @@ ALL = ChosenRequests((True,), "")
 
 
 def choose(
-    rollout: Rollout, said: DeclaredRequests | None, number: Callable[[], int], flags: Flags | None = None
+    rollout: Rollout, declared: DeclaredRequests | None, number: Callable[[], int], flags: Flags | None = None
 ) -> ChosenRequests:
     """Decide which requests of a pass run sparse.
 
     Args:
         rollout: the part of the traffic that the policy applies to.
-        said: the requests that the caller declared, or None.
+        declared: the requests that the caller declared, or None.
         number: a function that returns a number in place of the id of an undeclared request.
         flags: a flag service, which decides instead of the share if the policy names a flag.
     """
-    if said is not None and said.sparse is not None:
-        return ALL if said.sparse else ChosenRequests((False,), ASKED_DENSE)
+    if declared is not None and declared.sparse is not None:
+        return ALL if declared.sparse else ChosenRequests((False,), ASKED_DENSE)
     if rollout.flag is None and rollout.share == 1.0:
         return ALL
-    ids = (said.ids if said is not None else ()) or (f"#{number()}",)
+    ids = (declared.ids if declared is not None else ()) or (f"#{number()}",)
     chosen = tuple(_decide(rollout, each, flags) for each in ids)
     return ChosenRequests(chosen, "" if all(chosen) else NOT_CHOSEN)
 

@@ -183,8 +183,8 @@ def _explain(found: Any) -> str:
     where = ".".join(printable(part, most=80) for part in found["loc"] if not _is_branch(part))
     fix = _unknown_fix(found["loc"]) if found["type"] == "extra_forbidden" else _FIXES.get(found["type"])
     ours = found["type"] == "value_error"  # our own message, which may have several lines
-    said = printable(found["msg"].removeprefix("Value error, "), most=4000, keep="\n" if ours else "")
-    line = f"`{where}`: {said}" if where else said
+    message = printable(found["msg"].removeprefix("Value error, "), most=4000, keep="\n" if ours else "")
+    line = f"`{where}`: {message}" if where else message
     if found["type"] not in ("missing", "value_error"):
         line += f", got {printable(repr(found['input']), most=80)}"
     return f"{line}; {fix}" if fix else line

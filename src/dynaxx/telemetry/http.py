@@ -185,8 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
         if owner.accepts(self.headers.get("Host")):
             self._send(owner.answer(self.path))
         else:
-            said = b"this is served under its own address only\n"
-            self._send(Answer(403, "text/plain; charset=utf-8", said))
+            message = b"this is served under its own address only\n"
+            self._send(Answer(403, "text/plain; charset=utf-8", message))
 
     do_HEAD = do_GET
 

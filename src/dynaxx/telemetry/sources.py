@@ -90,9 +90,9 @@ def read_endpoint(url: str) -> Snapshot:
         raise OSError(f"{url} responds {error.code} {printable(error.reason, most=80)}; {hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
-        said = str(why) if isinstance(why, OSError | str) else f"{type(why).__name__}: {why}"
+        message = str(why) if isinstance(why, OSError | str) else f"{type(why).__name__}: {why}"
         raise OSError(
-            f"{url} does not respond like a metrics endpoint ({printable(said, most=200)}); call "
+            f"{url} does not respond like a metrics endpoint ({printable(message, most=200)}); call "
             "dynaxx.telemetry.prometheus.serve(port) in the process, or run dynaxx serve-metrics"
         ) from None
     found, faults = parse_text(text)

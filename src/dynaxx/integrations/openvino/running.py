@@ -80,7 +80,7 @@ class OpenVinoHandle:
         self.layers = 0
         self._deployed = Deployed(policy, numbers, Background(partial(numbers.failed, "guard")), own_pattern=True)
         self._causal: dict[int, bool] = {}  # whether a mask is causal, by its address, from the pass's first layer
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         PolicyEvents(numbers).in_force(self._deployed)
 
     @property
@@ -96,7 +96,7 @@ class OpenVinoHandle:
     @torch.inference_mode()
     def attend(self, layer: int, call: Arguments) -> None:
         """Compute one attention call of a layer into `call.out`."""
-        _warn_about_pinning(self._said)
+        _warn_about_pinning(self._logged)
         seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
         if not call.out.numel():
             return

@@ -40,7 +40,7 @@ class Counts:
         self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # telemetry counters
         self._count_steps: dict[str, Callable[[], None]] = {}  # telemetry counters by backend
         self._dense_passes: dict[tuple[DenseReason, str], list[int]] = {}  # passes, calls and tokens, see `flush`
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         numbers.add_source(self)
 
     def sparse(self, calls: int = 1) -> None:
@@ -123,8 +123,8 @@ class Counts:
         self.dense(DenseReason.of(event.replace("_", " ")), phase)
         self.numbers.event(event, layer=layer)
         kind = f"{event} {type(error).__name__}"
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             logger.warning(
                 "layer %d: sparse attention failed (%s), the call ran dense; logged once: %s",
                 layer,
@@ -137,8 +137,8 @@ class Counts:
         """Count a call that runs dense because routing raised an error. Log each kind of error once."""
         self.dense(DenseReason.NOT_DECIDED)
         kind = f"routing {type(error).__name__}"
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             logger.warning("layer %d: routing failed, the call ran dense; logged once", layer, exc_info=error)
 
     def dense_sequences(self, reason: DenseReason, sequences: int) -> None:

@@ -31,7 +31,7 @@ class StatisticsFile:
         self._statistics = weakref.WeakMethod(statistics)
         self._numbers = numbers
         self._stopped = threading.Event()
-        self._said = False
+        self._logged = False
         threading.Thread(target=_write_on, args=(weakref.ref(self), self._stopped, interval), daemon=True).start()
 
     def write(self) -> bool:
@@ -44,11 +44,11 @@ class StatisticsFile:
             save_profile(profile, self.path)
         except Exception as error:
             self._numbers.failed("statistics file", error)
-            if not self._said:
-                self._said = True
+            if not self._logged:
+                self._logged = True
                 self._numbers.event("telemetry_failed", what="statistics file")
             return False
-        self._said = False
+        self._logged = False
         return True
 
     def stop(self) -> None:

@@ -93,7 +93,7 @@ class Handle:
             {m: Layer(self, index, m, DenseAttention(m, self.before)) for index, m in decoder.layers.items()}
         )
         self._config: weakref.ref[Any] = weakref.ref(decoder.config)
-        self._said_replaced = False
+        self._warned_replaced = False
         for module in (decoder.owner, *decoder.layers.values()):
             IMPLEMENTATIONS[id(module.config)] = self.before
         LAYERS.update(self._layers)
@@ -285,8 +285,8 @@ class Handle:
         """Warn once if the model was given another attention, so that dynaxx does not run."""
         config = self._config()
         name = NAME if config is None else config._attn_implementation
-        if name != NAME and not is_open() and not self._said_replaced:
-            self._said_replaced = True
+        if name != NAME and not is_open() and not self._warned_replaced:
+            self._warned_replaced = True
             logger.warning(
                 "the model's attention was set to %r after dynaxx.apply, so nothing runs on dynaxx; "
                 "call set_attn_implementation(%r), or remove the handle and apply again",

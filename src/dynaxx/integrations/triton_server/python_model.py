@@ -158,7 +158,7 @@ class _Answer:
         self._text, self._streams = text, streams
         self._link: Any = request.get_response_sender() if streams else request  # gone once the answer is complete
         self._ids: list[int] = []
-        self._said = ""
+        self._answer = ""
         self._done = False
         self.stream = False
         self.response: Any = None  # the response without streaming
@@ -166,7 +166,7 @@ class _Answer:
     def token(self, token: int, finish_reason: str) -> None:
         """Take a token; see `Receiver`."""
         self._ids.append(token)
-        self._said += self._text.add(token, last=bool(finish_reason))
+        self._answer += self._text.add(token, last=bool(finish_reason))
         if self.stream or finish_reason:
             self._send(finish_reason)
 
@@ -190,11 +190,11 @@ class _Answer:
 
     def _send(self, finish_reason: str) -> None:
         utils = _utils()
-        texts = {"text_output": self._said.encode(), "finish_reason": finish_reason.encode()}
+        texts = {"text_output": self._answer.encode(), "finish_reason": finish_reason.encode()}
         tensors = [utils.Tensor(name, np.array([[text]], dtype=object)) for name, text in texts.items()]
         tensors.append(utils.Tensor("output_ids", np.array([self._ids], dtype=np.int64)))
         response = utils.InferenceResponse(output_tensors=tensors)
-        self._ids, self._said = [], ""
+        self._ids, self._answer = [], ""
         if finish_reason:
             self._finish(response)
         else:

@@ -173,7 +173,7 @@ def time_workload(
             skipped = "backward_skipped"
             row |= _backward(run_peer, (q, k, v), its_flops)
         except Exception as error:  # a peer that is absent, or does not serve the shape, must not cost the other rows
-            row[skipped] = _said(error)
+            row[skipped] = _reason(error)
         rows.append(row)
     by_name = {row["implementation"]: row for row in rows}
     for backend in BACKENDS:
@@ -193,7 +193,7 @@ def _agree(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], expected: Ten
         raise RuntimeError(f"gives another result than ours: relative error {error:.1e}")
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Return an error's type and the line of its message that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next((line for line in lines if "Error: " in line), lines[-1] if lines else "")

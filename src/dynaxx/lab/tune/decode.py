@@ -178,7 +178,7 @@ def tune_decode(
     on_gpu = _timed_in_a_graph(model)
     captured = time_steps(model, facts, budgets, page_size, True) if on_gpu else []
     border = dense_below(captured if cuda_graph else eager)
-    lines = [_said(best, border, eager[-1].seqlen)]
+    lines = [_conclusion(best, border, eager[-1].seqlen)]
     if on_gpu:
         other = dense_below(eager if cuda_graph else captured)
         lines[0] += f"; {'launched one by one' if cuda_graph else 'in a CUDA graph'} "
@@ -271,7 +271,7 @@ def _timed_in_a_graph(model: Any) -> bool:
     return bool(model.device.type == "cuda")
 
 
-def _said(best: DecodeTrial, border: int | None, longest: int) -> str:
+def _conclusion(best: DecodeTrial, border: int | None, longest: int) -> str:
     if border is None:
         return f"no rule: reading {best.share:.1%} of the pages is not faster here up to {longest:,} tokens"
     return f"{best.share:.1%} of the pages from {border:,} tokens on, perplexity {best.ratio - 1:+.2%}"

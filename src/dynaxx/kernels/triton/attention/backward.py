@@ -104,12 +104,12 @@ def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, so
     split = split_columns(layout, q.shape[0], q.shape[2], k.shape[2])
     kv_block, head_dim = layout.block_size[1], q.shape[3]
     sums = None if split is None else split.places(q, kv_block * (head_dim + v.shape[3]))
-    for asked in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
+    for gradients in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
         if split is None or sums is None:
-            record_or_replay(_start_dkv, layout.with_transposed(), tensors, scale, softcap, asked)
+            record_or_replay(_start_dkv, layout.with_transposed(), tensors, scale, softcap, gradients)
         else:
             record_or_replay(
-                _start_dkv, layout.with_transposed(), tensors, scale, softcap, asked, split=split.to(p_sums=sums)
+                _start_dkv, layout.with_transposed(), tensors, scale, softcap, gradients, split=split.to(p_sums=sums)
             )
     if split is None or sums is None:
         return
@@ -179,11 +179,11 @@ def _start_dkv(
     dv: Tensor,
     scale: float,
     softcap: float | None,
-    asked: str,
+    gradients: str,
     split: dict[str, Any] | None = None,
 ) -> None:
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
-    choose = backward_dv_tiles if asked == "dv" else backward_dkv_tiles
+    choose = backward_dv_tiles if gradients == "dv" else backward_dkv_tiles
     tiles = choose(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     split = split or no_split(dk)
     per_block = layout.block_size[1] // tiles.block_n
@@ -203,7 +203,7 @@ def _start_dkv(
         TMA=tma,
         STAGED=dkv_in_stages(q.device, tiles, q.shape[3], v.shape[3], tma),
         PER_HEAD=q.dtype == torch.float32,
-        ASKED=asked,
+        GRADIENTS=gradients,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,

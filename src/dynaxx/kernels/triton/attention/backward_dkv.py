@@ -67,7 +67,7 @@ def _accumulate_dkv(
     TMA: tl.constexpr,
     NARROW: tl.constexpr,
     STAGED: tl.constexpr,
-    ASKED: tl.constexpr,
+    GRADIENTS: tl.constexpr,
 ):
     """Add the gradients of `count` q blocks from entry `first`; queries past the end have lse = inf and add nothing."""
     BLOCK_N: tl.constexpr = b_k.shape[0]
@@ -131,15 +131,15 @@ def _accumulate_dkv(
                 r, c = inner_q[None, :], part_k + o_k
                 visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
                 weights = tl.where(visible, weights, 0.0)
-        if not EARLY and ASKED != "dk":
+        if not EARLY and GRADIENTS != "dk":
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
-        if ASKED != "dv":
+        if GRADIENTS != "dv":
             if not EARLY:
                 dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
             ds = weights * (dp - delta[None, :]) * slope
-        if EARLY and ASKED != "dk":
+        if EARLY and GRADIENTS != "dk":
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")
-        if ASKED != "dv":
+        if GRADIENTS != "dv":
             dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision="ieee")
     return dk, dv
 
@@ -190,7 +190,7 @@ def _sparse_attention_bwd_dkv_kernel(
     TMA: tl.constexpr,
     HAS_PARTS: tl.constexpr,
     STAGED: tl.constexpr,  # full tiles of q and do are loaded separately, each as far ahead as shared memory allows
-    ASKED: tl.constexpr,  # "dk", "dv" or "dk and dv"
+    GRADIENTS: tl.constexpr,  # "dk", "dv" or "dk and dv"
     PER_HEAD: tl.constexpr,  # sum each head of a group separately: exact fp32 needs short sums, and has the registers
 ):
     """Compute dk and dv of a tile of keys of one kv head."""
@@ -256,20 +256,20 @@ def _sparse_attention_bwd_dkv_kernel(
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
                 dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, tables, first, count, masks,
-                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED, ASKED,
+                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED, GRADIENTS,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv
     if HAS_PARTS:
         SUMS: tl.constexpr = KV_BLOCK * (D + E)
         p_sums += tl.maximum(slot, 0).to(tl.int64) * SUMS
-        if ASKED != "dv":
+        if GRADIENTS != "dv":
             store_part(p_sums, tl.minimum(slot, 0), dk, part_k + o_k, KV_BLOCK, D, BLOCK_D)
-        if ASKED != "dk":
+        if GRADIENTS != "dk":
             store_part(p_sums + KV_BLOCK * D, tl.minimum(slot, 0), dv, part_k + o_k, KV_BLOCK, E, BLOCK_E)
         pos_k = tl.where(slot == WHOLE, pos_k, -1)
     first_row = i_b * seqlen_k * kv_heads + i_hk
-    if ASKED != "dv":
+    if GRADIENTS != "dv":
         store_rows(p_dk + first_row * D, dk * scale, pos_k, kv_heads * D, seqlen_k, D, BLOCK_D)
-    if ASKED != "dk":
+    if GRADIENTS != "dk":
         store_rows(p_dv + first_row * E, dv, pos_k, kv_heads * E, seqlen_k, E, BLOCK_E)

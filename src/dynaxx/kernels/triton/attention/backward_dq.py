@@ -31,7 +31,7 @@ from dynaxx.kernels.triton.primitives.visible import load_band, masks_of, where_
 
 
 @triton.jit
-def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+def _layout_entry(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
     """Load a step's block, and the code and band of its mask; past the end, those of the last step."""
     _, _, last = steps_of_pass(row, MASKING)
     entry, _ = entry_of_step(tl.minimum(i_step, last), row, MASKING, KV_BLOCK, BLOCK_N)
@@ -46,7 +46,7 @@ def _asked(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BL
 @triton.jit
 def _accumulate_dq(
     dq,  # [BLOCK_M, BLOCK_D] fp32
-    asked,  # result of `_asked` for the first tile, under TMA
+    entry,  # result of `_layout_entry` for the first tile, under TMA
     b_q,  # [BLOCK_M, BLOCK_D]
     b_do,  # [BLOCK_M, BLOCK_E]
     lse,  # [BLOCK_M]
@@ -67,14 +67,14 @@ def _accumulate_dq(
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add the tiles of a pass to dq; return dq, and the result of `_asked` for the tile after them."""
+    """Add the tiles of a pass to dq; return dq, and the result of `_layout_entry` for the tile after them."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
     BLOCK_E: tl.constexpr = b_do.shape[1]
     begin, end, _ = steps_of_pass(row, MASKING)
     for i_step in tl.range(begin, end, disable_licm=TMA):  # keeps matrix descriptors of resident tiles out of registers
         if TMA:  # a tile lies in one block, and its layout entry was loaded one tile ahead
-            block, code, lo, hi = asked
-            asked = _asked(i_step + 1, row, masks, MASKING, KV_BLOCK, BLOCK_N)
+            block, code, lo, hi = entry
+            entry = _layout_entry(i_step + 1, row, masks, MASKING, KV_BLOCK, BLOCK_N)
             _, part_k = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
             first_k = block * KV_BLOCK + part_k
             offsets = tl.arange(0, BLOCK_N)
@@ -102,7 +102,7 @@ def _accumulate_dq(
         dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
         ds = weights * (dp - delta[:, None]) * slope
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision="ieee")
-    return dq, asked
+    return dq, entry
 
 
 @kernel_launcher
@@ -186,9 +186,9 @@ def _sparse_attention_bwd_dq_kernel(
         slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
     row = row_of(layout, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     masks = masks_of(layout)
-    asked = (0, -1, 1, 0)
+    entry = (0, -1, 1, 0)
     if TMA and total > 0:
-        asked = _asked(0, row, masks, PARTIAL, KV_BLOCK, BLOCK_N)
+        entry = _layout_entry(0, row, masks, PARTIAL, KV_BLOCK, BLOCK_N)
     b_q = load_tile(q, first_q, o_q, D, BLOCK_D, BLOCK_M, True, TMA)
     b_do = load_tile(do, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
     b_out = load_tile(out, first_q, o_q, E, BLOCK_E, BLOCK_M, True, TMA)
@@ -206,8 +206,8 @@ def _sparse_attention_bwd_dq_kernel(
     tl.store(p_values + 1, delta, mask=pos_q < own)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKING in tl.static_range(2):
-        dq, asked = _accumulate_dq(
-            dq, asked, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks,
+        dq, entry = _accumulate_dq(
+            dq, entry, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks,
             MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA,
         )  # fmt: skip
     if HAS_PARTS:
