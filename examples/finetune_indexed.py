@@ -7,10 +7,9 @@
     python examples/finetune_indexed.py build/smollm2-indexed --out build/check --context 256 --tokens 64 \
         --dense-steps 2 --steps 2 --needles 2                                                           # on a CPU
 
-First attention sees everything, the model's own weights stay, and the indexers learn what it looks at. In this stage
-pieces of each sequence are copied to later places (--copies): heads that look far back have little to find in plain
-text, so indexers would not learn to follow them. Then every query attends to the tokens that its indexer chooses, and
-all weights learn, on plain text.
+`dynaxx convert` starts the indexers as some heads of attention. First attention sees everything, the model's own
+weights stay, and the indexers learn what it looks at. Then every query attends to the tokens that its indexer chooses,
+and all weights learn.
 
 Text to measure on is Python's documentation, its odd sections. Text to learn from is --learn, or the even sections,
 which are short. A needle is a sentence with a number, at a random place of a held-out sequence that asks for it at its
@@ -70,18 +69,6 @@ def without(text, held_out):
     return "\n\n".join(part for part in text.split("\n\n") if part not in measured or len(part) < 80)
 
 
-def with_copies(row, count, generator):
-    """Return a sequence in which `count` pieces of 32 tokens up to an eighth of it occur again at later places."""
-    draw = lambda most: int(torch.randint(most, (1,), generator=generator))
-    row, longest = row.clone(), min(256, len(row) // 8)
-    for _ in range(count if longest else 0):
-        size = min(longest, 32) + draw(max(1, longest - 31))
-        to = size + draw(len(row) - 2 * size + 1)
-        begin = draw(to - size + 1)
-        row[to : to + size] = row[begin : begin + size].clone()
-    return row
-
-
 def measure(model, held_out, needles, dense):
     """Return held-out loss and the share of needles found, with dense attention or with chosen tokens."""
     model.eval()
@@ -111,10 +98,7 @@ def train(model, rows, args, steps, rates, only_indexers):
     recalls, begin = [], time.perf_counter()
     for step in range(steps):
         generator = torch.Generator().manual_seed(args.seed * 10**7 + step)
-        batch = rows[torch.randint(len(rows), (args.batch,), generator=generator)]
-        if only_indexers:
-            batch = torch.stack([with_copies(row, args.copies, generator) for row in batch])
-        batch = batch.to(model.device)
+        batch = rows[torch.randint(len(rows), (args.batch,), generator=generator)].to(model.device)
         for group, rate in zip(optimizer.param_groups, [rate for rate in rates if rate], strict=True):
             group["lr"] = rate * min(1.0, (step + 1) / 10, (steps - step) / (0.4 * steps))
         with autocast(model.device):
@@ -188,8 +172,6 @@ def arguments(argv=None):
     parser.add_argument("--text", default="pydoc", help="a text file, or 'pydoc'")
     parser.add_argument("--learn", type=Path, help="a text file to learn from, as nsa_data.py packs it; paragraphs "
                         "that are measured on are left out")  # fmt: skip
-    parser.add_argument("--copies", type=int, default=8, help="pieces of a sequence that occur again at later places, "
-                        "while the indexers learn beside dense attention")  # fmt: skip
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--tokens", type=int, help="that each query attends to; default: the model's own")
     parser.add_argument("--batch", type=int, default=1)

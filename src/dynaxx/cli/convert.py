@@ -39,9 +39,10 @@ class IndexPrecision(StrEnum):
     int8 = "int8"
 
 
+SAMPLE = 1024
 OWN = {  # options that the other target has no use for
     Target.nsa: ("slc_count", "slc_block", "window", "compression", "dense_gate"),
-    Target.indexed: ("tokens", "token_block", "index_heads", "index_dim", "precision"),
+    Target.indexed: ("tokens", "token_block", "index_heads", "index_dim", "precision", "text"),
 }
 
 
@@ -68,6 +69,9 @@ def convert(
     precision: Annotated[
         IndexPrecision, typer.Option(help="indexed: what its queries and keys are rounded to.")
     ] = IndexPrecision.fp32,
+    text: Annotated[
+        str, typer.Option(help=f"indexed: text whose first {SAMPLE:,} tokens set the indexers' first weights.")
+    ] = "pydoc",
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights.")] = Dtype.float32,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -92,13 +96,21 @@ def convert(
         _check_options(context, to)
         if to is Target.indexed:
             from dynaxx.integrations.transformers.indexed_llama import convert_to_indexed
+            from dynaxx.lab.texts import load_text
             from dynaxx.selection.tokens import TopKTokens
 
+            sample_text = load_text(text)
             with new_folder(out) as folder:
                 dense, tokenizer = load(model, "cpu", dtype, progress_of(quiet))
                 choice = TopKTokens(tokens, token_block)
+                sample = tokenizer(sample_text[: 16 * SAMPLE], return_tensors="pt")["input_ids"][:, :SAMPLE]
                 made = convert_to_indexed(
-                    dense, choice, index_heads=index_heads, index_dim=index_dim, precision=precision.value
+                    dense,
+                    choice,
+                    index_heads=index_heads,
+                    index_dim=index_dim,
+                    precision=precision.value,
+                    sample=sample,
                 )
                 save_model(LoadedModel(made, tokenizer), folder)
             _finish(finish, out, made, ("indexer.",), {"tokens": tokens, "block_size": token_block})

@@ -15,6 +15,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.layout.paging import PagedCache
 from dynaxx.nn.cache import LayerCache
+from dynaxx.nn.index_start import start_as_attention
 from dynaxx.nn.projection import ProjectedAttention, Rotary, rotate_first_columns
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode_checks import check_places
@@ -125,6 +126,21 @@ class IndexedSparseAttention(ProjectedAttention):
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the loss of the last call from copies and pickles, because it belongs to a graph."""
         return {**super().__getstate__(), "index_loss": None}
+
+    @typed
+    def start_indexer(self, x: Tensor) -> None:
+        """Set the indexer's weights to those of some attention heads, so that it finds single tokens from the start.
+
+        Use it if attention is trained already. Give the indexer more than head_dim columns, so that it has keys of
+        several kv heads.
+
+        Args:
+            x: (..., hidden_size), hidden states as `forward` gets them, of a few hundred tokens or more.
+
+        Raises:
+            ValueError: less than 2 tokens.
+        """
+        start_as_attention(self.indexer, self.q_proj, self.k_proj, (self.q_heads, self.kv_heads, self.head_dim), x)
 
     @typed
     @torch.no_grad()

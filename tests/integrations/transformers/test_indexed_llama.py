@@ -122,19 +122,6 @@ def finetune():
     return finetune_indexed
 
 
-def test_the_example_copies_pieces_to_later_places(finetune):
-    row = torch.arange(400)
-    for seed in range(20):
-        made = finetune.with_copies(row, 1, torch.Generator().manual_seed(seed))
-        changed = (made != row).nonzero().flatten()
-        assert 32 <= len(changed) <= 50
-        assert torch.equal(changed, torch.arange(int(changed[0]), int(changed[-1]) + 1))
-        assert (made[changed] < changed[0]).all(), "a copy comes from before its place"
-        assert (made[changed].diff() == 1).all()
-    for length in (1, 2, 3, 40):
-        assert len(finetune.with_copies(row[:length], 3, torch.Generator().manual_seed(0))) == length
-
-
 def test_the_example_trains_both_stages(finetune, dense, folder, tmp_path):
     """Indexers learn by themselves first, from another text without what is measured; then everything learns."""
     model = convert(dense)
@@ -162,3 +149,15 @@ def test_the_example_trains_both_stages(finetune, dense, folder, tmp_path):
 def test_the_example_leaves_out_what_it_measures(finetune):
     long, other = "word " * 30, "other words " * 20
     assert finetune.without(f"{long}\n\nshort\n\n{other}", f"short\n\n{long}") == f"short\n\n{other}"
+
+
+def test_indexers_start_as_heads_of_attention(dense, ids):
+    made = convert_to_indexed(dense, dx.TopKTokens(64), index_heads=2, index_dim=16, sample=ids)
+    for layer in made.model.layers:
+        attention = layer.self_attn
+        assert torch.equal(attention.indexer.k_proj.weight[:16], attention.k_proj.weight[:16])
+    with torch.no_grad():
+        torch.testing.assert_close(made(ids[:, :64]).logits, dense(ids[:, :64]).logits, atol=1e-4, rtol=1e-4)
+    assert not any(layer.self_attn._forward_pre_hooks for layer in dense.model.layers)
+    with pytest.raises(ValueError, match="`sample` must be"):
+        convert_to_indexed(dense, sample=ids[0])

@@ -186,6 +186,7 @@ def convert_to_indexed(
     index_heads: int = 4,
     index_dim: int = 64,
     precision: str = "fp32",
+    sample: Tensor | None = None,
 ) -> IndexedLlamaForCausalLM:
     """Make a model that attends to chosen tokens from a dense Llama: equal weights, new indexers.
 
@@ -198,10 +199,12 @@ def convert_to_indexed(
         index_heads: heads of each indexer.
         index_dim: width of its queries and keys.
         precision: "fp32", "bf16", "fp8" or "int8"; see `index_tokens`.
+        sample: (batch, seqlen) tokens of a text, 1,000 or so. With them, indexers start as some heads of attention (see
+            `IndexedSparseAttention.start_indexer`), and learn in far fewer steps to find single tokens.
 
     Raises:
         UnsupportedInputError: another kind of model.
-        ValueError: sizes below 1, or an unknown precision.
+        ValueError: sizes below 1, an unknown precision, or a sample of less than 2 tokens.
     """
     refuse_other_models(model)
     choice = TopKTokens(2048) if choice is None else choice
@@ -215,5 +218,27 @@ def convert_to_indexed(
         index_precision=_precision(precision),
     )
     assert all(".indexer." in name for name in missing), "everything else is a Llama's"
+    if sample is not None:
+        _start_indexers(made, model, sample)
     converted: IndexedLlamaForCausalLM = made
     return converted
+
+
+@torch.no_grad()
+def _start_indexers(made: IndexedLlamaForCausalLM, dense: Any, sample: Tensor) -> None:
+    """Run the dense model over sample tokens, and set the indexers' weights by what each layer's attention gets."""
+    if sample.ndim != 2 or sample.numel() < 2:
+        raise ValueError(f"`sample` must be (batch, seqlen) tokens, 2 at least, got {tuple(sample.shape)}")
+
+    def start(attention: Any) -> Any:
+        return lambda _, args, kwargs: attention.start_indexer(kwargs["hidden_states"] if not args else args[0])
+
+    hooks = [
+        old.self_attn.register_forward_pre_hook(start(new.self_attn), with_kwargs=True)
+        for old, new in zip(dense.model.layers, made.model.layers, strict=True)
+    ]
+    try:
+        dense.model(sample.to(dense.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
