@@ -26,9 +26,9 @@ class Choice:
     Attributes:
         q_block, kv_block: tokens per block.
         scorer: "mass" for true attention, "mean N" for mean queries of N tokens, "spread N" with the variance of their
-            logits, "bound" for bounds of keys, "moments" for their mean and variance, "anti N" for anti-diagonals of
-            tiles of N tokens, "probe N" for vertical and slash lines of the last N queries, several joined by " + " for
-            the mean of their masses.
+            logits, "bound X" for bounds of keys at X times their distance from the mean, "middle X" from the middle of
+            the range, "moments" for mean and variance of keys, "anti N" for anti-diagonals of tiles of N tokens, "probe
+            N" for vertical and slash lines of the last N queries, several joined by " + " for the mean of their masses.
         rule: "share" keeps a share of the visible blocks of every row, "top_p" blocks up to a share of the mass, "even"
             blocks with a multiple of the mass of an even spread, "bounded" blocks up to `mass`, but at least half
             and at most twice a share.
@@ -127,6 +127,8 @@ def _of_bounds(choice, scorer, q, k, scale, gate):
     queries = q.view(heads, tokens // choice.q_block, choice.q_block, dim).mean(2) * (scale * choice.sharpness)
     blocks = k.view(k.shape[0], -1, choice.kv_block, dim)
     largest, smallest, mean = blocks.amax(2), blocks.amin(2), blocks.mean(2)
+    if scorer.startswith("middle"):
+        mean = (largest + smallest) / 2
     part = float(scorer.partition(" ")[2] or 1.0)
     largest, smallest = mean + part * (largest - mean), mean + part * (smallest - mean)
     grouped = queries.view(k.shape[0], -1, dim)
@@ -180,6 +182,7 @@ _ESTIMATES = {
     "mean": _of_mean_queries,
     "spread": _of_mean_queries,
     "bound": _of_bounds,
+    "middle": _of_bounds,
     "moments": _of_moments,
     "anti": _of_anti_diagonals,
     "probe": _of_lines,
