@@ -22,7 +22,7 @@ from dynaxx.distributed.streams import (
     in_returning_stages,
     in_stages,
 )
-from dynaxx.kernels.gpu.schedule.waves import Sharing
+from dynaxx.kernels.gpu.schedule.waves import Sharing, share_multiprocessors
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
@@ -118,7 +118,8 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
         some = (slice(None), slice(None), slice(*stages[0].q_heads))
         of_kv = (slice(None), slice(None), slice(*stages[0].kv_heads))
         assert halves is not None, "called with halves"
-        lses[0] = settings.forward(q[some], k[of_kv], v[of_kv], halves[0], out[some])[1]
+        with share_multiprocessors(BESIDE_COPIES if buffers.by_copy_engines else None):  # half as long as a stage
+            lses[0] = settings.forward(q[some], k[of_kv], v[of_kv], halves[0], out[some])[1]
 
     def inner_rows() -> None:
         for i, stage in enumerate(stages):
