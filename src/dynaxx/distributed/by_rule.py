@@ -26,6 +26,7 @@ from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads, rule_of_run
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.distributed.streams import BESIDE_COPIES, BESIDE_NCCL, in_returning_stages, in_stages
+from dynaxx.distributed.summaries import by_mean_queries, mean_queries
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
@@ -198,12 +199,35 @@ class _Settings(NamedTuple):
         first = self.split.runs(self.rank)[:1]
         return int(bool(first) and first[0][0] == 0 and self.runs[0].keys == first[0][1])
 
-    def select(self, q: Tensor, k: Tensor, run: Run, q_heads: slice, heads: int) -> BlockLayout:
-        """Return the blocks of one run of queries, for some of the `heads` q heads."""
+    def means(self, q: Tensor, run: Run) -> Tensor | None:
+        """Return the mean queries of a run, (batch, rows, q_heads, head_dim), if selections on a GPU may use them."""
+        heads = q.shape[2]
+        rule = _rule_of(self.rule, (0, heads), heads, run, self.split)
+        grid = BlockGrid(run.last - run.first, run.keys, self.sizes, self.causal)
+        if not q.is_cuda or not _selects_on_device(rule, grid, (q.shape[0], grid.seqlen_q, *q.shape[2:]), q.device):
+            return None
+        selector = rule.selector if isinstance(rule, Hybrid) else rule
+        return mean_queries(q[:, run.first : run.last], selector, self.sizes[0], self.scale)
+
+    def select(
+        self, q: Tensor, k: Tensor, run: Run, q_heads: slice, heads: int, means: Tensor | None = None
+    ) -> BlockLayout:
+        """Return the blocks of one run of queries, for some of the `heads` q heads.
+
+        Args:
+            q: queries of the run and of these heads.
+            k: keys that the run may see.
+            run: the run.
+            q_heads: the heads.
+            heads: number of all q heads.
+            means: mean queries of the run and of all q heads.
+        """
         rule = _rule_of(self.rule, (q_heads.start, q_heads.stop), heads, run, self.split)
         grid = BlockGrid(q.shape[1], k.shape[1], self.sizes, self.causal)
         if q.is_cuda and _selects_on_device(rule, grid, q.shape, q.device):
             pattern, selector = (rule.pattern, rule.selector) if isinstance(rule, Hybrid) else (None, rule)
+            if means is not None:
+                q, selector = means[:, :, q_heads], by_mean_queries(selector)
             return _select_on_device(q, k, pattern, selector, grid, self.scale, GPU_MEMORY_BUDGET)
         return select_blocks(q, k, rule, causal=self.causal, block_size=self.sizes, scale=self.scale)
 
@@ -258,7 +282,7 @@ def _rule_of(
 
 
 @lru_cache(maxsize=256)
-def _selects_on_device(rule: Selector | Hybrid, grid: BlockGrid, shape: torch.Size, device: torch.device) -> bool:
+def _selects_on_device(rule: Selector | Hybrid, grid: BlockGrid, shape: tuple[int, ...], device: torch.device) -> bool:
     """Return whether kernels serve the selection. `select_blocks` would ask, and check the inputs, for every stage."""
     selector = rule.selector if isinstance(rule, Hybrid) else rule
     return bool(grid.kv_blocks) and serves(torch.empty(1, device=device).expand(shape), grid, selector)
@@ -290,15 +314,23 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
     lses: list[list[Tensor]] = [[] for _ in parts]
     layouts: list[BlockLayout] = []
 
+    means: dict[Run, Tensor | None] = {}
+
     def start(i: int) -> None:
         gatherings[i] = settings.start(k, v, parts[i], buffers, i)
+        if not i and not own_runs:  # while the first keys are in transit
+            make_means()
+
+    def make_means() -> None:
+        for run in runs[own_runs:]:
+            means[run] = settings.means(q, run)
 
     def ready(i: int) -> _Chosen:
         keys, values = gatherings.pop(i).wait()
         found = []
         for run in runs[own_runs:]:
             queries = q[:, run.first : run.last, of_heads[i]]
-            found.append(settings.select(queries, keys[:, : run.keys], run, of_heads[i], heads))
+            found.append(settings.select(queries, keys[:, : run.keys], run, of_heads[i], heads, means[run]))
         return _Chosen(keys, values, found)
 
     def attend(i: int, chosen: _Chosen) -> None:
@@ -328,6 +360,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
                 layouts.append(layout)
 
     ran, key = settings.form.ran, ("forward", settings.softcap, settings.backend, settings.needs_grad)
+    if own_runs:  # with all multiprocessors, which own runs take next
+        make_means()
     sharing = BESIDE_COPIES if buffers.by_copy_engines else BESIDE_NCCL
     in_stages(
         len(parts), start, ready, attend, settings.group, q.device, known=key in ran, ahead=ahead, sharing=sharing

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,10 +15,19 @@ from typing_extensions import override
 from dynaxx.distributed.gather import WholeGathering
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BlockGrid
-from dynaxx.selection import Hybrid, MeanPool, MinMax, Selector
+from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Selector
 from dynaxx.selection.base import ChoiceSettings
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, per_kv_head, pooled, reduce_blocks
+from dynaxx.selection.scorers.base import (
+    GPU_MEMORY_BUDGET,
+    MEMORY_BUDGET,
+    Scorer,
+    ScoreRows,
+    per_kv_head,
+    pooled,
+    reduce_blocks,
+)
 from dynaxx.selection.scorers.pooling import mean_tiles
+from dynaxx.selection.scorers.query import query_kernels
 
 
 def has_summaries(selector: Selector) -> bool:
@@ -52,6 +62,33 @@ class GatheredScorer(Scorer):
             return per_kv_head(some.clamp(min=0), high).add_(per_kv_head(some.clamp(max=0), low))
 
         return rows
+
+
+@dataclass(frozen=True)
+class ByMeanQueries(Scorer):
+    """A `MeanQuery` that receives mean queries, (batch, rows, q_heads, head_dim), in place of queries; on a GPU."""
+
+    @override
+    def prepare(
+        self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
+    ) -> ScoreRows:
+        kernels, means = query_kernels(k, grid), q.transpose(1, 2)
+        return lambda start, stop: kernels.query_scores(means[:, :, start:stop], k, start, grid)
+
+
+@lru_cache(maxsize=256)
+def by_mean_queries(selector: Selector) -> Selector:
+    """Return a selector that receives mean queries in place of queries."""
+    return replace(selector, scorer=ByMeanQueries())  # type: ignore[type-var]
+
+
+def mean_queries(q: Tensor, selector: Selector, q_block: int, scale: float) -> Tensor | None:
+    """Return the mean queries that `by_mean_queries` receives, (batch, rows, q_heads, head_dim); None if it cannot."""
+    scorer = selector.scorer
+    if not isinstance(scorer, MeanQuery) or scorer.precision != "full":
+        return None
+    tiles = mean_tiles(q, q_block, GPU_MEMORY_BUDGET, scale * scorer.sharpness, q.dtype)
+    return tiles.vectors(0, tiles.count).transpose(1, 2)
 
 
 def with_summaries(
