@@ -86,16 +86,12 @@ def on_shared_memory(ranks: Ranks, cases) -> None:
                   sharing=None):  # fmt: skip
         streams._on_streams(count, start, ready, attend, device, before, last_alone, ahead, sharing)
 
-    def in_returning_stages(count, start, ready, compute, give_back, group, device, known):
-        streams._returning_on_streams(count, start, ready, compute, give_back, device)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams.Lanes, "forked", staticmethod(forked))
         patch.setattr(torch.cuda, "set_stream", lambda stream: None)
         for module in (compute, by_rule):
             patch.setattr(module, "stage_buffers", stage_buffers)
             patch.setattr(module, "in_stages", in_stages)
-            patch.setattr(module, "in_returning_stages", in_returning_stages)
         for case in cases:
             case(ranks)
     assert used, "no case had several stages"

@@ -394,7 +394,7 @@ class _RuleAttention(torch.autograd.Function):
         group_size, layouts = q.shape[2] // k.shape[2], iter(ctx.layouts)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         parts, runs, dims = settings.stages_of_heads(k.shape[2]), settings.runs, [k.shape[-1], v.shape[-1]]
-        buffers = settings.buffers(k, v)
+        buffers = Buffers()
         gatherings: dict[int, WholeGathering] = {}
 
         def start(i: int) -> None:
@@ -427,8 +427,5 @@ class _RuleAttention(torch.autograd.Function):
 
             return finish
 
-        ran, key = settings.form.ran, ("backward", settings.softcap, settings.backend)
-        ready = lambda i: gatherings.pop(i).wait()
-        in_returning_stages(len(parts), start, ready, compute, give_back, settings.group, q.device, known=key in ran)
-        ran.add(key)
+        in_returning_stages(len(parts), start, lambda i: gatherings.pop(i).wait(), compute, give_back)
         return dq, dk, dv, None

@@ -235,7 +235,7 @@ def split_backward(
     alone = len(stages) == 1
     fresh = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
     grads = [] if alone else [fresh(q), fresh(k), fresh(v)]
-    buffers = _buffers(k, v, settings)
+    buffers = Buffers()
     gatherings: dict[int, Gathering] = {}
 
     def start(i: int) -> None:
@@ -262,8 +262,7 @@ def split_backward(
         returning = Returning(*sent, stages[i], group)
         return lambda: returning.wait(*grads[1:])
 
-    known = key in ran and all(stage.inner is None for stage in stages)
-    in_returning_stages(len(stages), start, ready, compute, give_back, group, q.device, known)
+    in_returning_stages(len(stages), start, ready, compute, give_back)
     ran.add(key)
     return grads[0], grads[1], grads[2]
 

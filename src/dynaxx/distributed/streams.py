@@ -192,32 +192,19 @@ def in_returning_stages(
     ready: Callable[[int], T],
     compute: Callable[[int, T], U],
     give_back: Callable[[int, U], Callable[[], None]],
-    group: ProcessGroup,
-    device: torch.device,
-    known: bool,
 ) -> None:
     """Run the stages of a backward pass, which also send gradients back to their owners.
 
-        helper stream         exchange 0, exchange 1 | return 0, exchange 2, add 0 | return 1, exchange 3, add 1 | ...
-        the caller's stream               | stage 0  |                             | stage 2
-        a second stream                              | stage 1                     |
-
-    All ranks start their messages in the order of the first line.
+    All kernels are on the caller's stream: in the order of a second one they take as long (decision 71).
 
     Args:
         count: number of stages.
-        start: function that starts the exchange of a stage's keys and values. It allocates their memory.
+        start: function that starts the exchange of a stage's keys and values.
         ready: function that waits for the exchange, and returns what the kernels of a stage need.
         compute: function that launches the kernels of a stage, and returns what goes back.
         give_back: function that starts to send it, and returns a function that waits for what other ranks send back,
             and adds it.
-        group: the ranks.
-        device: device of the tensors.
-        known: whether an equal call has run before, as for `in_stages`.
     """
-    if known and device.type == "cuda" and exchanges_go_first(group):
-        _returning_on_streams(count, start, ready, compute, give_back, device)
-        return
     start(0)
     finish: Callable[[], None] | None = None
     for i in range(count):
@@ -231,45 +218,3 @@ def in_returning_stages(
         finish = following
     assert finish is not None, "there is at least one stage"
     finish()
-
-
-def _returning_on_streams(
-    count: int,
-    start: Callable[[int], None],
-    ready: Callable[[int], T],
-    compute: Callable[[int, T], U],
-    give_back: Callable[[int, U], Callable[[], None]],
-    device: torch.device,
-) -> None:
-    finish: Callable[[], None] | None = None
-    added: torch.cuda.Event | None = None  # when the memory of what the stage before gave back is free
-    with Lanes.forked(device) as lanes:
-        turns = (lanes.main, lanes.second)
-
-        def exchanged(i: int) -> tuple[T, torch.cuda.Event]:
-            start(i)
-            return ready(i), lanes.helper.record_event()
-
-        torch.cuda.set_stream(lanes.helper)
-        following = exchanged(0)
-        for i in range(count):
-            given, prepared = following
-            free = added
-            if i + 1 < count:
-                following = exchanged(i + 1)  # before the helper stream waits for this stage
-            if finish is not None:
-                finish()
-                added = lanes.helper.record_event()
-            lane = turns[i % 2]
-            torch.cuda.set_stream(lane)
-            lane.wait_event(prepared)
-            if free is not None:
-                lane.wait_event(free)
-            sent = compute(i, given)
-            done = lane.record_event()
-            torch.cuda.set_stream(lanes.helper)
-            lanes.helper.wait_event(done)
-            finish = give_back(i, sent)
-            del sent, given
-        assert finish is not None, "there is at least one stage"
-        finish()
