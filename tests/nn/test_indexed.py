@@ -34,6 +34,27 @@ def test_all_tokens_are_dense_attention(precision):
     assert attention.index_loss is None
 
 
+@pytest.mark.parametrize("ends", [None, (0, 20, 20, 50)])
+def test_sequences_that_are_chosen_whole_are_attended_to_densely(ends, monkeypatch):
+    """Output, loss, recall and gradients are those of choosing every token."""
+    attention, x = module(50), torch.randn(50, 48)
+    inputs = (x, None) if ends else (x[None], None)
+
+    def run():
+        attention.zero_grad()
+        out = attention(*inputs, cu_seqlens=ends)
+        (out.square().sum() + attention.index_loss.loss).backward()
+        grads = [p.grad.clone() for p in attention.parameters()]
+        return out, attention.index_loss.loss, attention.index_loss.recall, *grads
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dynaxx.nn.indexed.index_tokens", None)
+        got = run()
+    monkeypatch.setattr(attention, "_chooses_everything", lambda *_: False)
+    for one, other in zip(got, run(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dense", [True, False])
 def test_each_loss_moves_its_own_part(dense):
     attention, x = module(), torch.randn(2, 50, 48, requires_grad=True)

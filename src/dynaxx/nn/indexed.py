@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
+from dynaxx.layout.packed import host_lengths
 from dynaxx.layout.paging import PagedCache
 from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.index_start import start_as_attention
@@ -189,11 +191,21 @@ class IndexedSparseAttention(ProjectedAttention):
     def attend_indexed(
         self, indexed: IndexerOutput, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None
     ) -> Tensor:
-        """Attend to everything if `dense`, else to the chosen tokens; in training mode, store the indexer's loss."""
-        if not self.dense:
+        """Attend to everything if `dense`, else to the chosen tokens; in training mode, store the indexer's loss.
+
+        In sequences that are not longer than the number of tokens to choose, the choice would be everything. Dense
+        attention computes the same, and is faster.
+        """
+        if not self.dense and not self._chooses_everything(q, k, cu_seqlens):
             return self.attend_chosen(indexed, q, k, v, cu_seqlens)
         self._learn(indexed, q, k, None, cu_seqlens)
         return self.attend_dense(q, k, v, cu_seqlens)
+
+    def _chooses_everything(self, q: Tensor, k: Tensor, cu_seqlens: CuSeqlens | None) -> bool:
+        if q.shape[-3] != k.shape[-3]:  # a step of decoding
+            return False
+        ends = (0, k.shape[1]) if cu_seqlens is None else host_lengths("cu_seqlens", cu_seqlens)
+        return all(end - start <= self.choice.k for start, end in pairwise(ends))
 
     def attend_chosen(
         self, indexed: IndexerOutput, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens | None
