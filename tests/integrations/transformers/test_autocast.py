@@ -4,7 +4,7 @@
 import pytest
 import torch
 import transformers
-from test_transformers import SPARSE, llama, policy_for, tokens
+from small_models import SPARSE, llama, policy_for, tokens
 
 import dynaxx as dx
 

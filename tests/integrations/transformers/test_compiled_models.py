@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from test_transformers import SPARSE, close, llama, logits, policy_for, tokens
+from small_models import SPARSE, close, llama, logits, policy_for, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import compiled, decoder

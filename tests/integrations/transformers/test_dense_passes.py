@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from test_transformers import INPUTS, SPARSE, close, gemma3, llama, logits, policy_for, tokens
+from small_models import INPUTS, SPARSE, close, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.calls import border, interface

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from test_transformers import SPARSE, llama, logits, policy_for, tokens
+from small_models import SPARSE, llama, logits, policy_for, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.calls import layer as layers

@@ -1,95 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dynaxx.apply` in random transformers models: dense layers are exact, sparse layers are exact for their mask."""
 
-import copy
-import gc
 import importlib.util
-import logging
-import pickle
-import random
 import re
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from small_models import INPUTS, SPARSE, close, gemma3, left_padded, llama, logits, packed, policy_for, small, tokens
 
 import dynaxx as dx
-from dynaxx.integrations.transformers.apply_policy import attention_layers, full_attention_layers, model_facts
-from dynaxx.integrations.transformers.masks.runs import MaskRun, causal_runs, read_mask
+from dynaxx.integrations.transformers.apply_policy import full_attention_layers
+from dynaxx.integrations.transformers.masks.runs import read_mask
 from dynaxx.testing import oracle_attention
 
 transformers = pytest.importorskip("transformers")
-KEEP_ALL = dx.SlidingWindow(16) | dx.TopK(1.0)
-SPARSE = dx.SlidingWindow(24) | dx.Sink(4) | dx.TopK(0.3)
-
-
-def llama(seed=0, **changes):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2, **changes,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def gemma3(seed=0):
-    torch.manual_seed(seed)
-    config = transformers.Gemma3TextConfig(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=1024, sliding_window=40, initializer_range=0.2,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"], query_pre_attn_scalar=20,
-    )  # fmt: skip
-    return transformers.Gemma3ForCausalLM(config).eval()
-
-
-def policy_for(model, *rules, **fields):
-    fields = {"block_size": 16, **fields}
-    return dx.Policy(model=model_facts(model), rules=rules or (dx.Rule.of(KEEP_ALL),), **fields)
-
-
-def tokens(*shape, seed=1):
-    return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model, **inputs):
-    return model(**inputs).logits
-
-
-def close(a, b):
-    torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
-
-
-def left_padded(model):
-    mask = torch.ones(3, 100, dtype=torch.int64)
-    mask[0, :37], mask[2, :80] = 0, 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return {"input_ids": tokens(3, 100), "attention_mask": mask, "position_ids": positions}, mask.bool()
-
-
-def right_padded(model):
-    mask = torch.ones(3, 100, dtype=torch.int64)
-    mask[0, 70:], mask[1, 20:] = 0, 0
-    return {"input_ids": tokens(3, 100), "attention_mask": mask}, mask.bool()
-
-
-def packed(model):
-    positions = torch.cat([torch.arange(n) for n in (40, 1, 64, 25)])[None]
-    return {"input_ids": tokens(1, 130), "position_ids": positions, "use_cache": False}, None
-
-
-def whole(model):
-    return {"input_ids": tokens(2, 130)}, None
-
-
-def prefix_visible(model):
-    mask = torch.ones(130, 130, dtype=torch.bool).tril()
-    mask[:30, :30] = True
-    return {"input_ids": tokens(1, 130), "attention_mask": mask[None, None]}, None
-
-
-INPUTS = (whole, left_padded, right_padded, packed, prefix_visible)
 
 
 @pytest.mark.parametrize("make", [llama, gemma3])
@@ -266,68 +191,6 @@ def test_gemma_keeps_its_windows():
     assert full_attention_layers(model) == [1]
 
 
-def test_remove_and_apply_again_and_two_models():
-    one, two, ids = llama(0), llama(1), tokens(1, 100)
-    dense = [logits(model, input_ids=ids) for model in (one, two)]
-    first = dx.apply(one, policy_for(one, dx.Rule.of(SPARSE)))
-    with pytest.raises(ValueError, match="has a policy already"):
-        dx.apply(one, policy_for(one))
-    second = dx.apply(two, policy_for(two, dx.Rule.of(dx.SlidingWindow(16), layers=[0])))
-    assert "3 of 3 layers sparse, active" in repr(first)
-    sparse = [logits(model, input_ids=ids) for model in (one, two)]
-    assert [h.stats()["sparse_calls"] for h in (first, second)] == [3, 1]
-    first.remove()
-    first.remove()
-    assert not first.active
-    assert second.active
-    assert torch.equal(logits(one, input_ids=ids), dense[0])
-    assert torch.equal(logits(two, input_ids=ids), sparse[1])
-    second.remove()
-    assert torch.equal(logits(two, input_ids=ids), dense[1])
-    assert one.config._attn_implementation == two.config._attn_implementation == "sdpa"
-    with dx.apply(one, policy_for(one, dx.Rule.of(SPARSE))):
-        assert torch.equal(logits(one, input_ids=ids), sparse[0])
-
-
-def test_models_that_share_a_config():
-    one = llama()
-    two = transformers.LlamaForCausalLM(one.config).eval()
-    ids = tokens(1, 100)
-    dense = logits(two, input_ids=ids)
-    first, second = dx.apply(one, policy_for(one)), dx.apply(two, policy_for(two, dx.Rule.of(SPARSE)))
-    first.remove()
-    assert second.active
-    assert not torch.equal(logits(two, input_ids=ids), dense)
-    second.remove()
-    assert torch.equal(logits(two, input_ids=ids), dense)
-
-
-def test_a_copy_of_a_model_with_a_policy_is_dense(caplog):
-    model, ids = llama(), tokens(1, 100)
-    dense = logits(model, input_ids=ids)
-    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))), caplog.at_level(logging.WARNING, "dynaxx"):
-        twin = copy.deepcopy(model)
-        assert torch.equal(logits(twin, input_ids=ids), dense)
-    assert "has no handle" in caplog.text
-
-
-def test_a_handle_says_what_to_copy_instead():
-    model = llama()
-    with dx.apply(model, policy_for(model)) as handle:
-        for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
-            with pytest.raises(TypeError, match="copy or pickle the model, and call dynaxx"):
-                attempt(handle)
-
-
-def test_a_dropped_model_is_freed():
-    model = llama()
-    module = weakref.ref(attention_layers(model)[0])
-    dx.apply(model, policy_for(model))
-    del model
-    gc.collect()
-    assert module() is None
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_mode_and_gradients(checkpointing):
     model, ids = llama().train(), tokens(2, 70)
@@ -403,90 +266,6 @@ def test_only_layers_of_one_plan_share_a_choice():
     assert len({id(layout) for _, layout in seen}) == 3
 
 
-def test_watchers_see_the_layouts():
-    model, seen = llama(), []
-    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
-        with handle.watch(lambda layer, layout: seen.append((layer, layout.density()))):
-            logits(model, input_ids=tokens(1, 200))
-        logits(model, input_ids=tokens(1, 200))
-    assert [layer for layer, _ in seen] == [0, 1, 2]
-    assert all(0.2 < density < 0.9 for _, density in seen)
-
-
-def small(config_class, model_class, **changes):
-    config = config_class(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, **changes,
-    )  # fmt: skip
-    return model_class(config).eval()
-
-
-def test_models_that_cannot_be_served_are_refused_with_the_reason():
-    t = transformers
-    facts = {"layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8}
-
-    def refuse(model, message, **changes):
-        before = model.config._attn_implementation
-        policy = dx.Policy(
-            model={**facts, **changes, "model_type": model.config.model_type}, rules=(dx.Rule.of(SPARSE),)
-        )
-        with pytest.raises(dx.UnsupportedInputError, match=message):
-            dx.apply(model, policy)
-        assert model.config._attn_implementation == before
-
-    flash = small(t.LlamaConfig, t.LlamaForCausalLM)
-    flash.config._attn_implementation_internal = "flash_attention_2"
-    refuse(flash, r"set_attn_implementation\('sdpa'\)")
-    bert = t.BertModel(t.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32))
-    refuse(bert, "is not causal", kv_heads=4)
-    t5 = t.T5ForConditionalGeneration(t.T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, d_kv=8, vocab_size=64))
-    refuse(t5, "T5")
-    with pytest.raises(dx.UnsupportedInputError, match="no transformers"):
-        dx.apply(torch.nn.Linear(2, 2), policy_for(llama()))
-    with pytest.raises(TypeError, match="`model` must be"):
-        dx.apply("llama", policy_for(llama()))
-    with pytest.raises(TypeError, match="load_policy"):
-        dx.apply(llama(), "policy.json")
-
-
-@pytest.mark.parametrize(
-    ("loaded", "shown"),
-    [
-        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
-        ("/home/someone/clients/acme-llama/", "acme-llama"),
-        ("../runs/best", "best"),
-        ("C:\\Users\\someone\\acme-llama", "acme-llama"),
-        ("/cache/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "Qwen/Qwen3-8B"),
-        ("", "llama"),
-        ("./", "llama"),
-    ],
-)
-def test_metrics_name_the_model_and_no_folder_of_anybody(telemetry, loaded, shown):
-    model = llama()
-    model.config._name_or_path = loaded
-    with dx.apply(model, policy_for(model)):
-        model(tokens(1, 40))
-    names = {series.labels[0] for series in telemetry.snapshot() if series.metric.name == "dynaxx_layer_calls_total"}
-    assert names == {shown}
-
-
-def test_a_relative_path_that_exists_is_no_name_of_a_hub(telemetry, tmp_path, monkeypatch):
-    model, folder = llama(), tmp_path / "acme" / "llama"
-    model.save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained("acme/llama").eval()
-    with dx.apply(model, policy_for(model)):
-        assert telemetry.value("dynaxx_policy_info", model_name="llama") == 1
-
-
-@pytest.mark.parametrize("field", ["model_type", "layers", "q_heads", "kv_heads", "head_dim"])
-def test_a_policy_for_another_model_is_refused(field):
-    facts = {"model_type": "llama", "layers": 3, "q_heads": 6, "kv_heads": 2, "head_dim": 16}
-    facts[field] = {"model_type": "gemma3_text", "layers": 4, "q_heads": 12, "kv_heads": 3, "head_dim": 32}[field]
-    with pytest.raises(dx.PolicyError, match=f"`model.{field}`.*another model"):
-        dx.apply(llama(), dx.Policy(model=facts))
-
-
 def test_other_families():
     """Models whose attention uses transformers' interface are served, with correct results."""
     t = transformers
@@ -517,69 +296,6 @@ def test_sinks_and_softcap_are_never_dropped():
     with dx.apply(model, policy_for(model)):
         close(logits(model, input_ids=ids), dense)
         assert (logits(model, input_ids=ids, **arguments) - dense).abs().max() > 1e-2
-
-
-def random_runs(rng, seqlen_k):
-    """Draw rows of a mask and their runs: padding, documents, a chunk of a longer sequence, a prefix."""
-    rows, runs, key = [], [], rng.choice((0, 0, 5))
-    seen = lambda start, stop: (torch.arange(seqlen_k) >= start) & (torch.arange(seqlen_k) < stop)
-    for _ in range(rng.randint(0, 5)):  # left padding sees nothing
-        rows.append(seen(0, 0))
-    while key < seqlen_k and len(runs) < 6:
-        past = rng.choice((0, 0, 3, 7)) if not runs else 0
-        length = min(rng.choice((1, 9, 15, 30)), seqlen_k - key - past)
-        if length < 1:
-            break
-        runs.append(length)
-        rows += [seen(key, key + past + i + 1) for i in range(length)]
-        key += past + length
-    rows = rows or [seen(0, 1)]
-    rows += [rows[-1]] * rng.randint(0, 4)  # right padding sees what the last token saw
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_masks_are_read_back_exactly(seed):
-    rng = random.Random(seed)
-    mask = random_runs(rng, rng.choice((1, 2, 40, 90)))
-    (found,) = read_mask(mask[None])
-    assert [run.q_start for run in found[1:]] == [run.q_stop for run in found[:-1]]
-    assert (found[0].q_start, found[-1].q_stop) == (0, mask.shape[0])
-    again = torch.zeros_like(mask)
-    keys = torch.arange(mask.shape[1])
-    for run in found:
-        for row in range(run.q_start, run.q_stop):
-            stop = run.k_stop - (run.q_stop - 1 - row if run.causal else 0)
-            again[row] = (keys >= run.k_start) & (keys < stop)
-    assert torch.equal(again, mask)
-    assert len(found) <= 14
-
-
-def test_masks_that_are_no_sequences():
-    n = 200
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    window = causal & ~causal.tril(-20)
-    hole = causal.clone()
-    hole[150, 70] = False
-    hole_at_start = causal.clone()
-    hole_at_start[150:, 1] = False
-    for mask in (window, hole, hole_at_start, torch.rand(n, n) > 0.5, causal[:, :0]):
-        assert read_mask(mask[None]) is None
-    assert read_mask(causal.expand(3, n, n)) == [[MaskRun(0, n, 0, n, True)]] * 3
-    assert read_mask(~torch.zeros(1, 4, 6, dtype=torch.bool)) == [[MaskRun(0, 4, 0, 6, False)]]
-
-
-def test_a_mask_is_read_once_per_pass(monkeypatch):
-    from dynaxx.integrations.transformers import forward_context as module
-
-    model, reads = llama(), []
-    monkeypatch.setattr(module, "causal_runs", lambda *args: reads.append(1) or causal_runs(*args))
-    arguments, _ = left_padded(model)
-    with dx.apply(model, policy_for(model)):
-        logits(model, **arguments)
-        assert len(reads) == 1
-        logits(model, **arguments)
-        assert len(reads) == 2
 
 
 @pytest.fixture(scope="module")
