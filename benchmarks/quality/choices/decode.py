@@ -20,6 +20,9 @@ CHOICES = {
     "bounds of half the range, share, pages of 16, 64 recent tokens": (
         replace(PAGE, scorer="bound 0.5", kv_block=16, local=63),
     ),
+    "bounds, share, pages of 16, all kinds": (replace(PAGE, kv_block=16),),
+    "bounds of half the range, share, pages of 16, all kinds": (replace(PAGE, scorer="bound 0.5", kv_block=16),),
+    "bounds, share, all kinds": (PAGE,),
     "bounds of half the range about its middle, share, pages of 16": (replace(PAGE, scorer="middle 0.5", kv_block=16),),
     "mean and variance, share": (replace(PAGE, scorer="moments"),),
     "mean and variance, share, pages of 16": (replace(PAGE, scorer="moments", kv_block=16),),
