@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from math import prod
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,9 @@ def stage_buffers(group: ProcessGroup, device: torch.device, slot_bytes: int) ->
         return Buffers()
     name = group.group_name
     known = _memory.get(name)
+    if known is not None and known.group() is not group:  # another group had the name
+        del known, _memory[name]
+        known = None
     if known is None or known.slot_bytes < slot_bytes:
         if known is not None:  # no rank may still write to the memory, or read it
             torch.cuda.synchronize(device)
@@ -73,6 +77,7 @@ class PeerMemory:
     def __init__(self, group: ProcessGroup, device: torch.device, slot_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
+        self.group = ref(group)
         self.slot_bytes = slot_bytes = -(-slot_bytes // 4096) * 4096
         self.own = symmetric_memory.empty(SLOTS * slot_bytes, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.own, group.group_name)

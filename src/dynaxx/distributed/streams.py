@@ -11,6 +11,9 @@ The kernels of neighbouring stages are on different streams, so that the program
 multiprocessors that the last programs of a stage leave idle. An exchange starts when the last stage but one is done,
 which read its buffer.
 
+Copy engines need only short kernels beside them, for packing and signals. The kernels of the stages then leave a few
+multiprocessors to these, and are all on the caller's stream: those of a second stream would occupy them.
+
 NCCL's kernels wait for free multiprocessors. Without a high priority, they would wait until a stage has started all its
 programs. In that case, and on a CPU, each exchange starts before the kernels of the stage before it, and all kernels
 are on the caller's stream.
