@@ -48,10 +48,17 @@ class Expected:
             attend: the function.
             move: copies the gradient of out to another memory layout before it reaches `attend`.
         """
+        alone = self.forward(attend)
+        return [replace(each, name=f"{each.name} without grad") for each in alone] + self.with_gradients(attend, move)
+
+    def forward(self, attend: AttendAll) -> list[ErrorReport]:
+        """Report the errors of a function's results, computed without gradients."""
         with torch.no_grad():
-            alone = _named(*attend(*self._inputs.values()))
-        reports = [replace(report, name=f"{report.name} without grad") for report in self._compare(alone)]
-        return reports + self._compare(self._run(attend, self._inputs["q"].dtype, move))
+            return self._compare(_named(*attend(*self._inputs.values())))
+
+    def with_gradients(self, attend: AttendAll, move: Callable[[Tensor], Tensor] | None = None) -> list[ErrorReport]:
+        """Report the errors of a function's results and gradients; `move` is that of `reports`."""
+        return self._compare(self._run(attend, self._inputs["q"].dtype, move))
 
     def _compare(self, got: dict[str, Tensor]) -> list[ErrorReport]:
         pick = lambda found: tuple(found[name] for name in got)

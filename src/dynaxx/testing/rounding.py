@@ -161,7 +161,10 @@ def _error_of_sum(total: Tensor, squares: Tensor, terms: Tensor | int, u: float)
 
 def _rms(*errors: Tensor) -> Tensor:
     """Combine independent errors by root sum of squares."""
-    return torch.stack(torch.broadcast_tensors(*errors)).square().sum(0).sqrt()
+    total = errors[0].square()
+    for error in errors[1:]:
+        total = total + error.square()
+    return total.sqrt_()
 
 
 def _largest(errors: dict[str, Tensor]) -> dict[str, float]:
