@@ -281,7 +281,7 @@ def test_caches_that_are_cropped_reset_or_unknown():
         got, _ = in_chunks(model, ids[:, 100:], (60, 1, 39), cache)  # one token on its own: dense, and remembered
         close(got[:, :60], whole[:, 100:160])
         assert handle.stats()["dense_calls"] == {"decode": 3}
-        assert len(handle._tokens.caches) == 1
+        assert len(handle.passes.tokens.caches) == 1
         handle.reset_stats()
         in_chunks(model, ids[:, 100:], (30,), cache)
         assert handle.stats()["dense_calls"] == {}
@@ -293,7 +293,7 @@ def test_caches_that_are_cropped_reset_or_unknown():
         del fresh
     with dx.apply(model, policy_for(model, CONTENT.parts[0])) as plain:
         logits(model, input_ids=ids)
-        assert plain._tokens is None
+        assert plain.passes.tokens is None
 
 
 @needs_transformers

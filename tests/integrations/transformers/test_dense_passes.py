@@ -9,9 +9,10 @@ import torch
 from small_models import INPUTS, SPARSE, close, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
+from dynaxx.integrations.transformers import passes
 from dynaxx.integrations.transformers.calls import border, interface
 from dynaxx.integrations.transformers.calls import layer as layers
-from dynaxx.integrations.transformers.handle import Handle
+from dynaxx.integrations.transformers.passes import Passes
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,7 +42,7 @@ def test_results_and_counts_are_those_of_planned_calls(make, inputs, planned, mo
             assert torch.equal(logits(model, **arguments), dense)
         straight = handle.stats()
         assert len(planned) == (1 if make is llama else 2)  # one call per kind of layer
-        monkeypatch.setattr(type(handle), "_dense_pass", lambda *given: (False, None))
+        monkeypatch.setattr(passes, "_dense_pass", lambda *given: (False, None))
         handle.reset_stats()
         for _ in range(4):
             assert torch.equal(logits(model, **arguments), dense)
@@ -168,8 +169,8 @@ def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv
 def test_passes_of_a_known_shape_need_no_context(monkeypatch):
     model, ids = llama(), tokens(2, 60)
     dense = logits(model, input_ids=ids)
-    begun, start = [], Handle.start_pass
-    monkeypatch.setattr(Handle, "start_pass", lambda self, given: begun.append(1) or start(self, given))
+    begun, start = [], Passes.start_pass
+    monkeypatch.setattr(Passes, "start_pass", lambda self, given: begun.append(1) or start(self, given))
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
         handle.counts.probe.spacing = 1e9
 
@@ -186,7 +187,7 @@ def test_passes_of_a_known_shape_need_no_context(monkeypatch):
         assert handle.counts.numbers.value("dynaxx_requests_total", route="dense") == before + 6
         assert handle.stats()["dense_calls"] == {"below dense_below": 18}
         cache = model(ids, use_cache=True).past_key_values
-        assert handle._requests.get(cache) is not None
+        assert handle.passes.requests.get(cache) is not None
         assert starts(past_key_values=transformers.DynamicCache()) == 1
         with handle.request("one"):
             assert starts() == 1

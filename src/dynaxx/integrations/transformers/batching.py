@@ -85,7 +85,7 @@ def ragged_attention(
             key, value = cache.update(key, value, module.layer_idx, kwargs)
         return _own(module, query, key, value, attention_mask, **kwargs)
     del kwargs["cache"]
-    current: ForwardContext = kwargs.pop(ARGUMENT, None) or layer.handle.unseen_pass(layer.index)
+    current: ForwardContext = kwargs.pop(ARGUMENT, None) or layer.handle.passes.unseen(layer.index)
     if attention_mask is None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=kwargs)
         return layer.attend(current, AttentionCall(module, query, key, value, None, for_attention(kwargs)))

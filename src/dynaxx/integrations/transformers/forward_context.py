@@ -191,7 +191,7 @@ class ForwardContext:
 
 
 class Starter(Protocol):
-    """An object that starts and ends the passes of a decoder, namely a handle."""
+    """An object that starts and ends the passes of a decoder, namely `Passes`."""
 
     def start_pass(self, arguments: dict[str, Any]) -> ForwardContext:
         """Begin a pass, from the decoder's arguments by name."""
@@ -216,7 +216,7 @@ class PassHooks:
         self._names = tuple(name for name in parameters if name not in rest)
         self._rest = rest[0] if rest else ""
         self._hooks: list[Any] = []
-        if rest:  # otherwise layers call `unseen_pass`
+        if rest:  # otherwise layers call `Passes.unseen`
             _HOOKS[body] = self
             self._hooks = [
                 body.register_forward_pre_hook(_start, with_kwargs=True),
@@ -253,7 +253,7 @@ _HOOKS: weakref.WeakKeyDictionary[nn.Module, PassHooks] = weakref.WeakKeyDiction
 def _start(
     body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():  # layers of compiled models call `unseen_pass`
+    if torch.compiler.is_compiling():  # layers of compiled models call `Passes.unseen`
         return None
     hooks = _HOOKS.get(body)
     if hooks is None:  # a copy of a model with a policy
@@ -267,7 +267,7 @@ def _start(
             return None
         arguments = hooks.arguments(args, kwargs)
         current = hooks.starter.start_pass(arguments)
-    except Exception:  # the layers call `unseen_pass` instead
+    except Exception:  # the layers call `Passes.unseen` instead
         logger.warning("a forward pass could not be prepared", exc_info=True)
         return None
     current.arguments, current.dense_calls = arguments, Counter()

@@ -43,7 +43,7 @@ class Layer:
     def attend(self, current: ForwardContext | None, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Plan and run a call, and keep it for equal layers: (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:
-            current = current or self.handle.unseen_pass(self.index)
+            current = current or self.handle.passes.unseen(self.index)
             scores = ScoreOptions.of(call.kwargs)
             planned = self._plan(current, call, scores)
         except Exception as error:  # an error in routing must not fail the request

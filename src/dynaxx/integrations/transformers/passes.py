@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Passes`: the forward passes of a model under a handle. It starts and ends them, and keeps what later passes need."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from typing import Any
+
+from dynaxx.integrations.runtime.background import Background
+from dynaxx.integrations.runtime.counts import Counts
+from dynaxx.integrations.runtime.deployed import Deployed
+from dynaxx.integrations.runtime.identity import ByIdentity
+from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, comparing
+from dynaxx.integrations.runtime.policy_events import PolicyEvents
+from dynaxx.integrations.transformers.batching import is_open
+from dynaxx.integrations.transformers.calls.decode import CacheMemories
+from dynaxx.integrations.transformers.calls.planning import is_dense_pass
+from dynaxx.integrations.transformers.decoder import NAME, Decoder
+from dynaxx.integrations.transformers.forward_context import ForwardContext, prompt_tokens
+from dynaxx.integrations.transformers.repeats.dense_passes import DensePass, DensePasses, dense_pass
+from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
+from dynaxx.policy import KillSwitch
+from dynaxx.policy.rollout import ALL, ChosenRequests, DeclaredRequests, choose, current_request
+
+logger = logging.getLogger("dynaxx")
+
+
+class Passes:
+    """The forward passes of a model: the `Starter` that `PassHooks` call.
+
+    Args:
+        decoder: the model, weakly referenced.
+        deployed: the policy in force.
+        kill_switch: the switch of the model.
+        counts: the counts of its calls.
+        policy_events: reports when the kill switch is engaged.
+        background: the thread that compares requests with the dense model.
+
+    Attributes:
+        deployed: the policy in force for passes that start from now on; see `deploy`.
+        requests: the policy and the choice of each request that is alive, by its cache.
+        tokens: reads token ids, if a rule by content needs them.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        deployed: Deployed,
+        kill_switch: KillSwitch,
+        counts: Counts,
+        policy_events: PolicyEvents,
+        background: Background,
+    ) -> None:
+        self._decoder, self._config = decoder.weak(), weakref.ref(decoder.config)
+        self._kill_switch, self._counts, self._policy_events = kill_switch, counts, policy_events
+        self._background = background
+        self.requests: ByIdentity[tuple[Deployed, ChosenRequests]] = ByIdentity()
+        self.tokens: TokenReader | None = None
+        self._memories = CacheMemories()
+        self._dense_passes = DensePasses()
+        self._unnamed = itertools.count()
+        self._warned_replaced = False
+        self._of_thread = threading.local()  # the pass of each thread, if the decoder drops the keyword argument
+        self.deploy(deployed)
+
+    def deploy(self, deployed: Deployed) -> None:
+        """Put a policy in force for passes that start from now on. Running passes keep theirs."""
+        self.deployed = deployed
+        if self.tokens is None and any(plan.needs_tokens for plan in deployed.plans.values()):
+            self.tokens = TokenReader()
+
+    def start_pass(self, arguments: dict[str, Any]) -> ForwardContext:
+        """Create the context of a forward pass, from the decoder's arguments by name."""
+        self._watch_implementation()
+        if comparing():
+            return ForwardContext(self.deployed, choice=COMPARISON)
+        killed, cache = self._is_killed(), arguments.get("past_key_values")
+        deployed, choice = self._route_of_requests(cache)
+        tokens = UNKNOWN if self.tokens is None else self.tokens.read(arguments)
+        current = ForwardContext(deployed, tokens, choice, killed=killed)
+        if deployed.decode:
+            current.memory = self._memories.start_pass(cache)
+        count, device = prompt_tokens(arguments)
+        current.is_dense, current.dense_pass = _dense_pass(current, arguments, cache)
+        if count and device is not None:
+            current.timer = self._counts.probe.request("dense", count, device)
+        return current
+
+    def _route_of_requests(self, cache: Any) -> tuple[Deployed, ChosenRequests]:
+        """Return policy and choice of a pass: those of earlier passes over the cache, unless requests are declared."""
+        declared, before = current_request(), self.requests.get(cache) if cache is not None else None
+        if before is None or (declared is not None and declared.sparse is not None):
+            return self.deployed, self._choose(declared)
+        is_default = before[0] is self.deployed and before[1] is ALL
+        if not is_default and _is_empty(cache):
+            return self.deployed, self._choose(declared)
+        return before
+
+    def dense_again(self, kwargs: dict[str, Any]) -> DensePass | None:
+        """Return the calls of a pass that needs no context, from the decoder's keyword arguments; None for others.
+
+        Such a pass is like an earlier one, and neither measured nor declared; no switch is engaged.
+        """
+        found = None if self.tokens is not None else self._dense_passes.again(kwargs, self.deployed)
+        if found is None or self._policy_events.was_killed or self._kill_switch.engaged() is not None:
+            return None
+        if current_request() is not None or comparing() or self._counts.probe.times_next_request():
+            return None
+        return found
+
+    def end_dense(self, done: DensePass, cache: Any) -> None:
+        """End a pass that `dense_again` began."""
+        self._counts.dense_pass(done.outcome, done.calls, done.tokens)
+        if cache is not None:
+            self.requests.put(cache, (done.deployed, ALL))
+        if not done.calls:
+            self._watch_implementation()
+
+    def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
+        """Store the state that later passes over `cache` need."""
+        if done.dense_pass is not None:
+            self._dense_passes.keep(done, done.dense_pass, arguments.get("input_ids"), arguments.get("past_key_values"))
+        done.count(self._counts)
+        self._counts.flush()
+        if done.choice is COMPARISON:
+            return
+        if cache is not None:
+            self.requests.put(cache, (done.deployed, done.choice))
+            if self.tokens is not None:
+                self.tokens.remember(cache, done.tokens)
+        if done.timer is not None:
+            done.timer.done(route="sparse" if done.ran_sparse else "dense")
+        guard = done.deployed.guard
+        if guard is not None and done.timer is not None and done.ran_sparse and guard.wants_request():
+            compare_later(self._decoder, guard, self._background, arguments, output)
+
+    def unseen(self, layer: int) -> ForwardContext:
+        """Return the current pass of this thread, if the decoder passes none on. Layers run in ascending order."""
+        before = getattr(self._of_thread, "current", None)
+        if before is None or layer <= before[0]:
+            current = ForwardContext(self.deployed, choice=self._choose(current_request()), killed=self._is_killed())
+            before = (layer, current)
+        self._of_thread.current = (layer, before[1])
+        found: ForwardContext = before[1]
+        return found
+
+    def _watch_implementation(self) -> None:
+        """Warn once if the model was given another attention, so that dynaxx does not run."""
+        config = self._config()
+        name = NAME if config is None else config._attn_implementation
+        if name != NAME and not is_open() and not self._warned_replaced:
+            self._warned_replaced = True
+            logger.warning(
+                "the model's attention was set to %r after dynaxx.apply, so nothing runs on dynaxx; "
+                "call set_attn_implementation(%r), or remove the handle and apply again",
+                str(name),
+                NAME,
+            )
+
+    def _choose(self, declared: DeclaredRequests | None) -> ChosenRequests:
+        rollout, flags = self.deployed.policy.rollout, self.deployed.flags
+        return choose(rollout, declared, lambda: next(self._unnamed), flags)
+
+    def _is_killed(self) -> bool:
+        return self._policy_events.killed(self._kill_switch.engaged())
+
+
+def _dense_pass(current: ForwardContext, arguments: dict[str, Any], cache: Any) -> tuple[bool, DensePass | None]:
+    """Return whether a pass is certain to be dense, and its calls, if they are known from an earlier pass."""
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    if given is None or given.ndim < 2 or "write_index" in arguments.get("kwargs", {}):
+        return False, None
+    past, seqlen_q = 0 if cache is None else cache.get_seq_length(), int(given.shape[1])
+    if not isinstance(past, int) or (seqlen_q == 1 and current.deployed.steps_repeat):
+        return False, None
+    known = dense_pass(current, given.device.type, seqlen_q, past)
+    return known is not None or is_dense_pass(current, given.device, seqlen_q, past), known
+
+
+def _is_empty(cache: Any) -> bool:
+    """Return whether a cache is empty, so that a new request starts in it."""
+    return cache is not None and int(cache.get_seq_length()) == 0
