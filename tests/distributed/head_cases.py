@@ -8,6 +8,7 @@ from rule_cases import close, splits, whole_and_own
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
+from dynaxx.nn import MixtureOfBlockAttention
 from dynaxx.testing import make_qkv
 
 
@@ -49,6 +50,19 @@ def case_native_sparse_attention(ranks: Ranks):
     for split in splits(120, ranks.count, 16):
         own = lambda *x, split=split: dxd.attend_by_heads(attend, x, (True, False, False, True), split, ranks.mesh)
         whole_and_own(ranks, split, (q, k, v, gates), attend, own)
+
+
+def case_mixture_of_block_attention(ranks: Ranks):
+    """The module's attention runs on the heads of a rank."""
+    q, k, v = make_qkv(1, 150, 150, 8, 4, 16, device=ranks.device)
+
+    def attend(q, k, v, share=None):
+        module = MixtureOfBlockAttention(q.shape[2] * 16, q.shape[2], k.shape[2], block_size=16, top_k=3)
+        return module.attend(q, q, k, v, None, None)
+
+    for split in splits(150, ranks.count, 16):
+        own = lambda *x, split=split: dxd.attend_by_heads(attend, x, (True, False, False), split, ranks.mesh)
+        whole_and_own(ranks, split, (q, k, v), attend, own)
 
 
 def case_heads_that_do_not_divide(ranks: Ranks):
