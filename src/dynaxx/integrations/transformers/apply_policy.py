@@ -88,17 +88,8 @@ def apply(
         PolicyError: the policy is for another model.
         UnsupportedInputError: the model cannot be served exactly; the error lists the reasons.
     """
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
-    if policy is None and not own_pattern:
-        raise ValueError("`own_pattern` must be True without a `policy`, otherwise nothing would change")
-    if window is not None and (policy is not None or not own_pattern):
-        raise ValueError(
-            "`window` must be None with a policy or `own_pattern=False`; a policy has `SlidingWindow` rules"
-        )
+    _check_options(policy, own_pattern, window, name, mesh)
     if mesh is not None:
-        if window is not None or not own_pattern or name:
-            raise ValueError("`window`, `own_pattern` and `name` must be left out if a `mesh` is given")
         from dynaxx.integrations.sequence_parallel.handle import attach
 
         return attach(model, policy, mesh)
@@ -107,29 +98,54 @@ def apply(
             raise ValueError(f"`name` must be empty for {type(model).__name__}, which has no metrics by model name")
         return apply_to_encoder(model)
     interface, masks = _interfaces()
-    found = Decoder.of(model)
-    if any(module in LAYERS for module in found.layers.values()):
+    decoder = Decoder.of(model)
+    if any(module in LAYERS for module in decoder.layers.values()):
         raise ValueError("`model` has a policy already; call remove() on its handle first")
     if policy is None:
-        policy = Policy(model=found.facts)
-    found.check(policy)
-    sides = None if window is None else _sides(window, found)
+        policy = Policy(model=decoder.facts)
+    decoder.check(policy)
+    sides = None if window is None else _sides(window, decoder)
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
     masks.register(NAME, mask_maker())
-    handle = Handle(policy, found, name, own_pattern=own_pattern, window=sides)
+    handle = Handle(policy, decoder, name, own_pattern=own_pattern, window=sides)
     try:
-        found.owner.set_attn_implementation(name_for(handle.before))
-        escaped = [i for i, m in found.layers.items() if implementation(m) != NAME]
-        if escaped:
-            raise UnsupportedInputError(
-                found.facts.model_type,
-                {"transformers": [f"set_attn_implementation does not reach layers {escaped}: their config is a copy"]},
-            )
+        _ask_for_dynaxx(decoder, handle)
     except BaseException:
         handle.remove()
         raise
     return handle
+
+
+def _check_options(
+    policy: Policy | None, own_pattern: bool, window: int | tuple[int, int] | None, name: str, mesh: Mesh | None
+) -> None:
+    """Check that the arguments of `apply` go together."""
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
+    if policy is None and not own_pattern:
+        raise ValueError("`own_pattern` must be True without a `policy`, otherwise nothing would change")
+    if window is not None and (policy is not None or not own_pattern):
+        raise ValueError(
+            "`window` must be None with a policy or `own_pattern=False`; a policy has `SlidingWindow` rules"
+        )
+    if mesh is not None and (window is not None or not own_pattern or name):
+        raise ValueError("`window`, `own_pattern` and `name` must be left out if a `mesh` is given")
+
+
+def _ask_for_dynaxx(decoder: Decoder, handle: Handle) -> None:
+    """Name dynaxx's attention in the model's config.
+
+    Raises:
+        UnsupportedInputError: the layers have configs of their own, which the name does not reach.
+    """
+    decoder.owner.set_attn_implementation(name_for(handle.before))
+    escaped = [i for i, m in decoder.layers.items() if implementation(m) != NAME]
+    if escaped:
+        raise UnsupportedInputError(
+            decoder.facts.model_type,
+            {"transformers": [f"set_attn_implementation does not reach layers {escaped}: their config is a copy"]},
+        )
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
