@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx analyze`."""
+"""`dynaxx analyze`: show where each head attends, and which rule preserves it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx bench`."""
+"""`dynaxx bench`: test kernels, then time them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx cache`."""
+"""`dynaxx cache`: list and clear dynaxx's cache folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx convert`."""
+"""`dynaxx convert`: give a dense Llama native sparse attention, or tokens that an indexer chooses."""
 
 from __future__ import annotations
 

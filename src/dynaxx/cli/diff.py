@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx diff`."""
+"""`dynaxx diff`: compare two policies."""
 
 from __future__ import annotations
 

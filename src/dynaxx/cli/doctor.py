@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx doctor`."""
+"""`dynaxx doctor`: show what this machine can serve, and check it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx export`."""
+"""`dynaxx export`: export a model with its policy to ONNX, OpenVINO or TensorRT."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx profile`."""
+"""`dynaxx profile`: show where the time goes."""
 
 from __future__ import annotations
 

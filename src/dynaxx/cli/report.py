@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx report`."""
+"""`dynaxx report`: write the results in a folder as one page."""
 
 from __future__ import annotations
 

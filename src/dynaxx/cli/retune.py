@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx retune`."""
+"""`dynaxx retune`: renew a policy."""
 
 from __future__ import annotations
 

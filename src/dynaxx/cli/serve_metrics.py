@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx serve-metrics`."""
+"""`dynaxx serve-metrics`: serve the metrics of running processes."""
 
 from __future__ import annotations
 

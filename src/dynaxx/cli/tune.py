@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx tune`."""
+"""`dynaxx tune`: find the sparsest policy that keeps quality."""
 
 from __future__ import annotations
 

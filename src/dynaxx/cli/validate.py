@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx validate`."""
+"""`dynaxx validate`: compare a model under a policy with the dense model."""
 
 from __future__ import annotations
 

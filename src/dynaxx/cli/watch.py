@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx watch`."""
+"""`dynaxx watch`: show a running process."""
 
 from __future__ import annotations
 
