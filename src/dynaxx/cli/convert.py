@@ -36,6 +36,7 @@ class IndexPrecision(StrEnum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp8 = "fp8"
     int8 = "int8"
 
 
@@ -70,7 +71,7 @@ def convert(
         IndexPrecision, typer.Option(help="indexed: what its queries and keys are rounded to.")
     ] = IndexPrecision.fp32,
     text: Annotated[
-        str, typer.Option(help=f"indexed: text whose first {SAMPLE:,} tokens set the indexers' first weights.")
+        str, typer.Option(help=f"indexed: a file, or pydoc; {SAMPLE:,} tokens of it set the indexers' weights.")
     ] = "pydoc",
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights.")] = Dtype.float32,
     as_json: JsonOption = False,

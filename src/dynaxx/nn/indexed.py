@@ -84,7 +84,7 @@ class IndexedSparseAttention(ProjectedAttention):
         hidden_size, q_heads, kv_heads, **projection: as `ProjectedAttention`.
         choice: the number of tokens to which a query attends; all heads attend to the same tokens.
         index_heads, index_dim: of the indexer.
-        precision: of the indexer's scores, "fp32", "bf16" or "int8"; see `index_tokens`.
+        precision: of the indexer's scores, "fp32", "bf16", "fp8" or "int8"; see `index_tokens`.
     """
 
     def __init__(
