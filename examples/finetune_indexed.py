@@ -127,7 +127,7 @@ def run(args):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         text = load_text(args.text)
-        learn = load_text(args.learn) if args.learn else None
+        learn = args.learn.read_bytes().decode("utf-8", "ignore") if args.learn else None  # may end within a character
         model, tokenizer = load_model(args.model, device=device)
     except ValueError as error:
         raise SystemExit(str(error)) from None
@@ -186,6 +186,8 @@ def arguments(argv=None):
     args = parser.parse_args(argv)
     if not (args.model / "config.json").is_file():
         parser.error(f"there is no model in {args.model}; make one with `dynaxx convert MODEL --to indexed --out ...`")
+    if args.learn and not args.learn.is_file():
+        parser.error(f"there is no text in {args.learn}; make one with `python nsa_data.py {args.learn}`")
     return args
 
 
