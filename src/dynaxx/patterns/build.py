@@ -29,7 +29,7 @@ class VisitedEntries(NamedTuple):
     num_partial: Ints  # (q_blocks,) partial blocks of each row
     num_blocks: Ints  # (q_blocks,) blocks of each row
     indices: NDArray[Any]  # (nnz,) kv blocks
-    codes: NDArray[Any]  # (nnz,) index into the table of masks, or FULL
+    mask_ids: NDArray[Any]  # (nnz,) index into the table of masks, or FULL
 
 
 def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
@@ -54,12 +54,12 @@ def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockL
         touched, filled = checked_visited(rule, grid.q_blocks, rule.visited(grid))
     partial = without(touched, filled)
     rows, cols = partial.blocks(grid.q_blocks)
-    bits, codes = np.zeros((0, grid.block_size[0], -(-grid.block_size[1] // 32)), np.int32), rows
+    bits, mask_ids = np.zeros((0, grid.block_size[0], -(-grid.block_size[1] // 32)), np.int32), rows
     if len(rows):
-        bits, codes = element_masks(rule.kinds(Blocks(grid, rows, cols)), grid.block_size)
-    if (codes >= 0).all():
-        return _layout(grid, _entries_of_runs(grid, partial, filled, rows, codes), bits, device)
-    entries = _sorted_entries(grid, (rows, cols, codes), filled.blocks(grid.q_blocks))
+        bits, mask_ids = element_masks(rule.kinds(Blocks(grid, rows, cols)), grid.block_size)
+    if (mask_ids >= 0).all():
+        return _layout(grid, _entries_of_runs(grid, partial, filled, rows, mask_ids), bits, device)
+    entries = _sorted_entries(grid, (rows, cols, mask_ids), filled.blocks(grid.q_blocks))
     return _layout(grid, entries, bits, device)
 
 
@@ -73,10 +73,10 @@ def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[VisitedEntries
     if grid.causal:
         least = max(least, -(grid.offset // step) - up - 1)  # smaller distances are in the future of every row
     apart = np.arange(most, least, -1)
-    bits, codes = element_masks(rule.kinds(Blocks.at(grid, apart)), grid.block_size)
+    bits, mask_ids = element_masks(rule.kinds(Blocks.at(grid, apart)), grid.block_size)
     start, end = np.zeros((2, 2, grid.q_blocks), np.int64)
     places, done = [], 0
-    for part, chosen in enumerate((codes >= 0, codes == FULL)):
+    for part, chosen in enumerate((mask_ids >= 0, mask_ids == FULL)):
         for phase in range(down):  # a row of this phase meets the columns at every `down`-th distance
             shown = (chosen & (apart % down == phase) if down > 1 else chosen).nonzero()[0]
             of = slice(phase, None, down)
@@ -88,19 +88,19 @@ def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[VisitedEntries
     place = np.concatenate(places).take(Runs(start, end).columns(grid.q_blocks))
     cols = rows.astype(np.int32).repeat(num_partial + num_full)
     cols -= apart.astype(np.int32).take(place)
-    of_entries = codes.astype(np.int32).take(place)
+    of_entries = mask_ids.astype(np.int32).take(place)
     return VisitedEntries(num_partial, num_partial + num_full, cols if down == 1 else cols // down, of_entries), bits
 
 
-def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, codes: Ints) -> VisitedEntries:
-    """Return entries from runs that are in order. `codes` are those of the partial blocks, which lie in `rows`."""
+def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, mask_ids: Ints) -> VisitedEntries:
+    """Return entries from runs that are in order. `mask_ids` are those of the partial blocks, which lie in `rows`."""
     num_partial, num_full = partial.lengths(grid.q_blocks), filled.lengths(grid.q_blocks)
     indices = concatenated(partial, filled).columns(grid.q_blocks)
-    entry_codes = np.empty(len(indices), np.int32)
-    entry_codes.fill(FULL)
+    entry_mask_ids = np.empty(len(indices), np.int32)
+    entry_mask_ids.fill(FULL)
     before = num_full.cumsum() - num_full
-    entry_codes[before.take(rows) + np.arange(len(rows))] = codes
-    return VisitedEntries(num_partial, num_partial + num_full, indices, entry_codes)
+    entry_mask_ids[before.take(rows) + np.arange(len(rows))] = mask_ids
+    return VisitedEntries(num_partial, num_partial + num_full, indices, entry_mask_ids)
 
 
 def _sorted_entries(
@@ -110,17 +110,17 @@ def _sorted_entries(
 
     Args:
         grid: the grid of blocks.
-        listed: rows, kv blocks and codes of the blocks that were listed as partial.
+        listed: rows, kv blocks and mask ids of the blocks that were listed as partial.
         filled: rows and kv blocks of the full ones.
     """
     rows, cols = (np.concatenate(both) for both in zip(listed, filled, strict=False))
-    codes = np.concatenate([listed[2], np.full(len(filled[0]), FULL)])
-    kept = codes != EMPTY
-    rows, cols, codes = rows[kept], cols[kept], codes[kept]
-    parts = rows * 2 + (codes == FULL)
+    mask_ids = np.concatenate([listed[2], np.full(len(filled[0]), FULL)])
+    kept = mask_ids != EMPTY
+    rows, cols, mask_ids = rows[kept], cols[kept], mask_ids[kept]
+    parts = rows * 2 + (mask_ids == FULL)
     order = (parts * max(1, grid.kv_blocks) + cols).argsort(kind="stable")
     counts = np.bincount(parts, minlength=2 * grid.q_blocks).reshape(-1, 2)
-    return VisitedEntries(counts[:, 0], counts.sum(1), cols[order], codes[order])
+    return VisitedEntries(counts[:, 0], counts.sum(1), cols[order], mask_ids[order])
 
 
 def _layout(grid: BlockGrid, entries: VisitedEntries, bits: Words, device: torch.device) -> BlockLayout:
@@ -128,7 +128,7 @@ def _layout(grid: BlockGrid, entries: VisitedEntries, bits: Words, device: torch
     num_blocks = entries.num_blocks
     indptr = np.zeros((1, 1, grid.q_blocks + 1), np.int64)
     num_blocks.cumsum(out=indptr[0, 0, 1:])
-    arrays: list[NDArray[Any]] = [indptr, entries.num_partial[None, None], entries.indices, entries.codes]
+    arrays: list[NDArray[Any]] = [indptr, entries.num_partial[None, None], entries.indices, entries.mask_ids]
     arrays += [bits, bands_of(bits, grid.block_size[1])]
     if (num_blocks[1:] < num_blocks[:-1]).any():  # else the last rows are the longest
         arrays.append((-num_blocks).argsort(kind="stable")[None, None])

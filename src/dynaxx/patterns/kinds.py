@@ -112,14 +112,14 @@ def by_distance(shown: NDArray[np.bool_], which: Ints, block_size: tuple[int, in
 
 
 def element_masks(kinds: Kinds, block_size: tuple[int, int]) -> tuple[Words, Ints]:
-    """Return the bits of the partial masks that occur, and a code per block: an index into them, FULL or EMPTY."""
+    """Return the bits of the partial masks that occur, and a mask id per block: an index into them, FULL or EMPTY."""
     q_block, kv_block = block_size
     bits = np.empty((len(kinds.bits), q_block, -(-kv_block // 32)), np.int32)
     bits[:] = kinds.bits
     word = (2 ** min(kv_block, 32) - 1).to_bytes(4, "little")
     known = {bytes(bits[0].nbytes): EMPTY, word * bits[0].size: FULL}
-    codes = np.array([known.setdefault(mask.tobytes(), len(known) - 2) for mask in bits])
+    mask_ids = np.array([known.setdefault(mask.tobytes(), len(known) - 2) for mask in bits])
     example = np.zeros(len(known) - 2, np.int64)
-    cut = (codes >= 0).nonzero()[0]
-    example[codes[cut]] = cut
-    return bits[example], codes.take(kinds.kind)
+    cut = (mask_ids >= 0).nonzero()[0]
+    example[mask_ids[cut]] = cut
+    return bits[example], mask_ids.take(kinds.kind)
