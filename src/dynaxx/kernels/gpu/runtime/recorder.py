@@ -218,44 +218,88 @@ def _recorded_launch(
     """
     if launch is None:
         return None
-    compiled, below = launch.compiled, direct_launcher(launch.compiled, launch.grid)
-    if below is None:
-        start = compiled.run
-        arguments = [*launch.grid, None, compiled.function, compiled.packed_metadata, None, None, None]
-    else:
-        start = below.launch
-        arguments = [*launch.grid, None, below.function, *below.between]
-    gaps: list[tuple[int, int, int]] = []
-    tables: list[tuple[int, Addresses]] = []
-    descriptors: list[tuple[int, int, int, Encode]] = []
-    varying: list[tuple[int, str]] = []
+    template = _Template(launch, given)
     for name, x in zip(launch.names, launch.arguments, strict=True):
-        described, of_tensors = type(x) in DESCRIPTORS, isinstance(x, tuple) and isinstance(x[0], Tensor)
-        if not (described or of_tensors or isinstance(x, Tensor)):
-            if name in sizes:
-                varying.append((len(arguments), name))
-                if x != sizes[name]:
-                    return None
-            arguments.append(x)
-            continue
-        places = [place_of(each) for each in (x if of_tensors else (x.base if described else x,))]
-        there = [place for place in places if place is not None]
-        if len(there) < len(places):
-            return None
-        if of_tensors:
-            tables.append((len(arguments), _addresses_at(there)))
-        elif described:
-            if below is not None:
-                encoded = below.described(x, len(descriptors))
-            elif there[0][0] < given and not there[0][1]:  # Triton encodes a descriptor of an input itself
-                encoded = partial(_rebased, rebased(x, None), there[0][0])
-            else:
+        if type(x) in DESCRIPTORS:
+            place = place_of(x.base)
+            if place is None or not template.add_descriptor(x, place):
                 return None
-            descriptors.append((len(arguments), *there[0], encoded))
+        elif isinstance(x, Tensor):
+            place = place_of(x)
+            if place is None:
+                return None
+            template.add_address(place)
+        elif isinstance(x, tuple) and isinstance(x[0], Tensor):
+            places = [place for place in map(place_of, x) if place is not None]
+            if len(places) < len(x):
+                return None
+            template.add_table(places)
+        elif name not in sizes:
+            template.arguments.append(x)
+        elif x == sizes[name]:
+            template.add_size(name, x)
         else:
-            gaps.append((len(arguments), *there[0]))
-        arguments += (None, *x.shape, *x.strides) if described and below else (None,)
-    return RecordedLaunch(start, arguments, tuple(gaps), tuple(tables), tuple(descriptors), tuple(varying))
+            return None
+    return template.done()
+
+
+class _Template:
+    """The arguments of a launch under construction, with gaps for addresses, descriptors and sizes."""
+
+    def __init__(self, launch: Launch, given: int) -> None:
+        compiled = launch.compiled
+        self._given, self._below = given, direct_launcher(compiled, launch.grid)
+        if self._below is None:
+            self._start = compiled.run
+            between = (compiled.function, compiled.packed_metadata, None, None, None)
+        else:
+            self._start = self._below.launch
+            between = (self._below.function, *self._below.between)
+        self.arguments: list[Any] = [*launch.grid, None, *between]
+        self._addresses: list[tuple[int, int, int]] = []
+        self._tables: list[tuple[int, Addresses]] = []
+        self._descriptors: list[tuple[int, int, int, Encode]] = []
+        self._sizes: list[tuple[int, str]] = []
+
+    def add_address(self, place: Place) -> None:
+        """Add the address of a tensor."""
+        self._addresses.append((len(self.arguments), *place))
+        self.arguments.append(None)
+
+    def add_table(self, places: list[Place]) -> None:
+        """Add a NamedTuple of tensors."""
+        self._tables.append((len(self.arguments), _addresses_at(places)))
+        self.arguments.append(None)
+
+    def add_size(self, name: str, x: Any) -> None:
+        """Add a size that may differ in later calls."""
+        self._sizes.append((len(self.arguments), name))
+        self.arguments.append(x)
+
+    def add_descriptor(self, x: Any, place: Place) -> bool:
+        """Add the descriptor of a tensor; return whether it can be encoded again for other tensors."""
+        which, offset = place
+        encode: Encode
+        if self._below is not None:
+            encode = self._below.described(x, len(self._descriptors))
+        elif which < self._given and not offset:  # Triton encodes a descriptor of an input itself
+            encode = partial(_rebased, rebased(x, None), which)
+        else:
+            return False
+        self._descriptors.append((len(self.arguments), which, offset, encode))
+        self.arguments += (None,) if self._below is None else (None, *x.shape, *x.strides)
+        return True
+
+    def done(self) -> RecordedLaunch:
+        """Return the launch."""
+        return RecordedLaunch(
+            self._start,
+            self.arguments,
+            tuple(self._addresses),
+            tuple(self._tables),
+            tuple(self._descriptors),
+            tuple(self._sizes),
+        )
 
 
 def _addresses_at(places: list[Place]) -> Addresses:
