@@ -31,6 +31,17 @@ MOST_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at
 TileGradients = Callable[..., tuple[Tensor, int]]  # like `narrow_rows`
 
 
+class Portion(NamedTuple):
+    """Some tiles of queries and some kv heads, whose gradients one launch of each kernel computes."""
+
+    plan: TokenPlan
+    heads: range  # kv heads
+    tiles: range
+    arguments: dict[str, Any]  # arguments of all kernels by tile
+    latent: bool  # whether v is the first part of k in memory, which is then read once
+    joined: bool  # whether dv is added to the first columns of dk
+
+
 class WideSteps(NamedTuple):
     """The functions that do the three steps of a wide backward."""
 
@@ -79,7 +90,8 @@ def token_backward(
         some, found = range(first_tile, min(first_tile + tiles_at_once, tiles)), None
         for first_head in range(0, kv_heads, heads_at_once):
             heads = range(first_head, min(first_head + heads_at_once, kv_heads))
-            rows, parts = tile_gradients(inputs, dq, plan, heads, some, shared | grads, latent, joined)
+            portion = Portion(plan, heads, some, shared | grads, latent, joined)
+            rows, parts = tile_gradients(inputs, dq, portion)
             if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
                 found = entries_of_keys(plan, heads, some, *k.shape[:2])
             _add(sums, rows, found, heads, parts, first_tile > 0)
@@ -135,14 +147,10 @@ def _parts_together(plan: TokenPlan) -> int:
 def narrow_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
-    latent: bool,
-    joined: bool,
+    portion: Portion,
 ) -> tuple[Tensor, int]:
     """Write dq of some tiles and kv heads; return their rows (dk, then dv) and the parts of a tile."""
+    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
     own, parts = plan.units // k.shape[1], plan.rows.parts
     width = plan.lists.shape[2] * plan.block_size
@@ -166,13 +174,10 @@ def write_scores(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: Tensor,
     ds: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
-    latent: bool,
+    portion: Portion,
 ) -> None:
     """Write p and ds (tiles * units * parts * rows, entries of a list) of some tiles and kv heads."""
+    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
     own = plan.units // k.shape[1]
     _token_scores_kernel[(len(tiles), len(heads) * own, plan.rows.parts)](
@@ -181,37 +186,33 @@ def write_scores(
         v,
         p_weights=weights,
         p_ds=ds,
-        LATENT=latent,
+        LATENT=portion.latent,
         first_tile=tiles.start,
         first_unit=heads.start * own,
         **arguments,
-        **wide_launches(q.itemsize, latent)[0].options,
+        **wide_launches(q.itemsize, portion.latent)[0].options,
     )
 
 
 def _wide_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
-    latent: bool,
-    joined: bool,
+    portion: Portion,
     steps: WideSteps,
 ) -> tuple[Tensor, int]:
     """Do what `narrow_rows` does, in the three steps of `wide.py`."""
+    plan, heads, tiles = portion.plan, portion.heads, portion.tiles
     q, k, v = inputs
     own, parts, rows = plan.units // k.shape[1], plan.rows.parts, plan.rows.rows
     width = plan.lists.shape[2] * plan.block_size
     units = len(heads) * own
     together = _parts_together(plan)
     weights, ds = (q.new_empty(len(tiles) * units * parts * rows, width) for _ in range(2))
-    steps.scores(inputs, weights, ds, plan, heads, tiles, arguments, latent)
-    steps.dq(inputs, dq, ds, plan, heads, tiles, arguments, together)
-    columns = q.shape[2] + (0 if joined else v.shape[2])
+    steps.scores(inputs, weights, ds, portion)
+    steps.dq(inputs, dq, ds, portion, together)
+    columns = q.shape[2] + (0 if portion.joined else v.shape[2])
     buffer = q.new_empty(len(tiles) * units * parts // together * width, columns)
-    steps.rows(inputs, (weights, ds), buffer, plan, heads, tiles, arguments, together, joined)
+    steps.rows(inputs, (weights, ds), buffer, portion, together)
     return buffer, parts // together
 
 
@@ -219,13 +220,11 @@ def write_dq(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
     ds: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
+    portion: Portion,
     together: int,
 ) -> None:
     """Write dq of some tiles and kv heads; a program multiplies `together` parts of a tile."""
+    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
     own = plan.units // k.shape[1]
     d_a, d_b = widths(q.shape[2])
@@ -252,17 +251,14 @@ def write_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     scores: tuple[Tensor, Tensor],
     buffer: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
+    portion: Portion,
     together: int,
-    joined: bool,
 ) -> None:
     """Write the rows of dk and dv of some tiles and kv heads; `scores` are p and ds."""
+    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, _ = inputs
     own = plan.units // k.shape[1]
-    by_key = wide_launches(q.itemsize, joined)[2]
+    by_key = wide_launches(q.itemsize, portion.joined)[2]
     chunks = -(-plan.lists.shape[2] * plan.block_size // by_key.block_n)
     only = ("q_strides", "do_strides", "E", *PLACE, *TILE)
     _token_rows_kernel[(len(tiles) * chunks, len(heads) * own, plan.rows.parts // together)](
@@ -274,7 +270,7 @@ def write_rows(
         chunks=chunks,
         BOTH=plan.rows.rows * together,
         BLOCK_D=16 if q.itemsize == 4 else 64,
-        LATENT=joined,
+        LATENT=portion.joined,
         first_tile=tiles.start,
         first_unit=heads.start * own,
         BLOCK_N=by_key.block_n,

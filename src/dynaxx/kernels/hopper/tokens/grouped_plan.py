@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens import plan as portable_plan
 from dynaxx.kernels.gpu.tokens.config import MOST_MARKS, TileRows
+from dynaxx.kernels.gpu.tokens.gradients import Portion
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.gpu.tokens.primitives import ListTables
 from dynaxx.kernels.hopper.support import DTYPES, GROUPED, GROUPED_DIM
@@ -113,17 +113,13 @@ def forward(
     return out, lse
 
 
-def write_rows(
+def narrow_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
-    latent: bool,
-    joined: bool,
+    portion: Portion,
 ) -> tuple[Tensor, int]:
     """Do what `gpu.tokens.gradients.narrow_rows` does, for a `GroupedPlan`."""
+    plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
     own = plan.units // k.shape[1]
     rows = q.new_empty(len(heads) * len(tiles) * own * plan.lists.shape[2], q.shape[2] + v.shape[2])

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens import operators as portable
-from dynaxx.kernels.gpu.tokens.gradients import WideSteps, write_dq, write_rows
+from dynaxx.kernels.gpu.tokens.gradients import Portion, WideSteps, write_dq, write_rows
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.hopper.tokens import grouped_plan, latent, latent_dq, latent_rows, latent_scores
 from dynaxx.kernels.hopper.tokens.gather import REST, ROWS, WIDE
@@ -85,7 +83,7 @@ def backward(
     if isinstance(plan, GroupedPlan):
         if softcap is None:
             dq, grads = portable.gradients(
-                do, dlse, (q, k, v), (out, lse), plan, (scale, None), False, grouped_plan.write_rows
+                do, dlse, (q, k, v), (out, lse), plan, (scale, None), False, grouped_plan.narrow_rows
             )
             return dq, grads[0], grads[1]
         plan = plan.portable(q, k, v)
@@ -148,12 +146,10 @@ def _write_dq(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
     ds: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
+    portion: Portion,
     together: int,
 ) -> None:
+    plan, tiles, arguments = portion.plan, portion.tiles, portion.arguments
     pairs = plan.rows.parts // 2
     _token_latent_dq_kernel[(2 * pairs * len(tiles),)](
         inputs[1],
@@ -178,13 +174,10 @@ def _write_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     scores: tuple[Tensor, Tensor],
     buffer: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
+    portion: Portion,
     together: int,
-    joined: bool,
 ) -> None:
+    plan, tiles, arguments = portion.plan, portion.tiles, portion.arguments
     pairs = plan.rows.parts // 2
     _token_latent_rows_kernel[(2 * pairs * len(tiles),)](
         inputs[0],
@@ -207,12 +200,9 @@ def _write_scores(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: Tensor,
     ds: Tensor,
-    plan: TokenPlan,
-    heads: range,
-    tiles: range,
-    arguments: dict[str, Any],
-    latent: bool,
+    portion: Portion,
 ) -> None:
+    plan, tiles, arguments = portion.plan, portion.tiles, portion.arguments
     q, k, _ = inputs
     only = ("p_do", "p_lse", "p_delta", "scale", "queries", "slots", "q_strides", "k_strides", "do_strides")
     _token_latent_scores_kernel[(len(tiles) * plan.rows.parts,)](
