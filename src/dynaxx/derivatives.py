@@ -30,7 +30,7 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autograd: requires_grad, backward") -> None:
-    """Raise NotImplementedError if `torch.func` or forward mode reaches an operation without rules for them."""
+    """Raise NotImplementedError if `torch.func`, forward mode or a tensor without memory reaches an operation."""
     if transforms_active():
         raise NotImplementedError(
             f"{name} has no rules for torch.func (grad, vjp, vmap), as `sparse_attention` has; {fix}"
@@ -41,6 +41,33 @@ def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autogr
             "torch.compile"
         )
     refuse_forward_mode(*tensors)
+    refuse_without_memory(name, *tensors)
+
+
+_NO_MEMORY = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def refuse_without_memory(name: str, *tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for tensors that stand for others, such as fake tensors: kernels would read address 0.
+
+    A tracer (`make_fx`) is refused too, because it would record the result of a kernel as a constant.
+    """
+    if torch.compiler.is_compiling():
+        return
+    stands = [type(x).__name__ for x in tensors if isinstance(x, Tensor) and _dispatches(x)]
+    if torch._C._len_torch_dispatch_stack():
+        modes = (torch._C._get_dispatch_mode(key) for key in _NO_MEMORY)
+        stands += [type(mode).__name__ for mode in modes if mode is not None]
+    if stands:
+        raise NotImplementedError(
+            f"{name} needs tensors with memory of their own, got {stands[0]}; call it outside of FakeTensorMode and "
+            "make_fx, and on the local part of a distributed tensor"
+        )
+
+
+def _dispatches(x: Tensor) -> bool:
+    """Return whether a subclass handles operations itself, and may have no memory."""
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def no_second_derivative() -> NotImplementedError:

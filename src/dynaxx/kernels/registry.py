@@ -14,6 +14,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from dynaxx.errors import UnsupportedInputError
@@ -37,6 +38,7 @@ from dynaxx.kernels.problem import (
     QueryScoresProblem,
     SelectionProblem,
 )
+from dynaxx.layout.host import never_traced
 
 P = TypeVar("P")  # type of problems
 K = TypeVar("K")  # type of kernels
@@ -62,7 +64,7 @@ class Operation(Generic[P, K]):
         Raises:
             ImportError: a dependency of the backend is not installed.
         """
-        return cast("K", _imported(self.backends[backend].kernels))
+        return cast("K", _never_traced_kernels(self.backends[backend].kernels))
 
     def reasons(self, backend: str, problem: P) -> list[str]:
         """Return the reasons why a backend cannot serve; if its import fails, that is the reason."""
@@ -114,6 +116,19 @@ def _import_once(name: str) -> Any:
         return error
 
 
+def _never_traced_kernels(name: str) -> Any:
+    """Return a module of kernels. `torch.compile` must not trace its functions, which pass addresses of tensors on."""
+    found = _imported(name)
+    if name not in _marked and not name.startswith("reference."):
+        for function in vars(found).values():
+            if isinstance(function, FunctionType) and function.__module__.startswith(PASS_ADDRESSES):
+                never_traced(function)
+        _marked.add(name)
+    return found
+
+
+PASS_ADDRESSES = tuple(f"dynaxx.kernels.{name}" for name in ("cpu", "gpu", "triton", "hopper"))
+_marked: set[str] = set()
 ATTENTION: Operation[AttentionProblem, AttentionKernels] = Operation(
     "attention",
     {

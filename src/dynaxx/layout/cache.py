@@ -9,7 +9,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dynaxx.layout.host import never_traced
 
 MOST_BYTES = 256 * 1024 * 1024
 MOST_VALUES = 128
@@ -56,13 +60,21 @@ class LayoutCache(Generic[P, T]):
         if kept is not None and [x._version for x in kept.tensors] == kept.versions:
             self._kept[key] = kept
             return kept.value
-        value = self._make(*args, **kwargs)
+        value = self._made(*args, **kwargs)
         tensors = tuple([x for x in _own_tensors(value) if not x.is_inference()])
         size = sum([x.nbytes for x in tensors])
         self._kept[key] = Kept(value, tensors, [x._version for x in tensors], size)
         self._size += size
         self._evict()
         return value
+
+    @never_traced  # compilers fail on its numpy
+    def _made(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return a new value, outside of modes such as FakeTensorMode, whose tensors later callers could not use."""
+        if not torch._C._len_torch_dispatch_stack():
+            return self._make(*args, **kwargs)
+        with _disable_current_modes():
+            return self._make(*args, **kwargs)
 
     @property
     def bytes(self) -> int:

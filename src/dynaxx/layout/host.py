@@ -32,6 +32,19 @@ def on_host(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def never_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that passes addresses of tensors to the core, so that `torch.compile` calls it as it is.
+
+    A compiler splits a traced function where it asks for an address. Tensors that are not used after that place are
+    then freed before the core reads them. `torch.compiler.disable` would do the same, but loads the compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # with what it calls
+    return function
+
+
 def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy integer arrays to a device as int32 tensors in one allocation, 16-byte aligned, in one asynchronous copy."""
     places, size = [], 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from dynaxx.core.library import present_library
 from dynaxx.core.status import OK
 from dynaxx.layout.grid import as_block_size
+from dynaxx.layout.host import never_traced
 from dynaxx.layout.masks import FULL, ElementMasks
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def check_values(layout: LayoutTensors) -> None:
         raise ValueError("`kv_indices` must not name a block twice in one row")
 
 
+@never_traced
 def _core_accepts(layout: LayoutTensors) -> bool:
     """Return whether the C++ core finds every value in range; False if it cannot be used. One pass, O(nnz)."""
     library = present_library() if layout.device.type == "cpu" else None

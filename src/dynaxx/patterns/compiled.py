@@ -12,12 +12,13 @@ from torch import Tensor
 from dynaxx.core.library import present_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.layout import BlockGrid
-from dynaxx.layout.host import dense_views
+from dynaxx.layout.host import dense_views, never_traced
 
 if TYPE_CHECKING:
     from dynaxx.patterns.base import Pattern
 
 
+@never_traced
 def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list[Tensor] | None:
     """Build the tensors of a layout, in the order that `build.on_device` lists them.
 

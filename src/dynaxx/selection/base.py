@@ -186,7 +186,7 @@ def _select(
     scale: float | None,
     memory_budget: int | None,
 ) -> BlockLayout:
-    refuse_transforms("`select_blocks`", fix="choose blocks outside the transformed function")
+    refuse_transforms("`select_blocks`", q, k, fix="choose blocks outside the transformed function")
     grid = selection_grid(q, k, block_size, causal)
     if memory_budget is None:
         memory_budget = GPU_MEMORY_BUDGET if q.is_cuda else MEMORY_BUDGET

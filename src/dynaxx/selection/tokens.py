@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.packed import CuSeqlens, host_lengths
@@ -79,6 +80,7 @@ class TopKTokens:
             ValueError: inputs that do not fit together.
         """
         check_queries_and_keys(q, k)
+        refuse_transforms("`TopKTokens.select`", q, k, fix="choose outside of the transformed function")
         scale = softmax_scale(scale, q.shape[-1])
         if q.ndim == 4:
             if cu_seqlens_q is not None or cu_seqlens_k is not None:

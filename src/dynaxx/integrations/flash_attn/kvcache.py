@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import refuse_transforms
 from dynaxx.integrations.flash_attn.arguments import check_window, refuse, softcap_of
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import looks_at_values
@@ -89,6 +90,7 @@ def flash_attn_with_kvcache(
         TypeError: see `flash_attn_func`.
     """
     refuse("flash_attn_with_kvcache", alibi_slopes=alibi_slopes)
+    refuse_transforms("`flash_attn_with_kvcache`", q, k_cache, v_cache)
     cap, (left, right) = softcap_of(softcap), check_window(window_size)
     if num_splits != 0:
         raise ValueError(f"`num_splits` must be 0, got {num_splits}: the kernel chooses the splits")

@@ -14,7 +14,7 @@ from dynaxx.kernels.cpu import gather
 from dynaxx.kernels.cpu.arguments import ELEMENTS, BackwardArgs, readable, strides
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 
 WAVE_TOKENS = 4096  # tokens per thread in a wave of short heads; with fewer, threads would wait at the end of a wave
 LOW_SHARE = 0.1  # upper bound for the memory of low halves of sums, as a share of all tensors
@@ -47,6 +47,7 @@ def attention_backward(
     return _core_backward(library, do, q, k, v, out, lse, dlse, layout, scale, softcap)
 
 
+@never_traced
 def _core_backward(
     library: CDLL,
     do: Tensor,

@@ -13,7 +13,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.threads import num_threads
 from dynaxx.layout.grid import BlockGrid
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 from dynaxx.layout.masks import causal_code_terms
 
 ALL = 2**31 - 1  # count of a row that takes every optional block
@@ -72,6 +72,7 @@ class ListBlocksArgs(Structure):
 
 
 @on_host
+@never_traced
 def best_blocks(
     q: Tensor, k: Tensor, counts: Tensor, optional: Tensor, grid: BlockGrid, tile: int, scale: float
 ) -> Tensor:
@@ -120,6 +121,7 @@ def best_blocks(
 
 
 @on_host
+@never_traced
 def listed_blocks(
     chosen: Tensor, pattern: tuple[Tensor, Tensor, Tensor] | None, grid: BlockGrid
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.threads import num_threads
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 
 
 class BlockScoreArgs(Structure):
@@ -56,6 +56,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 @on_host
+@never_traced
 def block_scores(queries: Tensor, k: Tensor, ends: Tensor, kv_block: int) -> Tensor:
     """Return the log of the sum over each kv block's visible keys of exp(query . key).
 
@@ -93,6 +94,7 @@ def block_scores(queries: Tensor, k: Tensor, ends: Tensor, kv_block: int) -> Ten
 
 
 @on_host
+@never_traced
 def mark_best(scores: Tensor, counts: Tensor) -> Tensor:
     """Return which scores (..., C) fp32 are among the best counts (...) int64 of their row, without -inf.
 

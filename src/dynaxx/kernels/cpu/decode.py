@@ -14,7 +14,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, address, readable, strides
 from dynaxx.kernels.problem import DecodeProblem
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 from dynaxx.layout.paging.exact_tokens import ExactTokens
 
@@ -127,6 +127,7 @@ def unsupported_reasons(problem: DecodeProblem) -> list[str]:
 
 
 @on_host
+@never_traced
 def attend_pages(
     q: Tensor,
     cache: PagedCache,
@@ -168,6 +169,7 @@ def attend_pages(
 
 
 @on_host
+@never_traced
 def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, None]:
@@ -213,6 +215,7 @@ def select_and_attend(
     return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
+@never_traced
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
     """Write summaries, like `kernels.reference.decode`."""
     arguments, _kept = _cache_args(cache)

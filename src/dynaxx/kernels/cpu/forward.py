@@ -14,6 +14,7 @@ from dynaxx.kernels.cpu import gather
 from dynaxx.kernels.cpu.arguments import forward_args, readable
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import never_traced
 
 
 def attention_forward(
@@ -42,6 +43,7 @@ def attention_forward(
     return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap, sinks, out)
 
 
+@never_traced
 def _core_forward(
     library: CDLL,
     q: Tensor,

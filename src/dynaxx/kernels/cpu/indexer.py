@@ -16,7 +16,7 @@ from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.problem import IndexerProblem
 from dynaxx.kernels.reference import indexer as reference
 from dynaxx.kernels.rounding import to_fp8, to_int8
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 from dynaxx.layout.tokens import TokenSpans
 
 __all__ = ["best_scores", "index_tokens", "to_fp8", "to_int8", "unsupported_reasons"]
@@ -51,6 +51,7 @@ def unsupported_reasons(problem: IndexerProblem) -> list[str]:
 
 
 @on_host
+@never_traced
 def index_tokens(
     q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int
 ) -> Tensor:
@@ -99,6 +100,7 @@ def _by_chunks(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, sp
 
 
 @on_host
+@never_traced
 def best_scores(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
     """Return indices of the best `slots` of the first counts (rows,) scores (rows, width) fp32: ascending, then -1.
 

@@ -16,7 +16,7 @@ from dynaxx.core.status import BAD_INPUT, raise_for_status
 from dynaxx.kernels.cpu.arguments import WorkPlan
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 
 PANEL = 16  # queries per panel, equal to that in core/source/vec.h
 MAX_RUNS = 8  # equal to that in core/source/plan.h
@@ -29,6 +29,7 @@ class LayoutPlan:
         ValueError: an index or offset of the layout is out of range.
     """
 
+    @never_traced
     def __init__(self, layout: BlockLayout, library: CDLL, rows_are_keys: bool) -> None:
         if rows_are_keys:
             by_key = layout.transposed
@@ -72,6 +73,7 @@ def plan_of(layout: BlockLayout, library: CDLL, *, rows_are_keys: bool = False) 
     return plan
 
 
+@never_traced
 def check_plan(
     indptr: Tensor, num_partial: Tensor, indices: Tensor, masks: Tensor, visited: int, num_masks: int, library: CDLL
 ) -> None:
@@ -91,6 +93,7 @@ def check_plan(
     raise_for_status(code)
 
 
+@never_traced
 def row_order(indptr: Tensor, library: CDLL) -> Tensor:
     """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first: (batch, heads, rows) int32."""
     batch, heads, ends = indptr.shape
@@ -99,6 +102,7 @@ def row_order(indptr: Tensor, library: CDLL) -> Tensor:
     return order
 
 
+@never_traced
 def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: CDLL) -> Tensor:
     """Count for each entry of a (batch, heads, rows + 1) CSR how many earlier rows visit the same block."""
     batch, heads, ends = indptr.shape
@@ -116,6 +120,7 @@ def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: C
     return ranks
 
 
+@never_traced
 def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False) -> tuple[Tensor, Tensor]:
     """Return the element masks per panel of the rows' side: bits for each visited token, and runs of visible tokens.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.cpu.decode import CacheArgs, _cache_args, _exact_args, _library
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 from dynaxx.layout.paging import PagedCache
 
 
@@ -46,6 +46,7 @@ class TokenDecodeArgs(Structure):
 
 
 @on_host
+@never_traced
 def attend_tokens(
     q: Tensor,
     cache: PagedCache,

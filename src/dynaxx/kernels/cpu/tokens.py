@@ -17,7 +17,7 @@ from torch import Tensor
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 from dynaxx.layout.tokens import TokenSpans
 
 latent_backward = None
@@ -95,6 +95,7 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
 
 
 @on_host
+@never_traced
 def forward(
     q: Tensor,
     k: Tensor,
@@ -119,6 +120,7 @@ def forward(
 
 
 @on_host
+@never_traced
 def backward(
     do: Tensor,
     dlse: Tensor,
@@ -161,6 +163,7 @@ def backward(
     return narrow(dq, q), narrow(dk.transpose(0, 1), k), narrow(dv.transpose(0, 1), v)
 
 
+@never_traced
 def check_rows(block_indices: Tensor, limits: Tensor) -> tuple[int, int] | None:
     """Check contiguous block indices (T, Hs, n) int32 on the CPU in one pass; return None without a core.
 

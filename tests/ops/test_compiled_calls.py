@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions without an op of their own under torch.compile, and tensors without memory: right, or refused in words."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dynaxx as dx
+
+SEQLEN = 100
+SIZES = dx.NsaSizes(8, 4, 16, 3, 1, 1, 24)
+CHOICE = dx.TopKTokens(8)
+
+
+def inputs():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, SEQLEN, heads, 16) for heads in (4, 2, 2))
+    index = torch.randn(1, SEQLEN, 3, 8), torch.randn(1, SEQLEN, 8), torch.randn(1, SEQLEN, 3)
+    return q, k, v, *index
+
+
+def last(x):
+    return x[:, -1:].contiguous()
+
+
+def selected(size):
+    blocks = torch.randint(0, SEQLEN // 16, (1, SEQLEN, 2, 1), generator=torch.Generator().manual_seed(1))
+    return lambda q, k, v, *_: dx.selected_attention(q, k, v, blocks, block_size=size)
+
+
+CALLS = {
+    "TopKTokens": lambda q, k, *_: CHOICE.select(q, k),
+    "index_tokens": lambda q, k, v, *index: dx.index_tokens(*index, CHOICE),
+    "index_loss": lambda q, k, v, *index: dx.index_loss(*index, q, k).loss,
+    "select_blocks": lambda q, k, *_: dx.select_blocks(q, k, dx.Sink(1) | dx.TopK(2), block_size=16).kv_indices,
+    "selected blocks": selected(16),
+    "selected tokens": selected(1),
+    "native": lambda q, k, v, *_: dx.native_sparse_attention(
+        q, k, v, (dx.compress(k, SIZES), dx.compress(v, SIZES)), torch.ones(1, SEQLEN, 4, 3), SIZES
+    ),
+    "decode": lambda q, k, v, *_: dx.sparse_decode(
+        last(q), dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16)), dx.PageBudget(2)
+    ),
+    "kvcache": lambda q, k, v, *_: dx.flash_attn_with_kvcache(last(q), k[:, :96].contiguous(), v[:, :96].contiguous()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_compiled_call_gives_what_an_eager_one_gives(name):
+    """The compiler must not split a function between taking a tensor's address and the call that reads it."""
+    torch._dynamo.reset()
+    found = torch.compile(CALLS[name], backend="aot_eager")(*inputs())
+    torch.testing.assert_close(found, CALLS[name](*inputs()), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "kvcache"])
+def test_tensors_without_memory_are_refused(name):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for given in ([mode.from_tensor(x) for x in inputs()], inputs()):
+            with pytest.raises(NotImplementedError, match="needs tensors with memory of their own, got FakeTensor"):
+                CALLS[name](*given)
+    with pytest.raises(NotImplementedError, match="needs tensors with memory of their own, got ProxyTorchDispatchMode"):
+        make_fx(CALLS[name])(*inputs())
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda call: torch.func.grad(lambda *x: call(*x).sum())])
+@pytest.mark.parametrize("name", ["TopKTokens", "index_tokens", "kvcache"])
+def test_transforms_are_refused(name, transform):
+    given = [x[None] for x in inputs()] if transform is torch.func.vmap else inputs()
+    with pytest.raises(NotImplementedError, match="has no rules for torch"):
+        transform(CALLS[name])(*given)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layouts_that_are_cached_under_a_mode_are_real():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        dx.SlidingWindow(9).layout(77, block_size=16)
+        dx.nsa_spans(SIZES, (0, 77))
+    assert type(dx.SlidingWindow(9).layout(77, block_size=16).kv_indices) is torch.Tensor
+    assert type(dx.nsa_spans(SIZES, (0, 77)).last_key) is torch.Tensor
