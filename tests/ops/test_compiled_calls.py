@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynaxx as dx
+from interpreter import DEVICE
 
 SEQLEN = 100
 SIZES = dx.NsaSizes(8, 4, 16, 3, 1, 1, 24)
@@ -17,7 +18,7 @@ def inputs():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, SEQLEN, heads, 16) for heads in (4, 2, 2))
     index = torch.randn(1, SEQLEN, 3, 8), torch.randn(1, SEQLEN, 8), torch.randn(1, SEQLEN, 3)
-    return q, k, v, *index
+    return tuple(x.to(DEVICE) for x in (q, k, v, *index))
 
 
 def last(x):
@@ -25,7 +26,7 @@ def last(x):
 
 
 def selected(size):
-    blocks = torch.randint(0, SEQLEN // 16, (1, SEQLEN, 2, 1), generator=torch.Generator().manual_seed(1))
+    blocks = torch.randint(0, SEQLEN // 16, (1, SEQLEN, 2, 1), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     return lambda q, k, v, *_: dx.selected_attention(q, k, v, blocks, block_size=size)
 
 
@@ -37,7 +38,7 @@ CALLS = {
     "selected blocks": selected(16),
     "selected tokens": selected(1),
     "native": lambda q, k, v, *_: dx.native_sparse_attention(
-        q, k, v, (dx.compress(k, SIZES), dx.compress(v, SIZES)), torch.ones(1, SEQLEN, 4, 3), SIZES
+        q, k, v, (dx.compress(k, SIZES), dx.compress(v, SIZES)), torch.ones(1, SEQLEN, 4, 3, device=DEVICE), SIZES
     ),
     "decode": lambda q, k, v, *_: dx.sparse_decode(
         last(q), dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16)), dx.PageBudget(2)
