@@ -22,9 +22,10 @@ from dynaxx.kernels.triton.decode.forward import _decode_fwd_kernel
 from dynaxx.kernels.triton.decode.merge import _decode_merge_kernel
 from dynaxx.kernels.triton.decode.pages import (
     PageTable,
+    cache_arguments,
+    exact_slots,
     first_visible,
     physical_pages,
-    scale_strides_of,
     table_arguments,
 )
 from dynaxx.kernels.triton.decode.pages import summarize_pages as _summarize_pages
@@ -174,7 +175,7 @@ def _attend(
     if counts is None:
         block_indices, counts = _listed(cache, block_indices, seqlen_q, left)
     programs = config.programs_of(cache, lists, lists * slots)
-    parts = programs + (1 + (_exact_slots(cache) > 0)) * lists
+    parts = programs + (1 + (exact_slots(cache) > 0)) * lists
     acc = q.new_empty(parts, rows, cache.head_dim_v, dtype=torch.float32)
     state = q.new_empty(parts, rows, 2, dtype=torch.float32)
     block_m = max(8, min(config.MOST_ROWS, triton.next_power_of_2(rows)))
@@ -213,39 +214,21 @@ def _attend(
     return out, lse
 
 
-def _exact_slots(cache: PagedCache) -> int:
-    return 0 if cache.exact is None else cache.exact.k.shape[1]
-
-
 def _cache_arguments(cache: PagedCache, dtype: torch.dtype, unused: Tensor) -> dict[str, Any]:
     """Return the kernel arguments that follow from a cache and a dtype of queries; `unused` is for unread pointers."""
-    scaled, exact = cache.k_scale is not None, _exact_slots(cache)
-    half = scaled and dtype != torch.float32
+    half = cache.k_scale is not None and dtype != torch.float32
     pairs = half and config.reads_pairs(cache)
     v = cache.v.view(torch.int16) if pairs else cache.v
     return {
-        **table_arguments(cache),
+        **cache_arguments(cache, unused),
         "p_v": v,
-        "p_k_scale": cache.k_scale if scaled else unused,
-        "p_v_scale": cache.v_scale if scaled else unused,
-        "p_exact_k": unused if cache.exact is None else cache.exact.k,
-        "p_exact_v": unused if cache.exact is None else cache.exact.v,
-        "k_strides": cache.strides(cache.k),
         "v_strides": cache.strides(v),
-        "k_scale_strides": scale_strides_of(cache, cache.k_scale),
-        "v_scale_strides": scale_strides_of(cache, cache.v_scale),
-        "SCALED": scaled,
         "PAIRS": pairs,
         "HALF": half,
-        "EXACT": exact,
-        "SINKS": 0 if cache.exact is None else cache.exact.sinks,
-        "PAGE": cache.page_size,
-        "D": cache.head_dim,
-        "E": cache.head_dim_v,
         "BLOCK_D": padded(cache.head_dim),
         "BLOCK_E": padded(cache.head_dim_v),
         "BLOCK_N": config.keys_per_tile(cache, dtype),
-        "BLOCK_X": max(16, triton.next_power_of_2(exact)),
+        "BLOCK_X": max(16, triton.next_power_of_2(exact_slots(cache))),
     }
 
 
@@ -290,7 +273,7 @@ def _merge(
         lists=lists,
         num_programs=programs,
         scale=scale,
-        EXACT=_exact_slots(cache) > 0,
+        EXACT=exact_slots(cache) > 0,
         HAS_SINKS=sink_logits is not None,
         E=cache.head_dim_v,
         BLOCK_E=padded(cache.head_dim_v),

@@ -247,3 +247,34 @@ def row_strides(of: PageStrides) -> RowStrides:
 def scale_strides_of(cache: PagedCache, scale: Tensor | None) -> RowStrides:
     """Return the strides of a scale; zeros without a scale."""
     return RowStrides(0, 0, 0) if scale is None else row_strides(cache.scale_strides(scale))
+
+
+def cache_arguments(cache: PagedCache, unused: Tensor) -> dict[str, object]:
+    """Return what kernels that attend to a cache read of it, under their parameter names; without k and v.
+
+    Args:
+        cache: the cache.
+        unused: any tensor, for the pointers that no kernel reads because the cache has no such tensor.
+    """
+    scaled, exact = cache.k_scale is not None, cache.exact
+    return {
+        **table_arguments(cache),
+        "p_k_scale": cache.k_scale if scaled else unused,
+        "p_v_scale": cache.v_scale if scaled else unused,
+        "p_exact_k": unused if exact is None else exact.k,
+        "p_exact_v": unused if exact is None else exact.v,
+        "k_strides": cache.strides(cache.k),
+        "k_scale_strides": scale_strides_of(cache, cache.k_scale),
+        "v_scale_strides": scale_strides_of(cache, cache.v_scale),
+        "SCALED": scaled,
+        "EXACT": exact_slots(cache),
+        "SINKS": 0 if exact is None else exact.sinks,
+        "PAGE": cache.page_size,
+        "D": cache.head_dim,
+        "E": cache.head_dim_v,
+    }
+
+
+def exact_slots(cache: PagedCache) -> int:
+    """Return the number of exact tokens that a sequence of an 8-bit cache has memory for; 0 without any."""
+    return 0 if cache.exact is None else cache.exact.k.shape[1]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from dynaxx.kernels.gpu.device import padded, power_of_two, processors
 from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.tokens.config import WIDE, widths
-from dynaxx.kernels.triton.decode.pages import scale_strides_of, table_arguments
+from dynaxx.kernels.triton.decode.pages import cache_arguments
 from dynaxx.kernels.triton.tokens.decode import _token_decode_kernel, _token_merge_kernel
 from dynaxx.layout.paging import PagedCache
 
@@ -51,66 +53,46 @@ def _attend(
     lse = q.new_empty(batch, q_heads, seqlen_q, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    scaled = cache.k_scale is not None
-    if not scaled:
+    if cache.k_scale is None:
         q = q.to(torch.promote_types(q.dtype, cache.k.dtype))
     q, chosen = unit_stride(q), block_indices.contiguous()
     select_heads, slots = chosen.shape[2:]
     units = max(select_heads, kv_heads)
     group_size = q_heads // units
-    wide, fp32 = max(dim, dim_v) > WIDE, q.dtype == torch.float32
-    part = max(16, min(16 if fp32 else 64, power_of_two(group_size)))
-    parts = -(-group_size // part)
-    block_n = 16 if wide and fp32 else 64 if latent or (not wide and not fp32) else 32
-    programs = batch * seqlen_q * units * parts
-    pieces = PROGRAMS_PER_PROCESSOR * processors(q.device) // programs
-    pieces = max(1, min(pieces, MOST_PIECES, -(-slots * block_size // block_n)))
-    acc = q.new_empty(batch * seqlen_q, q_heads, pieces, dim_v, dtype=torch.float32)
-    state = q.new_empty(batch * seqlen_q, q_heads, pieces, 2, dtype=torch.float32)
+    tiles = _tiles(q, cache, units, slots * block_size, latent)
+    acc = q.new_empty(batch * seqlen_q, q_heads, tiles.pieces, dim_v, dtype=torch.float32)
+    state = q.new_empty(batch * seqlen_q, q_heads, tiles.pieces, 2, dtype=torch.float32)
     (d_a, d_b), (e_a, e_b) = widths(dim), widths(dim_v)
-    _token_decode_kernel[(batch * seqlen_q, units, parts * pieces)](
+    _token_decode_kernel[(batch * seqlen_q, units, tiles.parts * tiles.pieces)](
         q,
         cache.k,
         cache.v,
-        acc,
-        state,
-        chosen,
-        cache.k_scale if scaled else state,
-        cache.v_scale if scaled else state,
-        state if cache.exact is None else cache.exact.k,
-        state if cache.exact is None else cache.exact.v,
-        **table_arguments(cache),
+        p_acc=acc,
+        p_state=state,
+        p_chosen=chosen,
+        **cache_arguments(cache, state),
+        v_strides=cache.strides(cache.v),
         seqlen_q=seqlen_q,
         units=units,
         select_heads=select_heads,
         kv_heads=kv_heads,
         slots=slots,
         group_size=group_size,
-        pieces=pieces,
+        pieces=tiles.pieces,
         scale=scale,
         softcap=softcap or 1.0,
         q_strides=strides_of(q),
-        k_strides=cache.strides(cache.k),
-        v_strides=cache.strides(cache.v),
-        k_scale_strides=scale_strides_of(cache, cache.k_scale),
-        v_scale_strides=scale_strides_of(cache, cache.v_scale),
-        SCALED=scaled,
-        EXACT=0 if cache.exact is None else cache.exact.k.shape[1],
-        SINKS=0 if cache.exact is None else cache.exact.sinks,
         LATENT=latent,
-        PAGE=cache.page_size,
-        D=dim,
-        E=dim_v,
         D_A=d_a,
         D_B=d_b,
         E_A=e_a,
         E_B=e_b,
         GRAIN=block_size,
-        PART=part,
-        BLOCK_N=block_n,
+        PART=tiles.part,
+        BLOCK_N=tiles.block_n,
         CAPPED=softcap is not None,
-        num_warps=8 if wide else 4,
-        num_stages=1 if fp32 or scaled else 4 if cache.is_paged else 3,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     _token_merge_kernel[(batch * seqlen_q, q_heads)](
         acc,
@@ -120,14 +102,39 @@ def _attend(
         state if sinks is None else sinks.contiguous(),
         seqlen_q=seqlen_q,
         q_heads=q_heads,
-        pieces=pieces,
+        pieces=tiles.pieces,
         E=dim_v,
         BLOCK_E=padded(dim_v),
-        BLOCK_P=power_of_two(pieces),
+        BLOCK_P=power_of_two(tiles.pieces),
         HAS_SINKS=sinks is not None,
         num_warps=4,
     )
     return out, lse
+
+
+class StepTiles(NamedTuple):
+    """Sizes of a step: q heads and keys per tile, and the pieces into which each list is cut."""
+
+    part: int  # q heads of a unit that a program processes
+    parts: int  # programs per unit and piece
+    pieces: int  # pieces of a list
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(q: Tensor, cache: PagedCache, units: int, keys: int, latent: bool) -> StepTiles:
+    """Return the sizes for q (batch, seqlen_q, q_heads, head_dim) and lists of `keys` keys, one list per unit."""
+    batch, seqlen_q, q_heads, dim = q.shape
+    wide, fp32 = max(dim, cache.head_dim_v) > WIDE, q.dtype == torch.float32
+    group_size = q_heads // units
+    part = max(16, min(16 if fp32 else 64, power_of_two(group_size)))
+    parts = -(-group_size // part)
+    block_n = 16 if wide and fp32 else 64 if latent or (not wide and not fp32) else 32
+    pieces = PROGRAMS_PER_PROCESSOR * processors(q.device) // (batch * seqlen_q * units * parts)
+    pieces = max(1, min(pieces, MOST_PIECES, -(-keys // block_n)))
+    stages = 1 if fp32 or cache.k_scale is not None else 4 if cache.is_paged else 3
+    return StepTiles(part, parts, pieces, block_n, 8 if wide else 4, stages)
 
 
 def shares_memory(cache: PagedCache) -> bool:
