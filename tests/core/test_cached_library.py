@@ -47,7 +47,7 @@ def test_an_own_library_is_loaded(cache):
 
 
 @pytest.mark.parametrize("who", ["library", "folder"])
-def test_what_others_can_write_is_not_loaded(cache, who):
+def test_libraries_that_others_can_write_are_not_loaded(cache, who):
     library, say = cache
     (library if who == "library" else library.parent).chmod(0o777)
     found = say()
@@ -57,7 +57,7 @@ def test_what_others_can_write_is_not_loaded(cache, who):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("who", ["library", "folder", "digest"])
-def test_what_others_own_is_not_loaded(cache, who):
+def test_libraries_that_others_own_are_not_loaded(cache, who):
     library, say = cache
     paths = {"library": library, "folder": library.parent, "digest": cached_library.digest_path(library)}
     os.chown(paths[who], 65534, 65534)

@@ -88,7 +88,7 @@ def test_a_window_is_split_into_runs_and_exchanges_its_halo():
         (lambda: dxd.sparse_attention(*[torch.zeros(1, 8, 1, 8)] * 3, dx.Causal().layout(8), "mesh"), "`mesh`"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, says):
+def test_inputs_that_do_not_fit_are_refused(make, says):
     with pytest.raises((ValueError, TypeError), match=says):
         make()
 

@@ -88,7 +88,7 @@ def planted(problem, visible, name):
 
 
 @pytest.mark.parametrize("name", ["a pair lost", "a pair too many", "a scale off by 1e-3", "no gradient of lse"])
-def test_what_is_wrong_is_found(name):
+def test_wrong_results_exceed_their_budget(name):
     tried = 0
     for seed in range(700_000, 700_040):
         problem = random_problem(seed, dtype=torch.float32)
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_found(name):
     assert tried > 15
 
 
-def test_what_is_right_is_not():
+def test_right_results_stay_within_their_budget():
     """The formula with head_dim reversed, so that sums run in another order, stays within the budgets."""
     for seed in range(700_000, 700_040):
         problem = random_problem(seed)

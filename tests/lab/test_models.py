@@ -50,7 +50,7 @@ def test_a_folder_loads(tiny):
         ("broken.gguf", "is not a GGUF that transformers can read"),
     ],
 )
-def test_what_is_no_model_is_refused_with_a_fix(tmp_path, monkeypatch, cache, name, message):
+def test_invalid_models_are_refused_with_a_fix(tmp_path, monkeypatch, cache, name, message):
     monkeypatch.chdir(tmp_path)
     Path("weights.bin").write_bytes(b"x")
     Path("broken.gguf").write_bytes(b"GGUF" + bytes(100))
@@ -266,7 +266,7 @@ def test_a_folder_that_takes_no_files_is_found_out_before(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_killed_write_left_goes_with_a_later_one(tmp_path):
+def test_a_later_write_removes_the_rest_of_a_killed_one(tmp_path):
     path = files.write_text(tmp_path / "a[1].json", "0")
     old, young, other = (
         tmp_path / name for name in (".a[1].json.1.00.tmp", ".a[1].json.2.00.tmp", ".a1.json.1.00.tmp")
@@ -280,7 +280,7 @@ def test_what_a_killed_write_left_goes_with_a_later_one(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "{", b"\xff"])
-def test_what_is_not_json_is_named(tmp_path, content):
+def test_files_that_are_not_json_are_named(tmp_path, content):
     path = tmp_path / "a.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

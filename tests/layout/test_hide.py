@@ -48,7 +48,7 @@ def test_nothing_hidden_is_the_layout_itself_and_equal_rows_share_one():
 @pytest.mark.parametrize(
     "visible", [torch.ones(2, 69, dtype=torch.bool), torch.ones(70, dtype=torch.bool), torch.ones(2, 70)]
 )
-def test_what_does_not_fit_is_refused(visible):
+def test_masks_that_do_not_fit_are_refused(visible):
     with pytest.raises(ValueError, match="`visible` must be bool"):
         hide_keys(dx.SlidingWindow(9).layout(70, block_size=16), visible)
 

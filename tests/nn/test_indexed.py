@@ -152,7 +152,7 @@ def test_threads_that_share_a_module_use_their_own_indexers_output():
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-def test_what_is_no_input_is_refused_before_the_indexer_reads_it():
+def test_invalid_inputs_are_refused_before_the_indexer_reads_them():
     with pytest.raises(ValueError, match="hidden_size = 48"):
         module()(torch.randn(2, 9, 47))
     with pytest.raises(TypeError, match="floating-point"):

@@ -127,7 +127,7 @@ def test_a_folder_that_takes_no_files_is_refused_before_training(example, tmp_pa
             example.run(example.arguments([*COMMAND, "--out", str(out)]))
 
 
-def test_what_is_not_finite_stops_and_leaves_the_checkpoint(example, tmp_path):
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(example, tmp_path):
     out = ["--out", str(tmp_path)]
     with pytest.raises(SystemExit, match="gradients of dense: nan"):
         example.run(example.arguments([*COMMAND, *out, "--lr", "1e30", "--save-every", "0"]))

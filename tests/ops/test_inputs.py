@@ -69,7 +69,7 @@ def test_a_compiled_call_refuses_them_too():
         (lambda q, k, v: (q[0], k[0], v[0]), ValueError, "`q` must be .batch, seqlen, heads, head_dim."),
     ],
 )
-def test_what_is_no_input_is_refused(change, error, message):
+def test_invalid_inputs_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         dx.sparse_attention(*change(*inputs()), dx.SlidingWindow(16).layout(64, block_size=16))
 

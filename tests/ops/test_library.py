@@ -188,7 +188,7 @@ def test_a_dispatch_mode_sees_the_op():
         torch.testing.assert_close(a, b)
 
 
-def test_what_was_checked_once_is_not_taken_for_what_was_not():
+def test_a_call_that_passed_its_checks_does_not_vouch_for_other_calls():
     layout = dx.Causal().layout(64, block_size=16)
     q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
     first = dx.sparse_attention(q, k, v, layout)

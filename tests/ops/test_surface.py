@@ -332,6 +332,6 @@ def test_an_error_of_a_function_itself_stays_as_it_is():
     assert caught.value.__cause__ is None
 
 
-def test_what_is_missing_is_said_by_python():
+def test_missing_arguments_raise_pythons_own_error():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'layout'"):
         dx.sparse_attention(*qkv())

@@ -123,7 +123,7 @@ def test_a_traced_call_computes(trace):
     close(traced(q, k, v), sdpa(q, k, v))
 
 
-def test_what_has_no_rules_says_so():
+def test_operations_without_rules_refuse_transforms():
     q, k, v = inputs(3)
     with pytest.raises(NotImplementedError, match="`select_blocks` has no rules for torch"):
         vmap(lambda q, k: dx.select_blocks(q, k, dx.TopK(2)).nnz)(q, k)

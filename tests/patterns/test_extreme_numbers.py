@@ -111,7 +111,7 @@ def test_ranks_by_sorting_are_ranks_one_by_one(monkeypatch):
         lambda n: Compressed(32, 16, n * 10**6),
     ],
 )
-def test_what_would_hang_or_fill_the_memory_is_refused(make):
+def test_sizes_that_would_hang_or_fill_the_memory_are_refused(make):
     with pytest.raises(ValueError, match="must be"):
         make(10**9)
 

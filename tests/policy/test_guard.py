@@ -57,7 +57,7 @@ def serve(model, handle, times, seqlen=100):
 
 @pytest.mark.parametrize("lengths", [(100, 100), (33, 130), (16, 16)])
 @pytest.mark.parametrize("given", [False, True])
-def test_what_is_measured_is_what_the_oracle_says(lengths, given):
+def test_measurements_equal_those_of_the_oracle(lengths, given):
     q, k, v = make_qkv(1, *lengths, 6, 2, 16, seed=2)
     layout = dx.select_blocks(q, k, dx.SlidingWindow(9) | dx.TopK(0.3), block_size=16)
     at = [0, lengths[0] // 2, lengths[0] - 1]

@@ -114,7 +114,7 @@ def test_a_follower_survives_a_pipe_and_takes_the_next_policy(tmp_path, caplog):
     assert taken == [POLICY]
 
 
-def test_what_is_logged_of_a_policy_holds_no_control_characters(tmp_path, caplog):
+def test_logged_text_of_a_policy_has_no_control_characters(tmp_path, caplog):
     evil = "\x1b]0;owned\x07\nERROR all is well \u202e"
     path = tmp_path / "policy.json"
     follower = PolicyFollower(path, lambda policy: True)

@@ -187,7 +187,7 @@ def test_a_wrong_field_is_named_with_its_fix(path, value, message, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\x00", "{" * 100_000, '{"format": 1, "format": 2}'])
-def test_what_is_no_policy_is_refused(text):
+def test_invalid_policies_are_refused(text):
     with pytest.raises(dx.PolicyError):
         parse_policy(text)
     with pytest.raises(dx.PolicyError):

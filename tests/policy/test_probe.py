@@ -184,7 +184,7 @@ class LateClock:
         pass
 
 
-def test_what_the_device_has_not_done_is_read_later(telemetry, monkeypatch):
+def test_unfinished_work_of_the_device_is_read_later(telemetry, monkeypatch):
     monkeypatch.setattr(probe_module, "clock_of", lambda device: LateClock())
     monkeypatch.setattr(LateClock, "arrived", False)
     probe = Probe(sample_rate=1.0, spacing=0.0)

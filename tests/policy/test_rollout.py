@@ -74,7 +74,7 @@ def test_rows_share_the_requests_of_a_batch():
         pass
 
 
-def test_what_a_request_says_stays_in_its_thread_or_task():
+def test_a_declared_request_stays_in_its_thread_or_task():
     seen = []
     with request("a"):
         thread = threading.Thread(target=lambda: seen.append(current_request()))

@@ -92,7 +92,7 @@ def test_one_plan_serves_all_steps_of_a_captured_graph(never_waits):
         torch.testing.assert_close(out, wanted(), atol=2e-5, rtol=2e-5)
 
 
-def test_what_is_refused():
+def test_lengths_outside_the_plan_are_refused():
     with pytest.raises(ValueError, match="`max_seqlen` and `seqlen_q` must be at least 1, got 0 and 1"):
         dx.PagePlan.of(RULES[0], 0)
     plan = dx.PagePlan.of(RULES[0], 100, page_size=64)

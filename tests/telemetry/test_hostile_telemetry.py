@@ -183,7 +183,7 @@ def test_loopback_addresses_go_through_no_proxy(monkeypatch, telemetry):
             assert read_endpoint(f"http://{host}:{server.port}/metrics").gauge("dynaxx_guard_level") == 2
 
 
-def test_what_is_loopback():
+def test_loopback_addresses():
     for host in (
         "127.0.0.1",
         "127.8.9.1",

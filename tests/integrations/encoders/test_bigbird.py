@@ -162,7 +162,7 @@ def test_a_short_sequence_turns_the_model_dense_and_dynaxx_stays():
     torch.testing.assert_close(hidden(model, long), ours, atol=2e-5, rtol=1e-4)
 
 
-def test_what_is_applied_comes_off():
+def test_replaced_modules_are_restored():
     model = bigbird("BigBirdForQuestionAnswering")
     modules, names = list(model.modules()), list(model.state_dict())
     with dx.apply(model):
@@ -191,7 +191,7 @@ def test_attention_weights_come_from_transformers(attention_type, by_config):
         assert torch.equal(a, b)
 
 
-def test_what_the_kernels_do_not_serve_is_counted():
+def test_unserved_calls_are_counted():
     model, inputs = bigbird(attention_type="original_full", attention_probs_dropout_prob=0.5).train(), inputs_of(40)
     with dx.apply(model) as handle:
         model(**inputs)

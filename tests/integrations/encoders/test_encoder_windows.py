@@ -100,7 +100,7 @@ def test_a_window_leaves_layers_with_their_own_alone():
         torch.testing.assert_close(wide, model(**arguments).last_hidden_state, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_refused():
+def test_unserved_windows_are_refused():
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                                       num_attention_heads=4)  # fmt: skip
     llama = transformers.LlamaForCausalLM(config)

@@ -211,7 +211,7 @@ def test_a_mask_written_to_is_read_again():
     torch.testing.assert_close(run(), ours, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_applied_shares_everything_and_comes_off():
+def test_replaced_modules_share_everything_and_are_restored():
     model = longformer("LongformerForSequenceClassification", num_labels=3)
     modules, parameters, names = list(model.modules()), list(model.parameters()), list(model.state_dict())
     with apply_to_encoder(model) as handle:

@@ -206,7 +206,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED, ids=[str(*x[0]) for x in REFUSED])
-def test_what_is_refused(given, said):
+def test_unserved_arguments_are_refused(given, said):
     q = draw(1, 32, 4, 16)
     ends = [0, 32]
     with pytest.raises((ValueError, TypeError), match=said):
@@ -218,7 +218,7 @@ def test_what_is_refused(given, said):
             flash_attn_with_kvcache(q, q, q, **given)
 
 
-def test_what_else_is_refused():
+def test_invalid_arguments_are_refused():
     q, ends, table = draw(1, 32, 4, 16), [0, 32], torch.zeros(1, 1, dtype=torch.int32)
     cos = torch.ones(64, 4)
     with pytest.raises(dx.UnsupportedInputError, match="flash_attn_with_kvcache"):

@@ -38,7 +38,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path):
         (json.dumps({**WHOLE, "sparse_from": 1e99}), "`sparse_from` in .* must be of type int"),
     ],
 )
-def test_what_is_no_manifest_is_refused(text, message, tmp_path):
+def test_invalid_manifests_are_refused(text, message, tmp_path):
     (tmp_path / "dynaxx.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read(tmp_path)

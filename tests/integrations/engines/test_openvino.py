@@ -164,7 +164,7 @@ def test_the_kill_switch_and_failures_run_dense(monkeypatch: pytest.MonkeyPatch)
     assert handle.stats["dense_calls"]["kernel failed"] == 2
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_unserved_models_are_refused() -> None:
     from dynaxx.integrations.openvino import insert_policy, to_openvino
 
     model = tiny()

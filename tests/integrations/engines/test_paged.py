@@ -483,7 +483,7 @@ def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
         ({"policy": policy_of(guard={}), "parallel_config__tensor_parallel_size": 2}, "`guard` watches whole layers"),
     ],
 )
-def test_what_cannot_be_served_is_refused(tmp_path, changes, said):
+def test_unserved_layers_are_refused(tmp_path, changes, said):
     with pytest.raises(ValueError, match=said):
         engine(tmp_path, **changes)
 

@@ -45,7 +45,7 @@ def test_a_chunk_lies_in_its_pages(layout, dtype, monkeypatch):
 
 
 @runs_here
-def test_what_the_engine_must_write(monkeypatch):
+def test_chunks_that_the_engine_must_write(monkeypatch):
     k, slots = torch.randn(2000, 3, 16, device=DEVICE), torch.arange(2000, device=DEVICE) % 100
     pages = pages_of("heads first", 16, 16, torch.float32)
     before = pages.memory.clone()

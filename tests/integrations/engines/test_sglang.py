@@ -304,7 +304,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_served_exactly_is_refused_with_the_fix(sglang, monkeypatch, tmp_path, telemetry, case):
+def test_unserved_models_are_refused_with_the_fix(sglang, monkeypatch, tmp_path, telemetry, case):
     policy, runner, engine, said = REFUSED[case]
     set_policy(monkeypatch, tmp_path, *policy.pop("rules", (EVERYTHING,)), **policy)
     vars(sglang).update(engine)

@@ -101,7 +101,7 @@ def test_a_launch_covers_every_tile_of_queries(trt, ops, block):
 
 
 @needs_bindings
-def test_what_the_kernel_does_not_serve_is_refused_in_words(trt, ops):
+def test_problems_that_the_kernel_does_not_serve_are_refused(trt, ops):
     attributes = {"scale": 0.125, "q_block": 32, "kv_block": 32, "capability": 89}
     tables = [(1, 1, 8), (1, 1, 7), (9,), (9,), (1, 32, 1), (1, 2)]
 

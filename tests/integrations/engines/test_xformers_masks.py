@@ -103,7 +103,7 @@ def test_attention_and_gradients_under_a_mask_of_sequences():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_what_is_refused():
+def test_unserved_masks_are_refused():
     with pytest.raises(dx.UnsupportedInputError, match="PagedBlockDiagonalPaddedKeysMask"):
         layout_of_mask(stand_in("PagedBlockDiagonalPaddedKeysMask"))
     with pytest.raises(dx.UnsupportedInputError, match="LowerTriangularMaskWithTensorBias"):

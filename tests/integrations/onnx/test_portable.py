@@ -108,7 +108,7 @@ def test_windows_of_a_model_and_of_an_encoder():
     torch.testing.assert_close(out[mask.bool()], want[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
-def test_what_plain_operations_cannot_hold_is_refused_with_the_fix():
+def test_rules_that_plain_operations_cannot_express_are_refused_with_the_fix():
     model = llama()
     facts = model_facts(model)
     dynamic = Policy(model=facts, rules=[Rule.of(dx.Sink(4) | dx.TopK(0.5))])

@@ -182,7 +182,7 @@ def test_full_density_is_dense(model):
         assert handle.stats()["sparse_calls"] == 3 * (NEW - 1)
 
 
-def test_what_is_dense_is_counted(model):
+def test_dense_calls_are_counted(model):
     asked = prompts((100, 40))
     dense = alone(model, asked)
     with dx.apply(model, policy_of(model, dense_below=90)) as handle, handle.continuous_batching():
@@ -243,7 +243,7 @@ def step(past, new=1):
     return MaskRun(0, new, 0, past + new, True)
 
 
-def test_what_is_known_of_a_request_ends_where_its_keys_may_be_others():
+def test_summaries_of_a_request_end_where_its_keys_may_have_changed():
     request = CachedRequest([])
     assert not request.advance(step(0, 100), [3, 4, 5, 6], 32, generates=True)  # the prompt
     assert request.advance(step(100), [3, 4, 5, 6], 32, generates=True)

@@ -113,7 +113,7 @@ def test_the_registry_is_as_it_was(model):
         handle.continuous_batching()
 
 
-def test_what_needs_to_tell_requests_apart_is_refused(model):
+def test_policies_that_tell_requests_apart_are_refused(model):
     with (
         dx.apply(model, policy_of(model, dx.SlidingWindow(24), rollout=Rollout(share=0.5))) as handle,
         pytest.raises(dx.UnsupportedInputError, match="share of the requests"),

@@ -221,7 +221,7 @@ def test_per_head_budgets_and_uncovered_heads(model):
         generate(model, prompts(1, 70))
 
 
-def test_what_a_policy_refuses(model):
+def test_decode_rules_that_a_policy_refuses(model):
     facts = model_facts(model)
     with pytest.raises(ValueError, match="decoding supports"):
         dx.Rule.of(dx.Strided(8), phase="decode")

@@ -156,7 +156,7 @@ def test_gradient_checkpointing(dense, ids):
     assert torch.allclose(model.model.layers[0].self_attn.gate.weight.grad, want, atol=1e-6)
 
 
-def test_what_is_not_served_says_so(dense, ids):
+def test_unserved_calls_and_models_are_refused(dense, ids):
     model = convert_to_nsa(dense, SIZES)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :5] = 0

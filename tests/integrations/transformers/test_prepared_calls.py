@@ -84,7 +84,7 @@ def test_sampled_calls_between_repeated_ones_lose_no_counts(repeated):
         assert telemetry.value("dynaxx_layer_calls_total", phase="prefill") == 30
 
 
-def test_what_needs_the_layout_takes_the_long_way(repeated):
+def test_calls_that_need_the_layout_are_not_repeated(repeated):
     found, telemetry = repeated
     model, ids, seen = llama(), tokens(1, 300), []
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:

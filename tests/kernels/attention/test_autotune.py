@@ -39,7 +39,7 @@ def forget():
         choose.cache_clear()
 
 
-def test_what_was_found_is_used_in_later_processes(on_disk):
+def test_tuned_tiles_are_used_in_later_processes(on_disk):
     default = config.forward_tiles(GPU, *SHAPE)
     better = (32, 64, 4, 3, 128)
     tuned.keep(tuned.kind_of_launch("forward_tiles", *SHAPE), GPU, better)

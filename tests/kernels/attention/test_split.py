@@ -137,7 +137,7 @@ def test_even_layouts_are_not_split(monkeypatch):
 
 @runs_here
 @pytest.mark.parametrize("heads", [1, 2])
-def test_what_parts_leave_is_put_together(heads, limit):
+def test_results_of_parts_are_combined(heads, limit):
     """Check summed split columns and merged split rows against torch; other blocks stay unchanged."""
     torch.manual_seed(0)
     seqlen, block_size = 165, 16

@@ -227,7 +227,7 @@ def test_rules_become_budgets():
             dx.PageBudget.of(rule)
 
 
-def test_what_is_refused():
+def test_invalid_inputs_are_refused():
     k = torch.randn(2, 64, 2, 16)
     q = torch.randn(2, 1, 4, 16)
     used = torch.tensor([64, 10], dtype=torch.int32)

@@ -150,7 +150,7 @@ def test_exact_tokens_in_triton(window_size):
         torch.testing.assert_close(mine.cpu(), theirs, rtol=2e-3, atol=2e-3)
 
 
-def test_what_is_refused():
+def test_invalid_inputs_are_refused():
     k = torch.randn(1, 64, 2, 16)
     cache, q = dx.PagedCache.contiguous(k, k, page_size=16), torch.randn(1, 1, 4, 16)
     with pytest.raises(ValueError, match="`softcap` must be > 0"):

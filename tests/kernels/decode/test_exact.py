@@ -137,7 +137,7 @@ def test_they_win_where_attention_falls_on_first_and_last_tokens(dtype):
     assert loss(dx.PagedCache.quantized(k, v, dtype)) < loss(plain) / 4
 
 
-def test_what_does_not_fit_is_refused():
+def test_exact_tokens_that_do_not_fit_are_refused():
     k = torch.randn(1, 64, 2, 16)
     cache = dx.PagedCache.quantized(k, k, sinks=2, window=4, page_size=16)
     with pytest.raises(ValueError, match="at most 4 tokens"):

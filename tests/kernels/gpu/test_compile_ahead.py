@@ -78,7 +78,7 @@ def test_every_kind_of_launch_is_compiled_once_and_nothing_runs(cache, processes
     assert ahead.compile_ahead(launch, processes) == 0
 
 
-def test_what_a_fork_leaves_is_compiled_here(cache, monkeypatch):
+def test_kernels_that_no_fork_compiled_are_compiled_here(cache, monkeypatch):
     add, out = add_kernel(), torch.zeros(64)
     monkeypatch.setattr(ahead, "_fork", lambda compiles: os.posix_spawnp("sleep", ["sleep", "60"], os.environ))
     monkeypatch.setattr(ahead, "MOST_SECONDS", 0.1)

@@ -58,7 +58,7 @@ def test_one_tensor_for_two_arguments(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_changes_from_call_to_call(backend):
+def test_calls_that_differ_use_no_other_calls_launch(backend):
     """Other addresses, strides, dtypes, lengths or scales never use a launch cached for other inputs."""
     q, k, v = inputs()
     odd = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x) for x in (q, k, v)]
@@ -92,7 +92,7 @@ def test_layouts_that_are_not_dense(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_kept_goes_with_its_layout(backend):
+def test_recordings_are_freed_with_their_layout(backend):
     layout = window()
     q, k, v = inputs()
     for _ in range(3):

@@ -150,7 +150,7 @@ def test_starts_what_triton_starts(started, jitted, calls):
 
 
 @launches_directly
-def test_what_is_known_does_not_ask_triton(started, monkeypatch):
+def test_known_launches_do_not_ask_triton(started, monkeypatch):
     kernel = launcher.kernel_launcher(_kernel)
     arguments, named = next(calls())
     kernel[(1,)](*arguments, **named)

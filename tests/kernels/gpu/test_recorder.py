@@ -136,7 +136,7 @@ OTHER = torch.randn(1, 64, 1, 64)
 @pytest.mark.parametrize(
     "call", [computes, reads_back, reads_others, returns_a_view, returns_what_was_given, launches_nothing, writes]
 )
-def test_what_does_more_is_called_every_time(call, started, kept):  # noqa: F811
+def test_calls_that_do_more_than_launch_are_not_replayed(call, started, kept):  # noqa: F811
     counts = []
     for _ in range(3):
         started.clear()

@@ -90,7 +90,7 @@ def test_layouts_are_those_of_torch(isa, monkeypatch, block_size):
     assert torch.equal(found, select_blocks(q, k, rule, block_size=block_size).to_dense())
 
 
-def test_what_the_core_does_not_score():
+def test_problems_that_the_core_does_not_score():
     x = torch.randn(1, 32, 1, 8)
     assert not block_scores.serves(x.bfloat16(), x.bfloat16())
     assert not block_scores.serves_scores(x, x.transpose(1, 3))

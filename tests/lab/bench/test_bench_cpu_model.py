@@ -86,7 +86,7 @@ def test_a_wrong_row_gets_no_time(given: Given) -> None:
         suite._ready({"fp32 broken": row}, given, PROMPT, lambda line: None)
 
 
-def test_what_is_not_installed_is_said(given: Given) -> None:
+def test_missing_engines_are_named(given: Given) -> None:
     def absent(given: Given) -> Prefill:
         raise NotHereError("not installed: pip install it")
 

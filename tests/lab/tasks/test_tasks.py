@@ -222,7 +222,7 @@ def test_prompts_have_the_length_that_was_asked_for_and_are_the_same_again(task)
     )
 
 
-def test_what_does_not_fit_is_refused():
+def test_tasks_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"task vt needs prompts of [\d,]+ tokens at least, got 100"):
         made("vt", 100)
     with pytest.raises(ValueError, match="tasks need a text of at least 20 sentences"):

@@ -117,7 +117,7 @@ def test_advice_knows_what_a_policy_was_tuned_on():
     assert "lower --tolerance" in lower
 
 
-def test_what_failed_comes_with_what_to_do():
+def test_failed_checks_come_with_advice():
     rows = [SpeedRow(n, 1.0, 1 / speed, speed, 3, None, None) for n, speed in ((512, 1.0), (640, 0.8), (2048, 1.5))]
     slow, worse = Check("slowdown", 1.25, 1.03, False), Check("kl", 0.2, 0.1, False, "nats")
 
@@ -217,7 +217,7 @@ def test_a_policy_of_another_model_is_refused_before_anything_is_computed(model,
         validate(model, Letters(), policy, TEXT, lengths=(300,), tokens=800)
 
 
-def test_what_would_not_run_sparse_is_not_validated(model):
+def test_policies_that_would_not_run_sparse_are_not_validated(model):
     with pytest.raises(ValueError, match=r"dense below 900 tokens, but quality would be measured at 800"):
         check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)
     with pytest.raises(
