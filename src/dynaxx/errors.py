@@ -21,6 +21,10 @@ class UnsupportedInputError(ValueError):
         lines += [f"  {backend}: {'; '.join(why)}" for backend, why in self.reasons.items()]
         super().__init__("\n".join(lines))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return how a copy is made, so that the error reaches the parent of a worker process."""
+        return type(self), (self.problem, self.reasons)
+
 
 class PolicyError(ValueError):
     """A policy document is malformed, of another model, or too new. The message names the field and the fix."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unusual inputs are computed correctly or refused with a message; never a wrong result."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -91,3 +93,21 @@ def test_products_of_whole_numbers_for_any_head_dim(head_dim):
     draw = lambda rows: torch.randint(-127, 128, (2, 3, rows, head_dim), dtype=torch.int8)
     q, k = draw(20), draw(70)
     assert torch.equal(_products(q, k), q.int() @ k.int().mT)
+
+
+def test_an_error_can_leave_a_worker_process():
+    """A pool whose worker raises an error that cannot be unpickled breaks or hangs."""
+    with pytest.raises(dx.UnsupportedInputError) as caught:
+        dx.sparse_attention(*inputs(), LAYOUT, backend="triton")
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert str(copied) == str(caught.value)
+    assert (copied.problem, copied.reasons) == (caught.value.problem, caught.value.reasons)
+
+
+def test_a_cache_is_shown_by_its_sizes():
+    k = torch.randn(2, 50, 2, 16)
+    cache = dx.summarize_pages(dx.PagedCache.contiguous(k, k[..., :8], page_size=16))
+    assert repr(cache) == (
+        "PagedCache(batch=2, kv_heads=2, head_dim=16, head_dim_v=8, page_size=16, max_pages=4, contiguous, "
+        "dtype=torch.float32, device=cpu, summaries)"
+    )

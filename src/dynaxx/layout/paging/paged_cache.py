@@ -20,7 +20,7 @@ CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *SC
 
 
 @typed
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PagedCache:
     """Keys and values in pages, and the current length of each sequence. Its tensors are views of the engine's memory.
 
@@ -191,6 +191,17 @@ class PagedCache:
             *((None, high, None) if summaries is None else (summaries.low, high, summaries.scale)),
             *((None, None) if exact is None else (exact.k, exact.v)),
             *((None, None) if compressed is None else (compressed.k, compressed.v)),
+        )
+
+    def __repr__(self) -> str:
+        """Return the sizes, without the values, which may lie on a GPU."""
+        parts = [name for name in ("leftpad_k", "summaries", "exact", "compressed") if getattr(self, name) is not None]
+        return (
+            f"PagedCache(batch={self.batch}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+            f"head_dim_v={self.head_dim_v}, page_size={self.page_size}, max_pages={self.max_pages}, "
+            f"{'paged' if self.is_paged else 'contiguous'}, dtype={self.k.dtype}, device={self.device}"
+            + "".join(f", {name}" for name in parts)
+            + ")"
         )
 
     @property
