@@ -175,23 +175,22 @@ def _choose(
     """Return the bits, counts and partial counts that `choose_rows` writes, for all rows."""
     from dynaxx.kernels.triton.selection.select import choose_rows
 
-    scorer, heads_per_choice, grid, rule, static = given[:5]
+    grid, rule = given.grid, given.rule
     batch, q_heads = q.shape[0], q.shape[2]
     most = max(1, memory_budget // 2)
     if places is None:
-        score_rows = scorer.prepare(q, k, grid, scale, memory_budget=most)
+        score_rows = given.scorer.prepare(q, k, grid, scale, memory_budget=most)
     else:
-        score_rows = scorer.prepare_in_place(q, k, places, grid, scale, memory_budget=most)
-    serves_heads = 1 if rule.amounts.numel() > 1 else heads_per_choice
-    shape = (batch, q_heads // serves_heads, grid.q_blocks)
+        score_rows = given.scorer.prepare_in_place(q, k, places, grid, scale, memory_budget=most)
+    heads_per_row = 1 if rule.amounts.numel() > 1 else given.heads_per_choice
+    shape = (batch, q_heads // heads_per_row, grid.q_blocks)
     bits = torch.empty(*shape, -(-grid.kv_blocks // 32), dtype=torch.int32, device=q.device)
     counts = torch.empty(batch, q_heads, 1 + grid.q_blocks, dtype=torch.int32, device=q.device)
     partials = torch.empty(batch, q_heads, grid.q_blocks, dtype=torch.int32, device=q.device)
     row_bytes = BYTES_PER_SCORE * batch * q_heads * grid.kv_blocks
     for start, stop in pieces(grid.q_blocks, row_bytes, most):
-        choose_rows(
-            score_rows(start, stop).float(), start, grid, rule, heads_per_choice, static, bits, counts, partials
-        )
+        scores = score_rows(start, stop).float()
+        choose_rows(scores, start, grid, rule, given.heads_per_choice, given.static, bits, counts, partials)
     return bits, counts, partials
 
 

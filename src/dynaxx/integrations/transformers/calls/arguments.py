@@ -103,12 +103,12 @@ def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
 
 def tensors_reason(call: AttentionCall) -> DenseReason | None:
     """Return why the tensors of a call cannot be served, or None if they can."""
-    module, q, k, _, mask, kwargs = call
+    q, k, mask = call.q, call.k, call.mask
     if k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
         return DenseReason.SHAPES
     if mask is None:
-        is_causal = kwargs.get("is_causal")
-        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        is_causal = call.kwargs.get("is_causal")
+        if not (getattr(call.module, "is_causal", True) if is_causal is None else is_causal):
             return DenseReason.NOT_CAUSAL
         return DenseReason.MORE_QUERIES if q.shape[2] > k.shape[2] else None
     if mask.dtype != torch.bool:
