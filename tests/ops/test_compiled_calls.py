@@ -12,6 +12,7 @@ from interpreter import DEVICE
 SEQLEN = 100
 SIZES = dx.NsaSizes(8, 4, 16, 3, 1, 1, 24)
 CHOICE = dx.TopKTokens(8)
+RULE = dx.Sink(1) | dx.TopK(2)
 
 
 def inputs():
@@ -34,7 +35,7 @@ CALLS = {
     "TopKTokens": lambda q, k, *_: CHOICE.select(q, k),
     "index_tokens": lambda q, k, v, *index: dx.index_tokens(*index, CHOICE),
     "index_loss": lambda q, k, v, *index: dx.index_loss(*index, q, k).loss,
-    "select_blocks": lambda q, k, *_: dx.select_blocks(q, k, dx.Sink(1) | dx.TopK(2), block_size=16).kv_indices,
+    "select_blocks": lambda q, k, *_: dx.select_blocks(q, k, RULE, block_size=16).kv_indices,
     "selected blocks": selected(16),
     "selected tokens": selected(1),
     "native": lambda q, k, v, *_: dx.native_sparse_attention(

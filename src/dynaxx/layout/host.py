@@ -38,10 +38,15 @@ def never_traced(function: Callable[P, R]) -> Callable[P, R]:
     A compiler splits a traced function where it asks for an address. Tensors that are not used after that place are
     then freed before the core reads them. `torch.compiler.disable` would do the same, but loads the compiler.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # with what it calls
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # with what it calls
+    inner: Any = function
+    while True:
+        inner._torchdynamo_disable = True
+        if not hasattr(inner, "__wrapped__"):
+            break
+        inner = inner.__wrapped__
+    frames.set_code_exec_strategy(inner.__code__, skip)  # other functions share the code of wrappers
     return function
 
 

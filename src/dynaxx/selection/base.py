@@ -15,7 +15,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import never_traced, on_host
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection import in_core
 from dynaxx.selection.device import select_on_device, serves
@@ -175,6 +175,7 @@ def select_blocks(
     return rule.select(q, k, causal=causal, block_size=block_size, scale=scale, memory_budget=memory_budget)
 
 
+@never_traced
 @torch.no_grad()
 def _select(
     q: Tensor,
