@@ -14,6 +14,7 @@ import dynaxx as dx
 from dynaxx import UnsupportedInputError
 from dynaxx.cli import app
 from dynaxx.integrations.transformers.indexed_llama import IndexedLlamaForCausalLM, convert_to_indexed
+from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
 from tiny import TEXT, save_tiny_model
 
 
@@ -90,10 +91,11 @@ def test_both_stages_learn(dense, ids):
     made(ids[:, :64], labels=ids[:, :64]).loss.backward()
 
 
-def test_only_llamas(dense):
+def test_only_dense_llamas_are_converted(dense):
     for model in (convert(dense), GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32))):
-        with pytest.raises(UnsupportedInputError, match="only LlamaForCausalLM"):
-            convert_to_indexed(model)
+        for conversion in (convert_to_indexed, convert_to_nsa):
+            with pytest.raises(UnsupportedInputError, match="only LlamaForCausalLM"):
+                conversion(model)
     with pytest.raises(ValueError, match="`index_precision` must be"):
         convert_to_indexed(dense, precision="fp4")
 
