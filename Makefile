@@ -72,7 +72,8 @@ $(VLLM_ENV)/vllm.stamp: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM_ENV)/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
-	$(VLLM_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_paged.py tests/integrations/engines/test_vllm.py
+	$(VLLM_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_paged.py \
+	    tests/integrations/engines/test_vllm.py tests/integrations/engines/test_vllm_policies.py
 
 test-vllm-oldest: ## The same with the oldest vLLM for a CPU that is served
 	$(MAKE) test-vllm VLLM=$(VLLM_OLDEST) VLLM_ENV=.venv-vllm-oldest

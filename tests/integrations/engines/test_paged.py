@@ -1,92 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a serving engine over paged caches, and its policy; these tests need no vLLM."""
-
-import random
-from types import SimpleNamespace
+"""Steps of a serving engine over paged caches. These tests need no engine."""
 
 import pytest
 import torch
+from paged_steps import CLOSE, DECODE, SOFTMAX, SPARSE, STEPS, Batch, deployed, layer_of, policy_of
 
 import dynaxx as dx
 from dynaxx.integrations.runtime import paged_layer, paged_warmup
 from dynaxx.integrations.runtime.counts import Counts
-from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import (
-    FP8,
     Pages,
     Sequences,
     Softmax,
     dense_attention,
-    stored,
     write,
 )
 from dynaxx.integrations.runtime.paged_graph import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
-from dynaxx.integrations.vllm import contract as vllm_contract
-from dynaxx.integrations.vllm import engine as vllm_engine
-from dynaxx.policy import ModelFacts, resolve
+from dynaxx.policy import resolve
 from dynaxx.policy.decode import DecodePlan
 from dynaxx.policy.guard import FAILURES_IN_A_ROW
 from dynaxx.testing import oracle_attention
-
-
-class Namespace(SimpleNamespace):
-    """A namespace that weak references can refer to."""
-
-
-FACTS = ModelFacts(model_type="llama", layers=2, q_heads=6, kv_heads=2, head_dim=16)
-SPARSE = dx.Rule.of(dx.Sink(16) | dx.SlidingWindow(24) | dx.TopK((0.1, 0.3, 1.0)), heads=(0, 4, 5), layers=[0])
-LENGTHS = ((1, 1), (40, 40), (1, 129), (17, 65), (3, 70), (0, 0), (128, 300), (63, 63))  # queries, keys
-
-
-def policy_of(*rules, **fields):
-    return dx.Policy(model=FACTS, block_size=16, rules=rules or (SPARSE,), **fields)
-
-
-SOFTMAX = Softmax(0.2)
-
-
-class Batch:
-    """Sequences of random content whose pages lie in any order, with their caches filled through slots."""
-
-    def __init__(self, lengths=LENGTHS, page_size=16, seed=0, contiguous=True, fp8=False):
-        draw = torch.Generator().manual_seed(seed)
-        self.keys = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
-        self.values = [torch.randn(n, 2, 16, generator=draw) for _, n in lengths]
-        starts = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0).tolist()
-        self.q = torch.randn(starts[-1] + 5, 6, 16, generator=draw)  # engines pad
-        used = [-(-n // page_size) for _, n in lengths]
-        order = list(range(1, sum(used) + 1))
-        random.Random(seed).shuffle(order)
-        table = torch.full((len(lengths), max(used) + 2), 0, dtype=torch.int32)
-        wide = 1 if contiguous else 2
-        memory = torch.full((len(order) + 1, 2, page_size, wide * 32), torch.nan)
-        scales = torch.tensor([0.02, 0.03]), torch.tensor(0.015)  # one per head, and one
-        self.pages = Pages(memory.to(FP8)[..., :32], *scales) if fp8 else Pages(memory[..., :32])
-        for row, count in enumerate(used):
-            table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        for row, (_, n) in enumerate(lengths):
-            at = torch.arange(n)
-            slots = table[row, at // page_size].long() * page_size + at % page_size
-            slots = torch.cat([slots, torch.tensor([-1])])
-            pad = torch.full((3, 2, 16), torch.nan)
-            write(self.pages, torch.cat([self.keys[row], pad]), torch.cat([self.values[row], pad]), slots)
-        if fp8:  # as they are stored
-            for tokens, scale in zip((self.keys, self.values), scales, strict=True):
-                tokens[:] = [stored(x, scale).float() * scale[..., None] for x in tokens]
-        seqlens = [n for _, n in lengths]
-        self.sequences = Sequences(table, torch.tensor(seqlens, dtype=torch.int32), starts, seqlens)
-
-    def part(self, row):
-        return self.q[None, row.tokens], self.keys[row.index][None], self.values[row.index][None]
-
-
-def deployed(policy, telemetry):
-    return Deployed(policy, telemetry, None)
-
-
-def layer_of(telemetry, watchers=()):
-    return PagedLayer(0, SOFTMAX, Counts(telemetry), watchers)
 
 
 def run(batch, step, layer):
@@ -140,12 +74,6 @@ def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous, fp8):
     }
 
 
-CLOSE = {"atol": 2e-5, "rtol": 2e-5}
-
-
-DECODE = dx.Rule.of(dx.Sink(16) | dx.SlidingWindow(20) | dx.TopK(2, dx.MinMax()), phase="decode", layers=[0])
-
-
 def contiguous(batch, row, drop=0):
     k, v = (x[row.index][None, : row.seqlen_k - drop] for x in (batch.keys, batch.values))
     return dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))
@@ -176,9 +104,6 @@ def test_decoding_reads_the_pages_that_the_rule_chooses(telemetry, fp8):
     killed = Step(batch.sequences, ready, killed=True).split(0)
     assert not killed.runs_sparse
     assert Step(batch.sequences, ready).split(1).reasons == {"no rule": 8}
-
-
-STEPS = ((1, 300), (1, 40), (1, 129), (1, 200), (1, 1), (1, 80), (0, 0), (0, 0))  # the last two are padding
 
 
 @pytest.mark.parametrize("fp8", [True, False])
@@ -404,116 +329,6 @@ def test_shares_of_a_decode_plan_are_its_kv_heads():
     assert same.shard(1, 2) is same
 
 
-def config(**changes):
-    """Return the part of vLLM's configuration that a policy is compared with."""
-    facts = Namespace(
-        model_type="llama", num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16
-    )
-    made = Namespace(
-        model_config=Namespace(hf_text_config=facts, served_model_name="tiny"),
-        cache_config=Namespace(cache_dtype="auto", block_size=128),
-        parallel_config=Namespace(
-            tensor_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-        speculative_config=None,
-        kv_transfer_config=None,
-    )
-    for path, value in changes.items():
-        *parts, name = path.split("__")
-        at = made
-        for part in parts:
-            at = getattr(at, part)
-        setattr(at, name, value)
-    return made
-
-
-def attention(**changes):
-    """Return an object with the attributes of vLLM's `Attention` that the plugin reads."""
-    layer = Namespace(
-        impl=Namespace(scale=0.25, sinks=None, alibi_slopes=None, logits_soft_cap=0),
-        attn_type="decoder", sliding_window=None, kv_sharing_target_layer_name=None, head_size=16, head_size_v=16,
-    )  # fmt: skip
-    for name, value in changes.items():
-        setattr(layer.impl if hasattr(layer.impl, name) else layer, name, value)
-    return layer
-
-
-def engine(tmp_path, policy=None, **changes):
-    path = tmp_path / "policy.json"
-    dx.save_policy(policy or policy_of(), path)
-    made = config(**changes)
-    return vllm_engine.Engine(str(path), made, 0), made
-
-
-def test_an_engine_binds_the_layers_with_rules(tmp_path, telemetry):
-    found, keep = engine(tmp_path)
-    assert found.serves(keep)
-    assert found.bind(1, attention(), 128) is None
-    assert found.bind(0, attention(sliding_window=40), 128) is None
-    assert not found.status()["active"]
-    assert found.bind(0, attention(), 128).softmax == (0.25, None, None)
-    assert found.status()["active"]
-    assert found.status()["sparse_layers"] == [0]
-    assert telemetry.value("dynaxx_events_total", event="policy_loaded", model_name="tiny", engine="0") == 1
-    found.kill_switch.engage("test")
-    assert found.step(Batch().sequences).killed
-    assert telemetry.value("dynaxx_kill_switch", model_name="tiny", engine="0") == 1
-    found.kill_switch.release()
-    assert not found.step(Batch().sequences).killed
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"model_config__hf_text_config__num_hidden_layers": 3},
-            "`model.layers` is 2 in the policy and 3",
-        ),
-        (
-            {"cache_config__cache_dtype": "fp8_e5m2"},
-            "kv cache dtype 'fp8_e5m2' is not supported; use --kv-cache-dtype auto or fp8",
-        ),
-        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism is not supported"),
-        ({"speculative_config": Namespace(method="eagle")}, "speculative method 'eagle'"),
-        ({"model_config__is_mm_prefix_lm": True}, "bidirectional attention"),
-        ({"model_config__rswa_window": 5}, "reference sliding window"),
-        ({"policy": policy_of(DECODE)}, "pages of 128 tokens, decode rules .16.; use --block-size 16"),
-        ({"policy": policy_of(rollout={"share": 0.5})}, "`rollout.share`"),
-        ({"policy": policy_of(dx.Rule.of(dx.GlobalContent((5,))))}, "need token ids"),
-        ({"policy": policy_of(guard={}), "parallel_config__tensor_parallel_size": 2}, "`guard` watches whole layers"),
-    ],
-)
-def test_unserved_layers_are_refused(tmp_path, changes, said):
-    with pytest.raises(ValueError, match=said):
-        engine(tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"alibi_slopes": torch.zeros(6)},
-        {"attn_type": "encoder_only"},
-        {"kv_sharing_target_layer_name": "model.layers.0.attn"},
-        {"head_size_v": 8},
-    ],
-)
-def test_layers_that_cannot_follow_a_rule_are_refused(tmp_path, changes):
-    found, _keep = engine(tmp_path)
-    with pytest.raises(dx.UnsupportedInputError, match="layer 0 of llama with a rule"):
-        found.bind(0, attention(**changes), 128)
-
-
-def test_a_layer_keeps_its_models_softmax(tmp_path):
-    found, _keep = engine(tmp_path)
-    softmax = found.bind(0, attention(sinks=torch.zeros(6), logits_soft_cap=30.0), 128).softmax
-    assert softmax.softcap == 30.0
-    assert softmax.sinks.shape == (6,)
-    found, _keep = engine(tmp_path, policy_of(guard={}))
-    for changes in ({"sinks": torch.zeros(6)}, {"logits_soft_cap": 30.0}):
-        with pytest.raises(dx.UnsupportedInputError, match="remove the guard"):
-            found.bind(0, attention(**changes), 128)
-
-
 @pytest.mark.parametrize("captured", [True, False])
 def test_sinks_and_softcap_reach_every_kernel(captured, telemetry):
     """Sparse at full density, decoding and dense, each like the oracle."""
@@ -538,55 +353,6 @@ def test_sinks_and_softcap_reach_every_kernel(captured, telemetry):
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         want = torch.einsum("bhqk,bkhd->bqhd", weights, v.double().repeat_interleave(3, 2)).float()
         torch.testing.assert_close(out[None, row.tokens], want, **CLOSE)
-
-
-def test_decode_rules_need_their_pages(tmp_path):
-    found, _keep = engine(tmp_path, policy_of(DECODE), cache_config__block_size=16)
-    with pytest.raises(dx.UnsupportedInputError, match="its pages have 32 tokens, but its decode rule has 16"):
-        found.bind(0, attention(), 32)
-    assert found.bind(0, attention(), 16) is not None
-
-
-def test_a_new_policy_comes_into_force_and_a_bad_one_does_not(tmp_path, telemetry):
-    found, _keep = engine(tmp_path)
-    found.bind(0, attention(), 128)
-    batch = Batch()
-    before = found.step(batch.sequences)
-    assert not found.replace(policy_of())
-    assert found.replace(policy_of(dense_below=1000))
-    assert before.split(0).sparse  # the step that runs keeps its own
-    assert not found.step(batch.sequences).split(0).sparse
-    with pytest.raises(dx.PolicyError, match=r"rules for layers \[1\], which had none when the engine started"):
-        found.replace(policy_of(dx.Rule.of(dx.SlidingWindow(9))))
-    with pytest.raises(dx.PolicyError, match="is for another model"):
-        found.replace(dx.Policy(model=FACTS.model_copy(update={"layers": 7})))
-    assert found.policy.dense_below == 1000
-    assert found.replace(policy_of(dx.Rule.of(None)))
-    assert found.step(batch.sequences).split(0).reasons["no rule"] == 7
-
-
-def test_the_contract_says_what_moved():
-    def load(name):
-        if name == "gone":
-            raise ImportError("no such module")
-
-        class Impl:
-            def forward(self, layer, q):
-                pass
-
-        return Namespace(Impl=Impl)
-
-    needs = (
-        vllm_contract.Need("gone", "Impl"),
-        vllm_contract.Need("here", "Other"),
-        vllm_contract.Need("here", "Impl.forward", ("layer", "query")),
-        vllm_contract.Need("here", "Impl", attributes=("forward", "backward")),
-        vllm_contract.Need("here", "Impl.forward", ("layer",), ("__name__",)),
-    )
-    found = vllm_contract.broken(needs, load)
-    assert [line.split(" ", 1)[0] for line in found] == ["gone.Impl", "here.Other", "here.Impl.forward", "here.Impl"]
-    assert "takes (layer, q), not (layer, query, ...)" in found[2]
-    assert found[3].endswith("has no backward")
 
 
 def test_numbers_of_a_chunk_lie_at_multiples_of_16_bytes():

@@ -425,8 +425,8 @@ class FlashAttention:
 def test_on_cuda_flash_attention_gets_what_is_dense(case, telemetry, monkeypatch):
     """The routing of the CUDA backend, with stand-ins for the two calls that need a GPU. vLLM's cache in fp8 is bytes,
     and queries come in fp8, too."""
-    from test_paged import CLOSE, DECODE, STEPS, Batch, deployed, layer_of, policy_of
-    from test_paged import LENGTHS as MIXED
+    from paged_steps import CLOSE, DECODE, STEPS, Batch, deployed, layer_of, policy_of
+    from paged_steps import LENGTHS as MIXED
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from dynaxx.integrations.runtime.paged_layer import Step
