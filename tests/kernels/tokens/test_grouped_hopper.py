@@ -51,6 +51,23 @@ def test_against_fp64(queries, keys, slots, heads, dtype):
     assert all(torch.equal(x, y) for x, y in zip(got, run(inputs, chosen, dtype, "hopper"), strict=True))
 
 
+@pytest.mark.parametrize("heads", [(4, 1), (32, 8), (10, 2), (32, 2), (48, 1), (64, 1)])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_halves_of_a_tile_that_choose_apart(heads, share):
+    """Each warpgroup skips keys that only the other one's queries chose; halves choose from different keys."""
+    (q, k, v), _ = draw(150, 3000, heads, 8)
+    half = max(1, 64 // (heads[0] // heads[1]))
+    turn = torch.arange(150, device="cuda")[:, None] // half % 2
+    key = torch.arange(3000, device="cuda")[None]
+    wanted = torch.rand(150, 3000, device="cuda") + ((key % 2 == turn) | (key < share * 600))
+    chosen = wanted.argsort(1, descending=True)[:, : 700 if heads[0] < 10 else 400].int()
+    chosen[60:100, 100:] = -1  # few keys of these
+    chosen = chosen[None, :, None]
+    got = run((q, k, v), chosen, torch.bfloat16, "hopper")
+    compare(got, run((q, k, v), chosen, torch.float64, "reference"))
+    assert all(torch.equal(x, y) for x, y in zip(got, run((q, k, v), chosen, torch.bfloat16, "hopper"), strict=True))
+
+
 def test_a_choice_per_kv_head_and_neighbours_that_agree():
     (q, k, v), _ = draw(200, 700, (16, 4), 8)
     shared = torch.arange(3, 700, 7, device="cuda", dtype=torch.int32)

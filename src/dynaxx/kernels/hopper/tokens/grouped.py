@@ -7,7 +7,9 @@ chose (`gpu/tokens/unions.py`), 64 keys at a time:
     gathering warps      rows of k and v, by cp.async, into buffers of 64 keys
     warpgroup 0 and 1    s = q k of 64 rows -> weights, by a bit per query and key -> out += weights v
 
-The more queries share a tile, the fewer rows are read per query, and the more pairs are computed in vain.
+The more queries share a tile, the fewer rows are read per query, and the more pairs are computed in vain. Each list
+begins with keys that only one of the warpgroups needs (`grouped_order.py`): 64 for warpgroup 0, 64 for warpgroup 1, and
+so on.
 """
 
 from triton.experimental import gluon
@@ -93,12 +95,53 @@ def _seen(scores, marks, bit):
 
 
 @gluon.jit
+def _attend_apart(q, row_max, row_sum, acc, buffers, signals, apart, bit, scale_log2, OWN: gl.constexpr):
+    """Attend to the buffers of keys that only this warpgroup needs, every second one; signal the others as read."""
+    _, k_buffers, v_buffers, marks = buffers
+    full, empty = signals
+    SUMS: gl.constexpr = acc.type.layout
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    dtype: gl.constexpr = k_buffers.dtype
+    weights = gl.zeros([ROWS, KEYS], dtype, WEIGHTS)
+    for j in range(apart):
+        own, other = 2 * j + OWN, 2 * j + 1 - OWN
+        before = gl.where(j > 0, own - 2, own)  # the first weights are 0
+        mbarrier.wait(full.index(own % BUFFERS), own // BUFFERS & 1)
+        fence_async_shared()
+        token = _scores(q, k_buffers, own)
+        acc_token = warpgroup_mma(weights, v_buffers.index(before % BUFFERS), acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[token])
+        scores = _seen(scores, marks.index(own % BUFFERS).load(COLUMN), bit)
+        new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+        shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+        rescale = gl.exp2(row_max - shift)
+        new_weights = gl.exp2(scores * scale_log2 - shift[:, None])
+        row_sum = pin(row_sum * rescale + gl.sum(new_weights, 1))
+        row_max = new_max
+        acc = warpgroup_mma_wait(0, deps=[acc_token])
+        mbarrier.wait(full.index(other % BUFFERS), other // BUFFERS & 1)
+        gl.thread_barrier()  # all warps have read their buffer, and seen that the other one was filled
+        mbarrier.arrive(empty.index(other % BUFFERS), count=1)
+        if j > 0:
+            mbarrier.arrive(empty.index(before % BUFFERS), count=1)
+        weights = gl.convert_layout(new_weights.to(dtype), WEIGHTS)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
+    if apart > 0:
+        last = 2 * apart - 2 + OWN
+        acc = warpgroup_mma(weights, v_buffers.index(last % BUFFERS), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(last % BUFFERS), count=1)
+    return row_max, row_sum, acc
+
+
+@gluon.jit
 def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.constexpr):
     """Attend with 64 rows, two buffers of keys at a time; the last of an odd number is filled up with no keys."""
     p_out, p_lse = tensors
     q_tiles, k_buffers, v_buffers, marks = buffers
     full, empty = signals
-    queries, count, i_unit, group_size, first, queries_here, scale_log2, out_strides = sizes
+    queries, count, apart, i_unit, group_size, first, queries_here, scale_log2, out_strides = sizes
     D: gl.constexpr = q_tiles.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -109,21 +152,24 @@ def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.const
     bit = gl.where((place < queries_here) & (o_row % PART < group_size), 1 << place, 0)
     row_max = gl.full([ROWS], -float("inf"), gl.float32, ROW)
     row_sum = gl.zeros([ROWS], gl.float32, ROW)
+    acc = gl.zeros([ROWS, D], gl.float32, SUMS)
+    row_max, row_sum, acc = _attend_apart(q, row_max, row_sum, acc, buffers, signals, apart, bit, scale_log2, OWN)
     left = gl.zeros([ROWS, KEYS], dtype, WEIGHTS)
     right = left
-    acc = gl.zeros([ROWS, D], gl.float32, SUMS)
-    turns = gl.cdiv(count, 2 * KEYS)
+    base = 2 * apart
+    turns = gl.cdiv(count - base * KEYS, 2 * KEYS)
     for i in range(turns):
-        before = gl.maximum(2 * i - 2, 0)  # the first weights are 0
-        mbarrier.wait(full.index(2 * i % BUFFERS), 2 * i // BUFFERS & 1)
-        mbarrier.wait(full.index((2 * i + 1) % BUFFERS), (2 * i + 1) // BUFFERS & 1)
+        now = base + 2 * i
+        before = gl.where(i > 0, now - 2, now)  # the first weights are 0
+        mbarrier.wait(full.index(now % BUFFERS), now // BUFFERS & 1)
+        mbarrier.wait(full.index((now + 1) % BUFFERS), (now + 1) // BUFFERS & 1)
         fence_async_shared()
-        left_token, right_token = _scores(q, k_buffers, 2 * i), _scores(q, k_buffers, 2 * i + 1)
+        left_token, right_token = _scores(q, k_buffers, now), _scores(q, k_buffers, now + 1)
         acc_token = warpgroup_mma(left, v_buffers.index(before % BUFFERS), acc, is_async=True)
         acc_token = warpgroup_mma(right, v_buffers.index((before + 1) % BUFFERS), acc_token, is_async=True)
         left_scores, right_scores = warpgroup_mma_wait(2, deps=[left_token, right_token])
-        left_marks = marks.index(2 * i % BUFFERS).load(COLUMN)
-        right_marks = marks.index((2 * i + 1) % BUFFERS).load(COLUMN)
+        left_marks = marks.index(now % BUFFERS).load(COLUMN)
+        right_marks = marks.index((now + 1) % BUFFERS).load(COLUMN)
         left_scores, right_scores = _seen(left_scores, left_marks, bit), _seen(right_scores, right_marks, bit)
         new_max = gl.maximum(row_max, gl.max(gl.maximum(left_scores, right_scores), 1) * scale_log2)
         shift = gl.where(new_max == -float("inf"), 0.0, new_max)
@@ -141,8 +187,8 @@ def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.const
         right = gl.convert_layout(right_weights.to(dtype), WEIGHTS)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
     if turns > 0:
-        acc = warpgroup_mma(left, v_buffers.index((2 * turns - 2) % BUFFERS), acc, is_async=True)
-        acc = warpgroup_mma(right, v_buffers.index((2 * turns - 1) % BUFFERS), acc, is_async=True)
+        acc = warpgroup_mma(left, v_buffers.index((base + 2 * turns - 2) % BUFFERS), acc, is_async=True)
+        acc = warpgroup_mma(right, v_buffers.index((base + 2 * turns - 1) % BUFFERS), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     empty_row = row_sum == 0
     total = gl.where(empty_row, 1.0, row_sum)
@@ -166,6 +212,7 @@ def _token_grouped_kernel(
     p_out,  # (T, Hq, D)
     p_lse,  # (Hq, T) fp32 contiguous
     lists,  # `ListTables`
+    p_apart,  # (tiles, Hs) int32: turns that each warpgroup has to itself
     queries,
     tiles,
     units,  # groups of q heads that share a kv head and a list
@@ -189,7 +236,7 @@ def _token_grouped_kernel(
     first_key = gl.load(lists.p_first_key + first).to(gl.int64)
     p_k += first_key * k_strides.n + i_kv * k_strides.h
     p_v += first_key * v_strides.n + i_kv * v_strides.h
-    count = gl.load(lists.p_counts + i_list)
+    count, apart = gl.load(lists.p_counts + i_list), gl.load(p_apart + i_list)
     dtype: gl.constexpr = p_q.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, D], TILE)
     k_buffers = gl.allocate_shared_memory(dtype, [BUFFERS, KEYS, D], TILE)
@@ -206,7 +253,7 @@ def _token_grouped_kernel(
         q_tiles.index(i).store(gl.load(p_rows, mask=inside[:, None], other=0.0))
     fence_async_shared()
     tensors = p_out, p_lse
-    sizes = queries, count, i_unit, group_size, first, queries_here, scale_log2, out_strides
+    sizes = queries, count, apart, i_unit, group_size, first, queries_here, scale_log2, out_strides
     p_list = lists.p_lists + i_list * slots
     p_marks = lists.p_marks + i_list * slots
     buffers, signals = (q_tiles, k_buffers, v_buffers, marks), (full, empty)

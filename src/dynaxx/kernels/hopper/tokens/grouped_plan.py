@@ -18,6 +18,7 @@ from dynaxx.kernels.hopper.support import DTYPES, GROUPED, GROUPED_DIM
 from dynaxx.kernels.hopper.tokens import grouped, grouped_lists, grouped_rows
 from dynaxx.kernels.hopper.tokens.grouped import _token_grouped_kernel
 from dynaxx.kernels.hopper.tokens.grouped_lists import _token_grouped_lists_kernel
+from dynaxx.kernels.hopper.tokens.grouped_order import ordered
 from dynaxx.kernels.hopper.tokens.grouped_rows import _token_grouped_rows_kernel
 from dynaxx.kernels.sinks import include_sinks
 from dynaxx.layout.tokens import TokenSpans
@@ -31,6 +32,7 @@ class GroupedPlan(TokenPlan):
 
     chosen: Tensor
     spans: TokenSpans
+    apart: Tensor  # (tiles, Hs) int32, see `grouped_order.py`
 
     def portable(self, q: Tensor, k: Tensor, v: Tensor) -> TokenPlan:
         """Return the plan of the portable kernels."""
@@ -44,7 +46,10 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
         return portable_plan.prepare(block_indices, spans, q, k, v)
     rows = TileRows(min(2 * grouped.ROWS.value // part, MOST_MARKS), part, 1)
     plan = portable_plan.prepare_rows(block_indices, spans, q, k, rows, _lists)
-    return GroupedPlan(**vars(plan), chosen=block_indices, spans=spans)
+    assert plan.counts is not None, "tiles of several queries"
+    lists, marks, apart = ordered(plan.lists, plan.marks, plan.counts, part)
+    fields = vars(plan) | {"lists": lists, "marks": marks}
+    return GroupedPlan(**fields, chosen=block_indices, spans=spans, apart=apart)
 
 
 def _lists(
@@ -91,6 +96,7 @@ def forward(
         out,
         lse,
         ListTables(plan.lists, plan.marks, plan.counts, plan.tiles, plan.position, plan.first_key),
+        plan.apart,
         queries=q.shape[0],
         tiles=len(plan.tiles),
         units=plan.units,
