@@ -426,7 +426,7 @@ def result_of(report, date):
         "versions": {"torch": report["torch"], "nccl": report["nccl"]},
         "setting": "bf16, batch 1, 32/8 heads of 128 (NSA 64/4), blocks of 128, causal; medians of turns, in which "
         f"{ALONE[report['rows'][0].get('alone_on', 'first')]} and then all GPUs share it"
-        f"{f', each {calls} times, of which the last counts' if calls > 1 else ''}; "
+        f"{f', each {calls} times up to 128k tokens, of which the last counts' if calls > 1 else ''}; "
         f"link: {link['GB/s']} GB/s each way at once in messages of {link['bytes'] >> 20} MiB"
         + "".join(f"; {name}={value}" for name, value in report.get("environment", {}).items()),
         "columns": ["workload", "1 GPU, ms", f"{report['gpus']} GPUs, ms", "speed-up", "1 GPU, GiB",

@@ -33,4 +33,5 @@ def case_a_rank_is_killed_between_two_steps(ranks: Ranks):
     start = time.monotonic()
     with pytest.raises(dxd.PeerError, match=rf"rank {ranks.rank} of {ranks.count} failed while .*another rank died"):
         go_on()
-    assert time.monotonic() - start < COLLECTIVE_SECONDS + 5
+    connecting = 80 if stages else 0  # seconds: the backward pass is the first to use NCCL, which tries for a minute
+    assert time.monotonic() - start < COLLECTIVE_SECONDS + 5 + connecting
