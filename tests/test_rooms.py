@@ -3,8 +3,10 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,23 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 @pytest.mark.parametrize("room", [*ROOMS, "testing"])
 def test_no_imports_go_round_in_a_room(room):
     assert not circle_in(import_graph(room)), " -> ".join(circle_in(import_graph(room)))
+
+
+def test_lists_of_files_are_complete():
+    """A folder whose docstring lists "The files:" names each of them; `x_*` stands for several."""
+    missing = []
+    for init in SOURCE.rglob("__init__.py"):
+        listed = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        if "The files:" not in listed:
+            continue
+        words = re.findall(r"[\w*]+", listed)
+        here = [path.stem for path in init.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+        missing += [
+            f"{init.parent.relative_to(SOURCE)}/{name}"
+            for name in here
+            if name != "__init__" and not any(fnmatch(name, word) for word in words)
+        ]
+    assert not missing, f"name {missing} in the docstring of their folder"
 
 
 def test_folders_are_small():

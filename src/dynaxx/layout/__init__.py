@@ -1,5 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BlockLayout`, the data structure that patterns and selectors produce and kernels consume, and its conversions."""
+"""`BlockLayout`, the data structure that patterns and selectors produce and kernels consume, and its conversions.
+
+The files:
+
+    block_layout, layout_tensors  the data structure, its constructors, and what it derives from its tensors
+    grid, masks, entries          its parts: the grid of blocks, element masks, lists of visited blocks
+    packed, pieces, hide_keys     layouts of packed and padded batches
+    dense, block_mask, plot       conversions and drawing
+    transpose, taken_heads        the same blocks by column, or for other heads
+    nsa, tokens                   positions for native sparse attention and for chosen tokens
+    paging/                       caches of keys and values in pages
+    validate, form, derived, cache, host, host_metadata  checks, caches and host copies
+"""
 
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.block_mask import from_block_mask, to_block_mask

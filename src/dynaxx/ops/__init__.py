@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public functions. They document and check their arguments, choose a backend and call it; they contain no math."""
+"""Public functions. They document and check their arguments, choose a backend and call it; they contain no math.
+
+The files:
+
+    attention                                `sparse_attention`; `checks`, `dispatch` and `autograd` are its steps
+    decode                                   `sparse_decode`; `decode_checks` and `decode_dispatch` are its steps
+    selected, tokens, token_steps/, indexer  blocks and tokens that each query chooses
+    nsa, nsa_branches, nsa_decode            native sparse attention; `packing` lays sequences out for it
+    merge, buckets, autotune, explain        results, requests, tile sizes and backends
+    library, pattern_library, autocast       compilers, tracers and mixed precision
+    prepared/                                calls that are checked once and replayed
+"""
 
 from dynaxx.ops.attention import SparseAttentionOutput, sparse_attention
 from dynaxx.ops.explain import explain

@@ -1,6 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy: a document that says what runs where, its file, and the plan for each layer that it resolves to.
 
+The files:
+
+    schema, document, facts, files  the document and its file
+    rule, rule_parts, scale, specs, pattern_specs  rules as data
+    resolve, plan, decode           what each layer does
+    rollout, length, kill, reload   which requests follow a policy, and which policy
+    guard, drift, profile           measurements on running traffic
+    renew, diff                     new policies from old ones
+
 This room also decides which requests a policy applies to (rollout), watches it (guard, drift) and stops it (kill
 switch). Importing it imports pydantic.
 """

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count what ran, how sparse, how fast and how faithful, and show it through optional exporters."""
+"""Count what ran, how sparse, how fast and how faithful, and show it through optional exporters.
+
+The files:
+
+    recorder, store, snapshot, catalog  the numbers, and every metric by name
+    probe, samples, clocks, caches      what integrations measure
+    prometheus, otel, multiprocess, files, logging  exporters
+    sources, overview, terminal, web, background_watch, http  `dynaxx watch`
+"""
 
 from dynaxx.telemetry.catalog import CATALOG, EVENTS, Metric
 from dynaxx.telemetry.recorder import Recorder, recorder, use

@@ -1,6 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run policies in Hugging Face transformers. docs/internals/calls.md follows a call through these files.
 
+The files:
+
+    apply_policy, handle       what users call
+    decoder                    reads a model: its config, its layers, and why it cannot be served
+    passes, forward_context    one forward pass; `request` reads its token ids
+    calls/                     one attention call: planned, then run by a rule, by the model's own pattern, or dense
+    masks/                     which sequences a mask shows
+    repeats/                   calls that equal an earlier one, and skip planning
+    compiled                   models under `torch.compile`
+    batching, batches/         continuous batching
+    llama, *_llama, nsa_cache  Llamas whose attention was converted
+
 Unless a docstring says otherwise, tensors have transformers' order: q (B, Hq, Lq, D), k (B, Hk, Lk, D), v
 (B, Hk, Lk, E), masks (B | 1, 1, Lq, Lk), results (B, Lq, Hq, E). dynaxx's own functions take tokens before heads,
 (B, L, H, D), so these files transpose before they call them.

@@ -1,2 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx tune` and `dynaxx retune`: find the sparsest policy that keeps quality, and renew it."""
+"""`dynaxx tune` and `dynaxx retune`: find the sparsest policy that keeps quality, and renew it.
+
+The files:
+
+    pipeline/, run                   `dynaxx tune` as one command, and the search of a policy
+    sensitivity, costs, page_costs   the loss of each head at each budget
+    allocation, sharing              budgets of heads, and layers that share blocks
+    search, search_texts, trials, guide, held_tasks  which density passes
+    crossover, decode, decode_speed  from which length it is faster
+    reference, evidence, result, retune, time_budget  what is written, and renewed
+"""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention calls that equal an earlier one, and therefore skip planning.
 
+The files:
+
     keys          which calls of a pass are equal
     dense_calls   dense calls that equal layers of a pass repeat
     dense_passes  passes whose calls are all dense, repeated by later passes of the same length
