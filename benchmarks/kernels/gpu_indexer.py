@@ -109,7 +109,7 @@ def main() -> None:
     if args.json:
         bars = [
             {"name": "at most 12 % of dense attention", "workload": f"{row['indexer']}, {row['precision']}",
-             "bar": "12%", "value": f"{row['share of dense']:.0%}", "ok": row["share of dense"] <= 0.12}
+             "bar": "12.0%", "value": f"{row['share of dense']:.1%}", "ok": row["share of dense"] <= 0.12}
             for row in rows
         ] + [
             {"name": "at most 8 GB", "workload": f"{row['queries']:,} queries of {row['keys']:,} keys",

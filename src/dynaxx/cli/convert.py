@@ -88,7 +88,7 @@ def convert(
     Examples:
       dynaxx convert smollm2 --out smollm2-nsa
       dynaxx convert ./llama --out ./llama-nsa --slc-count 32 --compression mean
-      dynaxx convert smollm2 --to indexed --out smollm2-indexed --tokens 1024 --index-heads 4
+      dynaxx convert smollm2 --to indexed --out smollm2-indexed --tokens 1024 --index-heads 8 --index-dim 128
     """
     with running(as_json) as finish:
         from dynaxx.lab.files import new_folder
