@@ -352,7 +352,7 @@ def test_doctor(monkeypatch):
     assert shown.stderr == ""
     assert json.loads(shown.stdout)["ok"] is True
     assert "all checks passed" in dynaxx_(*args).stdout
-    monkeypatch.setattr(doctor, "check_forward", lambda *args: [doctor.ErrorReport("out", 1.0, 0.1)])
+    monkeypatch.setattr(doctor.Expected, "forward", lambda *args: [doctor.ErrorReport("out", 1.0, 0.1)])
     wrong = dynaxx_(*args, "--json")
     assert wrong.exit_code == 1
     assert json.loads(wrong.stdout)["ok"] is False
