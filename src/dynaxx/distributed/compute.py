@@ -29,7 +29,6 @@ from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 from dynaxx.ops.merge import merge_states
 
 FEW_LEFT = 1 << 17  # tokens of a stage whose kernels take so long that copies need few multiprocessors
-OWN_TOKENS_FIRST = True  # of the first stage, while that of another one is exchanged; its other tokens come last
 
 
 class Settings(NamedTuple):
@@ -84,8 +83,8 @@ class Settings(NamedTuple):
 def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor | None]:
     """Return out (batch, own tokens, q_heads, head_dim_v), and lse (batch, q_heads, own tokens) if it is needed."""
     stages, group = settings.plan.stages, settings.group
-    halves = stages[0].halves if OWN_TOKENS_FIRST else None
-    order = [*range(1, len(stages)), 0] if OWN_TOKENS_FIRST else list(range(len(stages)))  # equal on all ranks
+    halves = stages[0].halves  # own tokens while the first stage is exchanged; the others come last
+    order = [*range(1, len(stages)), 0]  # equal on all ranks
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lses: dict[int, Tensor] = {}
     buffers = _buffers(k, v, settings)
@@ -134,9 +133,9 @@ def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[
 
     with_inner = [stage for stage in stages if stage.inner is not None]
     apart = all(stage.rest is not None or not _has_edges(stage) for stage in with_inner)
-    early = Before(inner_rows, apart, first=True, waits=apart) if with_inner else None
+    early = Before(inner_rows, apart, waits=apart) if with_inner else None
     if halves is not None:
-        early = Before(own_tokens, apart=True, first=True)
+        early = Before(own_tokens, apart=True)
     ran = settings.plan.ran
     key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend, halves is None)
     in_stages(

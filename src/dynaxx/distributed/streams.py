@@ -91,11 +91,10 @@ def _stream(device: int, priority: int) -> torch.cuda.Stream:
 
 
 class Before(NamedTuple):
-    """Kernels that need no exchange, and run while the first one is in transit."""
+    """Kernels that need no exchange. On streams, the host launches them before it starts the first one."""
 
     launch: Callable[[], None]
     apart: bool  # whether they write nothing that the stages write, so that the stages need not wait for them
-    first: bool  # whether the host launches them before it starts the first exchange
     waits: bool = False  # whether their programs that have not started let those of the stages go first
 
 
@@ -157,7 +156,7 @@ def _on_streams(
 ) -> None:
     held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
     done: list[torch.cuda.Event] = []
-    early = before.launch if before is not None and before.first else (lambda: ahead(0)) if ahead else None
+    early = before.launch if before is not None else (lambda: ahead(0)) if ahead else None
     with share_multiprocessors(sharing), Lanes.forked(device, early) as lanes:
         turns = (lanes.main, lanes.second) if before is None else (lanes.second, lanes.main)
         if sharing.left:  # kernels of a second stream would occupy them
@@ -167,12 +166,8 @@ def _on_streams(
             if i > 1:
                 lanes.helper.wait_event(done[i - 2])
             start(i)
-            if before is not None and not i:
-                torch.cuda.set_stream(lanes.main)
-                if not before.first:
-                    before.launch()
-                if not before.apart:
-                    lanes.second.wait_stream(lanes.main)
+            if before is not None and not i and not before.apart:
+                lanes.second.wait_stream(lanes.main)
             lane = lanes.helper if before is not None and before.waits else turns[i % 2]
             if ahead is not None and i:
                 torch.cuda.set_stream(lane)
