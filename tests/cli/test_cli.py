@@ -65,6 +65,9 @@ class Validation(Result):
         return None
 
 
+POLICY = SimpleNamespace(dense_below=512, sparse_from=None)
+
+
 def stand_in(monkeypatch, name, **functions):
     module = ModuleType(f"dynaxx.lab.{name}")
     vars(module).update(functions)
@@ -87,7 +90,7 @@ def tools(monkeypatch):
         calls.setdefault("tune", []).append(((text,), options))
         (out / "policy.json").write_text("{}")
         chosen = {"density": 0.2, "ratio": 1.004}
-        return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, crossover=(), policy="the policy")
+        return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, crossover=(), tokens=256, policy=POLICY)
 
     def write_report(run_dir):
         (run_dir / "report.html").write_text("<html>")
@@ -97,7 +100,7 @@ def tools(monkeypatch):
     stand_in(monkeypatch, "analyze.run", analyze=call("analyze", analysis))
     stand_in(monkeypatch, "analyze.bertviz_view", write_bertviz=call("bertviz", None))
     stand_in(monkeypatch, "tune.run", tune=tune, default_block_size=lambda model: 32)
-    stand_in(monkeypatch, "validate.run", validate=call("validate", Validation(passed=True)))
+    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report.run", write_report=write_report, FILES={"policy": "policy.json"})
     stand_in(monkeypatch, "bench.cpu", run_cpu_suite=call("bench", {"targets": [{"ok": True}], "rows": []}))
     return calls
@@ -392,7 +395,7 @@ def test_validate(tools, monkeypatch, tiny, tmp_path):
     assert document == "policy of policy.json"
     assert len(text) > 300_000
     assert options["lengths"] == (64, 128)
-    stand_in(monkeypatch, "validate.run", validate=lambda *args, **kwargs: Validation(passed=False))
+    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=lambda *args, **kwargs: Validation(passed=False))
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/dynaxx", "validate", "a model", "--json"])
     failed = dynaxx_(*args, "--json")
     assert failed.exit_code == 1
@@ -472,7 +475,7 @@ def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     (text,), options = tools["tune"][0]
     assert text == TEXT
     assert (options["time_budget"], options["tolerance"], options["tokens"]) == (600.0, 0.02, 128)
-    assert tools["validate"][0][0][2] == "the policy"
+    assert tools["validate"][0][0][2] is POLICY
     assert tools["validate"][0][1]["lengths"] == (32, 64)
     shown = dynaxx_(*tune_args(tiny, out))
     assert "prompts run sparse from 512 tokens, shorter ones dense" in shown.stdout
@@ -500,7 +503,7 @@ def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):
 
 
 def test_tune_fails_when_the_policy_does(tools, monkeypatch, tiny, tmp_path):
-    stand_in(monkeypatch, "validate.run", validate=lambda *args, **kwargs: Validation(passed=False))
+    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=lambda *args, **kwargs: Validation(passed=False))
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 1
     assert "tuned: 20.0% of the blocks, perplexity +0.40%; one budget for all heads needs 30.0%" in shown.stdout
@@ -513,7 +516,7 @@ def test_tune_without_a_possible_validation_still_reports(tools, monkeypatch, ti
     def refuse(*args, **kwargs):
         raise ValueError("the policy is dense below 10,000 tokens")
 
-    stand_in(monkeypatch, "validate.run", validate=refuse)
+    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=refuse)
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 1
     assert "could not be validated:\nthe policy is dense below" in shown.stdout
@@ -529,7 +532,7 @@ def test_tune_has_nothing_to_validate_where_sparse_never_pays(tools, monkeypatch
         return Result(**{**vars(real["tune"](*args, **kwargs)), "dense_below": None, "crossover": crossover})
 
     stand_in(monkeypatch, "tune.run", **{**real, "tune": dense})
-    stand_in(monkeypatch, "validate.run", validate=lambda *_, **__: pytest.fail("validated"))
+    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=lambda *_, **__: pytest.fail("validated"))
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 0, shown.stderr
     assert "sparse was not faster here at any length up to 256 tokens; prompts run dense" in shown.stdout
