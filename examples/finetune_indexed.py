@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the indexers of a converted model on real text, then the model with them, and ask it for hidden needles.
 
-    dynaxx convert smollm2 --to indexed --tokens 1024 --index-heads 8 --index-dim 128 --out build/smollm2-indexed
+    dynaxx convert smollm2 --to indexed --tokens 1024 --out build/smollm2-indexed
     python examples/nsa_data.py build/text.bin
     python examples/finetune_indexed.py build/smollm2-indexed --out build/indexed --learn build/text.bin    # on a GPU
     python examples/finetune_indexed.py build/smollm2-indexed --out build/check --context 256 --tokens 64 \

@@ -65,8 +65,8 @@ def convert(
     ] = 0.96,
     tokens: Annotated[int, typer.Option(min=1, help="indexed: tokens that each query attends to.")] = 2048,
     token_block: Annotated[int, typer.Option(help="indexed: neighbours chosen together: 1, 2, 4 or 8.")] = 1,
-    index_heads: Annotated[int, typer.Option(min=1, help="indexed: heads of the indexer.")] = 4,
-    index_dim: Annotated[int, typer.Option(min=1, help="indexed: width of its queries and keys.")] = 64,
+    index_heads: Annotated[int, typer.Option(min=1, help="indexed: heads of the indexer.")] = 8,
+    index_dim: Annotated[int, typer.Option(min=1, help="indexed: width of its queries and keys.")] = 128,
     precision: Annotated[
         IndexPrecision, typer.Option(help="indexed: what its queries and keys are rounded to.")
     ] = IndexPrecision.fp32,
@@ -88,7 +88,7 @@ def convert(
     Examples:
       dynaxx convert smollm2 --out smollm2-nsa
       dynaxx convert ./llama --out ./llama-nsa --slc-count 32 --compression mean
-      dynaxx convert smollm2 --to indexed --out smollm2-indexed --tokens 1024 --index-heads 8 --index-dim 128
+      dynaxx convert smollm2 --to indexed --out smollm2-indexed --tokens 1024
     """
     with running(as_json) as finish:
         from dynaxx.lab.files import new_folder

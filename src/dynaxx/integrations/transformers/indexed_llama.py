@@ -183,8 +183,8 @@ def convert_to_indexed(
     model: Any,
     choice: TopKTokens | None = None,
     *,
-    index_heads: int = 4,
-    index_dim: int = 64,
+    index_heads: int = 8,
+    index_dim: int = 128,
     precision: str = "fp32",
     sample: Tensor | None = None,
 ) -> IndexedLlamaForCausalLM:
@@ -197,7 +197,7 @@ def convert_to_indexed(
         model: a transformers `LlamaForCausalLM`. Its weights are copied; it stays as it is.
         choice: how many tokens each query attends to; 2,048 one by one by default.
         index_heads: heads of each indexer.
-        index_dim: width of its queries and keys.
+        index_dim: width of its queries and keys; best twice the head_dim of attention.
         precision: "fp32", "bf16", "fp8" or "int8"; see `index_tokens`.
         sample: (batch, seqlen) tokens of a text, 1,000 or so. With them, indexers start as some heads of attention (see
             `IndexedSparseAttention.start_indexer`), and learn in far fewer steps to find single tokens.
