@@ -89,7 +89,9 @@ def test_bad_settings_are_refused(fields, said):
 def test_bad_folders_and_options_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="dynaxx export --format onnx"):
         build_engines(tmp_path, tmp_path / "engines")
-    (tmp_path / "dynaxx.json").write_text(json.dumps({"format": "dynaxx.onnx", "form": "custom"}))
+    (tmp_path / "dynaxx.json").write_text(
+        json.dumps({"format": "dynaxx.onnx", "version": 1, "form": "custom", "graphs": []})
+    )
     with pytest.raises(ValueError, match="portable form of a decoder"):
         build_engines(tmp_path, tmp_path / "engines")
     with pytest.raises(ValueError, match="--option x is not one of"):
