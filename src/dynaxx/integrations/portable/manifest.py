@@ -37,12 +37,12 @@ def read_manifest(folder: Path, engine: str, version: int, fields: Mapping[str, 
     if not isinstance(found, dict) or found.get("format") != f"dynaxx.{engine}":
         own = printable(found.get("format"), most=80) if isinstance(found, dict) else "no object"
         raise ValueError(f"{path} must have the format dynaxx.{engine}, got {own}: {again}")
-    if not isinstance(found.get("version"), int) or found["version"] > version:
-        raise ValueError(
-            f"{path} has version {printable(found.get('version'), most=80)}, and this dynaxx reads up to {version}: "
-            f"it is from a newer dynaxx, so upgrade dynaxx, or {again}"
-        )
-    for name, kind in fields.items():
+    for name, kind in {"version": int, **fields}.items():
         if not isinstance(found.get(name), kind) or (kind is int and isinstance(found[name], bool)):
             raise ValueError(f"`{name}` in {path} must be of type {kind.__name__}: {again}")
+        if name == "version" and found[name] > version:
+            raise ValueError(
+                f"{path} has version {found[name]}, and this dynaxx reads up to {version}: it is from a newer dynaxx, "
+                f"so upgrade dynaxx, or {again}"
+            )
     return found
