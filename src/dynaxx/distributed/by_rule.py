@@ -112,7 +112,7 @@ def sparse_attention_by_rule(
 
 
 class _Form(NamedTuple):
-    """What calls with equal arguments, but for the contents of tensors, share."""
+    """The state that calls share if their arguments are equal but for the contents of tensors."""
 
     stages: int
     ran: set[Hashable]  # passes that have run

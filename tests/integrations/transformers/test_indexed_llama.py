@@ -2,8 +2,6 @@
 """A Llama converted to tokens that an indexer selects: equal to dense at first; saved, decoded and trained."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from dynaxx import UnsupportedInputError
 from dynaxx.cli import app
 from dynaxx.integrations.transformers.indexed_llama import IndexedLlamaForCausalLM, convert_to_indexed
 from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
+from example_scripts import import_example
 from tiny import TEXT, save_tiny_model
 
 
@@ -115,13 +114,7 @@ def test_command(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def finetune():
-    examples = str(Path(__file__).parents[3] / "examples")
-    sys.path.insert(0, examples)
-    try:
-        import finetune_indexed
-    finally:
-        sys.path.remove(examples)
-    return finetune_indexed
+    return import_example("finetune_indexed")
 
 
 def test_the_example_trains_both_stages(finetune, dense, folder, tmp_path):

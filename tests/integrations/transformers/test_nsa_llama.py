@@ -4,7 +4,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +19,7 @@ from dynaxx.integrations.transformers import nsa_cache, nsa_llama
 from dynaxx.integrations.transformers.nsa_llama import NsaLlamaForCausalLM, convert_to_nsa
 from dynaxx.layout.nsa import NsaSizes
 from dynaxx.ops.nsa_decode import compress_pages
+from example_scripts import import_example
 from tiny import TEXT, save_tiny_model
 
 SIZES = NsaSizes(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, first_blocks=1, local_blocks=1, window=10)
@@ -231,13 +231,7 @@ def test_a_model_that_is_cut_off_is_named(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def finetune():
-    examples = str(Path(__file__).parents[3] / "examples")
-    sys.path.insert(0, examples)
-    try:
-        import finetune_nsa
-    finally:
-        sys.path.remove(examples)
-    return finetune_nsa
+    return import_example("finetune_nsa")
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Llamas with another attention share: the interface of a layer, a check of masks, and the conversion."""
+"""Llamas with another attention share this file: the interface of a layer, a check of masks, and the conversion."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ OUT_OF_TIME = (
 
 
 class Found(NamedTuple):
-    """What the search found, before it is timed."""
+    """The result of a search, before its policy is timed."""
 
     scorer: Scorer
     layers: tuple[int, ...]

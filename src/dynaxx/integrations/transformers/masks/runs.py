@@ -111,13 +111,10 @@ def read_window(mask: Tensor, window: int) -> list[list[MaskRun]] | None:
 
 
 def _read_window(mask: Tensor, window: int) -> list[MaskRun] | None:
-    seqlen_q, seqlen_k = mask.shape
-    if seqlen_q == 0 or seqlen_k == 0:
+    ends = _contiguous_rows(mask)
+    if ends is None:
         return None
-    spans = [_spans(rows) for rows in mask.split(ROWS_AT_ONCE)]
-    if not all(contiguous for _, _, contiguous in spans):
-        return None
-    start, stop = torch.cat([s for s, _, _ in spans]), torch.cat([e for _, e, _ in spans])
+    (start, stop), seqlen_q = ends, mask.shape[0]
     first = int((start < 0).sum())
     if first == seqlen_q:
         return [MaskRun(0, seqlen_q, 0, 0, False)]
@@ -132,13 +129,10 @@ def _read_window(mask: Tensor, window: int) -> list[MaskRun] | None:
 
 
 def _read_entry(mask: Tensor) -> list[MaskRun] | None:
-    seqlen_q, seqlen_k = mask.shape
-    if seqlen_q == 0 or seqlen_k == 0:
+    ends = _contiguous_rows(mask)
+    if ends is None:
         return None
-    spans = [_spans(rows) for rows in mask.split(ROWS_AT_ONCE)]
-    if not all(contiguous for _, _, contiguous in spans):
-        return None
-    start, stop = torch.cat([s for s, _, _ in spans]), torch.cat([e for _, e, _ in spans])
+    (start, stop), seqlen_q = ends, mask.shape[0]
     step = stop[1:] - stop[:-1]
     same = start[1:] == start[:-1]
     kind = torch.where(same & (step == 1), 1, torch.where(same & (step == 0), 2, 0))  # 1 grows, 2 repeats, 0 neither
@@ -158,6 +152,16 @@ def _read_entry(mask: Tensor) -> list[MaskRun] | None:
         MaskRun(q_start, q_stop, max(0, k_start), k_stop, causal=k_stop > first_stop or q_stop - q_start == 1)
         for q_start, q_stop, (k_start, first_stop, k_stop) in zip(bounds[:-1], bounds[1:], rows, strict=True)
     ]
+
+
+def _contiguous_rows(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the first visible key (or -1) and the end of each row, or None if a row has gaps or the mask is empty."""
+    if 0 in mask.shape:
+        return None
+    spans = [_spans(rows) for rows in mask.split(ROWS_AT_ONCE)]
+    if not all(contiguous for _, _, contiguous in spans):
+        return None
+    return torch.cat([start for start, _, _ in spans]), torch.cat([stop for _, stop, _ in spans])
 
 
 def _spans(mask: Tensor) -> tuple[Tensor, Tensor, bool]:
