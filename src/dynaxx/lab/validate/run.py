@@ -8,7 +8,9 @@ perplexity, retrieval, repetition in generated text, and time and memory of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.fast_linears import fast_linears
@@ -75,34 +77,9 @@ def validate(
         UnsupportedInputError: see `dynaxx.apply`.
     """
     progress = progress or SilentProgress()
-    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
-    ids: list[int] = tokenizer(split_text(text).held_out, add_special_tokens=False, verbose=False)["input_ids"]
-    limit, sparse = longest_prompt(model), has_sparse_rule(policy)
-    if sparse and border > limit:
-        raise ValueError(
-            f"the policy is dense below {border:,} tokens and the model's limit is {limit:,}, so it never runs sparse "
-            "and cannot be validated; tune again, or lower `dense_below` and `sparse_from`"
-        )
-    border = border if sparse else 0
-    known = earlier if earlier is not None and earlier.seed == seed and sparse else None
-    least = border + 1 if sparse else 0  # the last token is predicted only
-    window = min(tokens or max(TOKENS, least), max(limit, least), len(ids))
-    if window < least:
-        raise ValueError(
-            f"the policy is dense below {border:,} tokens, but quality would be measured at {window:,} "
-            f"(the held-out text has {len(ids):,}, the model's limit is {limit:,}); give more text or `tokens`"
-        )
-    longest = min(limit, len(ids))
-    lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest)
-    at = max(border, min(window, TASK_TOKENS))
-    samples = [] if suite else make_samples(tokenizer, ids, at, TASK_SAMPLES, seed)
-    others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
-    if suite is not None and max(suite.lengths) > limit:
-        raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {max(suite.lengths):,}")
-    if suite is not None:
-        Haystack(split_text(text).held_out)  # refuse a text for tasks before long work
-    if known is not None and (known.window_tokens != window or known.window_tokens <= border):
-        known = None
+    setup = _set_up(model, tokenizer, policy, text, lengths, tokens, kinds, suite, seed)
+    known = earlier if earlier is not None and setup.covers(earlier) else None
+    ids = setup.ids
     with evaluating(model), progress.task("Validating", 100) as task:
         run = Comparison(model, policy, task, start_of(tokenizer))
         with run.applied():  # refuse a policy for another model before long work
@@ -112,17 +89,19 @@ def validate(
                 run.keep(known, share=35)
                 logits, perplexity, noise, rows = known.logits, known.perplexity, known.noise, known.kinds
             else:
-                logits, perplexity = run.compare_text(ids, window, share=35)
+                logits, perplexity = run.compare_text(ids, setup.window, share=35)
                 noise = run.noise(share=0)
-                rows = run.compare_kinds(others, share=0)
-            same = known is not None and at == max(known.sparse_from or 0, min(window, TASK_TOKENS))
-            if suite:
-                tasks: tuple[TaskScore, ...] = ()
+                rows = run.compare_kinds(setup.kinds, share=0)
+            tasks: tuple[TaskScore, ...] = ()
+            answered = None
+            if suite is not None:
+                answered = run.suite(tokenizer, setup.held_out, suite, seed, share=20)
+            elif known is not None and setup.task_tokens == _task_tokens(setup.window, known.sparse_from or 0):
+                tasks = known.tasks
             else:
-                tasks = known.tasks if known is not None and same else run.retrieval(samples, share=20)
-            answered = run.suite(tokenizer, split_text(text).held_out, suite, seed, share=20) if suite else None
-            repetition = run.repetition(ids, max(border, min(window, PROMPT_TOKENS)), share=15)
-        speed = run.speed(ids, lengths, share=30)
+                tasks = run.retrieval(setup.samples, share=20)
+            repetition = run.repetition(ids, max(setup.border, min(setup.window, PROMPT_TOKENS)), share=15)
+        speed = run.speed(ids, setup.lengths, share=30)
     checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed, rows, answered)
     return ValidationResult(
         passed=all(check.passed for check in checks),
@@ -134,15 +113,98 @@ def validate(
         speed=speed,
         density=run.density,
         layer_calls=run.layer_calls,
-        windows=max(1, min(WINDOWS, len(ids) // window)),
-        window_tokens=window,
+        windows=max(1, min(WINDOWS, len(ids) // setup.window)),
+        window_tokens=setup.window,
         seed=seed,
-        sparse_from=border if sparse else None,
+        sparse_from=setup.border if setup.sparse else None,
         kinds=rows,
         suite=answered,
         noise=noise,
         tuned_kinds=_tuned_kinds(policy),
     )
+
+
+class _Setup(NamedTuple):
+    """The texts and lengths of a validation."""
+
+    sparse: bool  # whether the policy has a sparse rule
+    border: int  # tokens from which it runs sparse; 0 without a sparse rule
+    held_out: str
+    ids: list[int]  # tokens of the held-out text
+    window: int  # tokens of each stretch of text for quality
+    lengths: tuple[int, ...]  # tokens of the prompts to time
+    task_tokens: int  # tokens of each retrieval task
+    samples: list[Any]  # retrieval tasks; empty with a suite
+    kinds: list[tuple[str, Tensor]]  # name and ids (1, window) of other kinds of text
+    seed: int
+
+    def covers(self, earlier: ValidationResult) -> bool:
+        """Return whether an earlier validation with a lower border ran the same blocks on the same text."""
+        same = earlier.seed == self.seed and earlier.window_tokens == self.window
+        return self.sparse and same and self.window > self.border
+
+
+def _set_up(
+    model: Any,
+    tokenizer: Any,
+    policy: Policy,
+    text: str,
+    lengths: Sequence[int] | None,
+    tokens: int | None,
+    kinds: Sequence[str],
+    suite: SuitePlan | None,
+    seed: int,
+) -> _Setup:
+    """Choose what to measure, and refuse what cannot be measured; see `validate`."""
+    held_out = split_text(text).held_out
+    ids: list[int] = tokenizer(held_out, add_special_tokens=False, verbose=False)["input_ids"]
+    sparse, limit = has_sparse_rule(policy), longest_prompt(model)
+    border = _border(policy, limit) if sparse else 0
+    window = _window(tokens, border + 1 if sparse else 0, limit, len(ids))
+    longest = min(limit, len(ids))
+    lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest)
+    task_tokens = _task_tokens(window, border)
+    samples = [] if suite else make_samples(tokenizer, ids, task_tokens, TASK_SAMPLES, seed)
+    others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
+    if suite is not None:
+        if max(suite.lengths) > limit:
+            raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {max(suite.lengths):,}")
+        Haystack(held_out)  # refuse a text that cannot hide facts
+    return _Setup(sparse, border, held_out, ids, window, lengths, task_tokens, samples, others, seed)
+
+
+def _border(policy: Policy, limit: int) -> int:
+    """Return the tokens from which a policy runs sparse, if the model takes so many."""
+    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    if border > limit:
+        raise ValueError(
+            f"the policy is dense below {border:,} tokens and the model's limit is {limit:,}, so it never runs sparse "
+            "and cannot be validated; tune again, or lower `dense_below` and `sparse_from`"
+        )
+    return border
+
+
+def _window(tokens: int | None, least: int, limit: int, given: int) -> int:
+    """Return the length of the stretches of text.
+
+    Args:
+        tokens: the requested length.
+        least: shortest text that runs sparse, one token more than the border because the last token is only predicted.
+        limit: the model's limit.
+        given: tokens of the held-out text.
+    """
+    window = min(tokens or max(TOKENS, least), max(limit, least), given)
+    if window < least:
+        raise ValueError(
+            f"the policy is dense below {least - 1:,} tokens, but quality would be measured at {window:,} "
+            f"(the held-out text has {given:,}, the model's limit is {limit:,}); give more text or `tokens`"
+        )
+    return window
+
+
+def _task_tokens(window: int, border: int) -> int:
+    """Return the length of the retrieval tasks."""
+    return max(border, min(window, TASK_TOKENS))
 
 
 def _tuned_kinds(policy: Policy) -> tuple[str, ...]:
@@ -151,7 +213,7 @@ def _tuned_kinds(policy: Policy) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.removeprefix(RATIO_ON) for name in names if "," not in name))
 
 
-def _stretch(tokenizer: Any, kind: str, tokens: int) -> Any:
+def _stretch(tokenizer: Any, kind: str, tokens: int) -> Tensor:
     """Return the first tokens of the held-out half of a kind of text."""
     held_out = split_text(text_of(kind)).held_out
     return started(tokenizer, encode(tokenizer, held_out, tokens, part=f"the held-out half of {label(kind)}"))
