@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
-from dynaxx.distributed.by_rule import default_stages
+from dynaxx.distributed.by_rule.attention import default_stages
 from dynaxx.distributed.peer_memory import peer_memory_bytes
 
 BLOCK = 128

@@ -173,6 +173,14 @@ def case_layouts_per_head_send_less(ranks):
         assert 0 < plans[0].bytes_sent(*own[1:]) < plans[1].bytes_sent(*own[1:])
 
 
+def case_some_heads_have_inner_rows(ranks):
+    """A first stage that is computed over own tokens early, beside later stages whose inner rows come early."""
+    near, far = (x.layout(256, block_size=16) for x in (dx.SlidingWindow(20), dx.Causal()))
+    layout = dx.BlockLayout.stack_heads([far, near, far, near])
+    split = dxd.SequenceSplit.contiguous(256, ranks.count, 16)
+    check(ranks, *make_qkv(1, 256, 256, 4, 4, 16, device=ranks.device), layout, split, stages=4)
+
+
 def case_inner_rows_do_not_wait(ranks):
     """Under a window, few rows see other ranks; all others read the rank's own keys and values in place."""
     for seqlen, stages in ((128 * ranks.count, None), (128 * ranks.count - 7, 2)):

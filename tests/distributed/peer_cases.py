@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from ranks import COLLECTIVE_SECONDS, Ranks
 
-from dynaxx.distributed import by_rule, compute, streams
+from dynaxx.distributed import streams
+from dynaxx.distributed.by_layout import forward as by_layout
+from dynaxx.distributed.by_rule import forward as by_rule
+from dynaxx.distributed.by_rule import settings as rule_settings
 from dynaxx.distributed.peer_memory import SLOTS, PeerBuffers, PeerMemory
 
 SLOT_BYTES = 8 << 20
@@ -82,15 +85,15 @@ def on_shared_memory(ranks: Ranks, cases) -> None:
         assert slot_bytes <= SLOT_BYTES
         return PeerBuffers(memory)
 
-    def in_stages(count, start, ready, attend, group, device, before=None, known=False, last_alone=False, ahead=None,
-                  sharing=None):  # fmt: skip
-        streams._on_streams(count, start, ready, attend, device, before, last_alone, ahead, sharing)
+    def in_stages(stages, group, device, known):
+        streams._on_streams(stages, device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams.Lanes, "forked", staticmethod(forked))
         patch.setattr(torch.cuda, "set_stream", lambda stream: None)
-        for module in (compute, by_rule):
+        for module in (by_layout, rule_settings):
             patch.setattr(module, "stage_buffers", stage_buffers)
+        for module in (by_layout, by_rule):
             patch.setattr(module, "in_stages", in_stages)
         for case in cases:
             case(ranks)

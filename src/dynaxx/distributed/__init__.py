@@ -2,7 +2,7 @@
 """Sparse attention on several GPUs with `torch.distributed`: split the sequence or the heads over ranks."""
 
 from dynaxx.distributed.attention import exchange_plan, sparse_attention
-from dynaxx.distributed.by_rule import sparse_attention_by_rule
+from dynaxx.distributed.by_rule.attention import sparse_attention_by_rule
 from dynaxx.distributed.choose import SplitCost, sequence_split, split_cost
 from dynaxx.distributed.decode import select_split_pages, sparse_decode
 from dynaxx.distributed.exchange import Traffic, traffic

@@ -13,8 +13,10 @@ from torch.distributed import ProcessGroup
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
+from dynaxx.distributed.by_layout.backward import split_backward
+from dynaxx.distributed.by_layout.forward import split_forward
+from dynaxx.distributed.by_layout.settings import Settings
 from dynaxx.distributed.choose import sequence_split
-from dynaxx.distributed.compute import Settings, split_backward, split_forward
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import ExchangePlan, plan_exchange
 from dynaxx.distributed.sharded import ShardedLayout

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -90,96 +90,101 @@ def _stream(device: int, priority: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=priority)
 
 
-class Before(NamedTuple):
-    """Kernels that need no exchange. On streams, the host launches them before it starts the first one."""
+class Early(NamedTuple):
+    """How the stages of a call run beside the kernels that `Stages.launch_early` launches."""
 
-    launch: Callable[[], None]
     apart: bool  # whether they write nothing that the stages write, so that the stages need not wait for them
     waits: bool = False  # whether their programs that have not started let those of the stages go first
 
 
-def in_stages(
-    count: int,
-    start: Callable[[int], None],
-    ready: Callable[[int], T],
-    attend: Callable[[int, T], None],
-    group: ProcessGroup,
-    device: torch.device,
-    before: Before | None = None,
-    known: bool = False,
-    last_alone: bool = False,
-    ahead: Callable[[int], None] | None = None,
-    sharing: Sharing = BESIDE_NCCL,
-) -> None:
+class Stages(Generic[T]):
+    """The stages of a call. Each method works on the current stream; `i` counts the stages.
+
+    Attributes:
+        count: number of stages.
+        early: how the stages run beside the kernels of `launch_early`; None if it has none.
+        last_alone: whether the kernels of the last stage also use the buffer of the stage before it.
+        sharing: how the kernels share the multiprocessors with exchanges.
+    """
+
+    count: int
+    early: Early | None = None
+    last_alone: bool = False
+    sharing: Sharing = BESIDE_NCCL
+
+    def launch_early(self) -> None:
+        """Launch kernels of the call that need no exchange. On streams, they come before the first exchange."""
+
+    def start(self, i: int) -> None:
+        """Start the exchange of a stage, in buffer number i % 2."""
+        raise NotImplementedError
+
+    def ahead(self, i: int) -> None:
+        """Launch those kernels of a stage that need no exchange."""
+
+    def ready(self, i: int) -> T:
+        """Wait for the exchange of a stage, and return what its kernels need."""
+        raise NotImplementedError
+
+    def attend(self, i: int, gathered: T) -> None:
+        """Launch the kernels of a stage."""
+        raise NotImplementedError
+
+
+def in_stages(stages: Stages[T], group: ProcessGroup, device: torch.device, *, known: bool) -> None:
     """Run stages so that exchanges overlap with kernels.
 
     Args:
-        count: number of stages.
-        start: function that starts the exchange of a stage, in buffer number stage % 2.
-        ready: function that waits for the exchange, and returns what the kernels of a stage need.
-        attend: function that launches the kernels of a stage.
+        stages: the stages.
         group: the ranks.
         device: device of the tensors.
-        before: kernels that need no exchange.
         known: whether an equal call has run before. A first call computes values that later stages and calls read
             without waiting, such as the order of a layout's rows, so its kernels are on one stream.
-        last_alone: whether the kernels of the last stage use the buffer of the stage before, too.
-        ahead: function that launches those kernels of a stage that need no exchange.
-        sharing: how the kernels share the multiprocessors with exchanges.
     """
     if known and device.type == "cuda" and exchanges_go_first(group):
-        _on_streams(count, start, ready, attend, device, before, last_alone, ahead, sharing)
+        _on_streams(stages, device)
         return
-    start(0)
-    if before is not None:
-        with share_multiprocessors(sharing):
-            before.launch()
-    for i in range(count):
-        if i + 1 < count:
-            start(i + 1)
-        with share_multiprocessors(sharing if i + 1 < count else None):
-            if ahead is not None:
-                ahead(i)
-            attend(i, ready(i))
+    stages.start(0)
+    if stages.early is not None:
+        with share_multiprocessors(stages.sharing):
+            stages.launch_early()
+    for i in range(stages.count):
+        more = i + 1 < stages.count
+        if more:
+            stages.start(i + 1)
+        with share_multiprocessors(stages.sharing if more else None):
+            stages.ahead(i)
+            stages.attend(i, stages.ready(i))
 
 
-def _on_streams(
-    count: int,
-    start: Callable[[int], None],
-    ready: Callable[[int], T],
-    attend: Callable[[int, T], None],
-    device: torch.device,
-    before: Before | None,
-    last_alone: bool,
-    ahead: Callable[[int], None] | None,
-    sharing: Sharing,
-) -> None:
+def _on_streams(stages: Stages[T], device: torch.device) -> None:
     held: list[T] = []  # memory of the helper stream, which the other streams read until all have met
     done: list[torch.cuda.Event] = []
-    early = before.launch if before is not None else (lambda: ahead(0)) if ahead else None
-    with share_multiprocessors(sharing), Lanes.forked(device, early) as lanes:
-        turns = (lanes.main, lanes.second) if before is None else (lanes.second, lanes.main)
-        if sharing.left:  # kernels of a second stream would occupy them
+    early = stages.early
+    first = stages.launch_early if early is not None else (lambda: stages.ahead(0))
+    with share_multiprocessors(stages.sharing), Lanes.forked(device, first) as lanes:
+        turns = (lanes.main, lanes.second) if early is None else (lanes.second, lanes.main)
+        if stages.sharing.left:  # kernels of a second stream would occupy the multiprocessors left to copies
             turns = (lanes.main, lanes.main)
-        for i in range(count):
+        for i in range(stages.count):
             torch.cuda.set_stream(lanes.helper)
             if i > 1:
                 lanes.helper.wait_event(done[i - 2])
-            start(i)
-            if before is not None and not i and not before.apart:
+            stages.start(i)
+            if early is not None and not i and not early.apart:
                 lanes.second.wait_stream(lanes.main)
-            lane = lanes.helper if before is not None and before.waits else turns[i % 2]
-            if ahead is not None and i:
+            lane = lanes.helper if early is not None and early.waits else turns[i % 2]
+            if i:
                 torch.cuda.set_stream(lane)
-                ahead(i)
+                stages.ahead(i)
             torch.cuda.set_stream(lanes.helper)
-            held.append(ready(i))
+            held.append(stages.ready(i))
             prepared = lanes.helper.record_event()
             torch.cuda.set_stream(lane)
             lane.wait_event(prepared)
-            if last_alone and i and i + 1 == count:
+            if stages.last_alone and i and i + 1 == stages.count:
                 lane.wait_event(done[i - 1])
-            attend(i, held[i])
+            stages.attend(i, held[i])
             done.append(lane.record_event())
     del held
 

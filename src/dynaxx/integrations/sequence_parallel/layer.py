@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.distributed.attention import sparse_attention
-from dynaxx.distributed.by_rule import sparse_attention_by_rule
+from dynaxx.distributed.by_rule.attention import sparse_attention_by_rule
 from dynaxx.distributed.heads import HeadShare, attend_by_heads
 from dynaxx.distributed.rules import chooses_row_by_row
 from dynaxx.errors import UnsupportedInputError

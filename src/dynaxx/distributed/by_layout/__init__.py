@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's computation of attention over a layout whose sequence is split, stage by stage.
+
+The files:
+
+    settings  the arguments of a call other than its tensors, and the kernels of a layout
+    forward   the forward pass: inner rows and own tokens while keys and values are in transit
+    backward  the backward pass, which also returns gradients to the owners of keys and values
+    edges     edge rows, which visit blocks of other ranks
+"""

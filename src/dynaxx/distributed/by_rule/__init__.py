@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over blocks that a rule selects, with the sequence split and the keys of all ranks gathered.
+
+The kv heads are processed in stages: while the blocks of one stage are selected and computed, the keys and values of
+the next are in transit. A rank's queries form runs of neighbouring queries, and each run has its own selection. A
+run that sees only own keys, such as the first one of a zigzag, does not wait for them.
+
+The files:
+
+    attention  the public function, and what its calls of one form share
+    settings   the arguments of a call other than its tensors; selection and kernels of one run
+    forward    the stages of the forward pass
+    backward   the stages of the backward pass
+"""

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse_attention_by_rule`: select blocks and attend over a split sequence, with the keys of all ranks gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only
+from dynaxx.distributed.by_rule.backward import rule_backward
+from dynaxx.distributed.by_rule.forward import rule_forward
+from dynaxx.distributed.by_rule.settings import MOST_CHOICES, Form, Settings
+from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.plan import check_stages, stages_of
+from dynaxx.distributed.rules import check_rule, rule_of_heads
+from dynaxx.distributed.split import SequenceSplit
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.sinks import add_sinks
+from dynaxx.layout import as_block_size
+from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.autocast import follow_autocast
+from dynaxx.ops.checks import check_sinks
+from dynaxx.selection import Hybrid, Selector
+from dynaxx.selection.base import selection_grid
+
+
+@typed
+def sparse_attention_by_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Selector | Hybrid,
+    split: SequenceSplit,
+    mesh: Mesh,
+    *,
+    causal: bool = True,
+    block_size: int | tuple[int, int] = 64,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    stages: int | None = None,
+) -> Tensor | SparseAttentionOutput:
+    """Select blocks and attend in one pass, with the keys and values of all ranks gathered. Differentiable.
+
+    This is the fastest way if the rows of a rank together select nearly all blocks, as they do for budgets above a few
+    blocks per row. If they select few blocks, `select_split_blocks` and `sparse_attention` send fewer bytes.
+
+    The backward pass gathers the keys and values again, and reuses the selected blocks. All ranks must run it.
+
+    Args:
+        q: (batch, own tokens, q_heads, head_dim).
+        k: (batch, own tokens, kv_heads, head_dim).
+        v: (batch, own tokens, kv_heads, head_dim_v).
+        rule: a selector or a hybrid.
+        split: which rank owns which tokens.
+        mesh: the ranks that share the sequence.
+        causal: hide keys after the query.
+        block_size: tokens per block, one number or (q_block, kv_block).
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: as for `dynaxx.sparse_attention`.
+        sinks: as for `dynaxx.distributed.sparse_attention`.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: as for `dynaxx.sparse_attention`.
+        stages: number of groups of kv heads that are gathered and computed one after another, a divisor of kv_heads.
+            More stages need less memory. None means as many as keep messages large.
+
+    Returns:
+        The result of `dynaxx.distributed.sparse_attention`.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError, PeerError: like `select_split_blocks` and `sparse_attention`.
+    """
+    group, sizes = group_of(mesh), as_block_size(block_size)
+    q, k, v = follow_autocast(q, k, v)
+    rank = dist.get_rank(group)
+    form = _checked_form(q, k, v, rule, split, rank, sizes, causal, stages)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    scale = softmax_scale(scale, q.shape[-1])
+    needs_lse = needs_grad or return_lse or sinks is not None
+    settings = Settings(rule, split, rank, group, causal, sizes, scale, softcap, backend, form, needs_grad, needs_lse)
+    out, lse = _RuleAttention.apply(q, k, v, settings) if needs_grad else rule_forward(q, k, v, settings)[:2]
+    if sinks is not None:
+        check_sinks(sinks, q)
+        assert lse is not None, "sinks need it"
+        out, lse = add_sinks(out, lse, sinks)
+    if not return_lse:
+        return out
+    assert lse is not None, "it was asked for"
+    return SparseAttentionOutput(out, lse)
+
+
+def _checked_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Selector | Hybrid,
+    split: SequenceSplit,
+    rank: int,
+    sizes: tuple[int, int],
+    causal: bool,
+    stages: int | None,
+) -> Form:
+    """Check the arguments once for all calls of their form. The same objects are found without comparing values."""
+    of_tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
+    same = (id(rule), id(split), rank, sizes, causal, stages, of_tensors)
+    known = _by_identity.get(same)
+    if known is not None:
+        return known[0]
+    check_rule(rule, split, sizes)
+    kv_heads = k.shape[2] if k.ndim == 4 else 0
+    split.check_shards(rank, q=q, k=k, v=v)
+    if kv_heads == 0 or q.shape[2] % kv_heads:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[2]} and {kv_heads}")
+    selection_grid(q, k, sizes, causal)  # this and the next line refuse wrong input before anything is exchanged
+    rule_of_heads(rule, slice(0, q.shape[2]), q.shape[2])
+    chosen = default_stages(k, v, split) if stages is None else stages
+    check_stages(chosen, kv_heads)
+    for kept in (_by_identity, _forms):
+        if len(kept) >= MOST_CHOICES:
+            kept.clear()
+    form = _forms.setdefault((rule, split, rank, sizes, causal, chosen, of_tensors), Form(chosen, set()))
+    _by_identity[same] = form, rule, split  # kept, so that no other rule or split has their ids
+    return form
+
+
+_by_identity: dict[Hashable, tuple[Form, Selector | Hybrid, SequenceSplit]] = {}
+_forms: dict[Hashable, Form] = {}
+
+
+def default_stages(k: Tensor, v: Tensor, split: SequenceSplit) -> int:
+    """Return the number of stages of `sparse_attention_by_rule` for own keys and values of this form."""
+    received = split.seqlen - min(split.length(rank) for rank in range(split.ranks))
+    return stages_of(k.shape[2], received * k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize)
+
+
+class _RuleAttention(torch.autograd.Function):
+    """Gather, select, attend, and return gradients, stage by stage."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Any:
+        found = rule_forward(q, k, v, settings)
+        ctx.save_for_backward(q, k, v, found.out, found.lse)
+        ctx.set_materialize_grads(False)
+        ctx.settings, ctx.layouts = settings, found.layouts
+        return found.out, found.lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        do = torch.zeros_like(out) if do is None else do
+        return *rule_backward(do, dlse, q, k, v, out, lse, ctx.layouts, ctx.settings), None
