@@ -37,7 +37,7 @@ def dynaxx_sparse_attention(
     p_indptr,  # inputs: the layout, as `layout_tensors` returns it
     p_num_partial,
     p_indices,
-    p_codes,
+    p_mask_ids,
     p_bits,
     p_bands,
     batch,  # numbers
@@ -64,7 +64,7 @@ def dynaxx_sparse_attention(
     MAXIMA: tl.constexpr,
 ):
     """Run the forward kernel on tensors of these sizes."""
-    tables = LayoutTables(p_indptr, p_num_partial, p_indices, p_codes, p_bits, p_bands)
+    tables = LayoutTables(p_indptr, p_num_partial, p_indices, p_mask_ids, p_bits, p_bands)
     stride_b = tl.where(layout_batch > 1, layout_heads, 0)
     stride_h = tl.where(layout_heads > 1, 1, 0)
     _forward(
@@ -81,7 +81,7 @@ def dynaxx_sparse_attention(
     )  # fmt: skip
 
 
-TENSORS = ("p_q", "p_k", "p_v", "p_indptr", "p_num_partial", "p_indices", "p_codes", "p_bits", "p_bands")
+TENSORS = ("p_q", "p_k", "p_v", "p_indptr", "p_num_partial", "p_indices", "p_mask_ids", "p_bits", "p_bands")
 NUMBERS = (
     "batch", "seqlen_q", "seqlen_k", "q_heads", "kv_heads", "capacity", "num_masks", "layout_batch", "layout_heads",
 )  # fmt: skip

@@ -137,9 +137,9 @@ def _attend(
     """Return out (U, q_block, E) and lse (U, q_block) of units that visit equally many blocks."""
     q_block, kv_block = layout.block_size
     entries = units.start[:, None] + torch.arange(int(units.count[0]))
-    cols, codes = layout.kv_indices[entries].long(), layout.kv_masks[entries].long()
+    cols, mask_ids = layout.kv_indices[entries].long(), layout.kv_masks[entries].long()
     keys = (cols[..., None] * kv_block + torch.arange(kv_block)).flatten(1)  # (U, S)
-    visible = table[codes].transpose(1, 2).flatten(2) & (keys < layout.seqlen_k)[:, None]  # (U, q_block, S)
+    visible = table[mask_ids].transpose(1, 2).flatten(2) & (keys < layout.seqlen_k)[:, None]  # (U, q_block, S)
     queries = (units.row[:, None] * q_block + torch.arange(q_block)).clamp(max=layout.seqlen_q - 1)
     keys = keys.clamp(max=layout.seqlen_k - 1)
     batch, head = units.batch[:, None], units.head[:, None]

@@ -147,7 +147,7 @@ class LayoutTables(NamedTuple):
     p_indptr: Tensor
     p_num_partial: Tensor
     p_indices: Tensor
-    p_codes: Tensor  # masks of the entries
+    p_mask_ids: Tensor  # of the entries
     p_bits: Tensor  # (masks, Q_BLOCK, words of 32 keys) int32
     p_bands: Tensor  # (masks, 2) int32
 

@@ -32,13 +32,13 @@ def keep(
     WORDS: gl.constexpr = KV_BLOCK // 32
     keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
-    lo, hi, code = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    lo, hi, mask_id = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
     if lo <= hi:
         seen = columns_between(keys + (lo - FIRST_QUERY), keys + (hi - FIRST_QUERY), threads)
     else:
         seen = gl.zeros([ROWS, 4], gl.int32, WORD_LAYOUT)
-        if code >= 0:
-            p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + part + FIRST_QUERY) * WORDS + keys // 32
+        if mask_id >= 0:
+            p_words = p_bits + (mask_id.to(gl.int64) * Q_BLOCK + part + FIRST_QUERY) * WORDS + keys // 32
             for i_column in range(weights.shape[1] // 4):
                 query = i_column // 2 * 8 + 2 * threads + i_column % 2
                 seen |= ((gl.load(p_words + query * WORDS) >> keys % 32) & 1) << i_column

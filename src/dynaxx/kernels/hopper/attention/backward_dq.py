@@ -64,12 +64,12 @@ def _produce(
         first_key = gl.load(layout.tables.p_indices + entry) * KV_BLOCK + part
         mbarrier.wait(buffers.k_empty.index(stage), ((i // K_STAGES) & 1) ^ 1)
         if i < row.masked:
-            lo, hi, code = band_of(layout, gl.load(layout.tables.p_codes + entry))
+            lo, hi, mask_id = band_of(layout, gl.load(layout.tables.p_mask_ids + entry))
             # distances are query - key, and the tile's keys begin at `part`
             put(numbers, stage * FIELDS, gl.where(lo > hi, 1, lo + part))
             put(numbers, stage * FIELDS + 1, gl.where(lo > hi, 0, hi + part))
             put(numbers, stage * FIELDS + 2, seqlen_k - first_key)
-            put(numbers, stage * FIELDS + 3, code)
+            put(numbers, stage * FIELDS + 3, mask_id)
             gl.thread_barrier()
         mbarrier.expect(buffers.k_full.index(stage), k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(

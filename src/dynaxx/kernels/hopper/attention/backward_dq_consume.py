@@ -22,7 +22,7 @@ from dynaxx.kernels.hopper.primitives.signals import none, pin
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 from dynaxx.kernels.hopper.primitives.visible import seen_of_block, where_seen
 
-FIELDS = gl.constexpr(4)  # numbers per tile: first and last distance of its mask, number of keys, code of the mask
+FIELDS = gl.constexpr(4)  # numbers per tile: first and last distance of its mask, number of keys, mask id
 
 
 class DqBuffers(NamedTuple):

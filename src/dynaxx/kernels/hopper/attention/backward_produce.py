@@ -3,7 +3,7 @@
 
     layout (transposed) -> per entry: wait empty[stage] -> lse, delta, mask numbers, q, do by TMA -> full[stage]
 
-Each tile of 64 queries comes with its lse and delta and, if it is masked, with its band or the code of its mask.
+Each tile of 64 queries comes with its lse and delta and, if it is masked, with its band or its mask id.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from dynaxx.kernels.hopper.attention.forward_produce import band_of
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, barriers, put
 
 RING = gl.constexpr(8)  # tiles whose numbers are stored: those in flight, and the previous one
-FIELDS = gl.constexpr(4)  # numbers per tile: its index in the group, first and last distance and code of its mask
+FIELDS = gl.constexpr(4)  # numbers per tile: its index in the group, first and last distance and id of its mask
 NOWHERE = gl.constexpr(1 << 22)  # a tile past the end of all sums, which TMA ignores; a negative one would be invalid
 
 
@@ -109,10 +109,10 @@ def produce(
             at_tile = done % RING * FIELDS
             put(numbers, at_tile, gl.where(block == known, tile, NOWHERE))
             if i_tile < partial * SPLIT:
-                lo, hi, code = band_of(layout, gl.load(layout.tables.p_codes + entry))
+                lo, hi, mask_id = band_of(layout, gl.load(layout.tables.p_mask_ids + entry))
                 put(numbers, at_tile + 1, lo - part * ROWS)
                 put(numbers, at_tile + 2, hi - part * ROWS)
-                put(numbers, at_tile + 3, code)
+                put(numbers, at_tile + 3, mask_id)
             gl.thread_barrier()
             mbarrier.expect(full.index(stage), 2 * given.q_desc.block_type.nbytes)
             at = [column.i_b, i_h, block * Q_BLOCK + part * ROWS, 0]

@@ -19,7 +19,7 @@ from dynaxx.kernels.hopper.primitives.signals import look, put
 
 EVERYWHERE = gl.constexpr(1 << 20)  # a band that contains every pair of a block
 ROW_FIELDS = gl.constexpr(6)  # numbers per row: index, steps, masked steps, batch entry, first head, slot as a part
-FIELDS = gl.constexpr(4)  # numbers per block: first and last distance, number of keys, code
+FIELDS = gl.constexpr(4)  # numbers per block: first and last distance, number of keys, mask id
 
 
 class ForwardInputs(NamedTuple):
@@ -68,14 +68,14 @@ def _unit_of(i_unit, together, q_blocks, q_heads, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def band_of(layout, code):
-    """Return a mask's band, with lo > hi if it has none, and its code, or -1."""
-    known = (code >= 0) & (code < layout.num_masks)
-    lo = gl.load(layout.tables.p_bands + code * 2, mask=known, other=1)
-    hi = gl.load(layout.tables.p_bands + code * 2 + 1, mask=known, other=0)
-    lo = gl.where(code == -1, -EVERYWHERE, lo)
-    hi = gl.where(code == -1, EVERYWHERE, hi)
-    return lo, hi, gl.where(known, code, -1)
+def band_of(layout, mask_id):
+    """Return a mask's band, with lo > hi if it has none, and its id, or -1."""
+    known = (mask_id >= 0) & (mask_id < layout.num_masks)
+    lo = gl.load(layout.tables.p_bands + mask_id * 2, mask=known, other=1)
+    hi = gl.load(layout.tables.p_bands + mask_id * 2 + 1, mask=known, other=0)
+    lo = gl.where(mask_id == -1, -EVERYWHERE, lo)
+    hi = gl.where(mask_id == -1, EVERYWHERE, hi)
+    return lo, hi, gl.where(known, mask_id, -1)
 
 
 @gluon.jit
@@ -213,8 +213,8 @@ def _feed(
         if i_step < masked:  # while k is loading: barriers accept bytes before they are announced
             masks = ()
             for u in gl.static_range(BLOCKS):
-                code = gl.load(layout.tables.p_codes + entries[u], mask=entries[u] >= 0, other=-1)
-                masks += (band_of(layout, code),)  # type: ignore[assignment]
+                mask_id = gl.load(layout.tables.p_mask_ids + entries[u], mask=entries[u] >= 0, other=-1)
+                masks += (band_of(layout, mask_id),)  # type: ignore[assignment]
             for u in gl.static_range(BLOCKS):
                 at_block = (stage * BLOCKS + u) * FIELDS
                 put(buffers.step_numbers, at_block, masks[u][0] + first_key)

@@ -51,26 +51,26 @@ def seen_of_block(
 ):
     """Return words [64, 4] with the visible keys of KEYS keys of a block.
 
-    The producer's four numbers start at `at`: first and last distance of the band, number of keys, code of the mask.
-    The keys start at `part` of the block; if it is None, the code also counts the pieces of KEYS keys.
+    The producer's four numbers start at `at`: first and last distance of the band, number of keys, mask id.
+    The keys start at `part` of the block; if it is None, the mask id also counts the pieces of KEYS keys.
     """
     PIECES: gl.constexpr = KV_BLOCK // KEYS
     WORDS: gl.constexpr = KEYS // 32
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
-    lo, hi, keys, code = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    lo, hi, keys, mask_id = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
     in_bits = lo > hi
     first = gl.where(in_bits, 0, rows - hi)
     last = gl.minimum(gl.where(in_bits, KEYS - 1, rows - lo), keys - 1)
     seen = columns_between(first, last, threads)
     if in_bits:
         by_bits = gl.zeros([64, 4], gl.int32, WORD_LAYOUT)
-        if code >= 0:
+        if mask_id >= 0:
             if part is None:
-                p_words = p_bits + ((code // PIECES).to(gl.int64) * Q_BLOCK + rows) * (PIECES * WORDS)
-                p_words += code % PIECES * WORDS
+                p_words = p_bits + ((mask_id // PIECES).to(gl.int64) * Q_BLOCK + rows) * (PIECES * WORDS)
+                p_words += mask_id % PIECES * WORDS
             else:
-                p_words = p_bits + (code.to(gl.int64) * Q_BLOCK + rows) * (KV_BLOCK // 32) + part // 32
+                p_words = p_bits + (mask_id.to(gl.int64) * Q_BLOCK + rows) * (KV_BLOCK // 32) + part // 32
             for i_word in range(WORDS):
                 by_bits |= columns_of_word(gl.load(p_words + i_word + threads * 0), threads) << i_word * 8
         seen &= by_bits

@@ -79,8 +79,8 @@ def _accumulate_dkv(
         SPLIT: tl.constexpr = Q_BLOCK // BLOCK_M
         next_block = block_ahead(tables.p_indices, first, 0, tiles, SPLIT)
         if MASKED:
-            next_code = block_ahead(tables.p_codes, first, 0, tiles, SPLIT)
-            next_lo, next_hi = load_band(masks, next_code)
+            next_mask_id = block_ahead(tables.p_mask_ids, first, 0, tiles, SPLIT)
+            next_lo, next_hi = load_band(masks, next_mask_id)
     for i_tile in tl.range(0, tiles, disable_licm=TMA):  # keeps matrix descriptors of resident tiles out of registers
         if TMA:
             offsets = tl.arange(0, BLOCK_M)
@@ -88,11 +88,11 @@ def _accumulate_dkv(
             start = next_block * Q_BLOCK + part_q
             next_block = block_ahead(tables.p_indices, first, i_tile + 1, tiles, SPLIT)
             if MASKED:
-                code, lo, hi = next_code, next_lo, next_hi
-                next_code = block_ahead(tables.p_codes, first, i_tile + 1, tiles, SPLIT)
-                next_lo, next_hi = load_band(masks, next_code)
+                mask_id, lo, hi = next_mask_id, next_lo, next_hi
+                next_mask_id = block_ahead(tables.p_mask_ids, first, i_tile + 1, tiles, SPLIT)
+                next_lo, next_hi = load_band(masks, next_mask_id)
         else:
-            start, offsets, inner_q, code = tile_positions(
+            start, offsets, inner_q, mask_id = tile_positions(
                 tables, first, count, i_tile, q.seqlen, Q_BLOCK, BLOCK_M, BOUNDS
             )
         if STAGED and not MASKED:  # q has three buffers and do two; Triton waits for each where it is loaded
@@ -118,18 +118,18 @@ def _accumulate_dkv(
         if MASKED:
             o_k = tl.arange(0, BLOCK_N)[:, None]
             if TMA:
-                lo, hi, is_bits = in_block(lo, hi, code, False, masks, Q_BLOCK, KV_BLOCK)
+                lo, hi, is_bits = in_block(lo, hi, mask_id, False, masks, Q_BLOCK, KV_BLOCK)
                 o_q = offsets[None, :]
                 if is_bits:
-                    visible = shown_by_bits(masks, code, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
+                    visible = shown_by_bits(masks, mask_id, part_q, part_k, o_q, o_k, Q_BLOCK, KV_BLOCK, BLOCK_N)
                     weights = tl.where(visible, weights, 0.0)
                 apart = part_q - part_k + o_q
                 weights = tl.where((apart >= o_k + lo) & (apart <= o_k + hi), weights, 0.0)
             else:
                 if BLOCK_M > Q_BLOCK:
-                    code = code[None, :]
+                    mask_id = mask_id[None, :]
                 r, c = inner_q[None, :], part_k + o_k
-                visible = visible_elements(masks, code, r, c, Q_BLOCK, KV_BLOCK)
+                visible = visible_elements(masks, mask_id, r, c, Q_BLOCK, KV_BLOCK)
                 weights = tl.where(visible, weights, 0.0)
         if not EARLY and GRADIENTS != "dk":
             dv = tl.dot(weights.to(b_do.dtype), b_do, dv, input_precision="ieee")

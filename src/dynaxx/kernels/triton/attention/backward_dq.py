@@ -32,15 +32,15 @@ from dynaxx.kernels.triton.primitives.visible import load_band, masks_of, where_
 
 @triton.jit
 def _layout_entry(i_step, row, masks, MASKING: tl.constexpr, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load a step's block, and the code and band of its mask; past the end, those of the last step."""
+    """Load a step's block, and the id and band of its mask; past the end, those of the last step."""
     _, _, last = steps_of_pass(row, MASKING)
     entry, _ = entry_of_step(tl.minimum(i_step, last), row, MASKING, KV_BLOCK, BLOCK_N)
     block = tl.load(row.tables.p_indices + entry)
-    code, lo, hi = -1, 1, 0
+    mask_id, lo, hi = -1, 1, 0
     if MASKING == PARTIAL:
-        code = tl.load(row.tables.p_codes + entry)
-        lo, hi = load_band(masks, code)
-    return block, code, lo, hi
+        mask_id = tl.load(row.tables.p_mask_ids + entry)
+        lo, hi = load_band(masks, mask_id)
+    return block, mask_id, lo, hi
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _accumulate_dq(
     begin, end, _ = steps_of_pass(row, MASKING)
     for i_step in tl.range(begin, end, disable_licm=TMA):  # keeps matrix descriptors of resident tiles out of registers
         if TMA:  # a tile lies in one block, and its layout entry was loaded one tile ahead
-            block, code, lo, hi = entry
+            block, mask_id, lo, hi = entry
             entry = _layout_entry(i_step + 1, row, masks, MASKING, KV_BLOCK, BLOCK_N)
             _, part_k = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
             first_k = block * KV_BLOCK + part_k
@@ -81,7 +81,7 @@ def _accumulate_dq(
             is_full = i_step >= row.partial_tiles
         else:
             first, count, i_tile, is_full = tile_of_pass(i_step - begin, row, MASKING)
-            first_k, offsets, inner_k, code = tile_positions(
+            first_k, offsets, inner_k, mask_id = tile_positions(
                 row.tables, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
             )
         b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA)
@@ -93,12 +93,13 @@ def _accumulate_dq(
             inner_q = part_q + tl.arange(0, b_q.shape[0])
             if TMA:
                 weights = where_shown(
-                    weights, 0.0, code, lo, hi, is_full, masks, inner_q, part_k, first_k, k.seqlen, Q_BLOCK, KV_BLOCK
+                    weights, 0.0, mask_id, lo, hi, is_full, masks, inner_q, part_k, first_k, k.seqlen, Q_BLOCK, KV_BLOCK
                 )
             else:
                 weights = where_visible(
-                    weights, 0.0, code, is_full, masks, inner_q, inner_k, first_k, offsets, k.seqlen, Q_BLOCK, KV_BLOCK
-                )
+                    weights, 0.0, mask_id, is_full, masks, inner_q, inner_k, first_k, offsets, k.seqlen,
+                    Q_BLOCK, KV_BLOCK,
+                )  # fmt: skip
         dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
         ds = weights * (dp - delta[:, None]) * slope
         dq = tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision="ieee")

@@ -80,7 +80,7 @@ def attend(
     BLOCK_E: tl.constexpr = acc.shape[1]
     for i_step in range(row.whole if MASKING == FULL else row.partial_tiles + row.left):
         first, count, i_tile, is_full = tile_of_pass(i_step, row, MASKING)
-        first_k, offsets, inner_k, code = tile_positions(
+        first_k, offsets, inner_k, mask_id = tile_positions(
             row.tables, first, count, i_tile, k.seqlen, KV_BLOCK, BLOCK_N, MASKING
         )
         b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, MASKING == PARTIAL, TMA)
@@ -89,7 +89,7 @@ def attend(
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
             scores = where_visible(
-                scores, float("-inf"), code, is_full, masks, inner_q, inner_k, first_k, offsets, k.seqlen,
+                scores, float("-inf"), mask_id, is_full, masks, inner_q, inner_k, first_k, offsets, k.seqlen,
                 Q_BLOCK, KV_BLOCK,
             )  # fmt: skip
         weights, rescale, row_max, row_sum = _softmax_step(
@@ -136,12 +136,13 @@ def attend_ahead(
             scores = cap * tanh(scores / cap)
         if MASKING == PARTIAL:
             entry, part = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
-            code = tl.load(row.tables.p_codes + entry)
-            lo, hi = load_band(masks, code)
+            mask_id = tl.load(row.tables.p_mask_ids + entry)
+            lo, hi = load_band(masks, mask_id)
             is_full = i_step >= row.partial_tiles
             scores = where_shown(
-                scores, float("-inf"), code, lo, hi, is_full, masks, inner_q, part, first_k, k.seqlen, Q_BLOCK, KV_BLOCK
-            )
+                scores, float("-inf"), mask_id, lo, hi, is_full, masks, inner_q, part, first_k, k.seqlen,
+                Q_BLOCK, KV_BLOCK,
+            )  # fmt: skip
         if RELATIVE and MASKING == FULL:
             weights = tl.exp2(scores * (scale * LOG2E) - (row_max * (scale * LOG2E))[:, None])
             row_sum += tl.sum(weights, 1)

@@ -69,11 +69,11 @@ def row_entries(layout, layout_head, i_row, num_rows):
 def tile_positions(
     tables, first, count, i_tile, seqlen, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKING: tl.constexpr
 ):
-    """Return the positions of tile `i_tile` of `count` blocks from entry `first`: start, offsets, inner, codes.
+    """Return the positions of tile `i_tile` of `count` blocks from entry `first`: start, offsets, inner, mask ids.
 
     The tile holds positions start + offsets [TILE] of the sequence; `inner` are positions in the block. Within one
-    block, start and code are scalars and the offsets are equal for every tile, so address computations stay out of the
-    loop. If the tile gathers blocks, start is 0 and codes are [TILE]. Slots after the last block get negative
+    block, start and mask id are scalars and the offsets are equal for every tile, so address computations stay out of
+    the loop. If the tile gathers blocks, start is 0 and mask_ids are [TILE]. Slots after the last block get negative
     positions. With FULL, every position is within the sequence, even if an index is not.
     """
     o_tile = tl.arange(0, TILE)
@@ -81,14 +81,14 @@ def tile_positions(
         SPLIT: tl.constexpr = BLOCK // TILE
         part = i_tile % SPLIT * TILE
         block = tl.load(tables.p_indices + first + i_tile // SPLIT)
-        code = tl.load(tables.p_codes + first + i_tile // SPLIT)
+        mask_id = tl.load(tables.p_mask_ids + first + i_tile // SPLIT)
         inner = part + o_tile
         offsets = o_tile
     else:
         part = 0
         slot = i_tile * (TILE // BLOCK) + o_tile // BLOCK
         block = tl.load(tables.p_indices + first + slot, mask=slot < count, other=-1)
-        code = tl.load(tables.p_codes + first + slot, mask=slot < count, other=-1)
+        mask_id = tl.load(tables.p_mask_ids + first + slot, mask=slot < count, other=-1)
         inner = o_tile % BLOCK
         offsets = inner
     if MASKING == FULL:
@@ -97,7 +97,7 @@ def tile_positions(
     if TILE > BLOCK:
         offsets = start + offsets
         start = 0
-    return start, offsets, inner, code
+    return start, offsets, inner, mask_id
 
 
 @triton.jit

@@ -53,11 +53,11 @@ def _emit_entries_kernel(
     p_row_indptr,  # (B, Hq, R + 1) int32: position of each row's entries
     p_indptr,
     p_indices,
-    p_codes,
+    p_mask_ids,
     p_same,
     p_places,  # (C,) int32, if PLACED
     p_out_indices,  # (capacity,) int32
-    p_out_codes,
+    p_out_mask_ids,
     p_out_places,
     capacity,
     serves,
@@ -79,15 +79,15 @@ def _emit_entries_kernel(
     o_c = tl.arange(0, BLOCK_C)
     row_distance = i_row * q_block + seqlen_k - seqlen_q
     own, _ = static_row(
-        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
+        p_indptr, p_indices, p_mask_ids, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
         HAS_STATIC, CAUSAL,
     )  # fmt: skip
     num_words = (kv_blocks + 31) // 32
     word = tl.load(p_bits + i_choice * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
     causal = causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
-    code = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
-    partial = (code >= 0).to(tl.int32)
-    full = (code == FULL).to(tl.int32)
+    mask_id = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
+    partial = (mask_id >= 0).to(tl.int32)
+    full = (mask_id == FULL).to(tl.int32)
     slot = tl.where(partial == 1, tl.cumsum(partial, 0) - 1, tl.sum(partial, 0) + tl.cumsum(full, 0) - 1)
     i_bh = i_choice // q_blocks
     place = o_c
@@ -95,9 +95,9 @@ def _emit_entries_kernel(
         place = tl.load(p_places + o_c, mask=o_c < kv_blocks, other=0)
     for i_head in range(i_bh * serves, i_bh * serves + serves):
         start = tl.load(p_row_indptr + i_head * (q_blocks + 1) + i_row)
-        kept = (code != EMPTY) & (start + slot < capacity)
+        kept = (mask_id != EMPTY) & (start + slot < capacity)
         tl.store(p_out_indices + start + slot, o_c, mask=kept)
-        tl.store(p_out_codes + start + slot, code, mask=kept)
+        tl.store(p_out_mask_ids + start + slot, mask_id, mask=kept)
         if PLACED:
             tl.store(p_out_places + start + slot, place, mask=kept)
 

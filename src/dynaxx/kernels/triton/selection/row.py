@@ -32,29 +32,30 @@ class StaticEntries(NamedTuple):
 def causal_code(distance, first, shift, q_block, kv_block, CAUSAL: tl.constexpr):
     """Return `layout.masks.causal_mask_ids` of blocks whose first query is `distance` after their first key."""
     if CAUSAL:
-        code = (distance - first) >> shift  # divides by the step, a power of two; negative only if nothing is visible
-        code = tl.where(distance >= kv_block - 1, FULL, code)
-        code = tl.where(distance <= -q_block, EMPTY, code)
+        # Shifting divides by the step, a power of two. The result is negative only if nothing is visible.
+        mask_id = (distance - first) >> shift
+        mask_id = tl.where(distance >= kv_block - 1, FULL, mask_id)
+        mask_id = tl.where(distance <= -q_block, EMPTY, mask_id)
     else:
-        code = distance * 0 + FULL
-    return code
+        mask_id = distance * 0 + FULL
+    return mask_id
 
 
 @triton.jit
 def static_row(
-    p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first, shift, q_block, kv_block,
+    p_indptr, p_indices, p_mask_ids, p_same, i_row, o_c, row_distance, first, shift, q_block, kv_block,
     HAS_STATIC: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Return the pattern's code for each block of a row [C], and whether it shows all that causality allows there."""
-    own = o_c * 0 + EMPTY * 2  # twice the code, plus one if the pattern shows all that causality allows
+    """Return the pattern's mask id for each block of a row [C], and whether it shows all that causality allows."""
+    own = o_c * 0 + EMPTY * 2  # twice the mask id, plus one if the pattern shows all that causality allows
     if HAS_STATIC:
         for entry in range(tl.load(p_indptr + i_row), tl.load(p_indptr + i_row + 1)):
             block = tl.load(p_indices + entry)
-            code = tl.load(p_codes + entry)
-            same = tl.load(p_same + tl.maximum(code, 0))
+            mask_id = tl.load(p_mask_ids + entry)
+            same = tl.load(p_same + tl.maximum(mask_id, 0))
             causal = causal_code(row_distance - block * kv_block, first, shift, q_block, kv_block, CAUSAL)
-            covers = (code == FULL) | ((code >= 0) & (same == causal))
-            own = tl.where(o_c == block, code * 2 + covers.to(tl.int32), own)
+            covers = (mask_id == FULL) | ((mask_id >= 0) & (same == causal))
+            own = tl.where(o_c == block, mask_id * 2 + covers.to(tl.int32), own)
     return own >> 1, (own & 1) != 0
 
 

@@ -110,7 +110,7 @@ def _choose_rows_kernel(
     p_amounts,  # (H | 1,) fp32
     p_indptr,
     p_indices,
-    p_codes,
+    p_mask_ids,
     p_same,
     p_bits,  # (B, H, R, W) int32
     p_counts,  # (B, Hq, 1 + R) int32: 0, then the number of blocks that each row visits
@@ -147,7 +147,7 @@ def _choose_rows_kernel(
     if CAUSAL:
         visible = tl.where(last < 0, 0, tl.minimum(last // kv_block + 1, kv_blocks))
     own, covered = static_row(
-        p_indptr, p_indices, p_codes, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
+        p_indptr, p_indices, p_mask_ids, p_same, i_row, o_c, row_distance, first_distance, shift, q_block, kv_block,
         HAS_STATIC, CAUSAL,
     )  # fmt: skip
     seen = o_c < visible
@@ -181,8 +181,8 @@ def _choose_rows_kernel(
             least = tl.where(amount == 0, float("-inf"), reference + tl.log(tl.where(amount == 0, 1.0, amount)))
             chosen = optional & (scores >= least)
 
-    code = tl.where(chosen, causal, own)
-    visited, partial = tl.sum((code != EMPTY).to(tl.int32), 0), tl.sum((code >= 0).to(tl.int32), 0)
+    mask_id = tl.where(chosen, causal, own)
+    visited, partial = tl.sum((mask_id != EMPTY).to(tl.int32), 0), tl.sum((mask_id >= 0).to(tl.int32), 0)
     for i_head in range(i_bh * serves, i_bh * serves + serves):
         p_count = p_counts + i_head * (q_blocks + 1)
         tl.store(p_count, 0, mask=i_row == 0)
