@@ -12,7 +12,8 @@ from ranks import Ranks
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
-from dynaxx.distributed import compute, streams
+from dynaxx.distributed import streams
+from dynaxx.distributed.by_layout import backward
 from dynaxx.distributed.peer_memory import peer_memory_bytes
 from dynaxx.nn import NativeSparseAttention
 from dynaxx.testing import make_qkv
@@ -37,7 +38,7 @@ def on_both_paths(run):
     """Run with exchanges on streams of their own, and in the order for groups without a high priority."""
     for first in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            for module in (streams, compute):
+            for module in (streams, backward):
                 patch.setattr(module, "exchanges_go_first", lambda group, first=first: first)
             run()
 
@@ -84,6 +85,15 @@ def case_layouts_of_each_head(ranks: Ranks):
     split = dxd.SequenceSplit.contiguous(SEQLEN, ranks.count, BLOCK)
     whole = lambda *x: dx.sparse_attention(*x, layout)
     own = lambda *x: dxd.sparse_attention(*x, layout, ranks.mesh, split=split, stages=2)
+    on_both_paths(lambda: compare(ranks, split, inputs(ranks), whole, own))
+
+
+def case_some_heads_have_inner_rows(ranks: Ranks):
+    near_blocks, far = (x.layout(SEQLEN, block_size=BLOCK) for x in (dx.SlidingWindow(64), dx.Causal()))
+    layout = dx.BlockLayout.stack_heads([far, far, near_blocks, near_blocks] * 2).to(ranks.device)
+    split = dxd.SequenceSplit.contiguous(SEQLEN, ranks.count, BLOCK)
+    whole = lambda *x: dx.sparse_attention(*x, layout)
+    own = lambda *x: dxd.sparse_attention(*x, layout, ranks.mesh, split=split, stages=4)
     on_both_paths(lambda: compare(ranks, split, inputs(ranks), whole, own))
 
 
