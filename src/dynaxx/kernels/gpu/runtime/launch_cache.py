@@ -85,10 +85,11 @@ def record_or_replay(
         return call(inputs, *given)
     bind_context()
     if device >= 0 and device != driver.active.get_current_device():
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # `replay` needs the caller's device, so nothing is added to `replayed`
             return record_or_replay(
                 call, inputs, tensors, *settings, made=made, split=split, at_once=at_once, sizes=sizes
             )
+
     flags: tuple[Any, ...] = ()
     if split is not None:
         flags = tuple([x for x in split.values() if not isinstance(x, Tensor)])
@@ -96,6 +97,7 @@ def record_or_replay(
     specialized = _specialized(sizes) if sizes else []
     if specialized is None:
         return call(inputs, *given)
+
     addresses, bits = _addresses(persistent, tensors)
     alignment = tuple([address & 15 for address in addresses]) if bits & 15 else ()
     forms = _forms(tensors[:-made] if made else tensors)
@@ -103,19 +105,27 @@ def record_or_replay(
     key = (call, form, device, persistent[-1] is None, *settings, *flags, *forms, alignment, *specialized)
     entries: Entries = _by_layout.of(inputs) if form is None and isinstance(inputs, BlockLayout) else _by_form
     known = entries.get(key)
-    if known is None:
-        if len(entries) >= MOST_CALLS:
-            entries.clear()
-        entries[key] = CALLED_ONCE
-    if known is CALLED_ONCE or (known is None and at_once):
+
+    if known is None and not at_once:
+        _keep(entries, key, CALLED_ONCE)
+        return call(inputs, *given)
+    if known is None or known is CALLED_ONCE:
         read = (*persistent, *(x for x in tensors if x is not None))
-        results, entries[key] = record(lambda: call(inputs, *given), read, sizes or {})
+        results, recording = record(lambda: call(inputs, *given), read, sizes or {})
+        _keep(entries, key, recording)
         return results
-    if known is None or known is NOT_REPLAYABLE:
+    if known is NOT_REPLAYABLE:
         return call(inputs, *given)
     if replayed is not None and not bits & 15:
         replayed.append(known)
     return known.start(addresses, device, persistent, tensors, sizes)
+
+
+def _keep(entries: Entries, key: tuple[Any, ...], recording: Recording) -> None:
+    """Keep the recording of a key, and no more than `MOST_CALLS` of them."""
+    if len(entries) >= MOST_CALLS and key not in entries:
+        entries.clear()
+    entries[key] = recording
 
 
 def _forms(tensors: Tensors) -> list[Any]:
