@@ -181,6 +181,23 @@ def case_some_heads_have_inner_rows(ranks):
     check(ranks, *make_qkv(1, 256, 256, 4, 4, 16, device=ranks.device), layout, split, stages=4)
 
 
+def case_autocast_and_wrong_sinks(ranks):
+    """Autocast casts as on one device; wrong sinks are refused before anything is exchanged."""
+    layout = dx.SlidingWindow(70).layout(190, block_size=32, device=ranks.device)
+    q, k, v = make_qkv(1, 190, 190, 4, 2, 16, device=ranks.device)
+    split = dxd.sequence_split(layout, ranks.mesh)
+    own = [split.shard(x, ranks.rank) for x in (q, k.bfloat16(), v)]
+    with torch.autocast(ranks.device, dtype=torch.bfloat16):
+        found = dxd.sparse_attention(*own, layout, ranks.mesh)
+        wanted = dx.sparse_attention(q, k, v, layout)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, split.shard(wanted, ranks.rank), atol=2e-2, rtol=2e-2)
+    sent = dxd.traffic().bytes_sent
+    with pytest.raises(ValueError, match="sinks"):
+        dxd.sparse_attention(*(x.float() for x in own), layout, ranks.mesh, sinks=torch.zeros(3, device=ranks.device))
+    assert dxd.traffic().bytes_sent == sent
+
+
 def case_inner_rows_do_not_wait(ranks):
     """Under a window, few rows see other ranks; all others read the rank's own keys and values in place."""
     for seqlen, stages in ((128 * ranks.count, None), (128 * ranks.count - 7, 2)):

@@ -25,6 +25,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.autocast import follow_autocast
 from dynaxx.ops.checks import check_sinks
 
 Splits = SequenceSplit | tuple[SequenceSplit, SequenceSplit]
@@ -52,7 +53,8 @@ def sparse_attention(
     keys and values return to the rank that owns them, so all ranks must also run the backward pass.
 
     Args:
-        q: (batch, own tokens, q_heads, head_dim); packed (own tokens, q_heads, head_dim).
+        q: (batch, own tokens, q_heads, head_dim); packed (own tokens, q_heads, head_dim). Under `torch.autocast`, q, k
+            and v are cast to its dtype.
         k: (batch, own tokens, kv_heads, head_dim); packed without batch.
         v: (batch, own tokens, kv_heads, head_dim_v); packed without batch.
         layout: layout of the whole sequence, equal on all ranks; or this rank's rows of it, from `ShardedLayout.of` or
@@ -79,10 +81,13 @@ def sparse_attention(
         PeerError: another rank failed, or did not answer within the group's timeout.
     """
     group = group_of(mesh)
+    q, k, v = follow_autocast(q, k, v)
     packed = q.ndim == 3
     if packed:
         q, k, v = q[None], k[None], v[None]
     plan = _plan_of(q, k, v, layout, group, split, stages)
+    if sinks is not None:
+        check_sinks(sinks, q)
     scale = softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else float(softcap)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -91,7 +96,6 @@ def sparse_attention(
     attend = _SplitAttention.apply if needs_grad else split_forward
     out, lse = attend(q, k, v, settings)
     if sinks is not None:
-        check_sinks(sinks, q)
         assert lse is not None, "sinks need it"
         out, lse = add_sinks(out, lse, sinks)
     if packed:

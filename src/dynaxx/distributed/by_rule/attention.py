@@ -81,13 +81,14 @@ def sparse_attention_by_rule(
     q, k, v = follow_autocast(q, k, v)
     rank = dist.get_rank(group)
     form = _checked_form(q, k, v, rule, split, rank, sizes, causal, stages)
+    if sinks is not None:
+        check_sinks(sinks, q)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     scale = softmax_scale(scale, q.shape[-1])
     needs_lse = needs_grad or return_lse or sinks is not None
     settings = Settings(rule, split, rank, group, causal, sizes, scale, softcap, backend, form, needs_grad, needs_lse)
     out, lse = _RuleAttention.apply(q, k, v, settings) if needs_grad else rule_forward(q, k, v, settings)[:2]
     if sinks is not None:
-        check_sinks(sinks, q)
         assert lse is not None, "sinks need it"
         out, lse = add_sinks(out, lse, sinks)
     if not return_lse:
