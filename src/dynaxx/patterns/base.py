@@ -224,8 +224,13 @@ class Combined(Pattern):
     """Several rules, combined pair by pair."""
 
     parts: tuple[Pattern, ...]
-    both: ClassVar[Callable[[Any, Any], Any]]  # combines two masks or packed masks, in torch or numpy
+    combine: ClassVar[Callable[[Any, Any], Any]]  # combines two masks or packed masks, in torch or numpy
     op: ClassVar[Op]
+
+    @staticmethod
+    def combine_runs(parts: Sequence[Runs]) -> Runs:
+        """Return the blocks of the whole rule from those of its parts."""
+        raise NotImplementedError
 
     @property
     @override
@@ -243,16 +248,16 @@ class Combined(Pattern):
 
     @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return reduce(type(self).both, (part.visible(grid, q_pos, k_pos) for part in self.parts))
+        return reduce(type(self).combine, (part.visible(grid, q_pos, k_pos) for part in self.parts))
 
     @override
     def program(self, grid: BlockGrid) -> list[int] | None:
         numbers: list[int] = []
         for part in self.parts:
-            program = part.program(grid)
-            if program is None:
+            own = part.program(grid)
+            if own is None:
                 return None
-            numbers += program
+            numbers += own
         return [*numbers, self.op, len(self.parts)]
 
     @override
@@ -261,11 +266,13 @@ class Combined(Pattern):
 
     @override
     def joined(self, masks: Iterator[Any]) -> Any:
-        return reduce(type(self).both, (part.joined(masks) for part in self.parts))
+        return reduce(type(self).combine, (part.joined(masks) for part in self.parts))
 
-    def _visited_by_parts(self, grid: BlockGrid) -> Iterator[tuple[Runs, ...]]:
-        """Yield what each part touches, then what each part fills."""
-        yield from zip(*(checked_visited(part, grid.q_blocks, part.visited(grid)) for part in self.parts), strict=True)
+    @override
+    def visited(self, grid: BlockGrid) -> Visited:
+        parts = [checked_visited(part, grid.q_blocks, part.visited(grid)) for part in self.parts]
+        touched, filled = zip(*parts, strict=True)
+        return Visited(self.combine_runs(touched), self.combine_runs(filled))
 
     @override
     def kinds(self, blocks: Blocks) -> Kinds:
@@ -276,19 +283,13 @@ class Combined(Pattern):
 class Union(Combined):
     """A pair is visible if any part shows it."""
 
-    both = operator.or_
+    combine = operator.or_
+    combine_runs = staticmethod(any_of)
     op = Op.ANY
 
     @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return all(part.hides_future(grid) for part in self.parts)
-
-    @override
-    def visited(self, grid: BlockGrid) -> Visited:
-        touched, filled = zip(
-            *(checked_visited(part, grid.q_blocks, part.visited(grid)) for part in self.parts), strict=True
-        )
-        return Visited(any_of(touched), any_of(filled))
 
     def __repr__(self) -> str:
         """Return the parts, joined by `|`."""
@@ -298,19 +299,13 @@ class Union(Combined):
 class Intersection(Combined):
     """A pair is visible if every part shows it."""
 
-    both = operator.and_
+    combine = operator.and_
+    combine_runs = staticmethod(all_of)
     op = Op.ALL
 
     @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return any(part.hides_future(grid) for part in self.parts)
-
-    @override
-    def visited(self, grid: BlockGrid) -> Visited:
-        touched, filled = zip(
-            *(checked_visited(part, grid.q_blocks, part.visited(grid)) for part in self.parts), strict=True
-        )
-        return Visited(all_of(touched), all_of(filled))
 
     def __repr__(self) -> str:
         """Return the parts, joined by `&`."""
