@@ -145,6 +145,15 @@ def test_aligned_sequences_visit_no_block_more():
     assert dx.packed_layout(rule, ends, block_size=32).nnz == alone
 
 
+def test_a_copy_on_a_device_knows_its_host_layout_and_serves_training():
+    """Without the host layout, GPU kernels balance no long rows; inference tensors cannot be saved for backward."""
+    with torch.inference_mode():
+        there = dx.packed_layout(dx.SlidingWindow(21), (0, 50, 131), block_size=16, device="meta")
+    assert not there.kv_indptr.is_inference()
+    assert there.host is dx.packed_layout(dx.SlidingWindow(21), (0, 50, 131), block_size=16)
+    assert there.kv_order is None or there.kv_order.device.type == "meta"
+
+
 def test_nothing_at_all():
     for ends in ((0,), (0, 0, 0)):
         layout = dx.packed_layout(dx.Causal(), ends)

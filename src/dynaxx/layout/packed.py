@@ -22,6 +22,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
 from dynaxx.layout.host import on_host
+from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import FULL, ElementMasks
 from dynaxx.layout.pieces import cut, union_masks
 
@@ -48,7 +49,7 @@ class PackedLayout(BlockLayout):
             return self
         moved = BlockLayout.to(self, device)
         packed = _with_lengths(moved, self.cu_seqlens_q, self.cu_seqlens_k)
-        packed.derived.kv_order = moved.kv_order
+        attach(packed, lambda: self.host, moved.kv_order)
         return packed
 
     def visible_blocks(self, causal: bool = True) -> int:
