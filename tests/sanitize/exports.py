@@ -263,7 +263,7 @@ def _choose_and_list(draw: random.Random, library: ctypes.CDLL) -> None:
     indptr, num_partial = torch.zeros(8, rows + 1, dtype=torch.int32), torch.zeros(8, rows, dtype=torch.int32)
     listed = best_blocks.ListBlocksArgs(
         chosen=chosen.data_ptr(), pattern_indptr=draw.choice((None, pattern_indptr.data_ptr())),
-        pattern_indices=indices.data_ptr(), pattern_codes=indices.data_ptr(), indptr=indptr.data_ptr(),
+        pattern_indices=indices.data_ptr(), pattern_mask_ids=indices.data_ptr(), indptr=indptr.data_ptr(),
         num_partial=num_partial.data_ptr(), heads=8, rows=rows, blocks=blocks, causal=draw.random() < 0.5,
         q_block=16, kv_block=32, offset=lengths[1] - lengths[0], first_cut=-15, cut_step=16,
     )  # fmt: skip
@@ -271,7 +271,7 @@ def _choose_and_list(draw: random.Random, library: ctypes.CDLL) -> None:
         setattr(listed, draw.choice(("kv_block", "cut_step", "blocks")), draw.choice((-1, 0, 3, -(2**63))))
     if library.dynaxx_cpu_list_blocks(byref(listed), 2) == OK and rows:
         found = torch.empty(2, max(1, int(indptr[-1, -1])), dtype=torch.int32)
-        listed.indices, listed.codes, listed.capacity = found[0].data_ptr(), found[1].data_ptr(), found.shape[1]
+        listed.indices, listed.mask_ids, listed.capacity = found[0].data_ptr(), found[1].data_ptr(), found.shape[1]
         check(library.dynaxx_cpu_list_blocks(byref(listed), 2))
 
 

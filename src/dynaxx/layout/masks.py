@@ -102,7 +102,7 @@ def causal_mask_ids(grid: BlockGrid, rows: Tensor, cols: Tensor) -> Tensor:
         return torch.full_like(rows + cols, FULL)
     q_block, kv_block = grid.block_size
     distance = rows * q_block + grid.offset - cols * kv_block  # first query's position minus first key's
-    first, step = causal_code_terms(grid)
+    first, step = causal_mask_id_terms(grid)
     mask_id = torch.div(distance - first, step, rounding_mode="floor")
     mask_id = torch.where(distance >= kv_block - 1, FULL, mask_id)
     return torch.where(distance <= -q_block, EMPTY, mask_id)
@@ -123,13 +123,13 @@ def _causal_masks(grid: BlockGrid) -> ElementMasks:
     if not grid.causal:
         return ElementMasks.empty(grid.block_size)
     with torch.inference_mode(False):  # cached tensors must also be usable in training
-        first, step = causal_code_terms(grid)
+        first, step = causal_mask_id_terms(grid)
         distances = torch.arange(first, kv_block - 1, step)
         r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)[None, :]
         return ElementMasks.from_dense(distances[:, None, None] + r - c >= 0)
 
 
-def causal_code_terms(grid: BlockGrid) -> tuple[int, int]:
+def causal_mask_id_terms(grid: BlockGrid) -> tuple[int, int]:
     """Return (first, step): a block that the diagonal cuts has id (distance - first) // step.
 
     Block sizes are powers of two, so the smaller one divides every distance up to the constant offset. `first` is the

@@ -38,7 +38,7 @@ def plot_layout(layout: BlockLayout, *, batch: int, head: int, ax: Any) -> Any:
         q_block, kv_block = layout.block_size
         picture = picture.repeat_interleave(q_block, 0).repeat_interleave(kv_block, 1)
         picture = picture[: layout.seqlen_q, : layout.seqlen_k]  # [seqlen_q, seqlen_k]
-        visible = layout.to_dense()[min(batch, layout.layout_batch - 1), head]
+        visible = layout.to_dense()[batch, head]
         picture = torch.where((picture == 1) & visible, 2, picture)
     extent = (0, layout.seqlen_k, layout.seqlen_q, 0)
     colors = ListedColormap(["white", PARTIAL_COLOR, FULL_COLOR])
@@ -54,11 +54,11 @@ def plot_layout(layout: BlockLayout, *, batch: int, head: int, ax: Any) -> Any:
 
 def block_picture(layout: BlockLayout, batch: int, head: int) -> torch.Tensor:
     """Return (q_blocks, kv_blocks) int64: 0 for a block that is not visited, 1 for a partial and 2 for a full block."""
-    row, col, code = layout.entries()
+    row, col, mask_ids = layout.entries()
     first = (batch * layout.layout_heads + head) * layout.q_blocks
     ours = (row >= first) & (row < first + layout.q_blocks)
     picture = torch.zeros(layout.q_blocks, layout.kv_blocks, dtype=torch.int64)
-    picture[row[ours] - first, col[ours]] = torch.where(code[ours] >= 0, 1, 2)
+    picture[row[ours] - first, col[ours]] = torch.where(mask_ids[ours] >= 0, 1, 2)
     return picture
 
 

@@ -14,12 +14,12 @@ using namespace dynaxx;
 struct ListBlocksArgs {
   const uint32_t* chosen;         // (heads, rows, words) bits; heads of all batch entries
   const int32_t* pattern_indptr;  // (rows + 1,) of the pattern's blocks; null: no pattern
-  const int32_t *pattern_indices, *pattern_codes;  // index and code of each
+  const int32_t *pattern_indices, *pattern_mask_ids;  // index and mask id of each
   int32_t *indptr, *num_partial;  // (heads, rows + 1) running on from head to head, (heads, rows)
-  int32_t *indices, *codes;       // (capacity,); null: only count
+  int32_t *indices, *mask_ids;       // (capacity,); null: only count
   int64_t heads, rows, blocks, capacity;
   int64_t causal, q_block, kv_block, offset;  // as in `BlockGrid`
-  int64_t first_cut, cut_step;                // `causal_code_terms`
+  int64_t first_cut, cut_step;                // `causal_mask_id_terms`
 };
 
 namespace {
@@ -29,24 +29,24 @@ constexpr int32_t FULL = -1;
 class Row {
  public:
   Row(const ListBlocksArgs& args, int64_t row) : args_(args), row_(row), words_((args.blocks + 31) / 32) {
-    static thread_local std::vector<int32_t> codes;
+    static thread_local std::vector<int32_t> mask_ids;
     static thread_local std::vector<uint32_t> shown;
-    codes.resize(args.blocks);
+    mask_ids.resize(args.blocks);
     shown.assign(words_, 0);
-    codes_ = codes.data();
+    mask_ids_ = mask_ids.data();
     shown_ = shown.data();
     const int64_t last = args.pattern_indptr ? args.pattern_indptr[row + 1] : 0;
     for (int64_t entry = args.pattern_indptr ? args.pattern_indptr[row] : 0; entry < last; entry++) {
       const int32_t block = args.pattern_indices[entry];
       require(within(block, 0, args.blocks - 1));
-      codes_[block] = args.pattern_codes[entry];
+      mask_ids_[block] = args.pattern_mask_ids[entry];
       shown_[block / 32] |= 1u << block % 32;
     }
   }
 
   void count(int64_t head) const {
     int32_t total = 0, partial = 0;
-    each(head, [&](int32_t, int32_t code) { total++, partial += code != FULL; });
+    each(head, [&](int32_t, int32_t mask_id) { total++, partial += mask_id != FULL; });
     args_.indptr[head * (args_.rows + 1) + row_ + 1] = total;
     args_.num_partial[head * args_.rows + row_] = partial;
   }
@@ -54,10 +54,10 @@ class Row {
   void list(int64_t head) const {
     int64_t at = args_.indptr[head * (args_.rows + 1) + row_], full = at + args_.num_partial[head * args_.rows + row_];
     require(args_.indptr[head * (args_.rows + 1) + row_ + 1] <= args_.capacity);
-    each(head, [&](int32_t block, int32_t code) {
-      int64_t& to = code == FULL ? full : at;
+    each(head, [&](int32_t block, int32_t mask_id) {
+      int64_t& to = mask_id == FULL ? full : at;
       args_.indices[to] = block;
-      args_.codes[to++] = code;
+      args_.mask_ids[to++] = mask_id;
     });
   }
 
@@ -69,11 +69,12 @@ class Row {
       for (uint32_t bits = chosen[word] | shown_[word]; bits; bits &= bits - 1) {
         const int bit = __builtin_ctz(bits);
         const int64_t block = word * 32 + bit;
-        if (block < args_.blocks) visit(int32_t(block), chosen[word] >> bit & 1 ? causal_code(block) : codes_[block]);
+        if (block >= args_.blocks) continue;
+        visit(int32_t(block), chosen[word] >> bit & 1 ? causal_mask_id(block) : mask_ids_[block]);
       }
   }
 
-  int32_t causal_code(int64_t block) const {
+  int32_t causal_mask_id(int64_t block) const {
     if (!args_.causal) return FULL;
     const int64_t distance = row_ * args_.q_block + args_.offset - block * args_.kv_block;
     return distance >= args_.kv_block - 1 ? FULL : int32_t(floor_div(distance - args_.first_cut, args_.cut_step));
@@ -81,7 +82,7 @@ class Row {
 
   const ListBlocksArgs& args_;
   const int64_t row_, words_;
-  int32_t* codes_;
+  int32_t* mask_ids_;
   uint32_t* shown_;
 };
 

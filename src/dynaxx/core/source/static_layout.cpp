@@ -2,7 +2,7 @@
 // Layouts of static patterns: the runs of all rules are merged row by row, and each element mask is computed once.
 //
 // A block's mask depends only on the kind that each rule has there. The kinds are encoded as one number, the key. The
-// code of a key (full, empty, or index of a mask) is computed when the key first occurs.
+// mask id of a key (full, empty, or index of a mask) is computed when the key first occurs.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -29,10 +29,10 @@ constexpr size_t MOST_WORDS_KEPT = 1 << 20;   // words of its masks
 using Mask = std::vector<uint32_t>;  // (q_block, words)
 
 struct Layout {
-  std::vector<int32_t> indptr, num_partial, indices, codes, bits, bands, order;  // as fields of `BlockLayout`
+  std::vector<int32_t> indptr, num_partial, indices, mask_ids, bits, bands, order;  // as fields of `BlockLayout`
 
   std::array<std::vector<int32_t>*, 7> parts() {
-    return {&indptr, &num_partial, &indices, &codes, &bits, &bands, &order};
+    return {&indptr, &num_partial, &indices, &mask_ids, &bits, &bands, &order};
   }
 };
 
@@ -136,7 +136,7 @@ class Builder {
       sweep(row);
       layout_.num_partial.push_back(int32_t(layout_.indices.size() - before));
       layout_.indices.insert(layout_.indices.end(), full_.begin(), full_.end());
-      layout_.codes.resize(layout_.indices.size(), FULL);
+      layout_.mask_ids.resize(layout_.indices.size(), FULL);
       if (layout_.indices.size() > INT32_MAX) throw std::bad_alloc();
       layout_.indptr.push_back(int32_t(layout_.indices.size()));
     }
@@ -178,7 +178,7 @@ class Builder {
       begin = std::partition_point(begin, end, [&](const Run& run) { return run.end + shift <= 0; });
       if (tracks_.size() == 1) {  // nothing to merge
         for (; begin != end && begin->start + shift < limit; begin++)
-          list(row, std::max(begin->start + shift, 0), std::min(begin->end + shift, limit), code_of(begin->kind));
+          list(row, std::max(begin->start + shift, 0), std::min(begin->end + shift, limit), mask_id_of(begin->kind));
         return;
       }
       cursors_.push_back({begin, end, shift, radix_[i], 0, 0, 0});
@@ -196,65 +196,65 @@ class Builder {
         key += within ? cursor.key : 0;
         until = std::min(until, within ? cursor.end : cursor.start);
       }
-      if (key) list(row, col, until, code_of(key));
+      if (key) list(row, col, until, mask_id_of(key));
       col = until;
     }
   }
 
-  void list(int64_t row, int32_t start, int32_t end, int32_t code) {
-    if (code == EMPTY) return;
-    if (code == FULL) {
+  void list(int64_t row, int32_t start, int32_t end, int32_t mask_id) {
+    if (mask_id == EMPTY) return;
+    if (mask_id == FULL) {
       full_.resize(full_.size() + end - start);
       std::iota(full_.end() - (end - start), full_.end(), start);
     } else
       for (int32_t col = start; col < end; col++) {
         if (row == ragged_row_ || col == ragged_col_)
-          if (!shows_any(code, row, col)) continue;
+          if (!shows_any(mask_id, row, col)) continue;
         layout_.indices.push_back(col);
-        layout_.codes.push_back(code);
+        layout_.mask_ids.push_back(mask_id);
       }
   }
 
   // Return whether a mask shows a pair within the sequence lengths.
-  bool shows_any(int32_t code, int64_t row, int64_t col) const {
+  bool shows_any(int32_t mask_id, int64_t row, int64_t col) const {
     const int64_t height = std::min(grid_.q_block, grid_.seqlen_q - row * grid_.q_block);
     const int64_t width = std::min(grid_.kv_block, grid_.seqlen_k - col * grid_.kv_block);
-    const int32_t* bits = layout_.bits.data() + size_t(code) * whole_.size();
+    const int32_t* bits = layout_.bits.data() + size_t(mask_id) * whole_.size();
     for (int64_t r = 0; r < height; r++, bits += grid_.words())
       for (int64_t w = 0; 32 * w < width; w++)
         if (bits[w] & int32_t(~0u >> std::max<int64_t>(32 - (width - 32 * w), 0))) return true;
     return false;
   }
 
-  int32_t code_of(uint64_t key) {
-    const auto [code, is_new] = codes_.insert(key, EMPTY);
+  int32_t mask_id_of(uint64_t key) {
+    const auto [mask_id, is_new] = mask_ids_.insert(key, EMPTY);
     if (is_new) {
       for (size_t i = 0; i < tracks_.size(); i++) kinds_[i] = int32_t(key / radix_[i] % uint64_t(tracks_[i].kinds));
-      *code = code_by_kinds();
+      *mask_id = mask_id_by_kinds();
     }
-    return *code;
+    return *mask_id;
   }
 
   // Write the mask after the existing ones, and keep it if it is new.
-  int32_t code_by_kinds() {
+  int32_t mask_id_by_kinds() {
     const size_t at = layout_.bits.size();
     layout_.bits.resize(at + whole_.size());
     uint32_t* mask = reinterpret_cast<uint32_t*>(layout_.bits.data() + at);
     size_t next = 0;
-    const int32_t code = code_by(shown(rule_, next, mask), mask);
-    if (code < 0 || size_t(code) < at / whole_.size()) layout_.bits.resize(at);
-    return code;
+    const int32_t mask_id = mask_id_by(shown(rule_, next, mask), mask);
+    if (mask_id < 0 || size_t(mask_id) < at / whole_.size()) layout_.bits.resize(at);
+    return mask_id;
   }
 
-  int32_t code_by(Kind kind, const uint32_t* mask) {
+  int32_t mask_id_by(Kind kind, const uint32_t* mask) {
     if (kind == WHOLE || (kind == CUT && std::equal(whole_.begin(), whole_.end(), mask))) return FULL;
     if (kind == NOTHING || std::all_of(mask, mask + whole_.size(), [](uint32_t word) { return !word; })) return EMPTY;
     const int32_t next = int32_t(layout_.bits.size() / whole_.size()) - 1;
     for (uint64_t hash = hash_of(mask, whole_.size());; hash += hash < ~0ull ? 1 : 2) {
-      const auto [code, is_new] = masks_.insert(hash, next);
-      const int32_t* known = layout_.bits.data() + size_t(*code) * whole_.size();
+      const auto [mask_id, is_new] = masks_.insert(hash, next);
+      const int32_t* known = layout_.bits.data() + size_t(*mask_id) * whole_.size();
       if (is_new) add_band(mask);
-      if (is_new || !std::memcmp(known, mask, whole_.size() * sizeof(uint32_t))) return *code;
+      if (is_new || !std::memcmp(known, mask, whole_.size() * sizeof(uint32_t))) return *mask_id;
     }
   }
 
@@ -334,8 +334,8 @@ class Builder {
   std::vector<int32_t> kinds_;    // kinds of a new key, by track
   Mask whole_;
   int64_t ragged_row_ = -1, ragged_col_ = -1;  // blocks that contain the end of a sequence
-  Table codes_;                // by key
-  Table masks_;                // codes by hash of a mask; on collision, at the next free hash
+  Table mask_ids_;                // by key
+  Table masks_;                // mask ids by hash of a mask; on collision, at the next free hash
   std::vector<Mask> beside_;   // by nesting depth: mask of the current part, before it is combined with earlier parts
   std::vector<Cursor> cursors_;
   std::vector<int32_t> full_;  // full blocks of the current row

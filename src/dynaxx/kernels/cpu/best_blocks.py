@@ -14,7 +14,7 @@ from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.threads import num_threads
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.host import never_traced, on_host
-from dynaxx.layout.masks import causal_code_terms
+from dynaxx.layout.masks import causal_mask_id_terms
 
 ALL = 2**31 - 1  # count of a row that takes every optional block
 MOST_TILES = 16  # tiles of a q block, as many as queries in a panel of the core
@@ -53,11 +53,11 @@ class ListBlocksArgs(Structure):
         ("chosen", c_void_p),
         ("pattern_indptr", c_void_p),
         ("pattern_indices", c_void_p),
-        ("pattern_codes", c_void_p),
+        ("pattern_mask_ids", c_void_p),
         ("indptr", c_void_p),
         ("num_partial", c_void_p),
         ("indices", c_void_p),
-        ("codes", c_void_p),
+        ("mask_ids", c_void_p),
         ("heads", c_int64),
         ("rows", c_int64),
         ("blocks", c_int64),
@@ -129,8 +129,8 @@ def listed_blocks(
 
     Args:
         chosen: (B, Hq, R, W) int32 bits, without blocks that the causal diagonal hides.
-        pattern: the blocks of a pattern, the same for all heads: offsets (R + 1,), indices and codes (n,), all int32;
-            where a block is also chosen, its code is the causal one.
+        pattern: the blocks of a pattern, the same for all heads: offsets (R + 1,), indices and mask ids (n,), all
+            int32; where a block is also chosen, its mask id is the causal one.
         grid: lengths and block sizes.
     """
     library = active_library()
@@ -153,11 +153,11 @@ def listed_blocks(
         grid.causal,
         *grid.block_size,
         grid.offset,
-        *causal_code_terms(grid),
+        *causal_mask_id_terms(grid),
     )
     raise_for_status(library.dynaxx_cpu_list_blocks(byref(args), num_threads()))
-    indices, codes = torch.empty(2, int(indptr[-1, -1, -1]) if indptr.numel() else 0, dtype=torch.int32)
-    args.indices, args.codes, args.capacity = indices.data_ptr(), codes.data_ptr(), indices.numel()
+    indices, mask_ids = torch.empty(2, int(indptr[-1, -1, -1]) if indptr.numel() else 0, dtype=torch.int32)
+    args.indices, args.mask_ids, args.capacity = indices.data_ptr(), mask_ids.data_ptr(), indices.numel()
     if indices.numel():
         raise_for_status(library.dynaxx_cpu_list_blocks(byref(args), num_threads()))
-    return indptr, num_partial, indices, codes
+    return indptr, num_partial, indices, mask_ids

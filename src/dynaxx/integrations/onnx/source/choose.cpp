@@ -89,9 +89,9 @@ class Chooser {
         group_size_(q.heads / k.heads), R_(grid_.q_blocks()), C_(grid_.kv_blocks()),
         entries_(q.batch * q.heads * R_) {}
 
-  // The entries of each (batch, q head, row): blocks with a mask first, then full ones; codes beside them.
+  // The entries of each (batch, q head, row): blocks with a mask first, then full ones; mask ids beside them.
   struct Row {
-    std::vector<int32_t> blocks, codes;
+    std::vector<int32_t> blocks, mask_ids;
   };
 
   Chosen run(int64_t threads) {
@@ -133,8 +133,9 @@ class Chooser {
       for (const int64_t head : rules_.groups[g].heads)
         for (int64_t row = 0; row < R_; row++) {
           Row& to = entry(b, head, row);
-          to.blocks.assign(&pattern.indices[0] + pattern.indptr[row], &pattern.indices[0] + pattern.indptr[row + 1]);
-          to.codes.assign(&pattern.codes[0] + pattern.indptr[row], &pattern.codes[0] + pattern.indptr[row + 1]);
+          const int32_t first = pattern.indptr[row], last = pattern.indptr[row + 1];
+          to.blocks.assign(&pattern.indices[0] + first, &pattern.indices[0] + last);
+          to.mask_ids.assign(&pattern.mask_ids[0] + first, &pattern.mask_ids[0] + last);
         }
   }
 
@@ -253,7 +254,7 @@ class Chooser {
     std::vector<int32_t> own(limit, EMPTY);
     std::vector<bool> optional(limit, true);
     for (int32_t at = pattern.indptr[row]; at < pattern.indptr[row + 1]; at++) {
-      own[pattern.indices[at]] = pattern.codes[at];
+      own[pattern.indices[at]] = pattern.mask_ids[at];
       optional[pattern.indices[at]] = !pattern.covered[at];
     }
     std::vector<int32_t> candidates;
@@ -290,10 +291,10 @@ class Chooser {
     Row& to = entry(b, head, row);
     for (const bool full : {false, true})
       for (size_t c = 0; c < own.size(); c++) {
-        const int32_t code = chosen[c] ? prepared_.causal_code(row, int64_t(c)) : own[c];
-        if (code == EMPTY || (code == FULL) != full) continue;
+        const int32_t mask_id = chosen[c] ? prepared_.causal_mask_id(row, int64_t(c)) : own[c];
+        if (mask_id == EMPTY || (mask_id == FULL) != full) continue;
         to.blocks.push_back(int32_t(c));
-        to.codes.push_back(code);
+        to.mask_ids.push_back(mask_id);
       }
   }
 
@@ -310,7 +311,7 @@ class Chooser {
       for (int64_t row = 0; row < R_; row++) {
         const Row& from = entries_[head * R_ + row];
         made.indices.insert(made.indices.end(), from.blocks.begin(), from.blocks.end());
-        made.masks.insert(made.masks.end(), from.codes.begin(), from.codes.end());
+        made.masks.insert(made.masks.end(), from.mask_ids.begin(), from.mask_ids.end());
         made.indptr.push_back(int32_t(made.indices.size()));
       }
     }

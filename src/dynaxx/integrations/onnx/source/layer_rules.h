@@ -58,7 +58,7 @@ struct LayerRules {
 
 // A pattern's blocks on a grid.
 struct Static {
-  std::vector<int32_t> indptr, indices, codes;  // codes count the masks of the whole layer
+  std::vector<int32_t> indptr, indices, mask_ids;  // mask ids count the masks of the whole layer
   std::vector<bool> covered;                    // of each entry: it shows all that causality shows
 };
 
@@ -66,13 +66,13 @@ struct Static {
 struct Prepared {
   Grid grid;
   std::vector<Static> patterns;                // of each group
-  std::map<int64_t, int32_t> causal;           // distance of a block's first query and key: code of the diagonal's mask
+  std::map<int64_t, int32_t> causal;           // distance of a block's first query and key: id of its mask
   std::vector<uint16_t> words;                 // as in the core's Plan
   std::vector<uint8_t> runs;
   std::vector<int32_t> indptr, indices, masks, order;  // of static rules: the layout itself
   int64_t layout_heads = 0;                            // 0 where the data decides
 
-  int32_t causal_code(int64_t row, int64_t col) const {
+  int32_t causal_mask_id(int64_t row, int64_t col) const {
     const int64_t distance = grid.first(row) - col * grid.kv_block;
     if (!grid.causal || distance >= grid.kv_block - 1) return FULL;
     return distance <= -grid.q_block ? EMPTY : causal.at(distance);

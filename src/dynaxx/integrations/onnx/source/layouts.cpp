@@ -62,7 +62,7 @@ class Reader {
 };
 
 struct Parts {
-  std::array<std::vector<int32_t>, 7> numbers;  // indptr, num_partial, indices, codes, bits, bands, order
+  std::array<std::vector<int32_t>, 7> numbers;  // indptr, num_partial, indices, mask ids, bits, bands, order
 };
 
 // The program of these lengths: a first query of -n in `plan` is the n-th of the last, or the first of the grid.
@@ -167,21 +167,21 @@ std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& gri
     pattern.indptr.assign(rows + 1, 0);
     if (!rules.groups[g].program.empty()) {
       parts[g] = layout_of(rules.groups[g].program, grid);
-      auto& [indptr, num_partial, indices, codes, own, bands, order] = parts[g].numbers;
+      auto& [indptr, num_partial, indices, mask_ids, own, bands, order] = parts[g].numbers;
       const int32_t first = int32_t(bits.size() / mask_words);
       bits.insert(bits.end(), own.begin(), own.end());
       pattern.indptr = indptr;
       pattern.indices = indices;
-      pattern.codes = codes;
-      for (int32_t& code : pattern.codes) code += code >= 0 ? first : 0;
-      pattern.covered.resize(codes.size());
+      pattern.mask_ids = mask_ids;
+      for (int32_t& mask_id : pattern.mask_ids) mask_id += mask_id >= 0 ? first : 0;
+      pattern.covered.resize(mask_ids.size());
       for (int64_t row = 0; row < rows; row++)
         for (int32_t entry = indptr[row]; entry < indptr[row + 1]; entry++) {
-          const int32_t code = pattern.codes[entry], causal = made->causal_code(row, indices[entry]);
+          const int32_t mask_id = pattern.mask_ids[entry], causal = made->causal_mask_id(row, indices[entry]);
           pattern.covered[entry] =
-              code == causal || code == FULL ||
-              (code >= 0 && causal >= 0 &&
-               !std::memcmp(&bits[code * mask_words], &bits[causal * mask_words], mask_words * sizeof(uint32_t)));
+              mask_id == causal || mask_id == FULL ||
+              (mask_id >= 0 && causal >= 0 &&
+               !std::memcmp(&bits[mask_id * mask_words], &bits[causal * mask_words], mask_words * sizeof(uint32_t)));
         }
     }
     made->patterns.push_back(std::move(pattern));
@@ -200,7 +200,7 @@ std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& gri
     const int32_t before = int32_t(made->indices.size());
     for (const int32_t end : pattern->indptr) made->indptr.push_back(before + end);
     made->indices.insert(made->indices.end(), pattern->indices.begin(), pattern->indices.end());
-    made->masks.insert(made->masks.end(), pattern->codes.begin(), pattern->codes.end());
+    made->masks.insert(made->masks.end(), pattern->mask_ids.begin(), pattern->mask_ids.end());
   }
   made->order.resize(made->layout_heads * rows);
   check(dynaxx_cpu_plan_rows(made->indptr.data(), made->layout_heads, rows, made->order.data()));

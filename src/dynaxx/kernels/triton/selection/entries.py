@@ -15,7 +15,7 @@ from dynaxx.kernels.triton.selection.row import (
     FULL,
     GRID_SIZES,
     StaticEntries,
-    causal_code,
+    causal_mask_id,
     columns,
     grid_arguments,
     static_arguments,
@@ -84,7 +84,7 @@ def _emit_entries_kernel(
     )  # fmt: skip
     num_words = (kv_blocks + 31) // 32
     word = tl.load(p_bits + i_choice * num_words + o_c // 32, mask=o_c < kv_blocks, other=0)
-    causal = causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
+    causal = causal_mask_id(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
     mask_id = tl.where(((word >> (o_c % 32)) & 1) != 0, causal, own)
     partial = (mask_id >= 0).to(tl.int32)
     full = (mask_id == FULL).to(tl.int32)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
-from dynaxx.layout.masks import causal_code_terms
+from dynaxx.layout.masks import causal_mask_id_terms
 
 FULL = tl.constexpr(-1)
 EMPTY = tl.constexpr(-2)
@@ -29,7 +29,7 @@ class StaticEntries(NamedTuple):
 
 
 @triton.jit
-def causal_code(distance, first, shift, q_block, kv_block, CAUSAL: tl.constexpr):
+def causal_mask_id(distance, first, shift, q_block, kv_block, CAUSAL: tl.constexpr):
     """Return `layout.masks.causal_mask_ids` of blocks whose first query is `distance` after their first key."""
     if CAUSAL:
         # Shifting divides by the step, a power of two. The result is negative only if nothing is visible.
@@ -53,7 +53,7 @@ def static_row(
             block = tl.load(p_indices + entry)
             mask_id = tl.load(p_mask_ids + entry)
             same = tl.load(p_same + tl.maximum(mask_id, 0))
-            causal = causal_code(row_distance - block * kv_block, first, shift, q_block, kv_block, CAUSAL)
+            causal = causal_mask_id(row_distance - block * kv_block, first, shift, q_block, kv_block, CAUSAL)
             covers = (mask_id == FULL) | ((mask_id >= 0) & (same == causal))
             own = tl.where(o_c == block, mask_id * 2 + covers.to(tl.int32), own)
     return own >> 1, (own & 1) != 0
@@ -79,7 +79,7 @@ def static_arguments(static: StaticEntries, anything: Tensor) -> tuple[Tensor, .
 @lru_cache(maxsize=64)
 def grid_arguments(grid: BlockGrid) -> dict[str, int | bool]:
     """Return the grid under the kernels' parameter names."""
-    first, step = causal_code_terms(grid)
+    first, step = causal_mask_id_terms(grid)
     q_block, kv_block = grid.block_size
     return {
         "seqlen_q": grid.seqlen_q,

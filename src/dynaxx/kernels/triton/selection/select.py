@@ -22,7 +22,7 @@ from dynaxx.kernels.triton.selection.row import (
     EMPTY,
     GRID_SIZES,
     StaticEntries,
-    causal_code,
+    causal_mask_id,
     columns,
     grid_arguments,
     static_arguments,
@@ -141,7 +141,7 @@ def _choose_rows_kernel(
     i_row = (first_row + i_program % rows).to(tl.int32)
     o_c = tl.arange(0, BLOCK_C)
     row_distance = i_row * q_block + seqlen_k - seqlen_q
-    causal = causal_code(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
+    causal = causal_mask_id(row_distance - o_c * kv_block, first_distance, shift, q_block, kv_block, CAUSAL)
     last = tl.minimum(i_row * q_block + q_block, seqlen_q) - 1 + seqlen_k - seqlen_q
     visible = kv_blocks
     if CAUSAL:
