@@ -87,6 +87,19 @@ def test_writes_that_torch_does_not_count_never_reach_the_core(name):
     assert q.grad.isfinite().all()
 
 
+def test_what_inference_caches_serves_training():
+    """Tensors made under inference mode cannot be saved for a backward pass, as compiled attention saves layouts."""
+    q, k = torch.randn(1, 210, 2, 32), torch.randn(1, 210, 1, 32)
+    rules = (dx.TopK(0.2, per="head"), dx.SlidingWindow(31) | dx.TopK(0.2), dx.SlidingWindow(32) | dx.TopP(0.5))
+    for rule in rules:
+        with torch.inference_mode():
+            dx.select_blocks(q, k, rule)
+        assert not any(x.is_inference() for x in dx.select_blocks(q, k, rule).tensors), rule
+    with torch.inference_mode():
+        spans = dx.layout.nsa.nsa_spans(dx.NsaSizes(), (0, 211))
+    assert not spans.last_key.is_inference()
+
+
 def test_inference_tensors_are_served():
     with torch.inference_mode():
         layout = fresh()

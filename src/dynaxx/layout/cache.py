@@ -70,11 +70,15 @@ class LayoutCache(Generic[P, T]):
 
     @never_traced  # compilers fail on its numpy
     def _made(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return a new value, outside of modes such as FakeTensorMode, whose tensors later callers could not use."""
-        if not torch._C._len_torch_dispatch_stack():
-            return self._make(*args, **kwargs)
-        with _disable_current_modes():
-            return self._make(*args, **kwargs)
+        """Return a new value, outside of modes whose tensors later callers could not use.
+
+        Such modes are FakeTensorMode, and inference mode, whose tensors cannot be saved for a backward pass.
+        """
+        with torch.inference_mode(False):
+            if not torch._C._len_torch_dispatch_stack():
+                return self._make(*args, **kwargs)
+            with _disable_current_modes():
+                return self._make(*args, **kwargs)
 
     @property
     def bytes(self) -> int:

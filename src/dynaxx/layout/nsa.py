@@ -187,21 +187,20 @@ def _cached_spans(sizes: NsaSizes, ends_q: tuple[int, ...], ends_k: tuple[int, .
     )
     seen_cmp = torch.div(position + 1 - sizes.cmp_block, sizes.cmp_stride, rounding_mode="floor") + 1
     place = lambda x: x.to(torch.int32).to(device, non_blocking=True)
-    with torch.inference_mode(False):  # cached tensors must also be usable in training
-        return NsaSpans(
-            sizes=sizes,
-            ends_q=ends_q,
-            ends_k=ends_k,
-            ends_cmp=ends_cmp,
-            last_key=place(position.clamp(min=-1) + per_query(starts_k)),
-            first_block=place(per_query(ends_blocks[:-1])),
-            num_blocks=place(torch.div(position, sizes.slc_block, rounding_mode="floor").add(1).clamp(min=0)),
-            first_cmp=place(per_query(ends_cmp[:-1])),
-            num_cmp=place(seen_cmp.clamp(min=0)),
-            block_start=place(block_start),
-            block_end=place(block_end),
-            cmp_start=place(_starts(ends_cmp, starts_k, sizes.cmp_stride)),
-        )
+    return NsaSpans(
+        sizes=sizes,
+        ends_q=ends_q,
+        ends_k=ends_k,
+        ends_cmp=ends_cmp,
+        last_key=place(position.clamp(min=-1) + per_query(starts_k)),
+        first_block=place(per_query(ends_blocks[:-1])),
+        num_blocks=place(torch.div(position, sizes.slc_block, rounding_mode="floor").add(1).clamp(min=0)),
+        first_cmp=place(per_query(ends_cmp[:-1])),
+        num_cmp=place(seen_cmp.clamp(min=0)),
+        block_start=place(block_start),
+        block_end=place(block_end),
+        cmp_start=place(_starts(ends_cmp, starts_k, sizes.cmp_stride)),
+    )
 
 
 def _starts(ends: tuple[int, ...], starts_k: Tensor, step: int) -> Tensor:

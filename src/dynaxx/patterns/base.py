@@ -356,5 +356,4 @@ class Causal(DistanceRule):
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"`device` must be one that torch sees, got {device}: torch.cuda.is_available() is False")
-    with torch.inference_mode(False):  # training may use the cached layout later
-        return build_layout(pattern, grid, device)
+    return build_layout(pattern, grid, device)

@@ -63,8 +63,7 @@ def _cached(
     device: torch.device,
 ) -> PackedLayout:
     if device.type != "cpu":
-        with torch.inference_mode(False):  # training may use the cached layout later
-            return _cached(rule, ends_q, ends_k, block_size, causal, torch.device("cpu")).to(device)
+        return _cached(rule, ends_q, ends_k, block_size, causal, torch.device("cpu")).to(device)
     if len(ends_q) != len(ends_k):
         raise ValueError(
             "`cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences, "
@@ -72,11 +71,10 @@ def _cached(
         )
     built: dict[tuple[int, int], BlockLayout | None] = {}
     layouts = []
-    with torch.inference_mode(False):
-        for s in range(len(ends_q) - 1):
-            lengths = (ends_q[s + 1] - ends_q[s], ends_k[s + 1] - ends_k[s])
-            if lengths not in built:
-                grid = BlockGrid(*lengths, block_size, causal)
-                built[lengths] = build_layout(rule, grid) if min(lengths) else None
-            layouts.append(built[lengths])
-        return pack_layouts(layouts, ends_q, ends_k, block_size=block_size)
+    for s in range(len(ends_q) - 1):
+        lengths = (ends_q[s + 1] - ends_q[s], ends_k[s + 1] - ends_k[s])
+        if lengths not in built:
+            grid = BlockGrid(*lengths, block_size, causal)
+            built[lengths] = build_layout(rule, grid) if min(lengths) else None
+        layouts.append(built[lengths])
+    return pack_layouts(layouts, ends_q, ends_k, block_size=block_size)

@@ -213,6 +213,7 @@ def _given(
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # layouts for training share the masks
 def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> StaticEntries:
     from dynaxx.kernels.triton.selection.row import StaticEntries
 
