@@ -333,9 +333,9 @@ def tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args
         return
     names = named_tasks(tuple(args.cost_tasks.split(",")))
     by_task = task_costs(model, tokenizer, texts[0], names, args)
-    scorer = dx.MeanQuery()
-    share = lambda costs: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
-    both = by_text._replace(loss={scorer: share(by_text) + args.task_weight * share(by_task)})
+    share = lambda costs, scorer: costs.loss[scorer] / costs.loss[scorer][0].sum()  # of the loss at the smallest budget
+    added = lambda scorer: share(by_text, scorer) + args.task_weight * share(by_task, scorer)
+    both = by_text._replace(loss={scorer: added(scorer) for scorer in by_text.loss})
     for density in args.density:
         yield BY_TASKS, *tuned_policy(model, both, args, density)
 
