@@ -2,7 +2,8 @@
 """ptxas compiles the main kernels without serialized products and with few spilled bytes; no GPU is needed.
 
 ptxas can run the matrix instructions of a kernel one at a time, which costs a third of its speed and appears only in
-its verbose output (C7510 to C7518). The output also lists spilled registers.
+its verbose output (C7510 to C7518). The output also lists spilled registers. Scores of blocks also compile for fp64
+tokens; Triton's interpreter accepts loops that change a dtype, and its compiler does not.
 """
 
 import re
@@ -18,6 +19,10 @@ from compiled import SHARED_MEMORY, compile_kernels
 from dynaxx.kernels.hopper.support import TRITON
 from dynaxx.kernels.triton.attention import backward, forward
 from dynaxx.kernels.triton.attention.config import TileSizes
+from dynaxx.kernels.triton.selection.pool import pool_blocks
+from dynaxx.kernels.triton.selection.probe_lines import probe_lines
+from dynaxx.kernels.triton.selection.query_scores import query_scores
+from dynaxx.kernels.triton.selection.tile_mass import tile_mass
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns import SlidingWindow
 from interpreter import INTERPRETED
@@ -279,3 +284,21 @@ def test_kernels_that_wait_are_found(capfd, monkeypatch):
     assert found[0].spilled
     with pytest.raises(AssertionError):
         check(found, [UNKNOWN])
+
+
+def scores_of(kind):
+    """Return a function that computes scores of blocks, or a part of them, from fp64 tokens."""
+    grid = BlockGrid(128, 128, (64, 64), True)
+    q, k = (torch.zeros(1, 128, heads, 16, dtype=torch.float64) for heads in (2, 1))
+    return {
+        "tiles": lambda: tile_mass(q[:, ::8], k[:, ::8], 0, torch.zeros(1, 2, 2, 2), grid, (8, 8)),
+        "anti-diagonals": lambda: tile_mass(q, k, 0, torch.zeros(1, 2, 2, 2), grid, (8, 8), parts=8),
+        "lines": lambda: probe_lines(q[:, -64:], k, grid, 0.25),
+        "query": lambda: query_scores(torch.zeros(1, 2, 2, 16, dtype=torch.float64), k, 0, grid),
+        "means": lambda: pool_blocks(k, 64, "mean", 1.0, torch.float64),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["tiles", "anti-diagonals", "lines", "query", "means"])
+def test_scores_compile_for_fp64_tokens(kind, capfd):
+    assert compile_kernels(scores_of(kind), "kernel", capfd)

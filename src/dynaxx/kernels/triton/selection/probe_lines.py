@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, power_of_two
-from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import at_most_fp32, strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
@@ -213,7 +213,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
         r q_block / S + (C - 1 - c) kv_block / S.
     """
     (batch, count, q_heads, head_dim), (q_block, kv_block) = probes.shape, grid.block_size
-    k, step = unit_stride(k), min(grid.block_size)
+    probes, k, step = at_most_fp32(probes), unit_stride(at_most_fp32(k)), min(grid.block_size)
     exact, wide = k.dtype == torch.float32, head_dim > 128
     block_p = 32 if exact else 64
     block_n = max(kv_block, 64 if exact or wide else 128)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.gpu.device import padded, processors, shared_memory
-from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
+from dynaxx.kernels.gpu.runtime.arguments import at_most_fp32, strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
@@ -239,7 +239,7 @@ def tile_mass(
     (batch, tokens_q, q_heads, dim), tokens_k = queries.shape, keys.shape[1]
     tiles_q, tiles_k = -(-tokens_q // parts), -(-tokens_k // parts)
     q_parts, k_parts = panel * grid.block_size[0] // sizes[0], grid.block_size[1] // sizes[1]
-    queries, keys = unit_stride(queries), unit_stride(keys)
+    queries, keys = (unit_stride(at_most_fp32(x)) for x in (queries, keys))
     settings = _settings(queries, q_parts, k_parts, parts)
     programs = (-(-tiles_q // settings["TILE_M"]), batch * q_heads)
     steps, splits = _splits(programs[0] * programs[1], -(-tiles_k // settings["TILE_T"]), queries.device)
