@@ -4,8 +4,12 @@
 `torch.compile` sees the op `dynaxx::layer_attention`, independent of lengths, policy and traffic. The model therefore
 compiles once and without graph breaks. The op routes and runs the call when the model runs, as in eager mode.
 
-    compiled graph:  q, k, v, mask, sinks --> dynaxx::layer_attention --> out
-    when it runs:                             Layer.attend: decide, then a rule, the model's own pattern, or dense
+    compiled graph:  q, k, v, mask or its parts, sinks --> dynaxx::layer_attention --> out
+    when it runs:                                          Layer.attend: decide, then a rule, the model's own pattern,
+                                                           or dense
+
+A causal mask reaches the op as its parts, padding and offset (`masks/traced.py`), so that no graph computes it. The op
+makes a `LazyMask` of them, one per pass.
 
 Decoding steps are traced into the model's original attention, because the cache's summaries live outside the graph.
 Exported models are as well, because they leave the process.
@@ -23,6 +27,8 @@ from torch import Tensor, nn
 
 from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.decoder import is_exporting
+from dynaxx.integrations.transformers.masks.lazy import lazy_mask
+from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
 from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
@@ -58,9 +64,11 @@ def attend_compiled(
     window = kwargs.get("sliding_window")
     q, k, v = follow_autocast(q, k, v)
     causal, trains = kwargs.get("is_causal"), torch.is_grad_enabled() and q.requires_grad
-    return layer_attention(
-        q, k, v, mask, sinks, layer.number, scores.scale, scores.softcap, window or None, causal, trains
-    )
+    parts = parts_of(mask)
+    options = (sinks, layer.number, scores.scale, scores.softcap, window or None, causal, trains)
+    if parts is None:
+        return layer_attention(q, k, v, mask, None, None, None, *options)
+    return layer_attention(q, k, v, None, parts.padding, parts.start, parts.offset, *options)
 
 
 @torch.library.custom_op("dynaxx::layer_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -69,6 +77,9 @@ def layer_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    padding: Tensor | None,
+    start: Tensor | None,
+    offset: int | None,
     sinks: Tensor | None,
     number: int,
     scale: float | None,
@@ -79,12 +90,14 @@ def layer_attention(
 ) -> Tensor:
     """Run one attention call of layer `number` of this process, (B, Lq, Hq, D), contiguous.
 
-    With `trains`, each layer makes its own selection as in the backward pass, even if the policy lets layers share one.
+    `offset` is None if `mask` says what is visible. Otherwise the other three are the `CausalParts` of the mask. With
+    `trains`, each layer makes its own selection as in the backward pass, even if the policy lets layers share one.
     """
     if trains:
         q, k, v = q.detach(), k.detach(), v.detach()
     with torch.set_grad_enabled(trains):
-        out = _attend(q, k, v, mask, sinks, number, scale, softcap, window, is_causal)
+        settings = (sinks, number, scale, softcap, window, is_causal)
+        out = _attend(q, k, v, mask, padding, start, offset, *settings)
     return out.detach().contiguous()
 
 
@@ -95,6 +108,9 @@ def layer_attention_backward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    padding: Tensor | None,
+    start: Tensor | None,
+    offset: int | None,
     sinks: Tensor | None,
     number: int,
     scale: float | None,
@@ -108,7 +124,8 @@ def layer_attention_backward(
     with _recording():
         queries, keys, values = leaves[:3]
         sink = None if sinks is None else leaves[3]
-        out = _attend(queries, keys, values, mask, sink, number, scale, softcap, window, is_causal)
+        settings = (sink, number, scale, softcap, window, is_causal)
+        out = _attend(queries, keys, values, mask, padding, start, offset, *settings, backward=True)
     grads = torch.autograd.grad(out, leaves, do, allow_unused=True)
     found = [torch.empty_like(x).copy_(0 if g is None else g) for x, g in zip(leaves, grads, strict=True)]
     return found[0], found[1], found[2], found[3] if sinks is not None else q.new_empty(0)
@@ -130,12 +147,17 @@ def _attend(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    padding: Tensor | None,
+    start: Tensor | None,
+    offset: int | None,
     sinks: Tensor | None,
     number: int,
     scale: float | None,
     softcap: float | None,
     window: int | None,
     is_causal: bool | None,
+    *,
+    backward: bool = False,
 ) -> Tensor:
     layer, module = _LAYERS.get(number), _MODULES.get(number)
     if layer is None or module is None:
@@ -145,7 +167,11 @@ def _attend(
         )
     kwargs: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sliding_window": window, "is_causal": is_causal}
     given = {name: value for name, value in {**kwargs, SINKS[0]: sinks}.items() if value is not None}
-    return layer.attend(None, AttentionCall(module, q, k, v, mask, given))[0]
+    current = layer.current_pass(backward=backward)
+    if offset is not None:
+        parts = CausalParts(padding, start, offset)
+        mask = lazy_mask(parts, q, k.shape[2]) if current is None else current.lazy_mask(parts, q, k.shape[2])
+    return layer.attend(current, AttentionCall(module, q, k, v, mask, given))[0]
 
 
 @layer_attention.register_fake
@@ -155,21 +181,31 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 @layer_attention_backward.register_fake
 def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, *_: Any
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    start: Tensor | None,
+    offset: int | None,
+    sinks: Tensor | None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.settings = inputs[5:]
+    q, k, v, mask, padding, start, ctx.offset, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, mask, padding, start, sinks)
 
 
 def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    q, k, v, mask, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = layer_attention_backward(do, q, k, v, mask, sinks, *ctx.settings)
-    return dq, dk, dv, None, None if sinks is None else dsinks, None, None, None, None, None, None
+    q, k, v, mask, padding, start, sinks = ctx.saved_tensors
+    given = (q, k, v, mask, padding, start, ctx.offset, sinks)
+    dq, dk, dv, dsinks = layer_attention_backward(do, *given, *ctx.settings)
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 layer_attention.register_autograd(_backward, setup_context=_save_for_backward)

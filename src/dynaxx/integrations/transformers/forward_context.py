@@ -14,7 +14,8 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,16 @@ from dynaxx.integrations.transformers.batches.step import BatchStep
 from dynaxx.integrations.transformers.calls.decode import CacheMemory
 from dynaxx.integrations.transformers.calls.own_pattern import OwnPart
 from dynaxx.integrations.transformers.calls.planning import CallPlan
-from dynaxx.integrations.transformers.decoder import cache_of
-from dynaxx.integrations.transformers.masks.lazy import LazyMask, make_plain_masks
+from dynaxx.integrations.transformers.decoder import cache_of, is_exporting
+from dynaxx.integrations.transformers.masks.lazy import LazyMask, lazy_mask, make_plain_masks
 from dynaxx.integrations.transformers.masks.runs import MaskRun, causal_runs, read_mask
+from dynaxx.integrations.transformers.masks.traced import CausalParts
 from dynaxx.integrations.transformers.repeats.dense_calls import DenseCall
 from dynaxx.integrations.transformers.repeats.dense_passes import DensePass, keep_dense_pass, running
 from dynaxx.integrations.transformers.repeats.prepared import RepeatedCall, RepeatedStep
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.derived import times_written
 from dynaxx.policy import LayerPlan
 from dynaxx.policy.rollout import ALL, ChosenRequests
 from dynaxx.telemetry.probe import RequestTimer
@@ -68,6 +71,7 @@ class ForwardContext:
     """
 
     __slots__ = (
+        "_compiled_masks",
         "_layouts",
         "_mask",
         "_parts",
@@ -111,6 +115,7 @@ class ForwardContext:
         self.dense_pass: DensePass | None = None
         self.repeats: dict[Hashable, DenseCall | RepeatedCall | RepeatedStep] = {}
         self.arguments: dict[str, Any] = {}
+        self._compiled_masks: dict[Hashable, tuple[CausalParts, LazyMask]] = {}
         self._layouts: dict[tuple[Place, int], tuple[LayerPlan, BlockLayout]] = {}  # by sequence and layer
         self._mask: weakref.ref[Tensor] | None = None
         self._parts: dict[Hashable, tuple[OwnParts, weakref.ref[Tensor] | None]] = {}
@@ -163,6 +168,14 @@ class ForwardContext:
                 del self._layouts[key]
             self._layouts[place, layer] = (plan, layout)
 
+    def lazy_mask(self, parts: CausalParts, q: Tensor, seqlen_k: int) -> LazyMask:
+        """Return the mask of a compiled pass from its parts: one for all layers, which find the same parts again."""
+        key = (parts.offset, q.shape[0], q.shape[2], seqlen_k, *map(_place_of, parts[:2]))
+        found = self._compiled_masks.get(key)
+        if found is None:  # the parts are kept, so that nothing else can take their place in memory
+            found = self._compiled_masks[key] = parts, lazy_mask(parts, q, seqlen_k)
+        return found[1]
+
     def runs(self, mask: Tensor, batch: int) -> list[list[MaskRun]] | None:
         """Return the runs of each batch entry, or None if the mask has none. A mask is read once for all layers."""
         if isinstance(mask, LazyMask):
@@ -190,6 +203,11 @@ class ForwardContext:
         return known
 
 
+def _place_of(x: Tensor | None) -> Hashable:
+    """Return where a tensor is and how often it was written to, for tensors that are kept."""
+    return None if x is None else (x.data_ptr(), x.shape, x.stride(), times_written(x))
+
+
 class Starter(Protocol):
     """An object that starts and ends the passes of a decoder, namely `Passes`."""
 
@@ -206,40 +224,82 @@ class Starter(Protocol):
         """End a pass that `dense_again` began."""
 
 
+class DecoderArguments(NamedTuple):
+    """The parameters of a decoder's forward.
+
+    Attributes:
+        names: their names, without that of `**kwargs`.
+        rest: the name of `**kwargs`, "" without one.
+        is_causal: whether all layers are causal.
+    """
+
+    names: tuple[str, ...]
+    rest: str
+    is_causal: bool
+
+    @classmethod
+    def of(cls, body: nn.Module) -> DecoderArguments:
+        """Read the signature of a decoder."""
+        parameters = inspect.signature(body.forward).parameters
+        rest = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
+        is_causal = all(getattr(module, "is_causal", True) for module in body.modules())
+        return cls(tuple(name for name in parameters if name not in rest), rest[0] if rest else "", is_causal)
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the decoder's arguments by name, with its `**kwargs` as a dict under their name.
+
+        The cache is under `past_key_values`, also where transformers calls it `cache`, as it does from 5.24 on.
+        """
+        found = dict(zip(self.names, args, strict=False))
+        others = {}
+        for name, value in kwargs.items():
+            if name in self.names:
+                found[name] = value
+            else:
+                others[name] = value
+        if "cache" in self.names:
+            older = others.pop("past_key_values", None)
+            newer = found.pop("cache", None)
+            found["past_key_values"] = older if newer is None else newer
+        return {**found, self.rest: others} if others else found
+
+    def with_padding(
+        self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of a traced pass with a padding mask of a batch without padding; None if not needed.
+
+        Without a cache and a padding mask, transformers reads packed documents from positions, also from those that the
+        model counts itself. In eager mode it then sees that there is one document. A compiler cannot see that, and the
+        mask would not be the plain causal one.
+        """
+        if not self.is_causal or len(args) > 1 or "attention_mask" not in self.names:
+            return None
+        uses_cache = kwargs.get("use_cache")
+        if getattr(body.config, "use_cache", False) if uses_cache is None else uses_cache:
+            return None
+        if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values", "cache")):
+            return None
+        tokens = kwargs.get("inputs_embeds")
+        if tokens is None:
+            tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is None:
+            return None
+        return args, {**kwargs, "attention_mask": torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)}
+
+
 class PassHooks:
     """The hooks on a decoder that create a `ForwardContext` for each forward pass. `remove()` removes them."""
 
     def __init__(self, body: nn.Module, starter: Starter) -> None:
         self.starter = starter
-        parameters = inspect.signature(body.forward).parameters
-        rest = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
-        self._names = tuple(name for name in parameters if name not in rest)
-        self._rest = rest[0] if rest else ""
+        self.arguments = DecoderArguments.of(body)
         self._hooks: list[Any] = []
-        if rest:  # otherwise layers call `Passes.unseen`
+        if self.arguments.rest:  # otherwise layers call `Passes.unseen`
             _HOOKS[body] = self
             self._hooks = [
-                body.register_forward_pre_hook(_start, with_kwargs=True),
+                body.register_forward_pre_hook(partial(_start, self.arguments), with_kwargs=True),
                 body.register_forward_hook(_end, with_kwargs=True),
             ]
-
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the decoder's arguments by name, with its `**kwargs` as a dict under their name.
-
-        The cache is under `past_key_values`, also where transformers calls it `cache`, as it does from 5.24 on.
-        """
-        found = dict(zip(self._names, args, strict=False))
-        others = {}
-        for name, value in kwargs.items():
-            if name in self._names:
-                found[name] = value
-            else:
-                others[name] = value
-        if "cache" in self._names:
-            older = others.pop("past_key_values", None)
-            newer = found.pop("cache", None)
-            found["past_key_values"] = older if newer is None else newer
-        return {**found, self._rest: others} if others else found
 
     def remove(self) -> None:
         """Remove the hooks. Further calls do nothing."""
@@ -251,10 +311,10 @@ _HOOKS: weakref.WeakKeyDictionary[nn.Module, PassHooks] = weakref.WeakKeyDiction
 
 
 def _start(
-    body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: DecoderArguments, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_compiling():  # layers of compiled models call `Passes.unseen`
-        return None
+        return None if is_exporting() else names.with_padding(body, args, kwargs)
     hooks = _HOOKS.get(body)
     if hooks is None:  # a copy of a model with a policy
         return None
@@ -265,7 +325,7 @@ def _start(
             again.config, running.dense = body.config, again
             make_plain_masks(True)
             return None
-        arguments = hooks.arguments(args, kwargs)
+        arguments = names.by_name(args, kwargs)
         current = hooks.starter.start_pass(arguments)
     except Exception:  # the layers call `Passes.unseen` instead
         logger.warning("a forward pass could not be prepared", exc_info=True)

@@ -137,13 +137,16 @@ class Passes:
         if guard is not None and done.timer is not None and done.ran_sparse and guard.wants_request():
             compare_later(self._decoder, guard, self._background, arguments, output)
 
-    def unseen(self, layer: int) -> ForwardContext:
-        """Return the current pass of this thread, if the decoder passes none on. Layers run in ascending order."""
-        before = getattr(self._of_thread, "current", None)
-        if before is None or layer <= before[0]:
+    def unseen(self, layer: int, *, backward: bool = False) -> ForwardContext:
+        """Return the current pass of this thread, if the decoder passes none on.
+
+        Layers run in ascending order, and in descending order if a backward pass computes them again.
+        """
+        before = getattr(self._of_thread, "backward" if backward else "current", None)
+        if before is None or (layer >= before[0] if backward else layer <= before[0]):
             current = ForwardContext(self.deployed, choice=self._choose(current_request()), killed=self._is_killed())
             before = (layer, current)
-        self._of_thread.current = (layer, before[1])
+        setattr(self._of_thread, "backward" if backward else "current", (layer, before[1]))
         found: ForwardContext = before[1]
         return found
 

@@ -40,6 +40,13 @@ class Layer:
         self.number = next(_numbers)  # compiled code finds the layer by this number
         remember(self, module)
 
+    def current_pass(self, *, backward: bool = False) -> ForwardContext | None:
+        """Return the current pass of a compiled model, None if none can be prepared; `attend` then reports why."""
+        try:
+            return self.handle.passes.unseen(self.index, backward=backward)
+        except Exception:
+            return None
+
     def attend(self, current: ForwardContext | None, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Plan and run a call, and keep it for equal layers: (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:

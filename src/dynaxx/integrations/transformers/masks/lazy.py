@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from dynaxx.integrations.transformers.decoder import is_exporting
 from dynaxx.integrations.transformers.masks.rules import MaskRule, read_rule
+from dynaxx.integrations.transformers.masks.traced import CausalParts, traced_mask
 
 IMPLEMENTATIONS: dict[int, str] = {}  # original attention of a model, by id of its config
 
@@ -140,15 +141,18 @@ class LazyMask(Tensor):
 def mask_maker() -> Callable[..., Tensor | None]:
     """Return the function that makes the masks of models on dynaxx, with the signature of `AttentionMaskInterface`.
 
-    Decoding steps, mask functions without a rule, and compiled models get SDPA's mask. Exported and traced models get
-    the mask of their original attention. The function imports nothing, because torch.compile traces it, and an import
-    breaks the graph under torch 2.11.
+    Decoding steps, mask functions without a rule, and compiled models get SDPA's mask; a causal one of a compiled model
+    carries its parts. Exported and traced models get the mask of their original attention. The function imports
+    nothing, because torch.compile traces it, and an import breaks the graph under torch 2.11.
     """
     from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+    is_known = read_rule(causal_mask_function) is not None
+
     def make_mask(**request: Any) -> Tensor | None:
         if torch.compiler.is_compiling() and not is_exporting():  # `plain_mask` converts it
-            return sdpa_mask(**request)
+            causal = is_known and request.get("mask_function", causal_mask_function) is causal_mask_function
+            return traced_mask(sdpa_mask(**request), request, causal=causal)
         if is_exporting() or torch._C._get_tracing_state() is not None:
             return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
         if _thread.makes_plain_masks or request["q_length"] == 1:
@@ -157,6 +161,23 @@ def mask_maker() -> Callable[..., Tensor | None]:
         return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)
 
     return make_mask
+
+
+def lazy_mask(parts: CausalParts, q: Tensor, seqlen_k: int) -> LazyMask:
+    """Return the causal mask of q (B, Hq, Lq, D) and `seqlen_k` keys from its parts in a compiled graph."""
+    from transformers.masking_utils import causal_mask_function
+
+    request = {
+        "batch_size": q.shape[0],
+        "q_length": q.shape[2],
+        "kv_length": seqlen_k,
+        "q_offset": parts.offset if parts.start is None else parts.start,
+        "kv_offset": 0,
+        "mask_function": causal_mask_function,
+        "attention_mask": parts.padding,
+        "device": q.device,
+    }
+    return LazyMask.of(MaskRule(causal=True), request)
 
 
 def has_own_pattern(mask: Tensor | None) -> bool:

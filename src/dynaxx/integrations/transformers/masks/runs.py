@@ -60,7 +60,7 @@ def causal_runs(
     if bool(own[:, : offset + seqlen_q].all()):
         return [[MaskRun(0, seqlen_q, 0, offset + seqlen_q, True)]] * batch
     start, stop, contiguous = _spans(own)
-    if not contiguous:
+    if not bool(contiguous):
         return None
     spans = zip(start.tolist(), stop.tolist(), strict=True)
     return [_padded(seqlen_q, offset, first, last) for first, last in spans]
@@ -159,12 +159,12 @@ def _contiguous_rows(mask: Tensor) -> tuple[Tensor, Tensor] | None:
     if 0 in mask.shape:
         return None
     spans = [_spans(rows) for rows in mask.split(ROWS_AT_ONCE)]
-    if not all(contiguous for _, _, contiguous in spans):
+    if not bool(torch.stack([contiguous for _, _, contiguous in spans]).all()):  # waits for the device once
         return None
     return torch.cat([start for start, _, _ in spans]), torch.cat([stop for _, stop, _ in spans])
 
 
-def _spans(mask: Tensor) -> tuple[Tensor, Tensor, bool]:
+def _spans(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the first visible key (or -1) and the end of each row, and whether all keys between are visible."""
     width = mask.shape[1]
     start = mask.view(torch.uint8).argmax(-1)
@@ -173,4 +173,4 @@ def _spans(mask: Tensor) -> tuple[Tensor, Tensor, bool]:
     rises = mask[:, 1:] & ~mask[:, :-1]
     if width > 1:  # the only rise may be at the first visible key
         rises.scatter_(1, (start - 1).clamp(min=0)[:, None], False)
-    return start.masked_fill(nothing, -1), stop.masked_fill(nothing, 0), not bool(rises.any())
+    return start.masked_fill(nothing, -1), stop.masked_fill(nothing, 0), ~rises.any()
