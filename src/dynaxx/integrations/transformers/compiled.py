@@ -12,7 +12,7 @@ A causal mask reaches the op as its parts, padding and offset (`masks/traced.py`
 makes a `LazyMask` of them, one per pass.
 
 Decoding steps are traced into the model's original attention, because the cache's summaries live outside the graph.
-Exported models are as well, because they leave the process.
+Exported models are as well, because they leave the process, and so are short calls that would run dense in any case.
 """
 
 from __future__ import annotations
@@ -25,32 +25,86 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.border import lowest_border
 from dynaxx.integrations.transformers.decoder import is_exporting
 from dynaxx.integrations.transformers.masks.lazy import lazy_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
 from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
     from dynaxx.integrations.transformers.calls.layer import Layer
+
+ATTRIBUTE = "dynaxx_layer"  # of attention modules: their `TracedLayer`
+MOST_TRACED = 4096  # keys; for more, SDPA is much faster in the op, which needs no mask, than with a traced mask
+ANY_LENGTH = 1 << 62
 
 _MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by layer number
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 
 
+class TracedLayer:
+    """What traced code reads of a layer: an attribute of its attention module, whose values compilers guard.
+
+    Code that looks a layer up in a registry of all layers is compiled again when another model gets or loses a handle.
+
+    Attributes:
+        number: the number of the layer, 0 in a copy of the module, which has no handle.
+        dense: the model's original attention; None in a copy.
+        dense_below: calls with fewer queries and keys run dense by the policy, whatever their mask.
+        own_pattern: whether they may still run the model's own pattern on dynaxx's kernels.
+    """
+
+    __slots__ = ("dense", "dense_below", "number", "own_pattern")
+
+    def __init__(self, number: int = 0, dense: DenseAttention | None = None) -> None:
+        self.number, self.dense = number, dense
+        self.dense_below, self.own_pattern = 0, True
+
+    def __deepcopy__(self, memo: object) -> TracedLayer:
+        """Return that of a module without a handle."""
+        return TracedLayer()
+
+    def __reduce__(self) -> tuple[type[int], tuple[()]]:
+        """Pickle as 0, which other processes know; there the attribute has no meaning."""
+        return int, ()
+
+    def know(self, deployed: Deployed, layer: int) -> None:
+        """Store what a policy in force says about layer `layer`."""
+        has_rule = layer in deployed.plans
+        self.dense_below = deployed.policy.dense_below if has_rule else ANY_LENGTH
+        if deployed.window is not None:
+            self.dense_below = 0
+        self.own_pattern = deployed.own_pattern
+
+    def is_dense(self, q: Tensor, k: Tensor, scores: ScoreOptions) -> bool:
+        """Return whether a call is so short that it is certain to run the model's original attention."""
+        most = min(self.dense_below, MOST_TRACED)
+        if self.own_pattern:
+            most = 0 if scores.need_eager else min(most, lowest_border(q.device.type))
+        return q.shape[2] < most and k.shape[2] < most
+
+
 def remember(layer: Layer, module: nn.Module) -> None:
-    """Let `layer_attention` find a layer and its module by the layer's number."""
+    """Let traced code and `layer_attention` find a layer and its module."""
     _LAYERS[layer.number], _MODULES[layer.number] = layer, module
+    setattr(module, ATTRIBUTE, TracedLayer(layer.number, layer.dense))
+
+
+def forget(module: nn.Module) -> None:
+    """Undo `remember`, when the handle of a module is removed."""
+    module.__dict__.pop(ATTRIBUTE, None)
 
 
 def attend_compiled(
-    layer: Layer, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    layer: TracedLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
     """Trace one attention call of a layer, (B, Lq, Hq, D). Return None if the model's own attention must be traced.
 
     Args:
         layer: the layer.
-        module: its attention module.
         q: (B, Hq, Lq, D).
         k: (B, Hk, Lk, D).
         v: (B, Hk, Lk, D).
@@ -58,7 +112,7 @@ def attend_compiled(
         kwargs: the other arguments of the call from `AttentionInterface`.
     """
     scores = ScoreOptions.of(kwargs)
-    if is_exporting() or q.shape[2] == 1 or scores.unserved is not None:
+    if is_exporting() or q.shape[2] == 1 or scores.unserved is not None or layer.is_dense(q, k, scores):
         return None
     sinks = sinks_of(kwargs)
     window = kwargs.get("sliding_window")

@@ -22,6 +22,7 @@ from dynaxx.integrations.transformers.batching import continuous_batching
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.interface import LAYERS
 from dynaxx.integrations.transformers.calls.layer import Layer
+from dynaxx.integrations.transformers.compiled import ATTRIBUTE, forget
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation
 from dynaxx.integrations.transformers.forward_context import PassHooks
 from dynaxx.integrations.transformers.masks.lazy import IMPLEMENTATIONS
@@ -85,6 +86,7 @@ class Handle:
         for module in (decoder.owner, *decoder.layers.values()):
             IMPLEMENTATIONS[id(module.config)] = self.before
         LAYERS.update(self._layers)
+        self._tell_compilers()
         self._hooks = PassHooks(decoder.body, self.passes)
         self._policy_events.in_force(deployed)
 
@@ -134,6 +136,7 @@ class Handle:
                 return False
             decoder.check(policy)
             self.passes.deploy(self._ready(policy, self.passes.deployed))
+            self._tell_compilers()
         self._policy_events.reloaded(self.passes.deployed)
         return True
 
@@ -146,6 +149,7 @@ class Handle:
         with self._deploying:
             self._head_share = (rank, ranks)
             self.passes.deploy(self._ready(self.policy, None))
+            self._tell_compilers()
 
     def follow(self, path: str | os.PathLike[str], *, interval: float = 1.0) -> PolicyFollower:
         """Follow a policy file: a daemon thread checks it every `interval` seconds and applies changes.
@@ -191,6 +195,11 @@ class Handle:
             window=self._window,
             head_share=self._head_share,
         )
+
+    def _tell_compilers(self) -> None:
+        """Update what traced code has read of the policy; code for which it has changed is compiled again."""
+        for module, layer in self._layers.items():
+            getattr(module, ATTRIBUTE).know(self.passes.deployed, layer.index)
 
     def drift(self) -> list[HeadDrift]:
         """Return the heads whose attention has drifted from the policy's reference, worst first."""
@@ -238,6 +247,7 @@ class Handle:
         configs = {id(module.config) for module in self._layers}
         for module in self._layers:
             LAYERS.pop(module, None)
+            forget(module)
         self._hooks.remove()
         shared = any(id(module.config) in configs for module in LAYERS)  # two models share one config object
         decoder = self._decoder()

@@ -43,7 +43,14 @@ def wins(device_type: str, kind: Kind, seqlen_q: int) -> bool:
 
 def beats_sdpa(device_type: str, seqlen_q: int) -> bool:
     """Return whether a call of `seqlen_q` queries that SDPA serves may be at or beyond a border."""
-    return any(wins(device_type, kind, seqlen_q) for kind in UNSCORED)
+    return seqlen_q >= lowest_border(device_type)
+
+
+def lowest_border(device_type: str) -> int:
+    """Return the number of queries from which `beats_sdpa` may be true; a large one if it never is."""
+    table = BORDERS.get(device_type, {})
+    found = [border for border in (table.get(kind, table.get("causal")) for kind in UNSCORED) if border is not None]
+    return min(found, default=1 << 62)
 
 
 def causal_kind(q: Tensor, k: Tensor) -> Kind:

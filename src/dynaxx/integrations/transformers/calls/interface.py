@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dynaxx.integrations.transformers.calls.arguments import AttentionCall
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.layer import Layer, warn_once
-from dynaxx.integrations.transformers.compiled import attend_compiled
+from dynaxx.integrations.transformers.compiled import ATTRIBUTE, attend_compiled
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 from dynaxx.integrations.transformers.repeats.dense_calls import dense_call
@@ -32,11 +32,14 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend, with the signature of `AttentionInterface`: repeat an equal call, otherwise let the layer plan."""
     if torch.compiler.is_compiling():
-        traced = LAYERS.get(module)
-        out = None if traced is None else attend_compiled(traced, module, query, key, value, attention_mask, kwargs)
+        traced = getattr(module, ATTRIBUTE, None)
+        if traced is None or traced.dense is None:
+            return DenseAttention(module, DENSE)(module, query, key, value, attention_mask, **kwargs)
+        out = attend_compiled(traced, query, key, value, attention_mask, kwargs)
         if out is not None:
             return out, None
-        return _original(module)(module, query, key, value, attention_mask, **kwargs)
+        original: tuple[Tensor, Tensor | None] = traced.dense(module, query, key, value, attention_mask, **kwargs)
+        return original
     current: ForwardContext | None = None
     dense = running.dense
     if dense is None or dense.config is not module.config:
@@ -56,7 +59,7 @@ def attention(
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         warn_once(f"{type(module).__name__} asks for dynaxx attention but has no handle, so it runs dense")
-        return _original(module)(module, query, key, value, attention_mask, **kwargs)
+        return DenseAttention(module, DENSE)(module, query, key, value, attention_mask, **kwargs)
     call = AttentionCall(module, query, key, value, attention_mask, kwargs)
     if current is not None and current.is_dense and known is None:
         repeated = dense_call(current, layer, call)
@@ -64,9 +67,3 @@ def attention(
         if found is not None:
             return found
     return layer.attend(current, call)
-
-
-def _original(module: nn.Module) -> DenseAttention:
-    """Return the original attention of a module, with or without a handle."""
-    layer = LAYERS.get(module)
-    return DenseAttention(module, DENSE) if layer is None else layer.dense
