@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled models under a handle compile once, without a graph break, and behave like uncompiled ones in every call."""
 
+import copy
+import gc
 import inspect
+import pickle
 
 import pytest
 import torch
 import transformers
+from functorch.compile import make_boxed_compiler
 from small_models import SPARSE, close, llama, logits, policy_for, tokens
+from torch._dynamo.backends.common import aot_autograd
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import compiled, decoder
+from dynaxx.integrations.transformers import compiled, decoder, forward_context
 from dynaxx.integrations.transformers.calls import interface, layer
 from dynaxx.integrations.transformers.calls.border import BORDERS
+from dynaxx.integrations.transformers.decoder import with_cache
 from dynaxx.integrations.transformers.masks import lazy
 from dynaxx.integrations.transformers.masks.runs import MaskRun, read_window
 
@@ -160,3 +166,131 @@ def test_traced_code_asks_torch_nothing_that_compilers_answer_wrongly():
         assert not [
             line for line in inspect.getsource(function).splitlines() if line.split()[:1] in (["import"], ["from"])
         ]
+
+
+def graph_of(model, **arguments):
+    """Return the graph that a compiler gets of a call, after dead code was removed."""
+    found = []
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: found.append(graph) or graph.forward))
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(**arguments)
+    (graph,) = found
+    return graph.graph
+
+
+def attention_calls(graph):
+    return [node for node in graph.nodes if node.target is torch.ops.dynaxx.layer_attention.default]
+
+
+def whole_masks(graph, seqlen):
+    return [node for node in graph.nodes if tuple(getattr(node.meta.get("val"), "shape", ()))[-2:] == (seqlen, seqlen)]
+
+
+@pytest.mark.parametrize("arguments", [{"use_cache": False}, {"use_cache": True}, {"attention_mask": True}])
+def test_the_graph_of_a_causal_model_has_no_whole_mask_and_no_copies(arguments):
+    model, ids = llama(), tokens(2, 160)
+    arguments = {key: torch.ones_like(ids) if key == "attention_mask" else x for key, x in arguments.items()}
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))):
+        graph = graph_of(model, input_ids=ids, **arguments)
+    calls = attention_calls(graph)
+    assert len(calls) == 3
+    assert not whole_masks(graph, 160)
+    assert len({call.args[4] for call in calls}) == 1, "all layers share one padding mask"
+    copies = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default, torch.ops.aten._to_copy.default)
+    assert not [x for call in calls for x in call.args[:3] if x.target in copies]
+
+
+def test_other_masks_are_computed_once():
+    model, ids = mistral(), tokens(2, 300)
+    with dx.apply(model):
+        graph = graph_of(model, input_ids=ids, use_cache=False)
+    (mask,) = {call.args[3] for call in attention_calls(graph)}
+    assert mask.target is torch.ops.dynaxx.made_once.default
+
+
+@pytest.mark.parametrize("padded", [0, 30])
+def test_masks_are_read_once_per_pass(padded, monkeypatch):
+    reads = []
+    causal_runs = forward_context.causal_runs
+    monkeypatch.setattr(forward_context, "causal_runs", lambda *given: reads.append(given) or causal_runs(*given))
+    monkeypatch.setattr(forward_context, "read_mask", None)
+    model, ids = llama().train(), tokens(2, 120)
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        loss = compiled(ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        assert len(reads) == 1
+        loss.backward()
+        assert len(reads) == 2, "the backward pass reads its own"
+
+
+def test_a_graph_break_between_mask_and_layers_changes_nothing():
+    model, ids = llama(), tokens(1, 120)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        wanted = logits(model, input_ids=ids, use_cache=False)
+        model.model.layers[1].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+        close(logits(torch.compile(model, backend="eager"), input_ids=ids, use_cache=False), wanted)
+        assert handle.stats()["sparse_calls"] == 6
+
+
+def test_chunks_of_a_prompt_run_over_a_cache():
+    """The second chunk follows cached keys, in a cache that grows and in one of a fixed length."""
+    model, ids = llama(), tokens(1, 200)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle, torch.no_grad():
+        for make in (
+            transformers.DynamicCache,
+            lambda: transformers.StaticCache(config=model.config, max_cache_len=256),
+        ):
+            outs = []
+            for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+                cache = make()
+                handle.reset_stats()
+                outs.append([run(part, **with_cache(model, cache)).logits for part in ids.split(120, 1)])
+                assert handle.stats()["sparse_calls"] == 6, handle.stats()
+            close(torch.cat(outs[1], 1), torch.cat(outs[0], 1))
+
+
+def test_other_models_do_not_make_a_model_compile_again():
+    model, other, backend, ids = llama(), llama(), CountingBackend(), tokens(1, 120)
+    policy = policy_for(model, dx.Rule.of(SPARSE))
+    handle = dx.apply(other, policy)
+    with dx.apply(model, policy):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        logits(compiled, input_ids=ids, use_cache=False)
+        handle.remove()
+        del other, handle
+        gc.collect()
+        with dx.apply(llama(), policy):
+            logits(compiled, input_ids=ids, use_cache=False)
+    assert backend.graphs == 1
+
+
+def test_calls_that_are_certain_to_be_dense_are_traced():
+    """They cost nothing then. A policy with another border is compiled once more, and nothing else is."""
+    model, ids = llama(), tokens(1, 120)
+    dense, backend = logits(model, input_ids=ids, use_cache=False), CountingBackend()
+    policy = policy_for(model, dx.Rule.of(SPARSE))
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=121)) as handle:
+        assert not attention_calls(graph_of(model, input_ids=ids, use_cache=False))
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        assert torch.equal(logits(compiled, input_ids=ids, use_cache=False), dense)
+        handle.replace(policy)
+        assert not torch.allclose(logits(compiled, input_ids=ids, use_cache=False), dense, atol=1e-3)
+        handle.replace(policy_for(model, dx.Rule.of(dx.Sink(1) | dx.SlidingWindow(20))))
+        logits(compiled, input_ids=ids, use_cache=False)
+        assert backend.graphs == 2
+        assert handle.stats()["sparse_calls"] == 6
+
+
+def test_a_copy_of_a_model_is_compiled_dense():
+    model, ids = llama(), tokens(1, 120)
+    dense = logits(model, input_ids=ids, use_cache=False)
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        copied = copy.deepcopy(model)
+        compiled = torch.compile(copied, backend="eager", fullgraph=True)
+        close(logits(compiled, input_ids=ids, use_cache=False), dense)
+        assert handle.stats()["sparse_calls"] == 0
+        assert pickle.loads(pickle.dumps(model.model.layers[0].self_attn)).dynaxx_layer == 0
+    assert not hasattr(model.model.layers[0].self_attn, "dynaxx_layer")
