@@ -107,7 +107,13 @@ FAMILIES = (
         "mamba_chunk_size": 16}, 1, True),
 )  # fmt: skip
 
+INDEXED = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 32}
+
 REFUSED = (
+    Family("DeepSeek-V3.2", "tokens that an indexer chooses", "DeepseekV32Config", "DeepseekV32ForCausalLM", INDEXED),
+    Family("GLM-5", "tokens that an indexer chooses", "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", INDEXED),
+    Family("DeepSeek-V4", "window and compressed keys", "DeepseekV4Config", "DeepseekV4ForCausalLM", {
+        **WINDOW, **INDEXED, "num_key_value_heads": 1}),
     Family("Falcon", "full", "FalconConfig", "FalconForCausalLM", {"head_dim": None}),
     Family("BLOOM", "full with ALiBi", "BloomConfig", "BloomForCausalLM", {"n_head": 4, "n_layer": 2}),
     Family("MPT", "full with ALiBi", "MptConfig", "MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2}),

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import transformers
 
 import dynaxx as dx
 import families
@@ -129,6 +130,8 @@ def test_families(family):
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
 def test_refused_families_are_refused_in_words(family):
+    if not hasattr(transformers, family.config):
+        pytest.skip(f"transformers {transformers.__version__} has no {family.config}")
     assert said(family.name) == [families.row(family, f"refused: {families.refusal(family)}")]
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -162,6 +164,7 @@ class Decoder:
         if getattr(config, "is_encoder_decoder", False):
             reasons.append("encoder-decoder attention is not supported")
         rules = [index for index in sparse if index in self.layers]
+        reasons += why_masks_differ(self.owner, self.layers.values())
         if rules and getattr(config, "kv_lora_rank", None):
             reasons.append("multi-head latent attention cannot follow a policy; use apply(model) without one")
         reasons += [
@@ -176,6 +179,46 @@ def why_no_attention(owner: nn.Module) -> str:
     if not kinds:
         return "it has no attention layers"
     return f"its attention ({', '.join(kinds[:3])}) does not go through transformers' AttentionInterface"
+
+
+def why_masks_differ(owner: nn.Module, layers: Iterable[nn.Module]) -> list[str]:
+    """Return why attention modules would give another attention function other masks than they give SDPA.
+
+    DeepSeek-V3.2, GLM-5 and others choose tokens, and hide the others in the mask only if their attention is named
+    "sdpa" or "eager". DeepSeek-V4 adds columns to masks, which must be numbers: it has no code for SDPA's bool masks.
+    """
+    kinds = {type(module) for module in layers}
+    by_name = sorted(kind.__name__ for kind in kinds if any(map(_tests_name, _methods(kind))))
+    if by_name:
+        return [
+            f"{', '.join(by_name)} chooses its own tokens, by masks that it makes only for attention named 'sdpa' or "
+            "'eager'; leave this model as it is"
+        ]
+    writes = sorted(kind.__name__ for kind in kinds if any(map(_writes_mask, _methods(kind))))
+    if writes and not getattr(owner, "_supports_sdpa", True):
+        return [f"{', '.join(writes)} changes its masks, and only the 'eager' ones; leave this model as it is"]
+    return []
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[CodeType]:
+    """Yield the code of the methods of a module's class and of its bases in transformers."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for method in vars(base).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None:
+                yield code
+
+
+def _tests_name(code: CodeType) -> bool:
+    """Return whether code compares the name of the attention with "sdpa"."""
+    consts = {each for const in code.co_consts for each in (const if isinstance(const, tuple) else (const,))}
+    return "_attn_implementation" in code.co_names and DENSE in consts
+
+
+def _writes_mask(code: CodeType) -> bool:
+    """Return whether code gives the local variable `attention_mask` a new value."""
+    written = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST"))
+    return any("attention_mask" in (name if isinstance(name, tuple) else (name,)) for name in written)
 
 
 def _is_attention(module: nn.Module) -> bool:
