@@ -89,6 +89,12 @@ def test_thousands_of_errors_are_cut_short():
     assert len(str(caught.value).splitlines()) == 21
 
 
+def test_a_policy_is_no_file_of_statistics(tmp_path):
+    save_policy(POLICY, tmp_path / "policy.json")
+    with pytest.raises(dx.PolicyError, match=r"is not a file of statistics.*'dynaxx.profile', got 'dynaxx.policy'$"):
+        load_profile(tmp_path / "policy.json")
+
+
 @pytest.mark.parametrize("read", [load_policy, load_profile])
 def test_pipes_devices_folders_and_huge_files_are_refused_at_once(read, tmp_path):
     pipe, huge = tmp_path / "pipe", tmp_path / "huge"

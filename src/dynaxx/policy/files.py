@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from dynaxx.arguments import typed
 from dynaxx.errors import PolicyError
+from dynaxx.policy.profile import FORMAT as PROFILE_FORMAT
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
 from dynaxx.printable import printable
@@ -112,12 +113,15 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     raw = _read(path, "Handle.record in the running process writes one")
     try:
         data = parse_json(raw, most_objects=MOST_OBJECTS, unique=True, finite=False)
+        found = data.get("format", PROFILE_FORMAT) if isinstance(data, dict) else type(data).__name__
+        if found != PROFILE_FORMAT:
+            raise ValueError(f"`format` must be {PROFILE_FORMAT!r}, got {printable(repr(found), most=80)}")
         return Profile.model_validate_json(json.dumps(data))
     except ValidationError as error:
         message = explain_errors(error)
     except ValueError as error:
         message = str(error)
-    raise PolicyError(f"{printable(os.fspath(path))}: is not a dynaxx profile: {message}")
+    raise PolicyError(f"{printable(os.fspath(path))}: is not a file of statistics (`Handle.record`): {message}")
 
 
 @typed

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dynaxx.policy.document import MOST_LISTED, Count, Document, NotNegative, Positive, Total
 
+FORMAT: Literal["dynaxx.profile"] = "dynaxx.profile"
 STATISTICS = ("recall", "entropy", "local")
 BINS = 24
 EDGES = torch.tensor([math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)], device="cpu")  # between the bins
@@ -60,7 +61,7 @@ class LayerProfile(Document):
 class Profile(Document):
     """The attention of one model under one policy on some traffic. Read with `load_profile`."""
 
-    format: Literal["dynaxx.profile"] = "dynaxx.profile"
+    format: Literal["dynaxx.profile"] = FORMAT
     version: Literal[1] = 1
     policy: str = ""  # digest of the rules in force while it was recorded, see `rules_digest`
     command: str = ""  # the command that recorded it

@@ -34,6 +34,22 @@ def bert():
     return transformers.BertModel(transformers.BertConfig(**names, num_hidden_layers=2, initializer_range=0.2)).eval()
 
 
+def distilbert():
+    """Return an encoder whose attention modules have no `layer_idx`."""
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(vocab_size=64, dim=64, hidden_dim=64, n_layers=2, n_heads=4, dropout=0.0,
+                                           attention_dropout=0.0, initializer_range=0.2)  # fmt: skip
+    return transformers.DistilBertModel(config).eval()
+
+
+def albert():
+    """Return an encoder that calls one attention module in each of its layers."""
+    torch.manual_seed(0)
+    names = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    config = transformers.AlbertConfig(**names, embedding_size=64, num_hidden_layers=2, initializer_range=0.2)
+    return transformers.AlbertModel(config).eval()
+
+
 def batches():
     ids = torch.randint(3, 64, (3, 150), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -49,7 +65,7 @@ def run(model, arguments):
     return {"out": out[shown].detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("make", [modernbert, bert])
+@pytest.mark.parametrize("make", [modernbert, bert, distilbert, albert])
 @pytest.mark.parametrize("arguments", batches())
 def test_own_pattern(make, arguments):
     model = make()
@@ -98,6 +114,19 @@ def test_a_window_leaves_layers_with_their_own_alone():
         wide = model(**arguments).last_hidden_state
         handle.remove()
         torch.testing.assert_close(wide, model(**arguments).last_hidden_state, atol=1e-4, rtol=1e-4)
+
+
+def test_images_are_served_too():
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
+                                    image_size=48, patch_size=4)  # fmt: skip
+    model, images = transformers.ViTModel(config).eval(), torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        wanted = model(images).last_hidden_state
+        with dx.apply(model) as handle:
+            torch.testing.assert_close(model(images).last_hidden_state, wanted)
+            assert handle.stats()["own_pattern_calls"] == 2
+            assert not handle.stats()["dense_calls"]
 
 
 def test_unserved_windows_are_refused():

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-import transformers
 
 import dynaxx as dx
 import families

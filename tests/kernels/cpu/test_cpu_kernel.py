@@ -99,6 +99,21 @@ def test_long_rows_do_not_gather_rounding():
 
 
 @needs_core
+@pytest.mark.parametrize("isa", build.supported_isas(), indirect=True)
+@pytest.mark.parametrize("size", [10.0, 1e3, 1e5, 1e7, 1e10, 1e30])
+def test_equal_scores_of_any_size_give_equal_weights(isa, size):
+    """Each of 64 steps of a row has the same largest score, which must not rescale the sums of the steps before it."""
+    q, k = torch.zeros(1, 64, 1, 8), torch.zeros(1, 8192, 1, 8)
+    q[..., 0], k[..., 0] = torch.linspace(1, 1.01, 64)[:, None], size
+    v = torch.linspace(-1, 1, 8192)[:, None, None].expand(1, 8192, 1, 8)  # their mean is 0
+    layout = dx.Full().layout(64, 8192, causal=False, block_size=64)
+    out, lse = dx.sparse_attention(q, k, v, layout, scale=1.0, return_lse=True, backend="cpu")
+    assert out.abs().max() <= 1e-6
+    wanted = q[0, :, 0, 0].double() * k[0, 0, 0, 0].double() + torch.tensor(8192.0).double().log()
+    assert ((lse[0, 0] - wanted) / wanted).abs().max() <= 3e-7
+
+
+@needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_bitwise_the_same_on_any_number_of_threads(dtype, monkeypatch):
     q, k, v = make_qkv(2, 257, 257, 6, 2, 64, 32, dtype=dtype)

@@ -34,24 +34,43 @@ inline void score_spans(const QueryPanel& panel, const Span* spans, int num_span
   }
 }
 
+// Beyond this size, the rounding of an exponent of 2 may exceed the distance of two scores, and (score - top) * factor is
+// used, which is 0 for the largest score.
+constexpr float MOST_EXPONENT = 65536;
+
+// Turn scores into weights, in place, and return their sum. `top` is the largest score, `base` is top * factor rounded.
+template <bool LARGE>
+DYNAXX_INLINE vec weigh(const Span* spans, int num_spans, vec top, vec base, float factor, float* scores) {
+  vec sum = {};  // sum of this step alone: adding sums of steps rounds less than one long sum
+  for (int s = 0; s < num_spans; s++) {
+    float* score = scores + spans[s].at * PANEL;
+    for (int r = 0; r < spans[s].rows; r++, score += PANEL) {
+      const vec weight = exp2_nonpositive(LARGE ? (load(score) - top) * factor : load(score) * factor - base);
+      store(score, weight);
+      sum += weight;
+    }
+  }
+  return sum;
+}
+
 // Turn scores into weights, in place. alpha receives the factors that rescale earlier sums to the new largest scores.
+//
+// Earlier weights are powers of 2 of score * factor - earlier, with `earlier` rounded, and the factor must undo that same
+// rounded number: it is exactly 1 for an unchanged largest score, or errors would grow with every step. The maximum
+// keeps the compiler from computing top_before * factor - base with one rounding.
 inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spans, const float* top_before,
                          float factor, float* scores, float* alpha) {
   DYNAXX_UNROLL
   for (int i = 0; i < PANEL; i += LANES) {
-    const vec top = load(panel.top + i);
-    const vec base = top == splat(NEG_INF) ? splat(0.f) : top * factor;  // no inf - inf for queries without keys so far
-    const vec shrink = exp2_nonpositive(load(top_before + i) * factor - base);
-    vec sum = {};  // sum of this step alone: adding sums of steps rounds less than one long sum
+    vec top = load(panel.top + i);
+    top = top == splat(NEG_INF) ? splat(0.f) : top;  // no inf - inf for queries without keys so far
+    const vec base = top * factor;
+    const bool large = any(base > splat(MOST_EXPONENT)) || any(base < splat(-MOST_EXPONENT));
+    const vec earlier = max_second_if_nan(load(top_before + i) * factor, splat(-std::numeric_limits<float>::max()));
+    const vec shrink = exp2_nonpositive(large ? (load(top_before + i) - top) * factor : earlier - base);
     store(alpha + i, shrink);
-    for (int s = 0; s < num_spans; s++) {
-      float* score = scores + spans[s].at * PANEL + i;
-      for (int r = 0; r < spans[s].rows; r++, score += PANEL) {
-        const vec weight = exp2_nonpositive(load(score) * factor - base);
-        store(score, weight);
-        sum += weight;
-      }
-    }
+    const vec sum = large ? weigh<true>(spans, num_spans, top, base, factor, scores + i)
+                          : weigh<false>(spans, num_spans, top, base, factor, scores + i);
     store(panel.sum + i, load(panel.sum + i) * shrink + sum);
   }
 }

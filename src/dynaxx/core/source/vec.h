@@ -46,6 +46,14 @@ DYNAXX_INLINE vec splat(float x) { return x - vec{}; }
 // Like the maxps instruction: returns the second operand if either is NaN.
 DYNAXX_INLINE vec max_second_if_nan(vec a, vec b) { return a > b ? a : b; }
 
+// Return whether a condition holds in any lane.
+DYNAXX_INLINE bool any(ivec condition) {
+  int32_t found = 0;
+  DYNAXX_UNROLL
+  for (int lane = 0; lane < LANES; lane++) found |= condition[lane];
+  return found != 0;
+}
+
 // Return a lane mask from `bits`: lane j of a panel's vector `i` is bit i * LANES + j.
 DYNAXX_INLINE ivec lanes_set(uint16_t bits, int i) {
   ivec lane_bit;

@@ -52,6 +52,7 @@ _HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 COMPILERS_READ_NAMES = torch.__version__ >= "2.13"  # torch.compile of 2.11 fails on a subclass of str
 NAME = "dynaxx"  # transformers treats names with "flash", "sdpa", "flex_attention" or "/" specially
 DENSE = "sdpa"
+OTHER_SEQUENCE = {"encoder_hidden_states", "key_value_states"}  # arguments of attention to another sequence
 SERVED = {"sdpa", "eager"}  # attention functions of transformers to which a handle can fall back
 
 
@@ -81,14 +82,10 @@ class Decoder:
         config = owners[0].config.get_text_config(decoder=True)
         owner = next((module for module in owners if module.config is config), owners[0])
         layers: dict[int, nn.Module] = {}
-        for module in owner.modules():
-            if not _is_attention(module):
-                continue
-            if module.layer_idx in layers:
-                raise _refusal(
-                    model, f"layer {module.layer_idx} has two attention modules; cross attention is not supported"
-                )
-            layers[module.layer_idx] = module
+        for index, module in _numbered(list(filter(_is_attention, owner.modules()))):
+            if index in layers:
+                raise _refusal(model, f"layer {index} has two attention modules; cross attention is not supported")
+            layers[index] = module
         if not layers:
             raise _refusal(model, why_no_attention(owner))
         if max(layers) >= config.num_hidden_layers:
@@ -178,6 +175,10 @@ def why_no_attention(owner: nn.Module) -> str:
     kinds = sorted({type(module).__name__ for module in owner.modules() if "Attention" in type(module).__name__})
     if not kinds:
         return "it has no attention layers"
+    if any(map(_is_attention, owner.modules())):
+        return (
+            f"its attention ({', '.join(kinds[:3])}) also attends to other sequences; cross attention is not supported"
+        )
     return f"its attention ({', '.join(kinds[:3])}) does not go through transformers' AttentionInterface"
 
 
@@ -223,13 +224,20 @@ def _writes_mask(code: CodeType) -> bool:
 
 def _is_attention(module: nn.Module) -> bool:
     """Return whether a module is self-attention that uses `AttentionInterface`."""
-    if not isinstance(getattr(module, "layer_idx", None), int) or not hasattr(module, "config"):
-        return False
-    if getattr(module, "is_cross_attention", False):
+    if not hasattr(module, "config") or getattr(module, "is_cross_attention", False):
         return False
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "get_interface" in code.co_names
+
+
+def _numbered(modules: list[nn.Module]) -> Iterator[tuple[int, nn.Module]]:
+    """Yield attention modules with their layers. Encoders such as DistilBERT and GTE do not number their modules."""
+    numbered = [module for module in modules if isinstance(getattr(module, "layer_idx", None), int)]
+    if numbered:
+        yield from ((int(module.layer_idx), module) for module in numbered)  # type: ignore[arg-type]
+    elif not any(OTHER_SEQUENCE & set(inspect.signature(type(module).forward).parameters) for module in modules):
+        yield from enumerate(modules)
 
 
 def implementation(module: Any) -> str:

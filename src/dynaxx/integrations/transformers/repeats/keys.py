@@ -23,7 +23,13 @@ COMPARED = frozenset({*SINKS, "softcap", "sliding_window", "dropout"})  # other 
 
 def key_of(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> Hashable:
     """Return a key that is equal for calls of a pass with equal layers, masks and windows."""
-    return current.deployed.kinds.get(module.layer_idx, 0), id(mask), kwargs.get("sliding_window")
+    return current.deployed.kinds.get(layer_number(module), 0), id(mask), kwargs.get("sliding_window")
+
+
+def layer_number(module: Any) -> int | None:
+    """Return the number that a module has in its model, or None for encoders whose modules have none."""
+    found: int | None = getattr(module, "layer_idx", None)
+    return found
 
 
 def may_repeat(call: AttentionCall) -> bool:

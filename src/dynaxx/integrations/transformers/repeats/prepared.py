@@ -19,7 +19,7 @@ from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import Route
 from dynaxx.integrations.transformers.calls.arguments import AttentionCall, sinks_of
 from dynaxx.integrations.transformers.calls.decode import StepTaken, repeat_step
-from dynaxx.integrations.transformers.repeats.keys import Attended, keep, may_repeat, options_of
+from dynaxx.integrations.transformers.repeats.keys import Attended, keep, layer_number, may_repeat, options_of
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.prepared.layer import LayerReplay, Prepared, prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
@@ -51,9 +51,9 @@ class RepeatCondition(NamedTuple):
         measures = by_rule and layer.handle.counts.probe.may_want()
         return cls(layer.handle, call.mask, tuple(call.kwargs), options_of(call.kwargs), by_rule, measures)
 
-    def holds(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
+    def holds(self, current: ForwardContext, layer: int | None, q: Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
-        if self.handle.faults or not current.deployed.breakers[layer].healthy:
+        if layer is None or self.handle.faults or not current.deployed.breakers[layer].healthy:
             return False
         if tuple(kwargs) != self.names or options_of(kwargs) != self.options:
             return False
@@ -77,7 +77,7 @@ class RepeatedCall:
         self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
     ) -> Attended | None:
         """Attend as in `AttentionInterface`; None if the call must be planned."""
-        if self.condition.handle.watchers or not self.condition.holds(current, module.layer_idx, q, kwargs):
+        if self.condition.handle.watchers or not self.condition.holds(current, layer_number(module), q, kwargs):
             return None
         sinks = sinks_of(kwargs)
         try:
