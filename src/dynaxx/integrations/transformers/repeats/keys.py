@@ -26,9 +26,9 @@ def key_of(current: ForwardContext, module: Any, mask: Tensor | None, kwargs: di
     return current.deployed.kinds.get(layer_number(module), 0), id(mask), kwargs.get("sliding_window")
 
 
-def layer_number(module: Any) -> int | None:
-    """Return the number that a module has in its model, or None for encoders whose modules have none."""
-    found: int | None = getattr(module, "layer_idx", None)
+def layer_number(module: Any) -> int:
+    """Return the number that a module has in its model, or -1 for encoders whose modules have none."""
+    found: int = getattr(module, "layer_idx", -1)
     return found
 
 

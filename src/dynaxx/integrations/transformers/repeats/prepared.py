@@ -51,9 +51,9 @@ class RepeatCondition(NamedTuple):
         measures = by_rule and layer.handle.counts.probe.may_want()
         return cls(layer.handle, call.mask, tuple(call.kwargs), options_of(call.kwargs), by_rule, measures)
 
-    def holds(self, current: ForwardContext, layer: int | None, q: Tensor, kwargs: dict[str, Any]) -> bool:
+    def holds(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
         """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
-        if layer is None or self.handle.faults or not current.deployed.breakers[layer].healthy:
+        if layer < 0 or self.handle.faults or not current.deployed.breakers[layer].healthy:
             return False
         if tuple(kwargs) != self.names or options_of(kwargs) != self.options:
             return False
