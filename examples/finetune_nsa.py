@@ -85,9 +85,8 @@ def measure(model, held_out, most, least):
     return before
 
 
-def run(args):
-    """Train, and return what was measured."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def loaded(args, device):
+    """Return the model, its tokenizer, and the text to learn from and to measure on, each (n, context) tokens."""
     try:
         text = load_text(args.text)
         model, tokenizer = load_model(args.model, device=device)
@@ -96,7 +95,37 @@ def run(args):
     if not isinstance(model, dynaxx.integrations.transformers.nsa_llama.NsaLlamaForCausalLM):
         raise SystemExit(f"{args.model} has no native sparse attention; make one with `dynaxx convert`")
     train, held_out = (sequences(tokenizer, part, args.context) for part in split_text(text))
-    held_out, least = held_out[: args.eval_sequences], model.config.sizes.slc_count
+    return model, tokenizer, train, held_out[: args.eval_sequences]
+
+
+def train_step(model, rows, optimizer, rates, step, share):
+    """Learn from (batch, context) tokens. Rates rise for ten steps, then fall along a cosine with the run's share."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * share))
+    model.train()
+    with autocast(model.device):
+        loss = model(rows, labels=rows, use_cache=False).loss
+    loss.backward()
+    check_finite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), f"gradients of step {step}")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.eval()
+
+
+def write_results(args, model, tokenizer, results):
+    """Save the model and what was measured."""
+    try:
+        save_model(LoadedModel(model, tokenizer), args.out)
+        write_text(args.out / "finetune.json", json.dumps(results, indent=1))
+    except OSError as error:
+        raise cannot_write(error) from None
+
+
+def run(args):
+    """Train, and return what was measured."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, tokenizer, train, held_out = loaded(args, device)
+    least = model.config.sizes.slc_count
     most = max(least, -(-args.context // model.config.sizes.slc_block))
     optimizer, rates = optimizer_of(model, args.lr)
     make_folder(args.out)
@@ -124,16 +153,7 @@ def run(args):
         model.set_slc_count(count_at(share, most, least))
         generator = torch.Generator().manual_seed(args.seed * 10**7 + step)
         rows = train[torch.randint(len(train), (args.batch,), generator=generator)].to(device)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * share))
-        model.train()
-        with autocast(device):
-            loss = model(rows, labels=rows, use_cache=False).loss
-        loss.backward()
-        check_finite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), f"gradients of step {step}")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        model.eval()
+        train_step(model, rows, optimizer, rates, step, share)
         step += 1
         if step % args.eval_every == 0:
             curve.append({"step": step, "slc_count": model.config.sizes.slc_count, "loss": loss_of(model, held_out)})
@@ -146,11 +166,7 @@ def run(args):
     results = {"context": args.context, "steps": step, **before, "final": loss_of(model, held_out), "curve": curve}
     attention = "dense attention" if args.dense else f"{least} blocks"
     print(f"held-out loss with {attention} after {step} steps: {results['final']:.4f}", flush=True)
-    try:
-        save_model(LoadedModel(model, tokenizer), args.out)
-        write_text(args.out / "finetune.json", json.dumps(results, indent=1))
-    except OSError as error:
-        raise cannot_write(error) from None
+    write_results(args, model, tokenizer, results)
     return results
 
 

@@ -326,7 +326,7 @@ def sweep_stages(setup, name, seqlen, backward):
     return row
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="131072,524288")
     parser.add_argument("--only", nargs="*", default=["window", "random", "hybrid", "nsa"])
@@ -343,7 +343,19 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", nargs=3, metavar=("MEASURED", "RESULT", "DATE"), help="measure nothing; rewrite a "
                         "file of --json as a file of benchmarks/results")  # fmt: skip
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def workloads(names, lengths):
+    """Return (name, seqlen, backward) of each measurement, short sequences first."""
+    wanted = [("nsa", min(65536, lengths[0]), True), ("nsa", min(65536, lengths[0]), False)]
+    wanted += [(name, n, b) for n in lengths for name in ("window", "random") for b in (False, True)]
+    wanted += [("hybrid", lengths[0], b) for b in (False, True)]
+    return sorted((job for job in wanted if job[0] in names), key=lambda job: job[1])
+
+
+def main():
+    args = arguments()
     if args.record:
         report = json.loads(Path(args.record[0]).read_text())
         Path(args.record[1]).write_text(json.dumps(result_of(report, args.record[2]), indent=1) + "\n")
@@ -374,11 +386,7 @@ def main():
             report["checks"][name] = check(setup, name, args.check_length, dtype)
     keep()
     lengths = [int(length) for length in args.lengths.split(",")]
-    wanted = [("nsa", min(65536, lengths[0]), True), ("nsa", min(65536, lengths[0]), False)]
-    wanted += [(name, n, b) for n in lengths for name in ("window", "random") for b in (False, True)]
-    wanted += [("hybrid", lengths[0], b) for b in (False, True)]
-    wanted.sort(key=lambda job: job[1])
-    for name, seqlen, backward in [job for job in wanted if job[0] in args.only]:
+    for name, seqlen, backward in workloads(args.only, lengths):
         if setup.most(time.monotonic() - begun) > args.seconds:
             setup.say(f"no time left for {name} at {seqlen}")
             continue

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.result import SuiteResult, TaskRow, judged
-from dynaxx.lab.tasks.score import answer_task, closed_book, other_answers
+from dynaxx.lab.tasks.score import TaskAnswer, answer_task, closed_book, other_answers
 from dynaxx.lab.tasks.suite import TaskSample, make_task, named_tasks
 
 LENGTHS = (1024, 4096)
@@ -47,22 +47,29 @@ class SuitePlan:
         return len(named_tasks(self.tasks)) * len(self.lengths)
 
 
+class DenseAnswer(NamedTuple):
+    """The dense model's answer to one sample."""
+
+    answer: TaskAnswer
+    closed_book: float  # mean log-probability of the correct answer's tokens without the context, nats
+
+
 @dataclass
 class DenseAnswers:
     """Cache of the dense model's answers, so that several policies are compared with one dense run."""
 
-    found: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] = field(default_factory=dict)
+    found: dict[tuple[str, int, int, int], DenseAnswer] = field(default_factory=dict)
 
     def of(
         self, model: Any, tokenizer: Any, samples: Sequence[TaskSample], seed: int, index: int, generate: bool
-    ) -> tuple[float, float, float, float | None]:
-        """Return (log-probability, match, log-probability without the context, that of wrong answers) of a sample."""
+    ) -> DenseAnswer:
+        """Return the answer to a sample, with some of the other samples' answers as wrong ones."""
         sample = samples[index]
         key = (sample.task, sample.tokens, seed, index)
         if key not in self.found:
             others = other_answers(samples, index)
             answer = answer_task(model, tokenizer, sample, generate=generate, others=others)
-            self.found[key] = (answer.logprob, answer.match, closed_book(model, sample), answer.others)
+            self.found[key] = DenseAnswer(answer, closed_book(model, sample))
         return self.found[key]
 
 
@@ -125,10 +132,10 @@ def _row(
     return judged(
         made[0].task,
         made[0].tokens,
-        [(each[0], each[1]) for each in before],
+        [(each.answer.logprob, each.answer.match) for each in before],
         [(each.logprob, each.match) for each in after],
-        [each[2] for each in before],
+        [each.closed_book for each in before],
         limit,
-        others=[each[3] for each in before],
+        others=[each.answer.others for each in before],
         ran_sparse=ran_sparse,
     )

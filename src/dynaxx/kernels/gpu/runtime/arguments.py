@@ -157,8 +157,18 @@ class LayoutTables(NamedTuple):
     p_bands: Tensor  # (masks, 2) int32
 
 
-def layout_arguments(layout: BlockLayout) -> tuple[LayoutTables, int, int, int, int]:
-    """Return a layout as kernel arguments: tables, capacity, number of masks, batch and head strides in rows."""
+class LayoutArguments(NamedTuple):
+    """A layout as kernel arguments."""
+
+    tables: LayoutTables
+    capacity: int  # slots of `p_indices`
+    num_masks: int
+    batch_stride: int  # layout heads from one batch entry to the next; 0 if all share one layout
+    head_stride: int  # 1, or 0 if all heads share one layout
+
+
+def layout_arguments(layout: BlockLayout) -> LayoutArguments:
+    """Return a layout as kernel arguments."""
     entries = (layout.kv_indptr, layout.kv_num_partial, layout.kv_indices, layout.kv_masks)
     return _layout_arguments(layout, entries)
 
@@ -169,14 +179,14 @@ def order_argument(layout: BlockLayout) -> tuple[Tensor, bool]:
     return (layout.kv_indptr, False) if order is None else (order, True)
 
 
-def transposed_arguments(layout: BlockLayout) -> tuple[LayoutTables, int, int, int, int]:
+def transposed_arguments(layout: BlockLayout) -> LayoutArguments:
     """Return `layout_arguments` of the transposed layout, which lists q blocks by kv block."""
     turned = layout.transposed
     return _layout_arguments(layout, (turned.q_indptr, turned.q_num_partial, turned.q_indices, turned.q_masks))
 
 
-def _layout_arguments(layout: BlockLayout, entries: tuple[Tensor, ...]) -> tuple[LayoutTables, int, int, int, int]:
-    return (
+def _layout_arguments(layout: BlockLayout, entries: tuple[Tensor, ...]) -> LayoutArguments:
+    return LayoutArguments(
         LayoutTables(*(x.contiguous() for x in (*entries, layout.masks.bits, layout.masks.bands))),
         entries[2].numel(),
         len(layout.masks),
