@@ -8,6 +8,7 @@ be run.
 from __future__ import annotations
 
 import difflib
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -120,18 +121,12 @@ class Policy(Document):
 
     @model_validator(mode="after")
     def _rules_fit(self) -> Policy:
-        owner: dict[tuple[str, int, int], int] = {}
-        block_of: dict[tuple[str, int], tuple[int, Any]] = {}
+        owner: dict[tuple[str, int, int], int] = {}  # rule of each phase, layer and head
+        block_of: dict[tuple[str, int], tuple[int, tuple[int, int]]] = {}  # rule and block size of each phase and layer
         for index, rule in enumerate(self.rules):
             layers, heads = rule.layer_list(self.model.layers), rule.head_list(self.model.q_heads)
-            for name, given, count in (("layers", layers, self.model.layers), ("heads", heads, self.model.q_heads)):
-                outside = [each for each in given if each >= count]
-                if outside:
-                    raise ValueError(
-                        f"`rules.{index}.{name}` must be below {count}, the model's number of {name}, got {outside[0]}"
-                    )
-                if len(set(given)) != len(given):
-                    raise ValueError(f"`rules.{index}.{name}` must not repeat an index, got {list(given)}")
+            _check_indices(f"rules.{index}.layers", "layers", layers, self.model.layers)
+            _check_indices(f"rules.{index}.heads", "heads", heads, self.model.q_heads)
             per_head = head_values(rule.attention)
             if per_head is not None and len(per_head) != len(heads):
                 raise ValueError(
@@ -146,20 +141,32 @@ class Policy(Document):
                         f"`rules.{index}.block_size` must be {other} in layer {layer}, as in `rules.{first}`: "
                         "all heads of a layer share one block size"
                     )
-                for head in heads:
-                    before = owner.setdefault((rule.phase, layer, head), index)
-                    if before != index:
-                        raise ValueError(
-                            f"`rules.{index}` and `rules.{before}` both cover layer {layer}, head {head}; "
-                            "remove it from one of them"
-                        )
+            for layer, head in product(layers, heads):
+                before = owner.setdefault((rule.phase, layer, head), index)
+                if before != index:
+                    raise ValueError(
+                        f"`rules.{index}` and `rules.{before}` both cover layer {layer}, head {head}; "
+                        "remove it from one of them"
+                    )
+        self._check_sharing({layer: size for (phase, layer), (_, size) in block_of.items() if phase == "prefill"})
+        return self
+
+    def _check_sharing(self, block_sizes: dict[int, tuple[int, int]]) -> None:
+        """Raise ValueError if layers cannot share blocks as `reuse` and `shared` say; block sizes are by layer."""
         if self.shared and self.reuse > 1:
             raise ValueError(f"`reuse` must be 1 with `shared`, got {self.reuse}: give one of the two")
-        sizes = {layer: size for (phase, layer), (_, size) in block_of.items() if phase == "prefill"}
-        error = sharing_error(self.shared, self.model.layers, self.model.q_heads, sizes)
+        error = sharing_error(self.shared, self.model.layers, self.model.q_heads, block_sizes)
         if error is not None:
             raise ValueError(error)
-        return self
+
+
+def _check_indices(field: str, name: str, given: tuple[int, ...], count: int) -> None:
+    """Raise ValueError if indices of layers or heads do not exist in the model, or repeat."""
+    outside = [each for each in given if each >= count]
+    if outside:
+        raise ValueError(f"`{field}` must be below {count}, the model's number of {name}, got {outside[0]}")
+    if len(set(given)) != len(given):
+        raise ValueError(f"`{field}` must not repeat an index, got {list(given)}")
 
 
 _FIXES = {

@@ -7,7 +7,7 @@ Shapes: B batch, N tokens, H heads, D head_dim; `blocks` is N / the model's bloc
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,11 @@ from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import (
 )
 
 from dynaxx.integrations.encoders.bigbird_blocks import Visits, draw_random_blocks, layout_block, visits_of
+from dynaxx.integrations.encoders.shared import Shared
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import merge_states, sparse_attention
 from dynaxx.patterns import Full
-
-if TYPE_CHECKING:
-    from dynaxx.integrations.encoders.attach import Shared
 
 DENSE_BLOCK = 64  # tokens per block of layers with dense attention
 

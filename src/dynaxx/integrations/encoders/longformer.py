@@ -13,20 +13,18 @@ head_dim, E = H * D.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
+from dynaxx.integrations.encoders.shared import Shared
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import merge_states, sparse_attention
 from dynaxx.patterns import Full, GlobalTokens, SlidingWindow
-
-if TYPE_CHECKING:
-    from dynaxx.integrations.encoders.attach import Shared
 
 BLOCK = 64  # tokens per block
 SLOTS = 16  # the number of global slots is a multiple of this, so that different counts share cached layouts
