@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/quality/tasks.py builds the policies that it says: scorers by head, densities, right answers."""
+"""benchmarks/quality/task_policies.py builds the policies that it says: scorers by head, densities."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.quality import tasks
 
 import dynaxx as dx
 from dynaxx.lab.tune.costs import Costs
+from example_scripts import ROOT, import_script
 from tiny import save_tiny_model
 
 TOKENS = 256
+policies, scores = (import_script(ROOT / "benchmarks" / "quality", name) for name in ("task_policies", "task_scores"))
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,15 @@ def arguments(**given):
 def test_each_head_takes_the_scorer_that_loses_least(model):
     args = arguments(scorers="mean,anti 16")
     ids = torch.randint(3, 300, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
-    plain = tasks.head_costs(model, ids, tasks.candidate_rules(args), args.block_size)
-    costs = tasks.costs_from(plain)
-    heads, budgets = model.config.num_attention_heads, len(tasks.FINE_BUDGETS)
+    plain = policies.head_costs(model, ids, policies.candidate_rules(args), args.block_size)
+    costs = policies.costs_from(plain)
+    heads, budgets = model.config.num_attention_heads, len(policies.FINE_BUDGETS)
     assert costs.loss[dx.MeanQuery()].shape == (2 * budgets, heads * len(costs.layers))
     loss = costs.loss[dx.MeanQuery()].clone()
     loss[budgets:, ::2] *= 1e-3  # of even heads under anti-diagonals
     loss[:budgets, 1::2] *= 1e-3
     costs = Costs(costs.layers, costs.density, {dx.MeanQuery(): loss})
-    policy, density = tasks.tuned_policy(model, costs, args, 0.85)
+    policy, density = policies.tuned_policy(model, costs, args, 0.85)
     partly = []
     for rule in policy.rules:
         selector = rule.attention.build().selector
@@ -47,9 +48,9 @@ def test_each_head_takes_the_scorer_that_loses_least(model):
                 partly.append(head)
                 assert type(selector.scorer) is (dx.AntiDiagonal, dx.MeanQuery)[head % 2]
     assert {head % 2 for head in partly} == {0, 1}
-    assert tasks.policy_density(policy, TOKENS) == pytest.approx(density, abs=1e-6)
+    assert policies.policy_density(policy, TOKENS) == pytest.approx(density, abs=1e-6)
     seen = []
-    with tasks.applied(model, policy) as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
+    with scores.applied(model, policy) as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
         model(ids[:, :-1])
     assert sum(seen) / len(seen) == pytest.approx(density, abs=1e-6)
 
@@ -65,13 +66,13 @@ def test_each_head_takes_the_scorer_that_loses_least(model):
     ],
 )
 def test_scorers_have_names(name, scorer):
-    assert tasks.scorer_named(name) == scorer
+    assert policies.scorer_named(name) == scorer
 
 
 def test_sizes_of_blocks_are_read():
-    assert (tasks.block_size("32"), tasks.block_size("16x32")) == (32, (16, 32))
+    assert (policies.block_size("32"), policies.block_size("16x32")) == (32, (16, 32))
     with pytest.raises(ValueError, match="block_size"):
-        tasks.block_size("24")
+        policies.block_size("24")
 
 
 @pytest.mark.parametrize("block", [32, (32, 16)])
@@ -80,4 +81,4 @@ def test_rules_are_those_of_tune_by_default(block):
 
     args = arguments(block_size=block, local=128, last=64)
     floor = TOKENS // (block if isinstance(block, int) else block[1]) // 2
-    assert tasks.budget_rule(args, dx.MeanQuery(), 0.1) == rule_of(dx.MeanQuery(), 0.1, block, 64, floor)
+    assert policies.budget_rule(args, dx.MeanQuery(), 0.1) == rule_of(dx.MeanQuery(), 0.1, block, 64, floor)
