@@ -17,10 +17,8 @@ Exported models are as well, because they leave the process, and so are short ca
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +29,7 @@ from dynaxx.integrations.transformers.calls.border import lowest_border
 from dynaxx.integrations.transformers.decoder import is_exporting
 from dynaxx.integrations.transformers.masks.lazy import lazy_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
+from dynaxx.integrations.transformers.recordings import Recording, Recordings
 from dynaxx.ops.autocast import follow_autocast
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 ATTRIBUTE = "dynaxx_layer"  # of attention modules: their `TracedLayer`
 MOST_TRACED = 4096  # keys; for more, SDPA is much faster in the op, which needs no mask, than with a traced mask
 ANY_LENGTH = 1 << 62
+
+RECORDINGS = Recordings()
 
 _MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by layer number
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
@@ -117,12 +118,13 @@ def attend_compiled(
     sinks = sinks_of(kwargs)
     window = kwargs.get("sliding_window")
     q, k, v = follow_autocast(q, k, v)
-    causal, trains = kwargs.get("is_causal"), torch.is_grad_enabled() and q.requires_grad
+    options = (sinks, layer.number, scores.scale, scores.softcap, window or None, kwargs.get("is_causal"))
     parts = parts_of(mask)
-    options = (sinks, layer.number, scores.scale, scores.softcap, window or None, causal, trains)
-    if parts is None:
-        return layer_attention(q, k, v, mask, None, None, None, *options)
-    return layer_attention(q, k, v, None, parts.padding, parts.start, parts.offset, *options)
+    visible = (mask, None, None, None) if parts is None else (None, *parts)
+    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    if torch.is_grad_enabled() and needs_grad:
+        return recorded_layer_attention(q, k, v, *visible, *options)[0]
+    return layer_attention(q, k, v, *visible, *options)
 
 
 @torch.library.custom_op("dynaxx::layer_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -140,24 +142,18 @@ def layer_attention(
     softcap: float | None,
     window: int | None,
     is_causal: bool | None,
-    trains: bool,
 ) -> Tensor:
     """Run one attention call of layer `number` of this process, (B, Lq, Hq, D), contiguous.
 
-    `offset` is None if `mask` says what is visible. Otherwise the other three are the `CausalParts` of the mask. With
-    `trains`, each layer makes its own selection as in the backward pass, even if the policy lets layers share one.
+    `offset` is None if `mask` says what is visible. Otherwise `padding`, `start` and `offset` are its `CausalParts`.
     """
-    if trains:
-        q, k, v = q.detach(), k.detach(), v.detach()
-    with torch.set_grad_enabled(trains):
-        settings = (sinks, number, scale, softcap, window, is_causal)
-        out = _attend(q, k, v, mask, padding, start, offset, *settings)
-    return out.detach().contiguous()
+    visible, options = _Visible(mask, padding, start, offset), _Options(number, scale, softcap, window, is_causal)
+    with torch.no_grad():
+        return _attend(q, k, v, sinks, visible, options).contiguous()
 
 
-@torch.library.custom_op("dynaxx::layer_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def layer_attention_backward(
-    do: Tensor,
+@torch.library.custom_op("dynaxx::recorded_layer_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def recorded_layer_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -171,48 +167,86 @@ def layer_attention_backward(
     softcap: float | None,
     window: int | None,
     is_causal: bool | None,
-    trains: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run `layer_attention` for training. Return its result and the ticket of a recording for the backward op.
+
+    Each layer makes its own selection, even if the policy lets layers share one.
+    """
+    visible, options = _Visible(mask, padding, start, offset), _Options(number, scale, softcap, window, is_causal)
+    out, recording = _record((q, k, v) if sinks is None else (q, k, v, sinks), visible, options)
+    return out, RECORDINGS.keep(recording, q.device)
+
+
+@torch.library.custom_op("dynaxx::layer_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def layer_attention_backward(
+    do: Tensor,
+    out: Tensor,
+    ticket: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    start: Tensor | None,
+    offset: int | None,
+    sinks: Tensor | None,
+    number: int,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    is_causal: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and dsinks (empty without sinks). Recomputes the forward, which selects blocks from q and k."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
-    with _recording():
-        queries, keys, values = leaves[:3]
-        sink = None if sinks is None else leaves[3]
-        settings = (sink, number, scale, softcap, window, is_causal)
-        out = _attend(queries, keys, values, mask, padding, start, offset, *settings, backward=True)
-    grads = torch.autograd.grad(out, leaves, do, allow_unused=True)
-    found = [torch.empty_like(x).copy_(0 if g is None else g) for x, g in zip(leaves, grads, strict=True)]
+    """Return dq, dk, dv and dsinks (empty without sinks). Records the call again if there is no recording of it."""
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    recording = RECORDINGS.take(ticket)
+    if recording is None:
+        visible, options = _Visible(mask, padding, start, offset), _Options(number, scale, softcap, window, is_causal)
+        out, recording = _record(inputs, visible, options, backward=True)
+    grads = recording.gradients(do, (*inputs, mask, out))
+    found = [
+        torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(inputs, grads, strict=True)
+    ]
     return found[0], found[1], found[2], found[3] if sinks is not None else q.new_empty(0)
 
 
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Let autograd record within an op, where the dispatcher otherwise skips it."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    keys = torch._C.DispatchKey
-    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
-        exclude = exclude.remove(key)
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
+class _Visible(NamedTuple):
+    """What the queries of a call see: a mask, or its `CausalParts` if there is an offset."""
+
+    mask: Tensor | None
+    padding: Tensor | None
+    start: Tensor | None
+    offset: int | None
+
+
+class _Options(NamedTuple):
+    """The layer of a call, and its arguments."""
+
+    number: int
+    scale: float | None
+    softcap: float | None
+    window: int | None
+    is_causal: bool | None
+
+
+def _record(
+    inputs: tuple[Tensor, ...], visible: _Visible, options: _Options, *, backward: bool = False
+) -> tuple[Tensor, Recording]:
+    """Attend with gradients, from q, k, v and, if there are any, sinks."""
+    attend = lambda q, k, v, sinks=None: _attend(q, k, v, sinks, visible, options, backward=backward)
+    return Recording.of(attend, inputs, (visible.mask,))
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    start: Tensor | None,
-    offset: int | None,
     sinks: Tensor | None,
-    number: int,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    is_causal: bool | None,
+    visible: _Visible,
+    options: _Options,
     *,
     backward: bool = False,
 ) -> Tensor:
+    number, scale, softcap, window, is_causal = options
     layer, module = _LAYERS.get(number), _MODULES.get(number)
     if layer is None or module is None:
         raise RuntimeError(
@@ -222,20 +256,32 @@ def _attend(
     kwargs: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sliding_window": window, "is_causal": is_causal}
     given = {name: value for name, value in {**kwargs, SINKS[0]: sinks}.items() if value is not None}
     current = layer.current_pass(backward=backward)
-    if offset is not None:
-        parts = CausalParts(padding, start, offset)
+    mask = visible.mask
+    if visible.offset is not None:
+        parts = CausalParts(visible.padding, visible.start, visible.offset)
         mask = lazy_mask(parts, q, k.shape[2]) if current is None else current.lazy_mask(parts, q, k.shape[2])
     return layer.attend(current, AttentionCall(module, q, k, v, mask, given))[0]
 
 
 @layer_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return _empty_result(q, v)
+
+
+@recorded_layer_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_result(q, v), q.new_empty(1, dtype=torch.uint8)
+
+
+def _empty_result(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 @layer_attention_backward.register_fake
 def _(
     do: Tensor,
+    out: Tensor,
+    ticket: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -250,16 +296,17 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, padding, start, ctx.offset, sinks, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, mask, padding, start, sinks)
+    ctx.save_for_backward(*output, q, k, v, mask, padding, start, sinks)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    q, k, v, mask, padding, start, sinks = ctx.saved_tensors
+def _backward(ctx: Any, do: Tensor, _: Any) -> tuple[Any, ...]:
+    out, ticket, q, k, v, mask, padding, start, sinks = ctx.saved_tensors
     given = (q, k, v, mask, padding, start, ctx.offset, sinks)
-    dq, dk, dv, dsinks = layer_attention_backward(do, *given, *ctx.settings)
-    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None, None, None, None, None, None
+    dq, dk, dv, dsinks = layer_attention_backward(do, out, ticket, *given, *ctx.settings)
+    return dq, dk, dv, None, None, None, None, None if sinks is None else dsinks, None, None, None, None, None
 
 
-layer_attention.register_autograd(_backward, setup_context=_save_for_backward)
+recorded_layer_attention.register_autograd(_backward, setup_context=_save_for_backward)
