@@ -9,7 +9,7 @@ The files:
     calls/                     one attention call: planned, then run by a rule, by the model's own pattern, or dense
     masks/                     which sequences a mask shows
     repeats/                   calls that equal an earlier one, and skip planning
-    compiled                   models under `torch.compile`
+    compiled, recordings       models under `torch.compile`, and what their training keeps
     batching, batches/         continuous batching
     llama, *_llama, nsa_cache  Llamas whose attention was converted
 
