@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time decoding with chosen pages beside dense attention and beside the bytes that must be read, on a GPU or a CPU.
 
-python benchmarks/kernels/decode.py [--quick | --combinations] [--only NAME ...] [--json FILE]
+python benchmarks/kernels/decode.py [--quick | --combinations | --sizes] [--only NAME ...] [--json FILE]
 
 Checks first: random caches against the definition in fp64; a wrong kernel gets no times. Times are medians. On a GPU,
 of a replayed CUDA graph that runs 4 to 32 layers, each with a cache of its own as in a model, per layer: nobody's
@@ -81,6 +81,12 @@ COMBINATIONS = tuple(
     Case(f"batch 16, 32k, {dtype}, {share:.0%} of the pages", 16, 32768, dtype=dtype, share=share)
     for dtype in ("bfloat16", "float8_e4m3fn", "int8")
     for share in (0.05, 0.1, 0.25, 1.0)
+)
+SIZES = tuple(  # the same keys in pages of several sizes, and half as many in small pages
+    Case(f"batch {batch}, 32k, {share:.0%} in pages of {size}", batch, 32768, page_size=size, share=share, dtype=dtype)
+    for batch, dtype in ((16, "bfloat16"), (1, "float32"))
+    for size, shares in ((64, (0.1,)), (32, (0.1, 0.2)), (16, (0.1, 0.2)), (8, (0.05, 0.1, 0.2)))
+    for share in shares
 )
 CPU_CASES = (
     Case("batch 1, 32k", 1, 32768, dtype="float32"),
@@ -289,6 +295,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="the first case alone")
     parser.add_argument("--combinations", action="store_true", help="precisions and budgets, dense forms left out")
     parser.add_argument("--uneven", action="store_true", help="kv heads with equal and unequal numbers of pages alone")
+    parser.add_argument("--sizes", action="store_true", help="pages of several sizes alone")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU")
@@ -301,12 +308,14 @@ def main():
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}; a copy moves {rate / 1e9:.0f} GB/s")
     cases = COMBINATIONS if args.combinations else GPU_CASES if device.type == "cuda" else CPU_CASES
+    if args.sizes:
+        cases = [case for case in SIZES if (case.batch > 1) == (device.type == "cuda")]
     if args.uneven:
         cases = [case for case in cases if case.uneven or case.name in EVEN_AND_UNEVEN]
     cases = [case for case in cases if not args.only or any(part in case.name for part in args.only)]
     rows = []
     for case in cases[:1] if args.quick else cases:
-        alone = args.combinations or args.uneven
+        alone = args.combinations or args.uneven or args.sizes
         rows.append(row := run_case(case, device, rate, alone))
         show(row, alone)
     if args.json:

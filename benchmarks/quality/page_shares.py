@@ -22,7 +22,6 @@ from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, split_text
 from dynaxx.lab.tune import decode
 from dynaxx.lab.tune.page_costs import measure_page_costs, shares_of
-from dynaxx.selection.pages import PageBudget
 
 ONE, PROMPTS, BOTH = "one share", "by costs on prompts", "by costs on prompts and generated text"
 TRIALS = (
@@ -53,7 +52,7 @@ def measured(model, tokenizer, text, args, report):
     others = torch.cat([encode(tokenizer, parts[kind].calibration, args.tokens + 1) for kind in kinds])
     torch.manual_seed(args.seed)
     texts = {"prompts": prompts, "generated": with_written_ends(model, prompts, steps)}
-    budget = PageBudget.of(decode.decode_pattern(args.page_size))
+    budget = decode.always_read(args.page_size)
     costs_on = lambda ids: [
         measure_page_costs(model, each[None], budget, page_size=args.page_size, steps=steps, layers=layers)
         for each in ids
@@ -69,7 +68,7 @@ def measured(model, tokenizer, text, args, report):
         same = [[share] * facts.kv_heads] * facts.layers
         shares = same if way == ONE else shares_of(costs[way], share)
         rules = tuple(decode.decode_rules(shares, layers, group, args.page_size))
-        policy = dx.Policy(model=facts, block_size=args.page_size, rules=rules)
+        policy = dx.Policy(model=facts, rules=rules)
         for name, each in ready.items():
             rise = (decode._decoded(model, *each, policy).view(len(prompts), -1) - dense[name]).double()
             by_kind = rise.view(len(kinds), -1).mean(1).expm1().tolist()
@@ -93,6 +92,8 @@ def main():
     parser.add_argument("--steps", type=int, default=128, help="decoded tokens at the end of each text")
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--window", type=int, default=decode.WINDOW, help="last tokens that are always read")
+    parser.add_argument("--bound", type=float, default=decode.BOUND, help="bound of the summaries of pages")
     parser.add_argument("--texts", type=Path, default=None, help="folder of KIND.txt instead of the built-in texts")
     parser.add_argument("--trial", action="append", default=[], help='instead of all trials: "one 0.25", "both 0.1"')
     parser.add_argument("--seed", type=int, default=0)
@@ -100,6 +101,7 @@ def main():
     parser.add_argument("--out", type=Path, default=None, help="file that is rewritten after each row")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    decode.WINDOW, decode.BOUND = args.window, args.bound
     model, tokenizer = load_model(args.model, device=args.device)
     rows = []
 

@@ -18,7 +18,7 @@ NAME = "dynaxx_choices"
 ONE_BUDGET = ", one "  # in the name of a choice: one budget for all heads
 ALL_KINDS = ", all kinds"  # budgets from the costs on all kinds of text, the evaluated one included
 DENSITIES = (0.8, 0.6, 0.48, 0.38, 0.3, 0.24, 0.19, 0.15, 0.12, 0.1, 0.08, 0.06, 0.045, 0.03)
-START = {False: 5, True: 9}  # index of the first density, by whether it is decoding
+START = {False: 5, True: 4}  # index of the first density, by whether it is decoding
 
 
 @dataclass
@@ -28,6 +28,29 @@ class Plan:
     choices: tuple[Choice, ...]
     amounts: torch.Tensor  # (choices, layers, heads)
     masses: OwnMasses = field(default_factory=OwnMasses)
+
+
+@dataclass
+class Late:
+    """The later rows of a layer, of which each chooses pages by itself.
+
+    The cost of a row needs the products of its values with its gradient only, so a page is two numbers: its mass and
+    the sum of its products.
+    """
+
+    p: torch.Tensor  # (H, rows, N)
+    slopes: torch.Tensor  # (H, rows, N): gradient . value
+
+    def of_pages(self, size):
+        """Return the mass and the sum of products of each page, both (H, rows, pages)."""
+        pages = lambda x: x.unflatten(-1, (-1, size)).sum(-1)
+        return pages(self.p), pages(self.p * self.slopes)
+
+    def errors(self, page, kept):
+        """Return gradient . (sparse - dense output) of each row, (H, rows)."""
+        mass, product = page
+        seen = (mass * kept).sum(-1).clamp(min=1e-30)
+        return (product * kept).sum(-1) / seen - product.sum(-1)
 
 
 @torch.no_grad()
@@ -83,17 +106,25 @@ def costs_of(model, ids, choices, seed=0, masses=None):
         p = probabilities(q, k, scale)
         half = torch.float16 if p.is_cuda else p.dtype
         # half precision: errors of 5e-4 are small beside the costs
-        dense = Dense(q, k, with_ones(v).to(half), p.to(half), scale)
-        out = attend(dense, None, choices[0])
+        if any(choice.decode for choice in choices):
+            slopes = grad[:, tokens // 2 :] @ v.transpose(1, 2).repeat_interleave(q.shape[0] // v.shape[0], 0)
+            late = Late(p[:, tokens // 2 :], slopes)
+        else:
+            dense = Dense(q, k, with_ones(v).to(half), p.to(half), scale)
+            out = attend(dense, None, choices[0])
         for choice in choices:
             visible, _, count = grid_of(choice, tokens, q.device)
             values = ranked(choice, masses.of(layer, choice, q, k, p, scale), k, v)
             rows = slice(len(count) // 2, None) if choice.decode else slice(None)
+            page = late.of_pages(choice.kv_block) if choice.decode else None
             loss, density = [], []
             for amount in GRIDS[choice.rule]:
                 blocks = kept_blocks(choice, values, torch.full((q.shape[0],), amount), tokens)
-                delta = attend(dense, blocks, choice) - out
-                loss.append(((delta * grad).sum(-1).double() ** 2).sum(1) / (2 * tokens))
+                if page is None:
+                    error = ((attend(dense, blocks, choice) - out) * grad).sum(-1)
+                else:
+                    error = late.errors(page, blocks[:, rows])
+                loss.append((error.double() ** 2).sum(1) / (2 * tokens))
                 share = blocks[:, rows].sum((1, 2)).double() / visible[rows].sum()
                 density.append(share + extra_pairs(choice, share))
             found[choice][layer] = torch.stack(loss).cpu(), torch.stack(density).cpu()

@@ -27,15 +27,19 @@ class Choice:
         q_block, kv_block: tokens per block.
         scorer: "mass" for true attention, "mean N" for mean queries of N tokens, "spread N" with the variance of their
             logits, "bound X" for bounds of keys at X times their distance from the mean, "middle X" from the middle of
-            the range, "moments" for mean and variance of keys, "anti N" for anti-diagonals of tiles of N tokens, "probe
-            N" for vertical and slash lines of the last N queries, several joined by " + " for the mean of their masses.
+            the range, "moments X" for mean and X times the variance of keys (0.5 for normal logits), "root X" for mean
+            and X deviations of the logit, "axis" for mean and widest direction of keys, "rest" for the key farthest
+            from the mean and the mean of the others, "tokens N" for N numbers per key, "anti N" for anti-diagonals of
+            tiles of N tokens, "probe N" for vertical and slash lines of the last N queries, several joined by " + "
+            for the mean of their masses.
         rule: "share" keeps a share of the visible blocks of every row, "top_p" blocks up to a share of the mass, "even"
             blocks with a multiple of the mass of an even spread, "bounded" blocks up to `mass`, but at least half
             and at most twice a share.
         mass: the mass of "bounded".
         local: tokens before each q block that are always visible.
         sharpness: factor on the scores.
-        group: whether the q heads of a kv head choose together, with one budget.
+        group: whether the q heads of a kv head choose together, with one budget, by the mean of their masses.
+        logits: whether a group chooses by the mean of the logarithms of its masses, as decode kernels do.
         values: whether a block's mass counts by the length of its mean value.
         last: queries at the end that see everything.
         decode: whether only queries of the second half choose, and all others see everything.
@@ -54,6 +58,7 @@ class Choice:
     local: int = 96
     sharpness: float = 0.75
     group: bool = False
+    logits: bool = False
     values: bool = False
     last: int = LAST
     decode: bool = False
@@ -141,9 +146,55 @@ def _of_moments(choice, scorer, q, k, scale, gate):
     visible = grid_of(choice, tokens, q.device)[0]
     queries = q.view(heads, tokens // choice.q_block, choice.q_block, dim).mean(2) * (scale * choice.sharpness)
     blocks, grouped = k.view(k.shape[0], -1, choice.kv_block, dim), queries.view(k.shape[0], -1, dim)
-    mean, variance = blocks.mean(2), blocks.var(2, correction=0)
-    logits = grouped @ mean.transpose(1, 2) + grouped.square() @ variance.transpose(1, 2) / 2
+    of_mean, part = grouped @ blocks.mean(2).transpose(1, 2), float(scorer.partition(" ")[2] or 0.5)
+    if scorer.startswith(("moments", "root")):
+        spread = grouped.square() @ blocks.var(2, correction=0).transpose(1, 2)
+        logits = of_mean + part * (spread.sqrt() if scorer.startswith("root") else spread)
+    elif scorer == "axis":
+        logits = of_mean + log_cosh(grouped @ widest(blocks).transpose(1, 2))
+    else:
+        away = (blocks - blocks.mean(2, keepdim=True)).square().sum(-1).argmax(2)[..., None, None]
+        farthest, count = blocks.gather(2, away.expand(-1, -1, 1, dim))[:, :, 0], choice.kv_block
+        others = (blocks.sum(2) - farthest) / (count - 1)
+        logits = torch.logaddexp(
+            grouped @ farthest.transpose(1, 2) - math.log(count),
+            grouped @ others.transpose(1, 2) + math.log((count - 1) / count),
+        )
     return logits.view(heads, -1, blocks.shape[1]).masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def widest(blocks, steps=3):
+    """Return the direction in which the keys of each block (Hk, C, tokens, D) spread most, times their deviation."""
+    away = blocks - blocks.mean(2, keepdim=True)
+    first = away.square().sum(-1).argmax(2)[..., None, None]
+    axis = away.gather(2, first.expand(-1, -1, 1, blocks.shape[3]))[:, :, 0]
+    for _ in range(steps):
+        axis = torch.nn.functional.normalize(axis, dim=-1)
+        axis = ((away @ axis[..., None]) * away).mean(2)
+    axis = torch.nn.functional.normalize(axis, dim=-1)
+    return axis * (away @ axis[..., None]).square().mean(2).sqrt()
+
+
+def log_cosh(x):
+    return x.abs() + torch.log1p((-2 * x.abs()).exp()) - math.log(2)
+
+
+def _of_tokens(choice, scorer, q, k, scale, gate):
+    heads, tokens, dim = q.shape
+    visible, size = grid_of(choice, tokens, q.device)[0], int(scorer.split()[1])
+    grouped, found = q.view(k.shape[0], -1, dim) * scale, []
+    for queries, keys in zip(grouped, k, strict=True):  # the directions in which products of queries and keys are large
+        root = torch.linalg.cholesky(covariance(queries))
+        axes = torch.linalg.eigh(root.T @ covariance(keys) @ root).eigenvectors[:, -size:]
+        few = torch.linalg.solve_triangular(root, queries.T, upper=False).T @ axes
+        found.append((few @ (keys @ root @ axes).T).unflatten(-1, (-1, choice.kv_block)).logsumexp(-1))
+    logits = torch.stack(found).view(heads, tokens, -1)
+    return logits.masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def covariance(rows):
+    found = rows.T @ rows / rows.shape[0]
+    return found + 1e-5 * found.diagonal().mean() * torch.eye(rows.shape[1], device=rows.device)
 
 
 def _of_anti_diagonals(choice, scorer, q, k, scale, gate):
@@ -184,6 +235,10 @@ _ESTIMATES = {
     "bound": _of_bounds,
     "middle": _of_bounds,
     "moments": _of_moments,
+    "root": _of_moments,
+    "axis": _of_moments,
+    "rest": _of_moments,
+    "tokens": _of_tokens,
     "anti": _of_anti_diagonals,
     "probe": _of_lines,
 }
@@ -210,7 +265,9 @@ def ranked(choice, mass, k, v):
         mass = mass / mass.sum(-1, keepdim=True)
     if choice.group:
         heads, group = mass.shape[0], mass.shape[0] // k.shape[0]
-        mass = mass.view(k.shape[0], group, *mass.shape[1:]).mean(1).repeat_interleave(group, 0)
+        of_heads = mass.view(k.shape[0], group, *mass.shape[1:])
+        mass = of_heads.clamp(min=1e-30).log().mean(1).exp() if choice.logits else of_heads.mean(1)
+        mass = mass.repeat_interleave(group, 0)
         assert mass.shape[0] == heads
     if choice.rule == "even":
         return 1 / (mass * count[:, None]).clamp(min=1e-9)
