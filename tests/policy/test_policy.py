@@ -29,6 +29,7 @@ from dynaxx.policy import (
     save_policy,
     to_spec,
 )
+from dynaxx.policy.decode import resolve_decode
 from dynaxx.testing import make_qkv
 
 FACTS = ModelFacts(model_type="llama", layers=4, q_heads=6, kv_heads=2, head_dim=16)
@@ -123,6 +124,24 @@ def changed(path, value):
     else:
         spot[last] = value
     return json.dumps(data)
+
+
+def test_pages_of_decode_rules_may_have_8_tokens(tmp_path):
+    half = dx.Hybrid(dx.Sink(8) | dx.SlidingWindow(64), dx.TopK(0.5, dx.MinMax(0.5)))
+    small = policy(Rule.of(half, phase="decode", block_size=8), block_size=(32, 16))
+    save_policy(small, tmp_path / "policy.json")
+    plans = resolve_decode(load_policy(tmp_path / "policy.json"))
+    assert {plan.page_size for plan in plans.values()} == {8}
+    assert {plan.budget.bound for plan in plans.values()} == {0.5}
+    with pytest.raises(ValueError, match="`block_size` must be one of"):
+        Rule.of(half, block_size=8)
+    with pytest.raises(ValueError, match="`block_size` must be one of"):
+        Rule.of(half, phase="decode", block_size=(8, 8))
+    with pytest.raises(ValueError, match="`block_size` must be one of"):
+        policy(block_size=8)
+    rules = [Rule.of(half, heads=[head], phase="decode", block_size=8 * (1 + head)) for head in (0, 1)]
+    with pytest.raises(ValueError, match=r"`rules.1.block_size` must be \(8, 8\) in layer 0"):
+        policy(*rules)
 
 
 SELECTOR = ("rules", 0, "attention", "selector")

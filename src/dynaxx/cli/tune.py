@@ -90,6 +90,12 @@ def tune(
     with_decode: Annotated[
         bool, typer.Option("--decode/--no-decode", help="Also search decode rules, and write those that save time.")
     ] = False,
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            help="With --decode: tokens per page, 8 to 128, by default as --block-size. Small pages read fewer tokens.",
+        ),
+    ] = None,
     cuda_graph: Annotated[
         bool,
         typer.Option(
@@ -127,7 +133,7 @@ def tune(
     Examples:
       dynaxx tune smollm2 --out run
       dynaxx tune ./my-model --text prompts.txt --out run --tolerance 0.005 --time-budget 30m
-      dynaxx tune smollm2 --out run --decode
+      dynaxx tune smollm2 --out run --decode --page-size 8
       dynaxx tune smollm2 --out run --kinds all --held-out
       dynaxx tune smollm2 --out run --hold niah_single_2,vt
       dynaxx tune smollm2 --out run --choosing-layers 15
@@ -159,6 +165,7 @@ def tune(
             resume=resume,
             decode=with_decode,
             cuda_graph=cuda_graph,
+            page_size=page_size,
             kinds=others,
             hold=held,
             held_out=held_out,

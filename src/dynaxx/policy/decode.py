@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dynaxx.errors import PolicyError
-from dynaxx.layout import as_block_size
 from dynaxx.policy.resolve import head_rules
+from dynaxx.policy.rule import as_page_size
 from dynaxx.policy.schema import Policy
 from dynaxx.selection.pages import PageBudget
 
@@ -78,7 +78,7 @@ def _largest(layer: int, budgets: list[PageBudget]) -> int | float:
 
 def _page_size(policy: Policy, layer: int) -> int:
     sizes = [
-        as_block_size(policy.block_size if rule.block_size is None else rule.block_size)[1]
+        as_page_size(policy.block_size if rule.block_size is None else rule.block_size)
         for rule in policy.rules
         if rule.phase == "decode" and layer in rule.layer_list(policy.model.layers)
     ]

@@ -13,6 +13,13 @@ from dynaxx.policy.document import Count, Counts, Document, Indices, Int
 from dynaxx.policy.specs import AttentionRule, AttentionSpec, to_spec
 from dynaxx.selection.pages import PageBudget
 
+SMALLEST_PAGE = 8  # tokens; pages of decode rules may be smaller than the blocks of a layout
+
+
+def as_page_size(block_size: int | tuple[int, int]) -> int:
+    """Return the tokens per page for the block size of a decode rule: its kv_block, or 8 for a block size of 8."""
+    return SMALLEST_PAGE if block_size == SMALLEST_PAGE else as_block_size(block_size)[1]
+
 
 def _checked_block_size(value: int | tuple[int, int] | None) -> int | tuple[int, int] | None:
     if value is not None:
@@ -20,8 +27,15 @@ def _checked_block_size(value: int | tuple[int, int] | None) -> int | tuple[int,
     return value
 
 
+def _checked_page_size(value: int | tuple[int, int] | None) -> int | tuple[int, int] | None:
+    if value is not None:
+        as_page_size(value)
+    return value
+
+
 Phase = Literal["prefill", "decode"]
 BlockSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_block_size)]
+BlockOrPageSize = Annotated[Int | tuple[Int, Int], AfterValidator(_checked_page_size)]
 
 
 class Rule(Document):
@@ -35,14 +49,14 @@ class Rule(Document):
         phase: "prefill" or "decode". In decode rules blocks are pages, and `attention` may combine sinks, windows, and
             TopK with MeanQuery, MeanPool or MinMax.
         attention: a pattern, selector or hybrid as data, see `dynaxx.policy.to_spec`.
-        block_size: tokens, or (q_block, kv_block); None means the policy's.
+        block_size: tokens, or (q_block, kv_block); None means the policy's. Decode rules may have pages of 8.
     """
 
     layers: Indices = "all"
     heads: Indices = "all"
     phase: Phase = "prefill"
     attention: AttentionSpec
-    block_size: BlockSize | None = None
+    block_size: BlockOrPageSize | None = None
 
     @classmethod
     def of(
@@ -61,7 +75,7 @@ class Rule(Document):
                 value per head of `heads`, in that order.
             layers: "all", or a sequence of indices.
             heads: "all", or a sequence of indices of q heads.
-            block_size: tokens, or (q_block, kv_block); None means the policy's.
+            block_size: tokens, or (q_block, kv_block); None means the policy's. Decode rules may have pages of 8.
             phase: "prefill" for prompts and chunks of them; "decode" for a few queries over a cache, where
                 `PageBudget.of` must be able to express `attention`.
 
@@ -75,6 +89,8 @@ class Rule(Document):
         rule = self.attention.build() if self.phase == "decode" else None
         if rule is not None:
             PageBudget.of(rule)
+        if self.phase == "prefill" and self.block_size is not None:
+            as_block_size(self.block_size)
         return self
 
     def head_list(self, q_heads: int) -> tuple[int, ...]:

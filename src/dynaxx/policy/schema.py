@@ -22,7 +22,7 @@ from dynaxx.policy.guard import Guard
 from dynaxx.policy.pattern_specs import Leaf, Spec
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
-from dynaxx.policy.rule import BlockSize, Rule, SharedChoice, head_values, sharing_error
+from dynaxx.policy.rule import BlockSize, Rule, SharedChoice, as_page_size, head_values, sharing_error
 from dynaxx.printable import printable
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
@@ -133,7 +133,9 @@ class Policy(Document):
                     f"`rules.{index}.attention` must give one budget, or one per covered head ({len(heads)}), "
                     f"got {len(per_head)}"
                 )
-            block_size = as_block_size(self.block_size if rule.block_size is None else rule.block_size)
+            stated = self.block_size if rule.block_size is None else rule.block_size
+            page_size = as_page_size(stated)
+            block_size = as_block_size(stated) if rule.phase == "prefill" else (page_size, page_size)
             for layer in layers:
                 first, other = block_of.setdefault((rule.phase, layer), (index, block_size))
                 if other != block_size:

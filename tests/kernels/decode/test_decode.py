@@ -18,7 +18,10 @@ def random_cache(seed, *, dtype=torch.float32, kv_heads=None, head_dim=None, pag
     """Return a cache of ragged lengths, whose unused memory is NaN, and its random generator."""
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     batch, kv_heads = batch or rng.choice((1, 2, 3)), kv_heads or rng.choice((1, 2, 3))
-    head_dim, page_size = head_dim or rng.choice((16, 24, 64, 80, 128)), page_size or rng.choice((16, 32, 64, 128, 256))
+    head_dim, page_size = (
+        head_dim or rng.choice((16, 24, 64, 80, 128)),
+        page_size or rng.choice((8, 16, 32, 64, 128, 256)),
+    )
     head_dim_v = head_dim if rng.random() < 0.7 else rng.choice((16, 40, 64))
     paged = rng.random() < 0.6 if paged is None else paged
     capacity = rng.choice((1, 2, 5, 9)) if page_size < 128 else rng.choice((1, 2, 3))

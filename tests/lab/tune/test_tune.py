@@ -233,6 +233,10 @@ def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_pa
         stats = handle.stats()
     assert stats["dense_calls"]["below dense_below"] == 2 * 2  # 254 and 255 keys
     assert stats["sparse_calls"] == 2 * 3
+    with pytest.raises(ValueError, match="--decode"):
+        run(out=tmp_path / "d", with_decode=False, page_size=8)
+    with pytest.raises(ValueError, match="`block_size` must be one of"):
+        run(out=tmp_path / "d", page_size=4)
     assert run(out=tmp_path / "b", tolerance=1e-9).decode.said.startswith("no rule: no share")
     monkeypatch.setattr(decode_module, "time_steps", lambda *_: [LengthTiming(n, 1.0, 1.0) for n in (128, 256)])
     slow = run(out=tmp_path / "c", tolerance=0.9)
@@ -243,14 +247,19 @@ def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_pa
 def test_blocks_may_have_more_queries_than_keys(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
     run = partial(tune_module.tune, *loaded, TEXT, out=tmp_path, tokens=256, tolerance=0.5, with_reference=False)
-    found = run(block_size=(32, 16), with_decode=True)
+    monkeypatch.setattr(decode_module, "time_steps", lambda *_: [LengthTiming(n, 2.0, 1.0) for n in (64, 256)])
+    monkeypatch.setattr(decode_module, "SHARES", (0.5,))
+    found = run(block_size=(32, 16), with_decode=True, page_size=8)
     assert found.chosen is not None
     for layer in (0, 1):
         rule = next(rule for rule in found.policy.rules if rule.phase == "prefill" and layer in rule.layer_list(2))
         pattern = rule.attention.build().pattern
         assert pattern.layout(256, block_size=(32, 16)).density() < 1
     assert found.policy.block_size == (32, 16)
-    assert {rule.block_size for rule in found.policy.rules if rule.phase == "decode"} <= {16}
+    assert {rule.block_size for rule in found.policy.rules if rule.phase == "decode"} == {8}
+    with dx.apply(loaded.model, found.policy) as handle:
+        loaded.model.generate(torch.randint(3, 300, (1, 253)), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        assert handle.stats()["sparse_calls"] > 2
 
 
 def test_layers_may_read_the_blocks_of_others(loaded, tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 SHARES = (0.5, 0.25, 0.125, 0.0625, 0.03125)  # mean shares of the pages, tried in this order
 STEPS = 256  # tokens decoded at the end of each text
 WINDOW = 256  # last tokens whose pages are always read
+BOUND = 0.5  # bounds of keys at half their distance from the mean key estimate a page's mass better than at all of it
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
 
 
@@ -74,8 +75,16 @@ class DecodeResult:
     shares: tuple[tuple[float, ...], ...] = ()  # the chosen shares, per layer and kv head
 
 
-def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
-    """Raise ValueError if captured steps are requested without decode rules or without a GPU."""
+def check_decode(model: Any, with_decode: bool, cuda_graph: bool, page_size: int | None) -> None:
+    """Raise ValueError if a setting of decode rules is out of range, or given without decode rules or without a GPU."""
+    from dynaxx.policy.rule import as_page_size
+
+    if page_size is not None:
+        if not with_decode:
+            raise ValueError("`page_size` needs decode rules; pass --decode as well")
+        if isinstance(page_size, tuple):
+            raise ValueError(f"`page_size` must be one number of tokens, got {page_size}")
+        as_page_size(page_size)
     if cuda_graph and not with_decode:
         raise ValueError("`cuda_graph` needs decode rules; pass --decode as well")
     if cuda_graph and model.device.type != "cuda":
@@ -85,6 +94,11 @@ def check_cuda_graph(model: Any, with_decode: bool, cuda_graph: bool) -> None:
 def decode_pattern(page_size: int) -> Pattern:
     """Return what every head reads: the first page and the last `WINDOW` tokens."""
     return Sink(page_size) | SlidingWindow(WINDOW)
+
+
+def always_read(page_size: int) -> PageBudget:
+    """Return a budget of no pages besides `decode_pattern`, with the bound of `decode_rules`."""
+    return dataclasses.replace(PageBudget.of(decode_pattern(page_size)), bound=BOUND)
 
 
 def decode_rules(shares: Sequence[Sequence[float]], layers: Sequence[int], group: int, page_size: int) -> list[Rule]:
@@ -104,7 +118,7 @@ def decode_rules(shares: Sequence[Sequence[float]], layers: Sequence[int], group
     rules = []
     for row, same in alike.items():
         budget = row[0] if len(set(row)) == 1 else tuple(share for share in row for _ in range(group))
-        rule = Hybrid(decode_pattern(page_size), TopK(budget, MinMax(bound=1.0)))
+        rule = Hybrid(decode_pattern(page_size), TopK(budget, MinMax(bound=BOUND)))
         rules.append(Rule.of(rule, layers=same, phase="decode", block_size=page_size))
     return rules
 
@@ -148,6 +162,7 @@ def tune_decode(
     written = [_remembered_ends(model, each, steps, remember) for each in (texts, cost_texts)]
     say("loss of each kv head")
     costs = _costs(model, [*cost_texts, *written[1]], layers, page_size, steps, remember)
+    way = f"pages of {page_size} {BOUND}"
     groups = [_Decoding(model, each, steps) for each in (texts, written[0])]
     say(f"decoding {2 * len(texts) * steps} tokens densely")
     dense = remember("decode text and written text densely", lambda: [each.losses(None) for each in groups])
@@ -157,10 +172,11 @@ def tune_decode(
             break
         say(f"decoding from {share:.1%} of the pages")
         rules = tuple(decode_rules(shares_of(costs, share), layers, group, page_size))
-        policy = Policy(model=facts, block_size=page_size, rules=rules)
+        policy = Policy(model=facts, rules=rules)
         compute = lambda policy=policy: [each.losses(policy) for each in groups]
         rises = [
-            _rise(*pair) for pair in zip(dense, remember(f"decode text and written text {share}", compute), strict=True)
+            _rise(*pair)
+            for pair in zip(dense, remember(f"decode text and written text {way} {share}", compute), strict=True)
         ]
         passed = all(math.exp(mean + ERRORS * error) <= 1 + tolerance for mean, error in rises)
         (mean, error), (written_mean, written_error) = rises
@@ -173,7 +189,7 @@ def tune_decode(
         return DecodeResult(tuple(trials), None, (), (), cuda_graph, None, said)
     say("timing a step's attention")
     shares = tuple(map(tuple, shares_of(costs, best.share)))
-    budgets = [dataclasses.replace(PageBudget.of(decode_pattern(page_size)), budget=row) for row in shares]
+    budgets = [dataclasses.replace(always_read(page_size), budget=row) for row in shares]
     eager = time_steps(model, facts, budgets, page_size)
     on_gpu = _timed_in_a_graph(model)
     captured = time_steps(model, facts, budgets, page_size, True) if on_gpu else []
@@ -253,7 +269,7 @@ def _costs(
     remember: Callable[[str, Callable[[], Any]], Any],
 ) -> list[list[HeadCosts]]:
     """Return the costs of every share for the kv heads of all layers, for each text."""
-    budget = PageBudget.of(decode_pattern(page_size))
+    budget, way = always_read(page_size), f"pages of {page_size} {BOUND}"
     found = []
     for index, ids in enumerate(texts):
 
@@ -262,7 +278,7 @@ def _costs(
             return [each.loss.tolist() for each in costs]
 
         shares = torch.tensor(PAGE_SHARES, dtype=torch.float64)[:, None]
-        rows = [torch.tensor(loss, dtype=torch.float64) for loss in remember(f"page costs {index}", measured)]
+        rows = [torch.tensor(loss, dtype=torch.float64) for loss in remember(f"page costs {way} {index}", measured)]
         found.append([HeadCosts(i, loss, shares.expand_as(loss)) for i, loss in zip(sorted(layers), rows, strict=True)])
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 from dynaxx.lab.kinds import kinds_of, text_of
 from dynaxx.lab.progress import Progress
 from dynaxx.lab.tune.costs import DEFAULT_SCORERS
-from dynaxx.lab.tune.decode import check_cuda_graph
+from dynaxx.lab.tune.decode import check_decode
 from dynaxx.lab.tune.result import TuneResult
 from dynaxx.lab.tune.search import Search
 
@@ -45,6 +45,7 @@ def tune(
     scorers: Sequence[str] = DEFAULT_SCORERS,
     stretches: int = 1,
     search_on: str | None = None,
+    page_size: int | None = None,
     progress: Progress | None = None,
     command: str = "dynaxx tune",
     name: str = "",
@@ -76,6 +77,8 @@ def tune(
             sparser policies: a trial must pass by two standard errors.
         search_on: device for the search, for example "cuda" for a model on a CPU. Times and the reference are taken
             where the model is. The default is the model's device.
+        page_size: tokens per page of decode rules: 8, 16, 32, 64 or 128. Smaller pages need fewer tokens, and take
+            longer to choose. The default is `block_size`'s kv_block; engines with pages of their own need theirs.
         resume: continue from `out/tuning_state.json` if model, text and settings are the same.
         progress: reports each step.
         command: the command, stored as evidence.
@@ -85,7 +88,7 @@ def tune(
         ValueError: the text is too short, or a setting is out of range.
         UnsupportedInputError: `dynaxx.apply` cannot serve the model.
     """
-    check_cuda_graph(model, with_decode, cuda_graph)
+    check_decode(model, with_decode, cuda_graph, page_size)
     if not 0 < tolerance < 1:
         raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {tolerance}")
     block_size = block_size or default_block_size(model)
@@ -95,7 +98,7 @@ def tune(
     if held_out and not others:
         raise ValueError("`held_out` needs several kinds of text: give `kinds`, for example --kinds all")
     settings = (out, tokens, block_size, seed, resume, progress, time_budget, tolerance, others, hold, choosing)
-    search = Search(model, tokenizer, text, *settings, scorers, stretches, search_on)
+    search = Search(model, tokenizer, text, *settings, scorers, stretches, search_on, page_size)
     traffic = text if with_reference else ""
     return search.run(command, name or type(model).__name__, traffic, with_decode, cuda_graph, held_out)
 

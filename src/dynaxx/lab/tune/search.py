@@ -114,10 +114,12 @@ class Search:
         scorers: Sequence[str] = DEFAULT_SCORERS,
         stretches: int = 1,
         search_on: str | None = None,
+        page_size: int | None = None,
     ) -> None:
         self.choosing, self.scorers, self.search_on = choosing, scorers_named(scorers), search_on
         self.tokenizer = tokenizer
         self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
+        self.page_size = page_size or as_block_size(block_size)[1]
         self.tolerance, self.progress = tolerance, progress or SilentProgress()
         self.time = TimeBudget(time_budget)
         self.texts: SearchTexts = search_texts(tokenizer, text, kinds or {}, tokens, stretches)
@@ -450,10 +452,10 @@ class Search:
             [stretch.ids for stretch in self.texts.costs],
             result.layers,
             tolerance=self.tolerance,
-            page_size=as_block_size(self.block_size)[1],
+            page_size=self.page_size,
             cuda_graph=cuda_graph,
             remember=self.steps.remember,
             say=lambda line: task.advance(0, line),
             has_time=lambda: self.time.allows(1.0),
         )
-        return with_decode_rules(result, found, as_block_size(self.block_size)[1], command)
+        return with_decode_rules(result, found, self.page_size, command)

@@ -51,6 +51,7 @@ class TuneSettings:
     resume: bool = True
     decode: bool = False  # also search decode rules
     cuda_graph: bool = False  # time decode rules in captured steps
+    page_size: int | None = None  # tokens per page of decode rules; None takes the kv block
     kinds: tuple[str, ...] = ()  # kinds of text to tune and validate on in addition to the sample
     hold: tuple[str, ...] = ()  # tasks that the policy must pass
     held_out: bool = False  # also tune on all kinds except one, for each kind
@@ -114,7 +115,7 @@ class _Steps:
     """The steps of a run and the files written so far. The constructor raises for settings that a step would refuse."""
 
     def __init__(self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress) -> None:
-        from dynaxx.lab.tune.decode import check_cuda_graph
+        from dynaxx.lab.tune.decode import check_decode
         from dynaxx.lab.tune.held_tasks import HeldTasks
         from dynaxx.lab.tune.run import default_block_size
         from dynaxx.lab.tune.search_texts import search_texts
@@ -132,7 +133,7 @@ class _Steps:
             raise ValueError("--held-out needs several kinds of text: give --kinds, for example --kinds all")
         if plan.hold:
             HeldTasks(model, tokenizer, text, plan.hold, plan.tokens, plan.seed, lambda name, compute: compute())
-        check_cuda_graph(model, plan.decode, plan.cuda_graph)
+        check_decode(model, plan.decode, plan.cuda_graph, plan.page_size)
         self._known = _begin(model, text, plan, self.lengths)
 
     def profile(self) -> dict[str, Any] | None:
@@ -177,6 +178,7 @@ class _Steps:
             scorers=plan.scorers,
             stretches=plan.stretches,
             search_on=plan.search_on,
+            page_size=plan.page_size,
             progress=self.progress,
             command=plan.command,
             name=plan.name,
