@@ -344,3 +344,17 @@ def test_the_default_compiler_gives_the_same_logits_and_gradients():
                 close(parameter.grad, grads[name])
             model.zero_grad()
         assert handle.stats()["sparse_calls"] == 9
+
+
+@pytest.mark.parametrize("padded", [0, 30])
+def test_a_model_that_is_compiled_layer_by_layer_runs_sparse(padded):
+    model, ids = llama(), tokens(2, 120)
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
+        wanted = logits(model, input_ids=ids, attention_mask=mask)
+        handle.reset_stats()
+        for each in model.model.layers:
+            each.compile(backend="eager")
+        close(logits(model, input_ids=ids, attention_mask=mask)[mask.bool()], wanted[mask.bool()])
+        assert handle.stats()["sparse_calls"] == 3

@@ -32,6 +32,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend, with the signature of `AttentionInterface`: repeat an equal call, otherwise let the layer plan."""
     if torch.compiler.is_compiling():
+        kwargs.pop(ARGUMENT, None)  # from the hook of a decoder that is compiled layer by layer
         traced = getattr(module, ATTRIBUTE, None)
         if traced is None or traced.dense is None:
             return DenseAttention(module, DENSE)(module, query, key, value, attention_mask, **kwargs)
