@@ -2,8 +2,9 @@
 """Five kinds of real text from Python and its installed packages: prose, code, legal text, tables and chat.
 
 A policy that was tuned on one kind of text may lose more on another. Nothing is downloaded. Prose and code are Python's
-documentation and modules, legal text is the licences of installed packages, and tables and chat are generated from
-Python's data and documentation. The texts differ between environments, so results contain the digest of each.
+documentation and modules, legal text is the licences of installed packages and of the system, and tables and chat are
+generated from Python's data and documentation. The texts differ between environments, so results contain the digest of
+each.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-MOST_CHARS = 240_000  # characters of one kind, about 60,000 tokens
+MOST_CHARS = 480_000  # characters of one kind, about 120,000 tokens
 LEAST_CHARS = 20_000
 _CODE = """
     argparse ast asyncio/base_events asyncio/streams bdb calendar cgitb codecs collections/__init__ configparser
     contextlib copy csv dataclasses datetime decimal difflib doctest email/message enum fractions ftplib functools
     gettext gzip heapq http/client imaplib inspect ipaddress json/encoder logging/__init__ mailbox mimetypes
 """
+COMMON_LICENCES = Path("/usr/share/common-licenses")  # of Debian and its descendants
 CODE = tuple(_CODE.split())
 _DOCUMENTED = """
     subprocess _pyio tempfile threading typing unittest/case urllib/request tarfile zipfile string statistics shutil
@@ -53,12 +55,13 @@ def code_text() -> str:
 
 
 def legal_text() -> str:
-    """Return the licences of Python and of installed packages without repeated paragraphs."""
+    """Return the licences of Python, of installed packages and of the system without repeated paragraphs."""
     site = Path(sysconfig.get_path("purelib"))
     files = [Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"]
     files += sorted(
         path for path in site.glob("*.dist-info/**/*") if re.match(r"(?i)(licen[cs]e|copying|notice)", path.name)
     )
+    files += sorted(COMMON_LICENCES.glob("*"))
     seen: set[str] = set()
     kept: list[str] = []
     for path in files:
