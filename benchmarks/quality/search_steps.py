@@ -13,10 +13,12 @@ import json
 import math
 import statistics
 
-from dynaxx.lab.tune.guide import Guide
+from dynaxx.lab.tune.density.candidates import Candidate
+from dynaxx.lab.tune.density.guide import Guide
+from dynaxx.lab.tune.density.rises import Rises
+from dynaxx.lab.tune.density.trials import CLEAR, ERRORS
 from dynaxx.lab.tune.result import Trial
-from dynaxx.lab.tune.search import FINE_ENOUGH, SCORER_DENSITY, SEARCH_STEPS
-from dynaxx.lab.tune.trials import ERRORS
+from dynaxx.lab.tune.search import FINE_ENOUGH, SCORER_DENSITY, SEARCH_STEPS, UNIFORM_FINE, UNIFORM_STEPS
 
 TOLERANCE, LEAST, TEXTS = 0.01, 0.07, 2
 TUNED, UNIFORM = (0.297, 0.0050, 0.0015), (0.595, 0.0053, 0.0013)  # density, rise of perplexity, its standard error
@@ -44,30 +46,41 @@ def bounds(trials):
 def halving(rise, error, known):
     """Search from 50 % down by geometric means, every budget on every text; return passes and the density."""
     trials, passes, target = [*known], 0, 0.5
-    for _ in range(SEARCH_STEPS):
+    for _ in range(5):
         trials.append(trial_of(target, rise(target), error))
         passes += TEXTS
         failed, passed = bounds(trials)
-        if passed / (failed or LEAST) < FINE_ENOUGH:
+        if passed / (failed or LEAST) < 1.1:
             break
         target = math.sqrt((failed or LEAST) * passed)
     return passes, bounds(trials)[1]
 
 
-def guided(rise, error, known, guide):
+class Predicted:
+    """Candidates whose predicted loss is a curve over the density."""
+
+    least = LEAST
+
+    def __init__(self, predicted):
+        self.predicted = predicted
+
+    def at(self, density):
+        return Candidate(density, [[density]], {"sample": self.predicted(density)})
+
+
+def guided(rise, error, predicted, rises, fine, steps):
     """Search as `dynaxx tune` does; return passes and the density."""
-    trials, passes = [*known], 0
-    guide.learn(trials)
-    for _ in range(SEARCH_STEPS):
-        failed, passed = bounds(trials)
-        if trials and passed / max(failed or 0.0, LEAST) < FINE_ENOUGH:
-            break
-        density = guide.next(LEAST, failed, passed, FINE_ENOUGH)
-        trials.append(trial_of(density, rise(density), error))
-        guide.learn(trials[-1:])
-        fails_at_once = math.log1p(rise(density)) - ERRORS * error * TEXTS**0.5 > math.log1p(TOLERANCE)
-        passes += 1 if fails_at_once else TEXTS
-    return passes, bounds(trials)[1]
+    passes = []
+
+    def evaluate(candidate):
+        trial = trial_of(candidate.aim, rise(candidate.aim), error)
+        fails_at_once = math.log(trial.ratio) - CLEAR * error * TEXTS**0.5 > math.log1p(TOLERANCE)
+        passes.append(1 if fails_at_once else TEXTS)
+        return trial
+
+    guide = Guide(Predicted(predicted), rises, fine)
+    guide.run(evaluate, steps)
+    return sum(passes), guide.bounds()[1]
 
 
 def main():
@@ -80,10 +93,12 @@ def main():
         known = [trial_of(SCORER_DENSITY, tuned(SCORER_DENSITY), TUNED[2])]
         first, second = halving(tuned, TUNED[2], known), halving(uniform, UNIFORM[2], [])
         found["halving"].append((2 * TEXTS + first[0] + second[0], first[1], second[1]))
-        guide = Guide(curve((0.297, 0.004, 0), power), TOLERANCE, ERRORS)
-        first = guided(tuned, TUNED[2], known, guide)
-        second = guided(uniform, UNIFORM[2], [], guide.of(curve((0.595, 0.006, 0), 0.7 * power)))
-        found["guided"].append((2 + TEXTS - 1 + first[0] + second[0], first[1], second[1]))
+        rises, predicted = Rises(TOLERANCE, ERRORS, {"sample": 1}), curve((0.297, 0.004, 0), power)
+        rises.learn({"sample": predicted(SCORER_DENSITY)}, known[0].rows)
+        first = guided(tuned, TUNED[2], predicted, rises, FINE_ENOUGH, SEARCH_STEPS)
+        predicted = curve((0.595, 0.006, 0), 0.7 * power)
+        second = guided(uniform, UNIFORM[2], predicted, rises.again(), UNIFORM_FINE, UNIFORM_STEPS)
+        found["guided"].append((2 + first[0] + second[0], first[1], second[1]))
     rows = []
     for name, each in found.items():
         passes, tuned, uniform = zip(*each, strict=True)

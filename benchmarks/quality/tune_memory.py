@@ -14,7 +14,7 @@ import torch
 
 from dynaxx.lab.texts import encode, load_text, split_text
 from dynaxx.lab.tune.costs import BUDGETS, DEFAULT_SCORERS, rule_of, scorers_named
-from dynaxx.lab.tune.run import tune
+from dynaxx.lab.tune.run import TuneOptions, tune
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 
 GIB = 2**30
@@ -81,8 +81,8 @@ def main():
         ]
         measured("costs of all heads", tokens, lambda: measure_head_costs(model, ids, rules, block_size=size))  # noqa: B023
     with tempfile.TemporaryDirectory() as folder:
-        options = dict(block_size=size, time_budget=args.seconds, with_reference=False, name="Llama-3.1-8B's shape")
-        run = lambda: tune(model, tokenizer, text, out=Path(folder), tokens=args.lengths[0], **options)
+        given = dict(block_size=size, time_budget=args.seconds, reference=False, tokens=args.lengths[0])
+        run = lambda: tune(model, tokenizer, text, TuneOptions("Llama-3.1-8B's shape", Path(folder), **given))
         measured(f"tune with a budget of {args.seconds:.0f} s", args.lengths[0], run)
     if args.json:
         print(json.dumps({"rows": rows}))

@@ -19,7 +19,7 @@ import torch
 
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import load_text
-from dynaxx.lab.tune.run import tune
+from dynaxx.lab.tune.run import TuneOptions, tune
 
 
 class Clock:
@@ -59,21 +59,19 @@ def main():
     model, tokenizer = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        found = tune(
-            model,
-            tokenizer,
-            load_text(args.text),
-            out=Path(folder),
+        options = TuneOptions(
+            args.model,
+            Path(folder),
             tokens=args.tokens,
             block_size=args.block_size,
             time_budget=args.seconds,
-            scorers=args.scorers.split(","),
+            scorers=tuple(args.scorers.split(",")),
             stretches=args.stretches,
-            kinds=args.kinds.split(",") if args.kinds else (),
-            with_reference=args.reference,
-            with_decode=args.decode,
-            progress=clock,
+            kinds=tuple(args.kinds.split(",")) if args.kinds else (),
+            reference=args.reference,
+            decode=args.decode,
         )
+        found = tune(model, tokenizer, load_text(args.text), options, progress=clock)
     row = {
         "tokens": args.tokens,
         "texts": "one" if not args.kinds else f"one and {args.kinds}",

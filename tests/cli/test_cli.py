@@ -86,9 +86,9 @@ def tools(monkeypatch):
 
         return tool
 
-    def tune(model, tokenizer, text, *, out, **options):
-        calls.setdefault("tune", []).append(((text,), options))
-        (out / "policy.json").write_text("{}")
+    def tune(model, tokenizer, text, options, *, progress):
+        calls.setdefault("tune", []).append(((text, options), {}))
+        (options.out / "policy.json").write_text("{}")
         chosen = {"density": 0.2, "ratio": 1.004}
         return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, crossover=(), tokens=256, policy=POLICY)
 
@@ -472,9 +472,9 @@ def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     assert {path.name for path in out.iterdir()} == {
         "run.json", "profile.json", "analysis.json", "policy.json", "validation.json", "report.html",
     }  # fmt: skip
-    (text,), options = tools["tune"][0]
+    (text, options), _ = tools["tune"][0]
     assert text == TEXT
-    assert (options["time_budget"], options["tolerance"], options["tokens"]) == (600.0, 0.02, 128)
+    assert (options.time_budget, options.tolerance, options.tokens) == (600.0, 0.02, 128)
     assert tools["validate"][0][0][2] is POLICY
     assert tools["validate"][0][1]["lengths"] == (32, 64)
     shown = dynaxx_(*tune_args(tiny, out))

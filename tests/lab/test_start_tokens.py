@@ -7,7 +7,7 @@ from dynaxx.lab.kinds import prose_text
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.suite import make_task
 from dynaxx.lab.texts import encode, start_of, started
-from dynaxx.lab.tune.search_texts import search_texts
+from dynaxx.lab.tune.density.search_texts import search_texts
 from dynaxx.lab.validate.comparison import Comparison
 from dynaxx.lab.validate.tasks import make_samples
 

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dynaxx.lab.models import LoadedModel
     from dynaxx.lab.progress import Progress
 
+LOADED = time.monotonic()
 EXTRAS = {
     "cli": ("typer", "rich", "jinja2", "matplotlib", "psutil"),
     "transformers": ("transformers", "gguf", "accelerate", "tokenizers", "safetensors"),
@@ -65,6 +67,17 @@ class Finish(Protocol):
         write: Sequence[Callable[[], Path]] = (),
     ) -> None:
         """Store the result. The class documents the arguments."""
+
+
+def seconds_since_start() -> float:
+    """Return the seconds since this process started, where the system tells; else since this module was loaded."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        since = uptime - ticks / os.sysconf("SC_CLK_TCK")
+        if since >= time.monotonic() - LOADED:
+            return since
+    return time.monotonic() - LOADED
 
 
 class _Outcome:

@@ -27,7 +27,16 @@ from dynaxx.cli.options import (
     numbers,
     seconds,
 )
-from dynaxx.cli.running import check_targets, command_line, echo, load, progress_of, read_text, running
+from dynaxx.cli.running import (
+    check_targets,
+    command_line,
+    echo,
+    load,
+    progress_of,
+    read_text,
+    running,
+    seconds_since_start,
+)
 
 
 def tune(
@@ -183,6 +192,7 @@ def tune(
                 if not wanted
             ),
         )
-        say_verdict = (lambda line: None) if quiet else (lambda line: echo(line, err=True))
+        after = lambda: f"first verdict, {seconds_since_start():.0f} s after the start"
+        say_verdict = (lambda verdict: None) if quiet else (lambda verdict: echo(f"{after()}: {verdict}", err=True))
         found = run(*load(model, device, dtype, progress), source, plan, progress=progress, say_verdict=say_verdict)
         finish(found, found.summary(), ok=found.ok, files=found.files)

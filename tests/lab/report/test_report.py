@@ -19,6 +19,7 @@ from dynaxx.lab.report import charts, images
 from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
 from dynaxx.lab.report.images import pattern_pictures
 from dynaxx.lab.report.run import write_report
+from dynaxx.lab.report.sections import tuning_section
 from dynaxx.lab.report.svg import CHAR
 from dynaxx.lab.report.verdict import change, percent, times, verdict
 from report_documents import DOCUMENTS, write_documents
@@ -144,6 +145,26 @@ def test_the_verdict_is_honest():
     assert plain({"profile": cheap}).startswith("Not worth it here: attention is only 39 %")
     assert plain({"profile": made.profile()}).startswith("Worth trying")
     assert "48 %" in verdict({"analysis": SMALL}).sentence.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_kinds_of_text_that_tuning_did_not_see_are_shown():
+    kinds = [{"kind": kind, "ratio": 1.002, "error": 0.001, "passed": True} for kind in ("sample", "legal")]
+    held_out = [
+        {"kind": "legal", "density": 0.178, "ratio": 1.0123, "error": 0.002, "passed": False},
+        {"kind": "sample", "density": None, "ratio": None, "error": None, "passed": False},
+    ]
+    chosen = made.tuning()["chosen"] | {"kinds": kinds}
+    table = tuning_section(made.tuning() | {"chosen": chosen, "held_out": held_out}, {})["kinds"]
+    plain = [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table["rows"]]
+    assert len(table["header"]) == 6
+    assert [row[0] for row in plain] == ["sample", "licence texts"]
+    assert plain[0][3:] == ["not measured", "", ""]
+    assert plain[1][1].startswith("+0.2")
+    assert plain[1][3].startswith("+1.2")
+    assert plain[1][5] == "17.8 %"
+    alone = tuning_section(made.tuning() | {"chosen": chosen}, {})["kinds"]
+    assert len(alone["header"]) == 3
+    assert tuning_section(made.tuning(), {})["kinds"]["rows"] == []
 
 
 def test_figures_in_words():

@@ -2,77 +2,22 @@
 """The tuner's search: the budgets that it tries, the texts and tasks that decide, and its results on unseen kinds."""
 
 import json
-import math
 from dataclasses import asdict
-from functools import partial
 
 import pytest
 import torch
 
 import dynaxx as dx
 from dynaxx.lab.tune import costs as costs_module
-from dynaxx.lab.tune import run as tune_module
 from dynaxx.lab.tune import search as search_module
-from dynaxx.lab.tune import search_texts as texts_module
-from dynaxx.lab.tune import trials as trials_module
 from dynaxx.lab.tune.costs import Costs, rule_of
-from dynaxx.lab.tune.guide import Guide
+from dynaxx.lab.tune.density import search_texts as texts_module
+from dynaxx.lab.tune.density import trials as trials_module
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.result import HeldOutKind, TaskTrial, Trial
+from dynaxx.lab.tune.run import TuneOptions, tune
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 from tiny import TEXT, save_tiny_model
-
-FINE, LEAST = 1.1, 0.05
-
-
-def trial(density, rise, passed, error=0.0):
-    return Trial(density, 1.0, math.exp(rise), error, passed)
-
-
-def searched(predicted, real, tolerance=0.01):
-    """Search as the tuner does; return the sparsest density that passed and the number of trials."""
-    guide, trials = Guide(predicted, tolerance, 2), []
-    for _ in range(12):
-        passed = min((each.density for each in trials if each.passed), default=1.0)
-        failed = max((each.density for each in trials if not each.passed and each.density < passed), default=None)
-        if trials and passed / (failed or LEAST) < FINE:
-            break
-        density = guide.next(LEAST, failed, passed, FINE)
-        assert (failed or 0) < density < passed
-        trials.append(trial(density, real(density), math.exp(real(density)) <= 1 + tolerance))
-        guide.learn(trials[-1:])
-    return passed, len(trials)
-
-
-@pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
-def test_a_guide_finds_the_density_in_few_trials(factor):
-    predicted = lambda density: 0.002 / density**2
-    real = lambda density: factor * predicted(density)
-    right = math.sqrt(factor * 0.002 / math.log(1.01))
-    found, count = searched(predicted, real)
-    assert right <= found <= min(1.0, right * FINE)
-    assert count <= 3
-
-
-def test_a_guide_goes_half_way_after_a_trial_without_a_rise():
-    tried = {}
-
-    def real(density):
-        tried[density] = True
-        return -0.0004 if density > 0.1 else min(0.5, 0.0001 / density**2)  # far below, the rise is less than predicted
-
-    found, _ = searched(lambda density: 0.0001 / density**2, real)
-    assert list(tried)[:2] == [0.5, pytest.approx(math.sqrt(LEAST * 0.5))]
-    assert found < 0.11
-    assert len(tried) <= 5
-
-
-def test_a_guide_survives_wrong_predictions():
-    found, count = searched(lambda density: 0.01, lambda density: 0.002 / density)
-    assert found / (0.002 / math.log(1.01)) < FINE * 1.01
-    assert count <= 9
-    assert searched(lambda density: 0.0, lambda density: -0.1)[0] < 0.06, "nothing is lost at any density"
-    assert searched(lambda density: 1.0, lambda density: 1.0)[0] == 1.0, "everything fails"
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +31,8 @@ def loaded(tmp_path_factory):
 @pytest.fixture
 def tuned(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
-    options = dict(tokens=128, block_size=16, with_reference=False)
-    return partial(tune_module.tune, *loaded, TEXT, out=tmp_path, **options)
+    given = dict(out=tmp_path, tokens=128, block_size=16, reference=False)
+    return lambda **options: tune(*loaded, TEXT, TuneOptions("", **{**given, **options}))
 
 
 def test_every_kind_of_text_decides(tuned, tmp_path, monkeypatch):
@@ -95,10 +40,9 @@ def test_every_kind_of_text_decides(tuned, tmp_path, monkeypatch):
     assert found.chosen is not None
     assert [kind.kind for kind in found.chosen.kinds] == ["sample", "code", "tables"]
     assert all(kind.passed for kind in found.chosen.kinds)
-    assert found.chosen.tokens == 3 * 128
+    assert found.chosen.tokens == sum(kind.tokens for kind in found.chosen.kinds) >= 3 * 128
     for each in (*found.tuned, *found.uniform):
-        assert each.passed == all(kind.passed for kind in each.kinds)
-        assert each.passed or each.tokens <= 3 * 128
+        assert each.passed == (len(each.kinds) == 3 and all(kind.passed for kind in each.kinds))
     assert {each.kind for each in found.held_out} == {"sample", "code", "tables"}
     ratios = [each.ratio for each in found.held_out]
     assert ratios == sorted(ratios, reverse=True), "the worst first"
@@ -123,21 +67,6 @@ def test_leaving_out_needs_several_kinds(tuned):
         tuned(kinds=("poems",))
     with pytest.raises(ValueError, match="no task 'poems'"):
         tuned(hold=("poems",))
-
-
-def test_a_text_that_fails_ends_an_evaluation(tuned, monkeypatch):
-    seen = []
-    real = trials_module.token_losses
-
-    def losses(model, ids):
-        found = real(model, ids)
-        seen.append(ids)
-        return found + 1.0 if len(seen) > 2 else found  # the first two are dense
-
-    monkeypatch.setattr(trials_module, "token_losses", losses)
-    found = tuned(tolerance=0.01)
-    assert found.chosen is None
-    assert all(each.tokens == 128 for each in (*found.tuned, *found.uniform)), "one text of two"
 
 
 def test_tasks_must_hold(tuned, monkeypatch):
@@ -227,7 +156,7 @@ def test_held_tasks_are_scored_once(loaded, tmp_path):
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.lab.resume import Steps
     from dynaxx.lab.texts import pydoc_text
-    from dynaxx.lab.tune.held_tasks import HeldTasks
+    from dynaxx.lab.tune.density.held_tasks import HeldTasks
 
     steps = Steps(tmp_path / "steps.json", "key")
     tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1"], 900, 0, steps.remember)
@@ -238,16 +167,17 @@ def test_held_tasks_are_scored_once(loaded, tmp_path):
     assert "task niah_single_1 a" not in steps, "what the dense model cannot do is not asked of the policy"
 
 
-def test_a_single_text_has_two_stretches_and_several_have_one_each(loaded):
+def test_trials_have_up_to_three_times_the_stretches_of_costs(loaded):
     alone = texts_module.search_texts(loaded.tokenizer, TEXT, {}, 128)
-    assert [len(part) for part in (alone.costs, alone.search)] == [1, 2]
+    assert [len(part) for part in (alone.costs, alone.search)] == [1, 6]
     several = texts_module.search_texts(loaded.tokenizer, TEXT, {"other": TEXT[5000:]}, 128)
     assert several.kinds == ("sample", "other")
-    assert [stretch.ids.shape for stretch in several.search] == [(1, 129), (1, 129)]
+    assert [stretch.ids.shape for stretch in several.search] == [(1, 129)] * 6
+    assert [stretch.kind for stretch in several.first(2)] == ["sample", "sample", "other", "other"]
     assert not torch.equal(several.costs[0].ids[:, :128], several.search[0].ids[:, :128])
     more = texts_module.search_texts(loaded.tokenizer, TEXT, {"other": TEXT}, 64, stretches=2)
     assert more.kinds == ("sample", "other")
-    assert [len(part) for part in (more.costs, more.search)] == [4, 4]
+    assert [len(part) for part in (more.costs, more.search)] == [4, 12]
     assert len({tuple(stretch.ids[0, 1:].tolist()) for stretch in (*more.costs[:2], *more.search[:2])}) == 4
     with pytest.raises(ValueError, match="the half of 'other' to tune on must have at least"):
         texts_module.search_texts(loaded.tokenizer, TEXT, {"other": TEXT[:3000]}, 900)
@@ -317,7 +247,7 @@ def test_costs_of_an_answer_count_its_tokens_alone(loaded):
 def test_kinds_that_were_not_measured_are_not_called_good():
     none = HeldOutKind("legal", None)
     assert (none.ratio, none.passed) == (None, False)
-    chosen = asdict(trial(0.3, 0.001, True))
+    chosen = asdict(Trial(0.3, 1.0, 1.001, 0.0, True))
     held_out = [asdict(each) for each in (HeldOutKind("code", 0.3, 1.004, 0.001, True), none)]
     document = {"chosen": chosen, "held_out": held_out, "best_uniform_density": None, "dense_below": None}
     said = PipelineResult(None, None, document, None, "", ()).summary()

@@ -10,6 +10,7 @@ import base64
 import json
 from typing import Any
 
+from dynaxx.lab.kinds import label
 from dynaxx.lab.report import charts
 from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
 from dynaxx.lab.report.images import TOKENS, heatmap_uri, pattern_pictures
@@ -144,6 +145,7 @@ def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
             for kind in ("tuned", "uniform")
             for trial in document[kind]
         ],
+        "kinds": _tuned_kinds_table(document),
         "quality": _quality_chart(document),
         "crossover": _speed_chart(
             document.get("crossover") or [],
@@ -155,6 +157,29 @@ def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
         "dense_below": document.get("dense_below"),
         "budgets": _budget_matrix(document) if document.get("budgets") else "",
     }
+
+
+def _tuned_kinds_table(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the chosen budgets on each kind of text, and budgets that were tuned without that kind."""
+    chosen = {row["kind"]: row for row in (document["chosen"] or {}).get("kinds") or []}
+    held_out = {row["kind"]: row for row in document.get("held_out") or []}
+    header = ["kind of text", "change", "standard error"]
+    if held_out:
+        header += ["tuned without it: change", "standard error", "blocks"]
+
+    def of(row: dict[str, Any] | None) -> list[str]:
+        if row is None or row["ratio"] is None:
+            return ["not measured", ""]
+        return [change(row["ratio"]), percent(row["error"], 2)]
+
+    rows = []
+    for kind in chosen | held_out:
+        cells = [label(kind), *of(chosen.get(kind))]
+        if held_out:
+            density = held_out.get(kind, {}).get("density")
+            cells += [*of(held_out.get(kind)), "" if density is None else percent(density, 1)]
+        rows.append(cells)
+    return {"header": header, "rows": rows}
 
 
 def _quality_chart(document: dict[str, Any]) -> str:

@@ -3,10 +3,10 @@
 
 The files:
 
-    pipeline/, run                   `dynaxx tune` as one command, and the search of a policy
+    pipeline/, run, options          `dynaxx tune` as one command, and the search of a policy
     sensitivity, costs, page_costs   the loss of each head at each budget
     allocation, sharing              budgets of heads, and layers that share blocks
-    search, search_texts, trials, guide, held_tasks  which density passes
+    search, density/                 which density passes
     crossover, decode, decode_speed  from which length it is faster
     reference, evidence, result, retune, time_budget  what is written, and renewed
 """

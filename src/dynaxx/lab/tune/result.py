@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.files import write_json
-from dynaxx.lab.tune.costs import Budgets
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.decode import DecodeResult
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
+
+
+SAMPLE = "sample"  # name of the user's own text
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class KindTrial:
     ratio: float
     error: float
     passed: bool
+    tokens: int = 0  # evaluated tokens: fewer than there are if the first of them decide
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,13 @@ class Trial:
     Attributes:
         density: measured mean density over sparse heads.
         perplexity: perplexity under the budget.
-        ratio: perplexity over dense perplexity.
+        ratio: perplexity over dense perplexity; the geometric mean over the kinds of text.
         error: standard error of the ratio.
         passed: whether the ratio plus twice its error is within the tolerance on every kind of text, and every task
             passes.
-        tokens: number of evaluated tokens, fewer if the budget fails on the first text.
-        kinds: the same figures for each kind of text, if there are several.
+        tokens: number of evaluated tokens.
+        kinds: the same figures for each kind of text, if there are several. A trial that fails ends at the kind that
+            fails.
         tasks: results of the tasks that must pass.
         aim: density that the texts for costs predict for the budgets, which orders the trials of a search.
     """
@@ -70,6 +73,11 @@ class Trial:
         if not self.aim:
             object.__setattr__(self, "aim", self.density)
 
+    @property
+    def rows(self) -> tuple[KindTrial, ...]:
+        """Return the figures of each kind of text, also of a single one."""
+        return self.kinds or (KindTrial(SAMPLE, self.ratio, self.error, self.passed, self.tokens),)
+
 
 @dataclass(frozen=True)
 class HeldOutKind:
@@ -87,16 +95,6 @@ class HeldOutKind:
     ratio: float | None = None
     error: float | None = None
     passed: bool = False
-
-
-Budgeted = tuple[Trial | None, Callable[[float], tuple[float, Budgets]]]
-
-
-def sparser(tuned: Budgeted, uniform: Budgeted) -> Budgeted:
-    """Return the sparser of two passing results with their budgets, the tuned one if they are equal."""
-    if uniform[0] is None or (tuned[0] is not None and tuned[0].density <= uniform[0].density):
-        return tuned
-    return uniform
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,31 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.fast_linears import fast_linears
+from dynaxx.lab.kinds import label
 from dynaxx.lab.models import LoadedModel, longest_prompt
-from dynaxx.lab.perplexity import perplexity
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import DEFAULT_SCORERS, Budgets, Costs, budgets_for, scorers_named
+from dynaxx.lab.tune.costs import Budgets, Costs, budgets_for, scorers_named
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
+from dynaxx.lab.tune.density.candidates import Candidate, SharedCandidates, TunedCandidates, UniformCandidates
+from dynaxx.lab.tune.density.guide import Guide, Tried
+from dynaxx.lab.tune.density.held_tasks import HeldTasks
+from dynaxx.lab.tune.density.rises import Rises
+from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS, SearchTexts, search_texts
+from dynaxx.lab.tune.density.trials import ERRORS, Trials, mean_and_error
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
-from dynaxx.lab.tune.guide import Guide
-from dynaxx.lab.tune.held_tasks import HeldTasks
+from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.reference import with_reference
-from dynaxx.lab.tune.result import HeldOutKind, Trial, TuneResult, sparser
-from dynaxx.lab.tune.search_texts import SearchTexts, search_texts
+from dynaxx.lab.tune.result import HeldOutKind, KindTrial, Trial, TuneResult
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.lab.tune.sharing import (
     REACH,
@@ -43,10 +46,9 @@ from dynaxx.lab.tune.sharing import (
     shared_lists,
 )
 from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
-from dynaxx.lab.tune.trials import ERRORS, Trials
 from dynaxx.layout import as_block_size
 from dynaxx.policy import rules_digest
-from dynaxx.selection import Scorer
+from dynaxx.selection import Hybrid, Scorer
 
 __all__ = ["Search"]
 
@@ -55,9 +57,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dynaxx")
 
-SEARCH_STEPS = 5  # real evaluations per search, at most
+SEARCH_STEPS = 8  # trials of budgets per head, at most
+UNIFORM_STEPS = 4  # trials of one budget for all heads, at most
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
-FINE_ENOUGH = 1.1  # ratio of the passing to the failing density at which a search ends
+FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a search ends
+UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
 OUT_OF_TIME = (
     "time for the loss of each head ended after %d of %d layers%s; the other layers get the mean of these, so the "
     "policy is less sparse than it could be. Raise --time-budget, or lower --tokens"
@@ -100,114 +104,91 @@ class Search:
         model: Any,
         tokenizer: Any,
         text: str,
-        out: Path,
-        tokens: int,
-        block_size: int | tuple[int, int],
-        seed: int,
-        resume: bool,
-        progress: Progress | None,
-        time_budget: float | None,
-        tolerance: float,
-        kinds: Mapping[str, str] | None = None,
-        hold: Sequence[str] = (),
-        choosing: int = 0,
-        scorers: Sequence[str] = DEFAULT_SCORERS,
-        stretches: int = 1,
-        search_on: str | None = None,
-        page_size: int | None = None,
+        kinds: Mapping[str, str],
+        options: TuneOptions,
+        progress: Progress | None = None,
     ) -> None:
-        self.choosing, self.scorers, self.search_on = choosing, scorers_named(scorers), search_on
-        self.tokenizer = tokenizer
-        self.model, self.out, self.tokens, self.block_size, self.seed = model, Path(out), tokens, block_size, seed
-        self.page_size = page_size or as_block_size(block_size)[1]
-        self.tolerance, self.progress = tolerance, progress or SilentProgress()
-        self.time = TimeBudget(time_budget)
-        self.texts: SearchTexts = search_texts(tokenizer, text, kinds or {}, tokens, stretches)
-        settings = dict(tokens=tokens, block_size=block_size, seed=seed, scorers=self.scorers)
+        assert options.block_size is not None, "`tune` sets the device's default"
+        self.model, self.tokenizer, self.text, self.options = model, tokenizer, text, options
+        self.block_size, self.scorers = options.block_size, scorers_named(options.scorers)
+        self.progress, self.time = progress or SilentProgress(), TimeBudget(options.time_budget)
+        self.texts: SearchTexts = search_texts(tokenizer, text, kinds, options.tokens, options.stretches)
+        settings = dict(tokens=options.tokens, block_size=self.block_size, seed=options.seed, scorers=self.scorers)
         key = fingerprint(model, self.texts.key(), **settings)
-        self.steps = Steps(self.out / "tuning_state.json", key, resume)
-        held = HeldTasks(model, tokenizer, text, hold, tokens, seed, self.steps.remember) if hold else None
-        self.trials = Trials(model, self.texts, self.steps, tokens, block_size, tolerance, held)
+        self._partial: dict[str, dict[str, Any]] = {}  # costs of texts for which time ran out
+        self.steps = Steps(options.out / "tuning_state.json", key, options.resume)
+        held = None
+        if options.hold:
+            given = (options.hold, options.tokens, options.seed, self.steps.remember)
+            held = HeldTasks(model, tokenizer, text, *given)
+        has_time = lambda seconds: self.time.allows(1.0, seconds)
+        limits = (options.tokens, self.block_size, options.tolerance)
+        self.trials = Trials(model, self.texts, self.steps, *limits, held, has_time)
 
-    def run(
-        self,
-        command: str,
-        name: str,
-        traffic: str,
-        with_decode: bool,
-        cuda_graph: bool = False,
-        held_out: bool = False,
-    ) -> TuneResult:
+    def run(self) -> TuneResult:
         """Search, measure and write the policy with its evidence."""
-        steps = 4 + len(self.scorers) + 2 * SEARCH_STEPS + 2 + 2
+        options = self.options
+        steps = 4 + len(self.scorers) + SEARCH_STEPS + UNIFORM_STEPS + 2 + 2
         with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
-            with on_device(self.model, self.search_on), fast_linears(self.model):
-                found = self._found(task, held_out)
+            with on_device(self.model, options.search_on), fast_linears(self.model):
+                found = self._found(task)
             with fast_linears(self.model):
-                result = self._with_evidence(self._timed(found, task, command, name))
-                if with_decode:
-                    result = self._with_decode(result, command, task, cuda_graph)
+                result = self._with_evidence(self._timed(found, task))
+                if options.decode:
+                    result = self._with_decode(result, task)
                 task.advance(1, "reference for drift")
-                if traffic:
-                    loaded, text = LoadedModel(self.model, self.tokenizer), split_text(traffic).calibration
-                    options = (command, self.seed, self.steps, self.time, self.progress)
-                    result = with_reference(result, loaded, text, *options)
+                if options.reference:
+                    loaded = LoadedModel(self.model, self.tokenizer)
+                    given = (options.command, options.seed, self.steps, self.time, self.progress)
+                    result = with_reference(result, loaded, split_text(self.text).calibration, *given)
             task.advance(1, "done")
-            return result.write(self.out)
+            return result.write(options.out)
 
-    def _found(self, task: Task, held_out: bool) -> Found:
+    def _found(self, task: Task) -> Found:
         """Search the scorer, the budgets of the heads, and which layers choose."""
         task.advance(0, "dense perplexity")
-        self.trials.measure_dense()
-        task.advance(1, "loss of each head")
-        each_costs = self._costs_by_kind()
-        costs = Costs.mean(each_costs)
-        layers = costs.layers
-        if 0 < self.choosing * (1 + REACH) < len(layers):
+        self.trials.dense(0)  # refuses a model whose activations are not finite, before long work
+        task.advance(1, "which scorer")
+        rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens)
+        scorer = self._best_scorer(rises, task)
+        costs = self._costs_by_kind(scorer)
+        layers = next(iter(costs.values())).layers
+        choosing = self.options.choosing
+        if 0 < choosing * (1 + REACH) < len(layers):
             fewest = -(-len(layers) // (1 + REACH))
-            raise ValueError(f"`choosing` must be at least {fewest} of the {len(layers)} layers, got {self.choosing}")
-        task.advance(3, "which scorer")
-        scorer, allocator, known = self._best_scorer(costs)
-        task.advance(len(self.scorers), repr(scorer))
-        tuned = self._tuned(costs, allocator)
+            raise ValueError(f"`choosing` must be at least {fewest} of the {len(layers)} layers, got {choosing}")
+        task.advance(3, repr(scorer))
+        candidates = TunedCandidates(costs, scorer)
+        self.trials.closeness.update(candidates.at(SCORER_DENSITY).predicted)
 
-        def uniform(target: float) -> tuple[float, Budgets]:
-            density, budget = costs.uniform(scorer, target)
-            return density, [[budget] * costs.heads] * len(layers)
+        def evaluate(candidate: Candidate) -> Trial:
+            return self.trials.evaluate(candidate.aim, candidate.budgets, layers, scorer)
 
-        least = allocator.least_density
-
-        def evaluate(make: Callable[[float], tuple[float, Budgets]]) -> Callable[[float], Trial]:
-            return lambda target: self.trials.evaluate(*make(target), layers, scorer)
-
-        guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
-        tuned_trials, best_tuned = self._search("tuned", evaluate(tuned), least, task, TUNED_UNTIL, guide, known)
-        guide = guide.of(lambda density: costs.uniform_loss(scorer, density))
-        below = best_tuned.aim if best_tuned is not None and self.time.seconds is not None else None
-        uniform_trials, best_uniform = self._search(
-            "uniform", evaluate(uniform), least, task, UNIFORM_UNTIL, guide, only_below=below
-        )
-        chosen, make = sparser((best_tuned, tuned), (best_uniform, uniform))
-        lists, shared_trials, best_shared = self._shared(chosen, scorer, guide, task)
-        if best_shared is None:
+        tuned = Guide(candidates, rises, FINE_ENOUGH)
+        self._run("tuned", tuned, evaluate, SEARCH_STEPS, task, TUNED_UNTIL, at_least_one=True)
+        uniform = Guide(UniformCandidates(costs, scorer, candidates.least), rises.again(), UNIFORM_FINE)
+        below = tuned.best.candidate.aim if tuned.best is not None and self.time.seconds is not None else None
+        self._run("uniform", uniform, evaluate, UNIFORM_STEPS, task, UNIFORM_UNTIL, only_below=below)
+        chosen = sparser(tuned.best, uniform.best)
+        lists, shared = self._shared(chosen, scorer, rises, task)
+        if shared is not None and shared.best is not None and _is_worth_it(shared.best, chosen):
+            chosen = shared.best
+        else:
             lists = None
-        if lists is not None:
-            chosen, make = best_shared, lists.budgets
-        budgets = make(chosen.aim)[1] if chosen else [[1.0] * costs.heads for _ in layers]
         return Found(
             scorer=scorer,
             layers=tuple(layers),
-            budgets=budgets,
-            chosen=chosen,
-            tuned=tuple(tuned_trials),
-            uniform=tuple(uniform_trials),
-            best_uniform=best_uniform,
+            budgets=chosen.candidate.budgets if chosen else [[1.0] * next(iter(costs.values())).heads for _ in layers],
+            chosen=chosen.trial if chosen else None,
+            tuned=tuple(tuned.trials),
+            uniform=tuple(uniform.trials),
+            best_uniform=uniform.best.trial if uniform.best else None,
             lists=lists,
-            shared=tuple(shared_trials),
-            held_out=self._leave_one_out(each_costs, scorer, task) if held_out else (),
+            shared=tuple(shared.trials) if shared else (),
+            held_out=self._leave_one_out(costs, scorer, rises, tuned.best, task) if self.options.held_out else (),
         )
 
-    def _timed(self, found: Found, task: Task, command: str, name: str) -> TuneResult:
+    def _timed(self, found: Found, task: Task) -> TuneResult:
         """Return the result, with the length from which the policy is faster than dense attention."""
         lists = found.lists
         policy = self.trials.policy(found.layers, found.budgets, found.scorer, lists.shared() if lists else ())
@@ -216,11 +197,11 @@ class Search:
         timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
         crossover = tuple(LengthTiming(**timing) for timing in timings)
         result = TuneResult(
-            model=name,
-            tokens=self.tokens,
-            tolerance=self.tolerance,
+            model=self.options.name,
+            tokens=self.options.tokens,
+            tolerance=self.options.tolerance,
             scorer=repr(found.scorer),
-            dense_perplexity=perplexity(torch.cat(self.trials.dense)),
+            dense_perplexity=self.trials.dense_perplexity(),
             uniform=found.uniform,
             tuned=found.tuned,
             chosen=found.chosen,
@@ -230,7 +211,7 @@ class Search:
             budgets=tuple(tuple(row) for row in found.budgets),
             layers=found.layers,
             seconds=self.steps.seconds + self.time.spent,
-            command=command,
+            command=self.options.command,
             policy=policy,
             held_out=found.held_out,
             shared=found.shared,
@@ -239,34 +220,56 @@ class Search:
         task.advance(2, "evidence")
         return result
 
-    def _tuned(self, costs: Costs, allocator: Allocator) -> Callable[[float], tuple[float, Budgets]]:
-        def make(target: float) -> tuple[float, Budgets]:
-            found = allocator.at(target)
-            return found.density, costs.budgets(found.choice)
+    def _run(
+        self,
+        name: str,
+        guide: Guide,
+        evaluate: Callable[[Candidate], Trial],
+        steps: int,
+        task: Task,
+        until: float = 1.0,
+        only_below: float | None = None,
+        at_least_one: bool = False,
+        start: float | None = None,
+    ) -> None:
+        """Run a search until a share of the time budget is used, and show each trial.
 
-        return make
+        With `only_below`, densities from that one on do not matter. The search then starts just below it, and ends if
+        that fails.
+        """
+
+        def has_time(guide: Guide) -> bool:
+            if only_below is not None and guide.tried and guide.bounds()[1] > only_below:
+                return False
+            return self.time.allows(until, self.trials.evaluation_seconds) or (at_least_one and not guide.tried)
+
+        def shown(candidate: Candidate) -> Trial:
+            trial = evaluate(candidate)
+            task.advance(int(name in ("tuned", "uniform")), f"{name} density {trial.density:.1%}: {_rises(trial)}")
+            return trial
+
+        if only_below is not None:
+            start = only_below / math.sqrt(guide.fine)
+        guide.run(shown, steps, has_time, start)
+        if name in ("tuned", "uniform"):
+            task.advance(steps - len(guide.tried))
 
     def _shared(
-        self, chosen: Trial | None, scorer: Scorer, guide: Guide, task: Task
-    ) -> tuple[SharedLists | None, list[Trial], Trial | None]:
-        """Let all but `choosing` layers read the blocks of earlier layers.
-
-        Returns:
-            The lists, the trials, and the sparsest trial that passed and is worth it.
-        """
-        if not self.choosing or chosen is None or not self.time.allows(1.0):
-            return None, [], None
+        self, chosen: Tried | None, scorer: Scorer, rises: Rises, task: Task
+    ) -> tuple[SharedLists | None, Guide | None]:
+        """Let all but `choosing` layers read the blocks of earlier layers; return the lists and the search."""
+        if not self.options.choosing or chosen is None or not self.time.allows(1.0):
+            return None, None
         task.advance(0, "layers that read the blocks of others")
-        lists = shared_lists(self._shared_costs(scorer), self.choosing, chosen.aim)
+        lists = shared_lists(self._shared_costs(scorer), self.options.choosing, chosen.candidate.aim)
 
-        def evaluate(target: float) -> Trial:
-            density, budgets, _ = lists.at(target)
-            return self.trials.evaluate(density, budgets, lists.costs.layers, scorer, shared=lists.shared())
+        def evaluate(candidate: Candidate) -> Trial:
+            shared = lists.shared()
+            return self.trials.evaluate(candidate.aim, candidate.budgets, lists.costs.layers, scorer, shared=shared)
 
-        guide = guide.of(lambda density: lists.at(density)[2])
-        trials, best = self._search("shared", evaluate, lists.least_density, None, 1.0, guide)
-        worth = best is not None and best.density <= WORTH * chosen.density
-        return lists, trials, best if worth else None
+        guide = Guide(SharedCandidates(lists, self.texts.kinds), rises.again(), FINE_ENOUGH)
+        self._run("shared", guide, evaluate, SEARCH_STEPS, task)
+        return lists, guide
 
     def _shared_costs(self, scorer: Scorer) -> SharedCosts:
         """Return the costs of reading other layers' blocks, the mean over the texts for costs."""
@@ -284,178 +287,175 @@ class Search:
                         rule,
                         matches,
                         block_size=self.block_size,
-                        seed=self.seed,
+                        seed=self.options.seed,
                         done=lambda layer: inner.advance(1, f"layer {layer}"),
                     )
                 )
         return SharedCosts.mean(found)
 
-    def _leave_one_out(self, costs: Sequence[Costs], scorer: Scorer, task: Task) -> tuple[HeldOutKind, ...]:
-        """Tune on all kinds except one and measure that one, for each kind; return the worst first."""
+    def _leave_one_out(
+        self,
+        costs: Mapping[str, Costs],
+        scorer: Scorer,
+        rises: Rises,
+        best: Tried | None,
+        task: Task,
+    ) -> tuple[HeldOutKind, ...]:
+        """Tune on all kinds except one and measure that one, for each kind; return the worst first.
+
+        The budgets without a kind are at least as dense as the tuned ones, so a kind that fails shows what a policy of
+        that density may lose on text that it never saw.
+        """
         found = []
-        for index, kind in enumerate(self.texts.kinds):
-            task.advance(0, f"without {kind}")
-            others = Costs.mean([each for i, each in enumerate(costs) if i != index])
-            found.append(self._without(kind, others, scorer))
+        for kind in self.texts.kinds:
+            task.advance(0, f"without {label(kind)}")
+            others = {each: of_kind for each, of_kind in costs.items() if each != kind}
+            least = best.candidate.aim if best else 0.0
+            guide = Guide(TunedCandidates(others, scorer), rises.without(kind), FINE_ENOUGH, least)
+            found.append(self._without(kind, guide, scorer, next(iter(others.values())).layers, task))
         return tuple(sorted(found, key=lambda each: -(each.ratio or 0.0)))
 
-    def _without(self, kind: str, costs: Costs, scorer: Scorer) -> HeldOutKind:
+    def _without(self, kind: str, guide: Guide, scorer: Scorer, layers: Sequence[int], task: Task) -> HeldOutKind:
         """Tune on all other kinds and measure this one."""
         seen = [each for each in self.texts.kinds if each != kind]
-        allocator = Allocator(costs.density[scorer], costs.loss[scorer])
-        make = self._tuned(costs, allocator)
 
-        def evaluate(target: float) -> Trial:
-            return self.trials.evaluate(*make(target), costs.layers, scorer, kinds=seen)
+        def evaluate(candidate: Candidate) -> Trial:
+            return self.trials.evaluate(candidate.aim, candidate.budgets, layers, scorer, kinds=seen)
 
-        guide = Guide(lambda density: allocator.at(density).loss, self.tolerance, ERRORS)
-        _, best = self._search(f"without {kind}", evaluate, allocator.least_density, None, 1.0, guide)
-        if best is None:
+        self._run(f"without {label(kind)}", guide, evaluate, SEARCH_STEPS, task, start=guide.least)
+        if guide.best is None or not self.time.allows(1.0, self.trials.evaluation_seconds):
             return HeldOutKind(kind, None)
-        trial = self.trials.evaluate(*make(best.aim), costs.layers, scorer, kinds=[kind])
+        candidate = guide.best.candidate
+        trial = self.trials.evaluate(candidate.aim, candidate.budgets, layers, scorer, kinds=[kind])
+        task.advance(0, f"{label(kind)}, tuned without it: perplexity {trial.ratio - 1:+.2%}")
         return HeldOutKind(kind, trial.density, trial.ratio, trial.error, trial.passed)
 
-    def _costs_by_kind(self) -> list[Costs]:
-        """Return the costs on each kind of text, the means over its stretches."""
+    def _costs_by_kind(self, scorer: Scorer) -> dict[str, Costs]:
+        """Return the costs of a scorer on each kind of text, the means over its stretches."""
         by_kind: dict[str, list[Costs]] = {}
         for index, stretch in enumerate(self.texts.costs):
-            by_kind.setdefault(stretch.kind, []).append(self._head_costs(index))
-        return [Costs.mean(each) for each in by_kind.values()]
+            by_kind.setdefault(stretch.kind, []).append(self._head_costs(index, (scorer,)))
+        return {kind: Costs.mean(each) for kind, each in by_kind.items()}
 
-    def _head_costs(self, index: int) -> Costs:
+    def _head_costs(self, index: int, scorers: Sequence[Scorer]) -> Costs:
         """Return the loss of each head on one of the texts for costs."""
         stretch = self.texts.costs[index]
-        of = "" if len(self.texts.costs) == 1 else f" on {stretch.kind}"
+        of = "" if len(self.texts.costs) == 1 else f" on {label(stretch.kind)}"
         until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
-        budgets = budgets_for(self.tokens)
+        budgets = budgets_for(self.options.tokens)
+        layers = self.model.config.get_text_config().num_hidden_layers
 
-        def measure() -> list[HeadCosts]:
-            candidates = [self.trials.rule(budget, scorer) for scorer in self.scorers for budget in budgets]
+        def measure(candidates: Sequence[Hybrid]) -> list[HeadCosts]:
             with self.progress.task(f"Measuring the loss of each head{of}", total=layers) as inner:
                 return measure_head_costs(
                     self.model,
                     stretch.ids,
                     candidates,
                     block_size=self.block_size,
-                    seed=self.seed,
+                    seed=self.options.seed,
                     done=lambda layer: inner.advance(1, f"layer {layer}"),
                     go_on=lambda: self.time.allows(until),
                 )
 
-        layers = self.model.config.get_text_config().num_hidden_layers
-        key = f"costs of {len(budgets)} budgets by scorer {index}"
-        if key in self.steps:
-            found = self.steps.remember(key, dict)
-        else:
-            measured = measure()
-            found = Costs.plain(measured)
+        key = lambda scorer: f"costs of {len(budgets)} budgets by {scorer!r} {index}"
+        found = {scorer: self._partial[key(scorer)] for scorer in scorers if key(scorer) in self._partial}
+        found |= {scorer: self.steps.remember(key(scorer), dict) for scorer in scorers if key(scorer) in self.steps}
+        missing = [scorer for scorer in scorers if scorer not in found]
+        if missing:
+            measured = measure([self.trials.rule(budget, scorer) for scorer in missing for budget in budgets])
+            plain = [Costs.plain(measured, place, len(missing)) for place in range(len(missing))]
+            found |= dict(zip(missing, plain, strict=True))
             count = sum(each.measured for each in measured)
             if count == len(measured):
-                self.steps.remember(key, lambda: found)
-            else:  # not remembered, so that a later run with more time measures all layers
+                for scorer in missing:
+                    self.steps.remember(key(scorer), lambda scorer=scorer: found[scorer])  # type: ignore[misc]
+            else:  # for this run alone, so that a later run with more time measures all layers
+                self._partial |= {key(scorer): found[scorer] for scorer in missing}
                 logger.warning(OUT_OF_TIME, count, len(measured), of)
-        if not found["layers"]:
+        if not found[scorers[0]]["layers"]:
             raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
-        return Costs.of(found, self.scorers, budgets)
+        return Costs.of({scorer: found[scorer] for scorer in scorers}, budgets)
 
     def _timings(self, policy: Policy) -> list[LengthTiming]:
         """Time attention at increasing lengths, as long as there is time."""
         return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
 
-    def _best_scorer(self, costs: Costs) -> tuple[Scorer, Allocator, Trial | None]:
-        """Return the scorer with the smallest loss at one density in the real model, and its trial.
+    def _best_scorer(self, rises: Rises, task: Task) -> Scorer:
+        """Return the scorer with the smallest loss at one density in the real model.
 
-        The first text decides; the best scorer is then evaluated on the other texts. If time has run out, the predicted
-        costs decide and there is no trial, as with a single scorer.
+        The first text for costs gives the budgets, and the first text for trials decides. If time has run out, the
+        predicted costs decide. What the best scorer lost is the first estimate of `rises`.
         """
         if len(self.scorers) == 1:
-            (scorer,) = self.scorers
-            return scorer, Allocator(costs.density[scorer], costs.loss[scorer]), None
-        tried: list[tuple[float, Scorer, Allocator, Budgets | None]] = []
+            return self.scorers[0]
+        costs = self._head_costs(0, self.scorers)
+        tried: list[tuple[float, Scorer]] = []
+        rows: dict[Scorer, tuple[float, KindTrial]] = {}
         for scorer in self.scorers:
-            allocator = Allocator(costs.density[scorer], costs.loss[scorer])
-            found = allocator.at(SCORER_DENSITY)
-            if not self.time.allows(TUNED_UNTIL, len(self.scorers) * self.trials.evaluation_seconds):
-                tried.append((found.loss, scorer, allocator, None))
+            found = Allocator(costs.density[scorer], costs.loss[scorer]).at(SCORER_DENSITY)
+            if not self.time.allows(COSTS_UNTIL, (2 * len(self.scorers) - len(tried)) * self.trials.pass_seconds):
+                tried.append((found.loss, scorer))
                 continue
             budgets = costs.budgets(found.choice)
             policy = self.trials.policy(costs.layers, budgets, scorer)
             losses = torch.tensor(self.trials.remembered(self.trials.key(budgets, scorer), policy, 0)["losses"])
-            tried.append((float((losses - self.trials.dense[0]).double().mean()), scorer, allocator, budgets))
-        _, scorer, allocator, chosen = min(tried, key=lambda each: (each[3] is None, each[0]))
-        if chosen is None:
-            return scorer, allocator, None
-        density = allocator.at(SCORER_DENSITY).density
-        return scorer, allocator, self.trials.evaluate(density, chosen, costs.layers, scorer)
-
-    def _search(
-        self,
-        kind: str,
-        evaluate: Callable[[float], Trial],
-        least: float,
-        task: Task | None,
-        until: float,
-        guide: Guide,
-        known: Trial | None = None,
-        only_below: float | None = None,
-    ) -> tuple[list[Trial], Trial | None]:
-        """Evaluate the densities that the guide predicts, until a share of the time budget is used.
-
-        With `only_below`, densities from that one on do not matter. The search then starts just below it, and ends if
-        that fails.
-
-        Returns:
-            The trials from dense to sparse, and the sparsest that passed.
-        """
-        trials = [] if known is None else [known]
-        guide.learn(trials)
-        done = 0
-        while done < SEARCH_STEPS:
-            passed = min((trial.aim for trial in trials if trial.passed), default=1.0)
-            below = [trial.aim for trial in trials if not trial.passed and trial.aim < passed]
-            failed = max(below, default=None)
-            if trials and passed / max(failed or 0.0, least, 1e-6) < FINE_ENOUGH:
-                break
-            if only_below is not None and trials and passed > only_below:
-                break
-            if not self.time.allows(until, self.trials.evaluation_seconds) and (trials or kind != "tuned"):
-                break
-            if only_below is not None and not trials:
-                aim = max(least, only_below / math.sqrt(FINE_ENOUGH))
-            else:
-                aim = guide.next(least, failed, passed, FINE_ENOUGH)
-            trials.append(evaluate(aim))
-            guide.learn(trials[-1:])
-            done += 1
-            if task is not None:
-                said = f"{kind} density {trials[-1].density:.0%}: perplexity {trials[-1].ratio - 1:+.2%}"
-                task.advance(1, said)
-        if task is not None:
-            task.advance(SEARCH_STEPS - done)
-        best = min((trial for trial in trials if trial.passed), key=lambda trial: trial.aim, default=None)
-        return sorted(trials, key=lambda trial: -trial.aim), best
+            mean, error = mean_and_error([(losses - self.trials.dense(0)).double()])
+            kind = self.texts.search[0].kind
+            rows[scorer] = found.loss, KindTrial(kind, math.exp(mean), error, True, losses.numel())
+            tried.append((mean, scorer))
+            task.advance(1, f"{scorer!r}: perplexity {mean:+.2%} at {found.density:.0%} of the blocks")
+        if len(rows) < len(tried):
+            return min(tried, key=lambda each: (each[1] not in rows, each[0]))[1]
+        best = min(tried, key=lambda each: each[0])[1]
+        predicted, row = rows[best]
+        rises.learn({row.kind: predicted}, [row])
+        return best
 
     def _with_evidence(self, result: TuneResult) -> TuneResult:
         parameter = next(self.model.parameters())
         dtype = str(parameter.dtype).removeprefix("torch.")
         return with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
 
-    def _with_decode(self, result: TuneResult, command: str, task: Task, cuda_graph: bool) -> TuneResult:
+    def _with_decode(self, result: TuneResult, task: Task) -> TuneResult:
         """Return the result with decode rules, if they preserve perplexity and save time."""
+        options = self.options
+        page_size = options.page_size or as_block_size(self.block_size)[1]
+        stretches = options.stretches if len(self.texts.kinds) > 1 else max(SEARCH_TEXTS, options.stretches)
         if not self.time.allows(1.0):
             said = "no rule: no time was left to search for one"
-            none = DecodeResult((), None, (), (), cuda_graph, None, said)
+            none = DecodeResult((), None, (), (), options.cuda_graph, None, said)
             return dataclasses.replace(result, decode=none)
         found = tune_decode(
             self.model,
-            [stretch.ids for stretch in self.texts.search],
+            [stretch.ids for stretch in self.texts.first(stretches)],
             [stretch.ids for stretch in self.texts.costs],
             result.layers,
-            tolerance=self.tolerance,
-            page_size=self.page_size,
-            cuda_graph=cuda_graph,
+            tolerance=options.tolerance,
+            page_size=page_size,
+            cuda_graph=options.cuda_graph,
             remember=self.steps.remember,
             say=lambda line: task.advance(0, line),
             has_time=lambda: self.time.allows(1.0),
         )
-        return with_decode_rules(result, found, self.page_size, command)
+        return with_decode_rules(result, found, page_size, options.command)
+
+
+def sparser(tuned: Tried | None, uniform: Tried | None) -> Tried | None:
+    """Return the sparser of two passing results, the tuned one if they are equal."""
+    if uniform is None or (tuned is not None and tuned.trial.density <= uniform.trial.density):
+        return tuned
+    return uniform
+
+
+def _is_worth_it(shared: Tried, chosen: Tried | None) -> bool:
+    """Return whether layers that share blocks visit hardly more of them."""
+    return chosen is not None and shared.trial.density <= WORTH * chosen.trial.density
+
+
+def _rises(trial: Trial) -> str:
+    """Return the rise of perplexity of a trial, and that of the kind closest to failing, in words."""
+    said = f"perplexity {trial.ratio - 1:+.2%}"
+    if not trial.kinds:
+        return said
+    worst = max(trial.kinds, key=lambda row: math.log(row.ratio) + ERRORS * row.error)
+    return f"{said}, {label(worst.kind)} {worst.ratio - 1:+.2%}" + ("" if trial.passed else ", too much")

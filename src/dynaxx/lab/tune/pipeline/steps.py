@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,8 @@ from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.profile.run import default_lengths
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import check_tokens, split_text
-from dynaxx.lab.tune.costs import DEFAULT_SCORERS, scorers_named
+from dynaxx.lab.tune.costs import scorers_named
+from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.layout import as_block_size
 
@@ -35,30 +36,11 @@ SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}
 
 
 @dataclass(frozen=True)
-class TuneSettings:
-    """The settings of a tuning run: steps, limits, and the folder for results."""
+class TuneSettings(TuneOptions):
+    """The options of all steps of a tuning run: those of `tune`, and what the other steps need."""
 
-    name: str
-    out: Path
-    tolerance: float = 0.01  # allowed relative rise of perplexity
-    tokens: int = 4096
-    time_budget: float | None = None  # seconds for tuning
     lengths: tuple[int, ...] = ()  # lengths to profile and validate at; empty takes defaults
-    block_size: int | tuple[int, int] | None = None  # or (q_block, kv_block); None takes the device's default
     price_per_hour: float | None = None
-    seed: int = 0
-    command: str = "dynaxx tune"  # the command that produces these results, stored as evidence
-    resume: bool = True
-    decode: bool = False  # also search decode rules
-    cuda_graph: bool = False  # time decode rules in captured steps
-    page_size: int | None = None  # tokens per page of decode rules; None takes the kv block
-    kinds: tuple[str, ...] = ()  # kinds of text to tune and validate on in addition to the sample
-    hold: tuple[str, ...] = ()  # tasks that the policy must pass
-    held_out: bool = False  # also tune on all kinds except one, for each kind
-    choosing: int = 0  # layers that choose blocks, while the others read theirs; 0 means all
-    scorers: tuple[str, ...] = DEFAULT_SCORERS  # scorers of blocks to try
-    stretches: int = 1  # stretches of each text for costs, and for trials
-    search_on: str | None = None  # device for the search of budgets; None is the model's
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
 
 
@@ -73,7 +55,7 @@ def run(
 ) -> PipelineResult:
     """Run every step of `plan` that is neither skipped nor done, and write each result at once.
 
-    `say_verdict` is called after the profile with the first verdict, whether sparse attention can be worth it.
+    `say_verdict` is called with the verdict of the profile: whether sparse attention can be worth it, and by how much.
 
     Raises:
         ValueError: a step refuses the settings or the text.
@@ -83,7 +65,7 @@ def run(
         task.advance(0, "profile: where the time goes")
         profiled = clock.timed("profile", steps.profile)
         if profiled is not None:
-            say_verdict(f"first verdict: {profiled['verdict']}")
+            say_verdict(profiled["verdict"])
         task.advance(SHARES["profile"], "analyze: where the heads attend")
         analyzed = clock.timed("analyze", steps.analyze)
         task.advance(SHARES["analyze"], "tune: the sparsest policy that keeps quality")
@@ -116,9 +98,9 @@ class _Steps:
 
     def __init__(self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress) -> None:
         from dynaxx.lab.tune.decode import check_decode
-        from dynaxx.lab.tune.held_tasks import HeldTasks
+        from dynaxx.lab.tune.density.held_tasks import HeldTasks
+        from dynaxx.lab.tune.density.search_texts import search_texts
         from dynaxx.lab.tune.run import default_block_size
-        from dynaxx.lab.tune.search_texts import search_texts
 
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.plan, self.progress = plan, progress
@@ -157,32 +139,8 @@ class _Steps:
         from dynaxx.lab.tune.run import tune
 
         plan = self.plan
-        tuned = tune(
-            self.model,
-            self.tokenizer,
-            self.text,
-            out=plan.out,
-            tolerance=plan.tolerance,
-            tokens=plan.tokens,
-            time_budget=plan.time_budget,
-            block_size=self.block_size,
-            seed=plan.seed,
-            resume=plan.resume,
-            with_decode=plan.decode,
-            cuda_graph=plan.cuda_graph,
-            with_reference="reference" not in plan.skip,
-            kinds=plan.kinds,
-            hold=plan.hold,
-            held_out=plan.held_out,
-            choosing=plan.choosing,
-            scorers=plan.scorers,
-            stretches=plan.stretches,
-            search_on=plan.search_on,
-            page_size=plan.page_size,
-            progress=self.progress,
-            command=plan.command,
-            name=plan.name,
-        )
+        options = replace(plan, block_size=self.block_size, reference="reference" not in plan.skip)
+        tuned = tune(self.model, self.tokenizer, self.text, options, progress=self.progress)
         self.files += [plan.out / "tuning.json", plan.out / "policy.json"]
         return tuned
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets of heads for any density, and the loss that they are predicted to cost on each kind of text.
+
+Budgets per head have the smallest loss on the mean of all kinds. More weight for the kind closest to the tolerance
+makes its predicted loss smaller, but not its loss on other text (decision 75).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dynaxx.lab.tune.allocation import Allocator
+from dynaxx.lab.tune.costs import Budgets, Costs
+from dynaxx.lab.tune.sharing import SharedLists
+from dynaxx.selection import Scorer
+
+
+class Candidate(NamedTuple):
+    """Budgets to try."""
+
+    aim: float  # mean density over heads that the texts for costs predict
+    budgets: Budgets
+    predicted: Mapping[str, float]  # loss in nats per token by kind of text, up to a factor
+
+
+class Candidates(Protocol):
+    """Budgets for any density."""
+
+    least: float  # smallest possible density
+
+    def at(self, density: float) -> Candidate:
+        """Return the best budgets with at most this density."""
+
+
+class TunedCandidates:
+    """Budgets per head with the smallest predicted loss, the mean over the kinds of text.
+
+    Args:
+        costs: costs of the heads on each kind of text.
+        scorer: the scorer of blocks.
+    """
+
+    def __init__(self, costs: Mapping[str, Costs], scorer: Scorer) -> None:
+        self._losses = {kind: each.finer(scorer).loss[scorer] for kind, each in costs.items()}
+        self._mean = Costs.mean(list(costs.values())).finer(scorer)
+        self._allocator = Allocator(self._mean.density[scorer], torch.stack(list(self._losses.values())).mean(0))
+        self.least = self._allocator.least_density
+
+    def at(self, density: float) -> Candidate:
+        """Return the best budgets with at most this density."""
+        found = self._allocator.at(density)
+        predicted = {kind: float(loss.gather(0, found.choice[None]).sum()) for kind, loss in self._losses.items()}
+        return Candidate(found.density, self._mean.budgets(found.choice), predicted)
+
+
+class UniformCandidates:
+    """One budget for all heads."""
+
+    def __init__(self, costs: Mapping[str, Costs], scorer: Scorer, least: float) -> None:
+        self._each, self._scorer, self.least = costs, scorer, least
+        self._mean = Costs.mean(list(costs.values()))
+
+    def at(self, density: float) -> Candidate:
+        """Return the budget with this density."""
+        aim, budget = self._mean.uniform(self._scorer, density)
+        budgets = [[budget] * self._mean.heads for _ in self._mean.layers]
+        return Candidate(
+            aim, budgets, {kind: each.uniform_loss(self._scorer, aim) for kind, each in self._each.items()}
+        )
+
+
+class SharedCandidates:
+    """Budgets of lists that several layers read. Their costs are known as the mean over all kinds alone."""
+
+    def __init__(self, lists: SharedLists, kinds: tuple[str, ...]) -> None:
+        self.lists, self._kinds, self.least = lists, kinds, lists.least_density
+
+    def at(self, density: float) -> Candidate:
+        """Return the best budgets with at most this density."""
+        aim, budgets, loss = self.lists.at(density)
+        return Candidate(aim, budgets, dict.fromkeys(self._kinds, loss))

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which density passes: the next density to try, weights for kinds of text, and how much text decides."""
+
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.lab.tune.costs import BUDGETS, Costs
+from dynaxx.lab.tune.density.candidates import Candidate, TunedCandidates, UniformCandidates
+from dynaxx.lab.tune.density.guide import Guide
+from dynaxx.lab.tune.density.rises import Rises
+from dynaxx.lab.tune.density.search_texts import SearchTexts, Stretch
+from dynaxx.lab.tune.density.trials import Trials, mean_and_error
+from dynaxx.lab.tune.result import KindTrial, Trial
+
+FINE, LEAST = 1.1, 0.05
+SCORER = dx.MeanQuery()
+
+
+class Curve:
+    """Candidates whose predicted loss is a function of the density."""
+
+    least = LEAST
+
+    def __init__(self, predicted):
+        self.predicted = predicted
+
+    def at(self, density):
+        return Candidate(density, [[density]], {"sample": self.predicted(density)})
+
+
+def searched(predicted, real, tolerance=0.01):
+    """Search as the tuner does; return the sparsest density that passed and the densities that were tried."""
+    guide = Guide(Curve(predicted), Rises(tolerance, 2, {"sample": 1000}), FINE)
+    tried = []
+
+    def evaluate(candidate):
+        failed, passed = guide.bounds()
+        assert (failed or 0) < candidate.aim < passed
+        tried.append(candidate.aim)
+        rise = real(candidate.aim)
+        return Trial(candidate.aim, 1.0, math.exp(rise), 1e-6, math.exp(rise) <= 1 + tolerance, 1000)
+
+    guide.run(evaluate, 12)
+    return (guide.best.candidate.aim if guide.best else 1.0), tried
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
+def test_a_guide_finds_the_density_in_few_trials(factor):
+    predicted = lambda density: 0.002 / density**2
+    real = lambda density: factor * predicted(density)
+    right = math.sqrt(factor * 0.002 / math.log(1.01))
+    found, tried = searched(predicted, real)
+    assert right <= found <= min(1.0, right * FINE)
+    assert len(tried) <= 5
+
+
+def test_a_guide_survives_wrong_predictions():
+    found, tried = searched(lambda density: 0.01, lambda density: 0.002 / density)
+    assert found / (0.002 / math.log(1.01)) < FINE * 1.01
+    assert len(tried) <= 10
+    assert searched(lambda density: 0.0, lambda density: -0.1)[0] < 0.06, "nothing is lost at any density"
+    assert searched(lambda density: 1.0, lambda density: 1.0)[0] == 1.0, "everything fails"
+
+
+def test_one_noisy_kind_is_pulled_to_what_all_kinds_say():
+    rises = Rises(0.01, 2, {"code": 1000, "legal": 1000})
+    predicted = {"code": 0.004, "legal": 0.004}
+    assert rises.upper(predicted) == pytest.approx(predicted), "a factor of 1 and no errors before any trial"
+    rises.learn(predicted, [KindTrial("legal", math.exp(0.008), 1e-5, False, 1000)])
+    rises.learn(predicted, [KindTrial("code", math.exp(-0.004), 0.01, True, 1000)])
+    upper = rises.upper(predicted)
+    assert upper["legal"] == pytest.approx(0.008, rel=0.1)
+    assert 0.004 < rises.upper({"code": 0.004})["code"] - 2 * 0.01 < 0.008, "its own trial is too noisy to count"
+    assert set(rises.without("legal")._points) == {"code"}
+    twice = Rises(0.01, 2, {"legal": 4000})
+    twice.learn({"legal": 0.004}, [KindTrial("legal", 1.0, 0.001, True, 1000)])
+    assert twice._error("legal", 0.004) == pytest.approx(0.0005), "four times the tokens, half the error"
+
+
+def costs_of(losses):
+    """Return costs of two heads in one layer; `losses` are those without any block."""
+    values = torch.tensor(BUDGETS, dtype=torch.float64)
+    loss = torch.tensor(losses, dtype=torch.float64) * (1 - values[:, None]) ** 4
+    return Costs((0,), {SCORER: values[:, None].expand(-1, 2)}, {SCORER: loss})
+
+
+def test_budgets_per_head_and_one_for_all_predict_the_loss_of_each_kind():
+    costs = {"code": costs_of([0.02, 0.0]), "legal": costs_of([0.0, 0.01])}
+    found = TunedCandidates(costs, SCORER).at(0.2)
+    (row,) = found.budgets
+    assert found.aim <= 0.2
+    assert row[0] > row[1], "code has the larger loss"
+    for place, kind in enumerate(costs):
+        each = costs[kind].finer(SCORER)
+        assert found.predicted[kind] == pytest.approx(float(each.loss[SCORER][each.values.index(row[place]), place]))
+    uniform = UniformCandidates(costs, SCORER, 0.0).at(0.3)
+    assert uniform.budgets == [[pytest.approx(0.3)] * 2]
+    assert uniform.predicted["code"] == pytest.approx(float(costs["code"].uniform_loss(SCORER, 0.3)))
+
+
+def test_steps_grow_while_everything_fails():
+    guide = Guide(Curve(lambda density: 1e-6), Rises(0.01, 2, {"sample": 1000}), 1.03)
+    guide.run(lambda candidate: Trial(candidate.aim, 1.0, 1.01, 1e-4, False, 1000), 5, start=0.2)
+    aims = [each.candidate.aim for each in guide.tried]
+    ratios = [b / a for a, b in pairwise(aims)]
+    assert ratios == sorted(ratios)
+    assert ratios[0] < 1.031
+    assert aims[-1] < 0.7
+    assert guide.best is None
+
+
+def test_interpolated_budgets_lie_between_measured_ones():
+    costs = costs_of([0.02, 0.01])
+    fine = costs.finer(SCORER)
+    assert set(BUDGETS) <= set(fine.values)
+    assert list(fine.values) == sorted(set(fine.values))
+    assert fine.density[SCORER][:, 0].tolist() == pytest.approx(list(fine.values), abs=1e-4)
+    assert (fine.loss[SCORER].diff(dim=0) <= 0).all()
+    for index, value in enumerate(BUDGETS):
+        torch.testing.assert_close(fine.loss[SCORER][fine.values.index(value)], costs.loss[SCORER][index])
+
+
+def test_neighbouring_tokens_are_one_observation():
+    torch.manual_seed(0)
+    apart = torch.randn(8192, dtype=torch.float64)
+    mean, error = mean_and_error([apart])
+    assert mean == pytest.approx(float(apart.mean()))
+    assert error == pytest.approx(1 / 8192**0.5, rel=0.5)
+    together = torch.randn(16, dtype=torch.float64).repeat_interleave(512)
+    assert mean_and_error([together])[1] == pytest.approx(float(together.std()) / 4, rel=0.1)
+    assert mean_and_error([apart[:8], apart[8:16]])[1] < math.inf
+    assert mean_and_error([apart[:1]])[1] == math.inf, "one observation says nothing about the error"
+
+
+class Fixed(Trials):
+    """Trials of given rises: a mean and a deviation for each stretch, in order."""
+
+    def __init__(self, kinds, rises, tokens=512, has_time=lambda seconds: True):
+        stretches = tuple(Stretch(kind, torch.zeros(1, tokens + 1)) for kind in kinds)
+        super().__init__(None, SearchTexts(stretches, stretches), SimpleNamespace(), tokens, 16, 0.01, None, has_time)
+        self.rises, self.seen = rises, []
+
+    def policy(self, *_):
+        return None
+
+    def key(self, *_):
+        return ""
+
+    def remembered(self, key, policy, index):
+        losses = torch.zeros(512)
+        if key != "dense text":
+            self.seen.append(index)
+            mean, deviation = self.rises[index]
+            losses = mean + deviation * torch.tensor([-1.0, 1.0]).repeat_interleave(64).repeat(4)
+        return {"losses": losses.tolist(), "density": 0.2}
+
+    def trial(self, **options):
+        return self.evaluate(0.2, [[0.2]], [0], SCORER, **options)
+
+
+def test_more_text_is_read_only_where_the_result_is_undecided():
+    kinds = ["code"] * 4 + ["legal"] * 4
+    trials = Fixed(kinds, [(0.0, 0.001)] * 4 + [(0.0084, 0.004)] * 4)
+    found = trials.trial()
+    assert trials.seen == [0, 4, 5, 6, 7]
+    assert [row.tokens for row in found.kinds] == [512, 2048]
+    assert [row.passed for row in found.kinds] == [True, True], "0.84 % and twice 0.07 % with all of its text"
+    assert found.passed
+    assert found.ratio == pytest.approx(math.exp(0.0042), rel=1e-4), "kinds count alike"
+    trials.seen.clear()
+    assert trials.trial(kinds=["code"]).tokens == 512
+    assert trials.seen == [0]
+
+
+def test_the_worst_kind_comes_first_and_ends_a_trial():
+    kinds = ["code"] * 2 + ["legal"] * 2
+    trials = Fixed(kinds, [(0.0, 0.001)] * 2 + [(0.012, 0.0001)] * 2)
+    trials.closeness = {"legal": 0.01}
+    found = trials.trial()
+    assert trials.seen == [2], "clear after one stretch"
+    assert (found.passed, [row.kind for row in found.kinds]) == (False, ["legal"])
+    undecided = Fixed(kinds, [(0.0, 0.001)] * 2 + [(0.0098, 0.004)] * 2)
+    found = undecided.trial()
+    assert undecided.seen == [0, 2, 3]
+    assert [row.passed for row in found.kinds] == [True, False], "undecided at the end of the text does not pass"
+    late = Fixed(kinds, [(0.0, 0.001)] * 2 + [(0.009, 0.004)] * 2, has_time=lambda seconds: False)
+    assert not late.trial().passed
+    assert late.seen == [0, 2], "without time, one stretch decides"
+
+
+def test_no_rise_is_clear_at_once():
+    trials = Fixed(["sample"] * 2, [(0.0, 0.0)] * 2)
+    assert trials.trial().passed
+    assert trials.seen == [0]
