@@ -63,6 +63,7 @@ class Recording:
         found._leaves = [x.detach().requires_grad_() for x in inputs]
         with recording(), torch.autograd.graph.saved_tensors_hooks(found._pack, found._unpack):
             result = attend(*found._leaves)
+            result = result.view_as(result)  # torch 2.11 reads no shapes from functions in Python
         if result.requires_grad:
             found._edge = torch.autograd.graph.get_gradient_edge(result)
         out = result.detach().contiguous()
