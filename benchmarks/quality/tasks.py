@@ -65,7 +65,7 @@ def main():
     parser.add_argument("--methods", default=",".join(METHODS), help=f"some of {', '.join(METHODS)}, by ','")
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=2, help="of each task, at least 2: a single one has no interval")
     parser.add_argument("--task-weight", type=float, default=1.0, help="of costs of tasks beside those of texts")
     parser.add_argument("--scorers", default="mean", help="mean, 'tile N', 'anti N', bounds; several: best by head")
     parser.add_argument("--fine", action="store_true", help="more budgets to choose from, and smaller ones")
@@ -88,6 +88,8 @@ def main():
     parser.add_argument("--side-by-side", action="store_true", help="one row per task and density, methods as columns")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.samples < 2:
+        parser.error("--samples must be at least 2: a single sample has no interval")
     rows = stored_rows(args.show) if args.show else measured_rows(args)
     if args.side_by_side:
         rows = side_by_side(rows, args.density)
