@@ -3,6 +3,7 @@
 
 import errno
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -185,6 +186,23 @@ def test_text_without_paragraphs_splits_too(text):
 def test_a_text_of_one_character_is_too_short():
     with pytest.raises(ValueError, match="a few paragraphs"):
         texts.split_text("a")
+
+
+def test_standard_input_is_utf8_in_any_locale_and_may_be_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed; pipe"):
+        texts.load_text("-")
+    for raw, found in (("\u2603".encode(), "\u2603"), (b"\xff", None)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="ascii"))
+        if found:
+            assert texts.load_text("-") == found
+        else:
+            with pytest.raises(ValueError, match="text from '-' must be UTF-8"):
+                texts.load_text("-")
+    monkeypatch.setattr(texts, "MOST_BYTES", 3)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"four")))
+    with pytest.raises(ValueError, match="at most 3 bytes; give a shorter sample"):
+        texts.load_text("-")
 
 
 def test_sources_of_text(tmp_path, monkeypatch):

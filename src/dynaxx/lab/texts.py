@@ -36,7 +36,7 @@ def load_text(source: str | Path) -> str:
         OSError: the file is not a regular file of at most `MOST_BYTES` bytes (pass a pipe as "-"), or cannot be read.
     """
     if str(source) == "-":
-        text = sys.stdin.read(MOST_BYTES)
+        text = _standard_input()
     elif str(source) == "pydoc":
         text = pydoc_text()
     elif str(source) in KINDS:
@@ -54,6 +54,19 @@ def load_text(source: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"text from {str(source)!r} is empty; give a sample of your workload")
     return text
+
+
+def _standard_input() -> str:
+    """Read UTF-8 text from standard input, whatever the locale is."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; pipe your sample into the command, or name a file")
+    raw = sys.stdin.buffer.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"text from '-' must be at most {MOST_BYTES:,} bytes; give a shorter sample")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text from '-' must be UTF-8: {error}") from None
 
 
 def pydoc_text() -> str:
