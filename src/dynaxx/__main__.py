@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line; say what to install where it cannot start."""
+    # Python has no stream for a descriptor that the caller closed (`>&-`); libraries below expect one.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         from dynaxx.cli import app
     except ModuleNotFoundError as error:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: exit codes, messages, and a stdout that holds the result only. Stand-ins replace slow tools."""
 
+import errno
+import io
 import json
 import os
 import signal
@@ -20,8 +22,10 @@ from dynaxx.cli import options
 from dynaxx.lab.doctor import run as doctor
 from dynaxx.lab.machine import Ceilings
 from dynaxx.lab.profile import run as profile
+from dynaxx.lab.progress import LineProgress
 from tiny import TEXT, save_tiny_model
 
+FACTS = {"model_type": "llama", "layers": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16}
 COMMANDS = ("doctor", "profile", "analyze", "tune", "validate", "report", "bench")
 
 
@@ -282,6 +286,28 @@ def test_without_typer_the_command_says_what_to_install():
     assert done.returncode != 0
     assert "pip install 'dynaxx[cli]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="shell")
+@pytest.mark.parametrize(
+    ("streams", "policy", "code"),
+    [("<&- >&- 2>&-", "good.json", 0), (">&-", "good.json", 0), ("2>&-", "none.json", 2)],
+)
+def test_closed_streams_change_no_exit_code(streams, policy, code, tmp_path):
+    dynaxx.save_policy(dynaxx.Policy(model=FACTS), tmp_path / "good.json")
+    command = f"{sys.executable} -m dynaxx diff good.json {policy} {streams}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_log_on_a_full_disk_loses_lines_and_not_the_work():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with LineProgress(Full()).task("working") as task:
+        task.advance()
 
 
 def test_ctrl_c_is_code_130(tools, monkeypatch, tiny):

@@ -214,7 +214,8 @@ def _refusal(error: BaseException, message: str) -> typer.Exit:
     """Print what is wrong and return exit code 2. With DYNAXX_DEBUG=1, raise the error itself."""
     if os.environ.get("DYNAXX_DEBUG") == "1":
         raise error
-    echo(f"error: {message}", err=True)
+    with contextlib.suppress(OSError):  # stderr may be on a full disk; the exit code says that it failed
+        echo(f"error: {message}", err=True)
     return typer.Exit(2)
 
 

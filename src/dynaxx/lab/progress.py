@@ -55,7 +55,12 @@ class LineProgress:
         self._say(f"{description}: done in {_clock(time.monotonic() - task.started)}{task.said()}")
 
     def _say(self, line: str) -> None:
-        print(line, file=self._file, flush=True)
+        try:
+            print(line, file=self._file, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:  # a log on a full disk loses lines, but not the work
+            pass
 
 
 class _LineTask:
