@@ -287,6 +287,7 @@ def test_presets_and_repr():
     assert dx.longformer(8, 2) == dx.SlidingWindow(8) | dx.GlobalTokens(2, symmetric=True)
     assert repr(dx.streaming(8, 2)) == "Sink(2) | SlidingWindow(window=8)"
     assert dx.bigbird(8, 2, 3).layout(256, block_size=16).validate().nnz > 0
+    assert "nnz=unknown" in repr(dx.SlidingWindow(8).layout(64, block_size=16).to("meta"))
 
 
 @pytest.mark.parametrize(

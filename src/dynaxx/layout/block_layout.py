@@ -222,9 +222,10 @@ class BlockLayout(LayoutTensors):
         return plot_layout(self, batch=batch, head=head, ax=ax)
 
     def __repr__(self) -> str:
-        """Return the lengths, the block size and the number of entries."""
+        """Return the lengths, the block size and the number of entries, which a meta tensor does not know."""
+        nnz = "unknown" if self.device.type == "meta" else self.nnz
         return (
             f"BlockLayout(seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, block_size={self.block_size}, "
-            f"layout_batch={self.layout_batch}, layout_heads={self.layout_heads}, nnz={self.nnz}, "
+            f"layout_batch={self.layout_batch}, layout_heads={self.layout_heads}, nnz={nnz}, "
             f"element_masks={len(self.masks)}, device={self.device})"
         )

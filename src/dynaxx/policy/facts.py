@@ -29,11 +29,12 @@ class ModelFacts(Document):
         """Return the facts of a transformers config, or of its text decoder if it has several parts."""
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         heads, layer = config.num_attention_heads, _full_layer(config)
+        latent = getattr(config, "kv_lora_rank", None)  # latent attention has one key per query head, whatever it names
         return cls(
             model_type=config.model_type,
             layers=config.num_hidden_layers,
             q_heads=heads,
-            kv_heads=getattr(layer, "num_key_value_heads", None) or heads,
+            kv_heads=heads if latent else getattr(layer, "num_key_value_heads", None) or heads,
             head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
         )
 

@@ -13,6 +13,7 @@ from small_models import SPARSE, llama, logits, policy_for, small, tokens
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import attention_layers
+from dynaxx.policy import MeasuredOn, ModelFacts
 
 transformers = pytest.importorskip("transformers")
 
@@ -109,6 +110,12 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason():
     refuse(bert, "is not causal", kv_heads=4)
     t5 = t.T5ForConditionalGeneration(t.T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, d_kv=8, vocab_size=64))
     refuse(t5, "T5")
+    odd = small(t.LlamaConfig, t.LlamaForCausalLM)
+    odd.config.num_key_value_heads = 3
+    with pytest.raises(
+        dx.UnsupportedInputError, match=r"LlamaConfig has no usable heads: `q_heads` must be a multiple"
+    ):
+        dx.apply(odd)
     with pytest.raises(dx.UnsupportedInputError, match="no transformers"):
         dx.apply(torch.nn.Linear(2, 2), policy_for(llama()))
     with pytest.raises(TypeError, match="`model` must be"):
@@ -153,3 +160,18 @@ def test_a_policy_for_another_model_is_refused(field):
     facts[field] = {"model_type": "gemma3_text", "layers": 4, "q_heads": 12, "kv_heads": 3, "head_dim": 32}[field]
     with pytest.raises(dx.PolicyError, match=f"`model.{field}`.*another model"):
         dx.apply(llama(), dx.Policy(model=facts))
+
+
+def test_latent_attention_has_a_key_per_query_head_whatever_its_config_says():
+    config = transformers.DeepseekV3Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=64, kv_lora_rank=16
+    )
+    assert ModelFacts.of(config).kv_heads == 4
+
+
+def test_a_model_without_weights_is_on_no_other_machine(caplog):
+    with torch.device("meta"):
+        model = llama()
+    policy = policy_for(model).model_copy(update={"measured_on": MeasuredOn(device="cpu")})
+    with dx.apply(model, policy):
+        assert "measure it again" not in caplog.text

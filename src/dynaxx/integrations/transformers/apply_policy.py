@@ -207,7 +207,7 @@ def _interfaces() -> tuple[Any, Any]:
 
 def _warn_if_measured_elsewhere(policy: Policy, model: nn.Module) -> None:
     device = next((parameter.device.type for parameter in model.parameters()), None)
-    if policy.measured_on is not None and device not in (None, policy.measured_on.device):
+    if policy.measured_on is not None and device not in (None, "meta", policy.measured_on.device):
         logger.warning(
             "the policy's dense_below = %d tokens was measured on %s, but the model is on %s; measure it again",
             policy.dense_below,

@@ -13,10 +13,12 @@ from types import CodeType
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.policy import ModelFacts, Policy, resolve
+from dynaxx.policy.schema import explain_errors
 
 
 class _Name(str):
@@ -114,8 +116,16 @@ class Decoder:
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts that a policy for this model must contain."""
-        return ModelFacts.of(self.config)
+        """The facts that a policy for this model must contain.
+
+        Raises:
+            UnsupportedInputError: the config does not say them.
+        """
+        try:
+            return ModelFacts.of(self.config)
+        except (AttributeError, TypeError, ValueError) as error:
+            why = explain_errors(error) if isinstance(error, ValidationError) else str(error)
+            raise _refusal(self.owner, f"its {type(self.config).__name__} has no usable heads: {why}") from error
 
     @property
     def name(self) -> str:
