@@ -3,7 +3,14 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, MistralConfig, MistralForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 import dynaxx as dx
 from dynaxx.errors import PolicyError, UnsupportedInputError
@@ -106,6 +113,18 @@ def test_windows_of_a_model_and_of_an_encoder():
     with dx.apply(bert, window=(20, 30)):
         want = bert(ids, attention_mask=mask)[0]
     torch.testing.assert_close(out[mask.bool()], want[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+def test_encoders_whose_modules_have_no_layer_number():
+    torch.manual_seed(0)
+    config = DistilBertConfig(vocab_size=64, dim=48, hidden_dim=64, n_layers=2, n_heads=6, initializer_range=0.2)
+    model, ids = DistilBertModel(config).eval(), tokens(2, 100)
+    portable, mask = PortableModel(model, window=(20, 30)), torch.ones(2, 100)
+    with torch.no_grad(), dx.apply(model, window=(20, 30)):
+        want = model(ids).last_hidden_state
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(portable(ids, [mask]), want, atol=1e-5, rtol=1e-5)
 
 
 def test_rules_that_plain_operations_cannot_express_are_refused_with_the_fix():

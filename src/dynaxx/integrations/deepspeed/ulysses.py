@@ -196,7 +196,9 @@ class _Whole:
         reasons = _mask_refusals(local)
         if query.shape[2] != key.shape[2]:
             reasons.append("a cache: generate without it")
-        if module.layer_idx == self._first_layer and self._some_rank_has_padding(local, query):
+        if getattr(module, "layer_idx", self._first_layer) == self._first_layer and self._some_rank_has_padding(
+            local, query
+        ):
             reasons.append("padding is not served: pack sequences, with positions that start again at each")
         if reasons:
             raise UnsupportedInputError("Ulysses", {"deepspeed": reasons})

@@ -77,11 +77,12 @@ class PortableModel(nn.Module):
             self.rules = portable_rules(model, None if dense else policy, window)
         self.attend: Attend = self._attend if attend is None else attend
         self._known: Known = {}
+        self._calls = 0
         _register()
 
     def forward(self, input_ids: Tensor, others: Sequence[Tensor]) -> Any:
         """Run the model. `others` is the cache of a decoder or the mask of an encoder; see the class."""
-        self._known = {}
+        self._known, self._calls = {}, 0
         with self._running():
             if not self.causal:
                 return self.model(input_ids=input_ids, attention_mask=others[0], return_dict=True)[0]
@@ -93,6 +94,13 @@ class PortableModel(nn.Module):
             kept[self._cache_name] = cache
             out = self.model(input_ids=input_ids, position_ids=positions, use_cache=True, **kept)
             return (out.logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))
+
+    def number_of(self, module: nn.Module) -> int:
+        """Return the layer of an attention call; modules of some encoders do not know it, and are called in order."""
+        own = getattr(module, "layer_idx", None)
+        number = int(own) if isinstance(own, int) else self._calls % self.layers
+        self._calls += 1
+        return number
 
     def empty_cache(self, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Return an empty cache in the order of `forward`."""
@@ -159,12 +167,12 @@ def _attention(
         raise RuntimeError("this model's attention was set by a PortableModel that is not running")
     wrong = [said for name, said in UNSERVED.items() if kwargs.get(name) is not None]
     wrong += ["capped scores"] if kwargs.get("softcap") else []
-    window = kwargs.get("sliding_window")
-    if current.causal and (window or None) != current.windows[int(module.layer_idx)]:  # type: ignore[arg-type]
+    window, layer = kwargs.get("sliding_window"), current.number_of(module)
+    if current.causal and (window or None) != current.windows[layer]:
         wrong += [f"a window of {window} that is not in its config"]
     if wrong:
         raise UnsupportedInputError(type(module).__name__, {"portable": [f"{said} are not served" for said in wrong]})
     scale = kwargs.get("scaling")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = None if mask is None else mask.to(torch.bool)
-    return current.attend(int(module.layer_idx), q, k, v, scale, mask), None  # type: ignore[arg-type]
+    return current.attend(layer, q, k, v, scale, mask), None
