@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply dynaxx to a tiny random model of every decoder in transformers, and list what happens in docs/guides/models.md.
+"""Apply dynaxx to a tiny random model of every decoder in transformers, and list what happens.
 
-`python tests/all_decoders.py` takes some ten minutes. It compares logits of a whole and of a padded batch, and greedy
-tokens, with those of the model's own attention. `families.py` has the thorough comparison of some families.
+`python tests/all_decoders.py` takes some ten minutes and writes docs/guides/all_decoders.md. It compares logits of a
+whole and of a padded batch, and greedy tokens, with those of the model's own attention. `families.py` has the thorough
+comparison of some families.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import multiprocessing
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from families import PAGE, WINDOW
+from families import WINDOW
 
-HEAD, END = "## Every decoder of transformers\n", "<!-- end of the list -->"
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "all_decoders.md"
+HEAD = "# Every decoder of transformers\n"
 MOST_PARAMETERS = 30_000_000
 SECONDS = 90  # for one model
 
@@ -165,13 +168,13 @@ def outcomes() -> dict[str, str]:
     return found
 
 
-def section(found: dict[str, str]) -> str:
-    """Return the section of the page."""
+def page(found: dict[str, str]) -> str:
+    """Return the text of the page."""
     import transformers
 
     groups: dict[str, list[str]] = {}
     for name, said in sorted(found.items()):
-        reason = re.sub(r"\(\w+(, \w+)*\) |\w+Attention(, \w+)* ", "", said)
+        reason = re.sub(r"\(\w*Attention\w*(, \w+)*\) |\w+Attention(, \w+)* ", "", said)
         groups.setdefault(reason, []).append(f"`{name}`")
     order = sorted(groups, key=lambda reason: (reason == "not tried", reason != "served", -len(groups[reason])))
     lines = [f"| {len(groups[each])} | {each} | {', '.join(groups[each])} |" for each in order]
@@ -182,10 +185,10 @@ equal those of the model's own attention within 1e-4 of the largest, and greedy 
 `python tests/all_decoders.py` writes the list. It found no small config for the classes that were not tried.
 
 """
-    return HEAD + intro + "| classes | `dynaxx.apply` | names |\n|--:|---|---|\n" + "\n".join(lines) + f"\n{END}\n"
+    return HEAD + intro + "| classes | `dynaxx.apply` | names |\n|--:|---|---|\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    TEXT, FOUND = PAGE.read_text(encoding="utf-8"), outcomes()
-    PAGE.write_text(TEXT.partition(HEAD)[0].rstrip() + "\n\n" + section(FOUND), encoding="utf-8")
+    FOUND = outcomes()
+    PAGE.write_text(page(FOUND), encoding="utf-8")
     sys.exit(any("WRONG" in said or "other tokens" in said for said in FOUND.values()))

@@ -187,5 +187,8 @@ def record(
         handle.wait()
         found = handle.statistics(command)
     if found is None:
-        raise ValueError(f"no layer ran sparse, so there is nothing to record: {handle.stats()['dense_calls']}")
+        why = ", ".join(handle.stats()["dense_calls"]) if policy.rules else "the policy has no rules"
+        raise ValueError(
+            f"no layer ran sparse ({why}), so there is nothing to record; pass lengths that the policy covers"
+        )
     return found.model_copy(update={"requests": done})
