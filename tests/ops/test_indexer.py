@@ -40,6 +40,22 @@ def test_choices_are_those_of_sorting(isa, size, queries, keys, count, monkeypat
     assert got.shape == (1, queries, 1, count // size)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_ranks_first(size, value):
+    """As for `torch.topk`, so that a broken indexer shows in the output of attention instead of choosing nothing."""
+    torch.manual_seed(0)
+    q, k, weights = torch.randn(1, 60, 2, 32), torch.randn(1, 60, 32), torch.randn(1, 60, 2)
+    for broken in (k[0, 5], k[0, 40:44], q[0, 20], weights[0, 30], k):
+        broken.fill_(value)
+        got, want = (
+            dx.index_tokens(q, k, weights, dx.TopKTokens(12, block_size=size), backend=backend)
+            for backend in ("cpu", "reference")
+        )
+        assert torch.equal(got, want)
+        assert (got[..., 0] >= 0).all()
+
+
 def test_the_definition():
     q, k, weights = (x.double() for x in draw(9, 12, batch=1))
     chosen = dx.index_tokens(q, k, weights, dx.TopKTokens(3), backend="reference")[0, :, 0]

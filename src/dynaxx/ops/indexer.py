@@ -59,7 +59,7 @@ def index_tokens(
 
     Returns:
         block_indices (batch, seqlen_q, 1, choice.slots) int32, packed without batch, for `selected_attention`:
-        ascending, with -1 at the end. Of equal scores the earlier block wins.
+        ascending, with -1 at the end. Of equal scores the earlier block wins. NaN ranks first, as for `torch.topk`.
 
     Raises:
         ValueError, TypeError: inputs that do not fit together.

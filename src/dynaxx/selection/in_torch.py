@@ -46,7 +46,8 @@ def select_in_torch(
         covered = (own == FULL) | ((own >= 0) & (forced.same_as_causal[own.clamp(min=0)] == causal_mask_id))
         scores = score_rows(start, stop)
         _check(scores, (batch, heads, stop - start, grid.kv_blocks), "scores", selector.scorer)
-        scores = scores.masked_fill_(causal_mask_id == EMPTY, -torch.inf)
+        most = torch.finfo(scores.dtype).max  # NaN ranks first, so that it reaches the output of attention
+        scores = scores.nan_to_num_(most, most, -torch.inf).masked_fill_(causal_mask_id == EMPTY, -torch.inf)
         optional = (causal_mask_id != EMPTY) & ~covered
         shared = (
             shared_ranks(scores, optional, heads_per_choice)

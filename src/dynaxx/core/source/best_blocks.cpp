@@ -256,7 +256,7 @@ class Chooser {
       }
       for (int64_t at = 0; at < blocks * WIDE; at += WIDE) {
         const vec share = load(best + at) / total;
-        store(best + at, share == share ? share : splat(0.f));  // tiles that see no key have no share
+        store(best + at, total == splat(0.f) ? splat(0.f) : share);  // tiles that see no key have no share
       }
     }
   }
@@ -284,13 +284,13 @@ class Chooser {
     }
   }
 
-  // Set the bits of the best `count` optional blocks that have a score, the first ones of equals.
+  // Set the bits of the best `count` optional blocks that have a score, the first ones of equals. NaN is the best.
   void mark_best(const float* scores, int64_t blocks, const uint32_t* optional, int64_t count, uint32_t* to) {
     const int64_t padded_blocks = padded(blocks);
     const float lowest = parts_ == 1 ? NEG_INF : 0.f;  // without a score
     for (int64_t block = 0; block < padded_blocks; block++) {
-      const bool eligible = block < blocks && (optional[block / 32] >> block % 32 & 1) && scores[block] > lowest;
-      const int32_t bits = eligible ? int32_t(bits_of(scores[block] + 0.f)) : 0;
+      const bool eligible = block < blocks && (optional[block / 32] >> block % 32 & 1) && !(scores[block] <= lowest);
+      const int32_t bits = !eligible ? 0 : scores[block] == scores[block] ? int32_t(bits_of(scores[block] + 0.f)) : INT32_MAX;
       order_[block] = !eligible ? NOT_ELIGIBLE : bits < 0 ? bits ^ INT32_MAX : bits;
     }
     uint32_t least = 1;  // of the chosen; order_ ^ NOT_ELIGIBLE, as unsigned numbers

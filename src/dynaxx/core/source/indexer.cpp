@@ -109,11 +109,11 @@ class IndexQueries {
     }
   }
 
-  // Whether any query's score is one to keep: after the first few thousand keys hardly one is.
+  // Whether any query's score is one to keep, or NaN: after the first few thousand keys hardly one is.
   bool any_reaches(const float* scores) const {
     ivec reached = {};
     DYNAXX_UNROLL
-    for (int i = 0; i < PANEL; i += LANES) reached |= load(scores + i) >= load(floors_ + i);
+    for (int i = 0; i < PANEL; i += LANES) reached |= ~(load(scores + i) < load(floors_ + i));
     int32_t any = 0;
     for (int lane = 0; lane < LANES; lane++) any |= reached[lane];
     return any != 0;

@@ -9,9 +9,10 @@
 
 namespace dynaxx {
 
-// Integers in the order of floats; both zeros are one number.
+// Integers in the order of floats; both zeros are one number, and NaN is the greatest, as for torch.topk.
 DYNAXX_INLINE uint32_t ordered_bits(float score) {
   const uint32_t bits = bits_of(score + 0.f);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 

@@ -52,7 +52,7 @@ def index_tokens(
     """Return the best blocks of each query, (T, 1, slots) int32, ascending, -1 behind.
 
     A block's score is the best of its keys that the query may see; without one it is never chosen. Of equal scores the
-    first block wins. `k_scale` (M,) multiplies the scores of a key: that of keys in 8 bits.
+    first block wins, and NaN ranks first. `k_scale` (M,) multiplies the scores of a key: that of keys in 8 bits.
     """
     scores = index_scores(q, k, weights)
     if k_scale is not None:

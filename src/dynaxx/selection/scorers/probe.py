@@ -61,7 +61,8 @@ class LastQueryProbe(Scorer):
             stands = seqlen_k - probes.shape[2] + torch.arange(first, last, device=q.device)
             if grid.causal:
                 logits.masked_fill_(position > stands[:, None], -torch.inf)
-            logits = logits.softmax(-1).nan_to_num_(0.0).div_(probes.shape[2])
+            sees_none = (stands < 0)[:, None] & grid.causal
+            logits = logits.softmax(-1).masked_fill_(sees_none, 0.0).div_(probes.shape[2])
             by_key += logits.sum(2)
             # Sum by distance. Each probe is one key further than the one before. Reading rows padded with zeros as
             # rows that are one element shorter shifts each row by one against the next.

@@ -74,7 +74,7 @@ def _in_core(queries: TokenTiles, k: Tensor, grid: BlockGrid) -> ScoreRows:
         if grid.causal:
             ends = (torch.arange(first + 1, last + 1) * queries.size + grid.offset).clamp(0, grid.seqlen_k)
         mass = block_scores.block_scores(queries.vectors(first, last), k, ends, grid.block_size[1]).softmax(-1)
-        mass.nan_to_num_(nan=0.0)  # tiles that see no key
+        mass.masked_fill_((ends == 0)[:, None], 0.0)  # tiles that see no key
         missing = (stop - start) * parts - mass.shape[2]
         if missing:
             mass = torch.nn.functional.pad(mass, (0, 0, 0, missing))

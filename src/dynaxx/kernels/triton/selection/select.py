@@ -35,6 +35,7 @@ TOP_K = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
 OF_MAX = tl.constexpr(2)
 OF_UNIFORM = tl.constexpr(3)
+MOST = tl.constexpr(3.4028234663852886e38)  # of fp32
 MODES = {"top_k": 0, "top_p": 1, "of_max": 2, "of_uniform": 3}
 
 
@@ -68,6 +69,13 @@ def _top(keys, optional, weights, goal):
 
 
 @triton.jit
+def _load_scores(p_row, o_c, seen):
+    """Return scores [C] of a row of a head. NaN ranks first, so that it reaches the output of attention."""
+    scores = tl.load(p_row + o_c, mask=seen, other=float("-inf"))
+    return tl.where(scores <= MOST, scores, MOST)
+
+
+@triton.jit
 def _row_scores(
     p_scores,
     i_head,
@@ -85,12 +93,12 @@ def _row_scores(
     Like `selection.groups.shared_scores`, or `shared_ranks` if ONLY_RANKS.
     """
     if HEADS_PER_CHOICE == 1:
-        scores = tl.load(p_scores + (i_head * rows + row) * kv_blocks + o_c, mask=seen, other=float("-inf"))
+        scores = _load_scores(p_scores + (i_head * rows + row) * kv_blocks, o_c, seen)
     else:
         total = o_c * 0.0
         for i_other in range(HEADS_PER_CHOICE):
             p_row = p_scores + ((i_head // HEADS_PER_CHOICE * HEADS_PER_CHOICE + i_other) * rows + row) * kv_blocks
-            own = tl.load(p_row + o_c, mask=seen, other=float("-inf"))
+            own = _load_scores(p_row, o_c, seen)
             if ONLY_RANKS:
                 own = tl.where(optional, own, float("-inf"))
             best = tl.max(own, 0)
