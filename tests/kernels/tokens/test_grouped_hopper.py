@@ -76,6 +76,25 @@ def test_a_choice_per_kv_head_and_neighbours_that_agree():
     compare(got, run((q, k, v), chosen, torch.float64, "reference"))
 
 
+@pytest.mark.parametrize("select_heads", [1, 2, 4])
+def test_gradients_in_pieces(select_heads, monkeypatch):
+    """With a small workspace, few tiles of a kv head are processed at a time; two choices may share a kv head."""
+    from dynaxx.kernels.gpu.tokens import gradients
+
+    inputs, chosen = draw(700, 900, (16, 2), 150)
+    chosen = torch.stack([chosen[0, :, 0], *(chosen[0, torch.randperm(700), 0] for _ in range(select_heads - 1))], 1)
+    chosen = torch.where(chosen <= torch.arange(200, 900, device="cuda")[:, None, None], chosen, -1)[None]
+    whole = run(inputs, chosen, torch.bfloat16, "hopper")
+    compare(whole, run(inputs, chosen, torch.float64, "reference"))
+    for workspace in (1 << 22, 1 << 18):
+        monkeypatch.setattr(gradients, "WORKSPACE", workspace)
+        pieces = run(inputs, chosen, torch.bfloat16, "hopper")
+        compare(pieces, whole, 2e-3)
+        assert torch.equal(pieces[2], whole[2])
+        again = run(inputs, chosen, torch.bfloat16, "hopper")
+        assert all(torch.equal(x, y) for x, y in zip(pieces, again, strict=True))
+
+
 def test_packed_sequences_sinks_strides_and_rows_that_nobody_chose():
     (q, k, v), chosen = draw(140, 200, (32, 4), 24)
     sinks, ends, ends_k = torch.randn(32, device="cuda"), (0, 65, 65, 140), (0, 80, 83, 200)

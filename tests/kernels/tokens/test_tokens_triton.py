@@ -117,6 +117,50 @@ def test_rows_of_gradients_in_pieces(heads, select_heads, wide, monkeypatch):
 
 
 @runs_here
+@pytest.mark.parametrize("select_heads", [1, 2])
+@pytest.mark.parametrize(("widths", "by_thread"), [((24, 16), False), ((64, 128), False), ((64, 64), True)])
+def test_rows_in_16_bits_are_added_by_products(select_heads, widths, by_thread, monkeypatch):
+    """Keys share their entries, 32 at a time; a sequence may begin within these. Columns may come as threads have them:
+    thread t of four has columns 8 j + 2 t and 8 j + 2 t + 1.
+    """
+    from dynaxx.kernels.gpu.tokens import gradients
+
+    order = [8 * j + 2 * t + e for first in range(0, 16, 4) for t in range(4) for j in range(first, first + 4)
+             for e in range(2)]  # fmt: skip
+    narrow_rows = gradients.narrow_rows
+
+    def as_threads_have_them(*given):
+        found = narrow_rows(*given)
+        return found._replace(rows=found.rows[:, order].contiguous(), by_thread=True)
+
+    if by_thread:
+        monkeypatch.setattr(gradients, "narrow_rows", as_threads_have_them)
+    torch.manual_seed(2)
+    q, k, v = (
+        torch.randn(70, count, width, device=DEVICE).half().requires_grad_()
+        for count, width in ((4, widths[0]), (2, widths[0]), (2, widths[1]))
+    )
+    ends = (0, 21, 21, 70)
+    chosen = torch.stack([torch.randperm(45, device=DEVICE)[:20] for _ in range(70 * select_heads)])
+    chosen = chosen.view(70, select_heads, 20).int()
+    chosen[:21] = torch.where(chosen[:21] < 21, chosen[:21], -1)
+
+    def gradients_of(backend, dtype):
+        out = dx.selected_attention(
+            *(x.to(dtype) for x in (q, k, v)), chosen, block_size=1, cu_seqlens_q=ends, backend=backend
+        )
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    want = gradients_of("reference", torch.float64)
+    for workspace in (gradients.WORKSPACE, 1 << 15):
+        monkeypatch.setattr(gradients, "WORKSPACE", workspace)
+        got = gradients_of("triton", torch.float16)
+        for x, y in zip(got, want, strict=True):
+            assert (x.double() - y).norm() <= 2e-3 * y.double().norm()
+        assert all(torch.equal(x, y) for x, y in zip(got, gradients_of("triton", torch.float16), strict=True))
+
+
+@runs_here
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.float16, True)])
 def test_latent_rows_are_read_once(dtype, wide, monkeypatch):
     """If values are a view of the keys, the latent vectors get the sum of both gradients."""

@@ -96,4 +96,4 @@ def sum_launch(columns: int, itemsize: int, parts: int) -> LaunchSizes:
     """Return the launch of the sums of rows of dk and dv: rows at once, and how far ahead they are loaded."""
     if itemsize == 4:
         return LaunchSizes(8, 4, 0)
-    return LaunchSizes(8, 2, 3) if parts > 1 or columns > MOST_BY_PRODUCTS else LaunchSizes(32, 4, 3)
+    return LaunchSizes(8, 2, 3) if parts > 1 or columns > MOST_BY_PRODUCTS else LaunchSizes(64, 4, 2)

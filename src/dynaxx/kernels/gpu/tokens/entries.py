@@ -4,6 +4,9 @@
     lists -> table of slabs x keys: place in the list, -1 for none -> entries of each key in the order of slabs
 
 A slab is the list of one tile and one unit of a kv head. Nothing depends on the order in which programs run.
+
+Entries of neighbouring keys may also follow each other slab by slab, as their rows do in memory. An entry then says
+which of the keys it belongs to.
 """
 
 from typing import NamedTuple
@@ -19,13 +22,14 @@ from dynaxx.kernels.gpu.tokens.primitives import listed_keys
 
 PLACES = 1024  # of a list that a program writes
 KEYS, SLABS = 128, 16  # of the table that a program reads at once
+GROUP_PLACES = 2048  # the same, where keys share their entries
 
 
 class KeyPlaces(NamedTuple):
     """The places of each key."""
 
-    entries: Tensor  # int32: slab * width + place, by (choice, key)
-    begin: Tensor  # (choices * M + 1,) int32, where the entries of each (choice, key) begin
+    entries: Tensor  # int32: slab * width + place, by (choice, key); with groups, row * their size + key in group
+    begin: Tensor  # (choices * groups + 1,) int32, where the entries of each (choice, group) begin; M groups of 1 key
     choices: int  # kv heads that choose apart; 1: all share a choice
     slabs: int
     width: int  # places of a list: slots times tokens per block
@@ -100,10 +104,48 @@ def _token_entries_kernel(
         tl.store(p_begin + 1 + at, done, mask=key < keys)
 
 
-def entries_of_keys(plan: TokenPlan, heads: range, tiles: range, keys: int, kv_heads: int) -> KeyPlaces:
+@kernel_launcher
+@triton.jit(do_not_specialize=["keys", "slabs"])
+def _token_group_entries_kernel(
+    p_table,
+    p_begin,  # (choices * groups + 1,) int32, as in `_token_entries_kernel`
+    p_entries,
+    p_first,  # (slabs,) int32: row of the first entry of each slab
+    keys,
+    slabs,
+    KEYS: tl.constexpr,  # of a group
+    PLACES: tl.constexpr,  # of the table that a program reads at once
+    WRITE: tl.constexpr,
+):
+    """Count or write the entries of a group of keys, slab by slab."""
+    i_group, i_choice = tl.program_id(0), tl.program_id(1)
+    at = i_choice * tl.num_programs(0) + i_group
+    done = 0
+    if WRITE:
+        done = tl.load(p_begin + at)
+    p_table += i_choice.to(tl.int64) * slabs * keys
+    own = tl.arange(0, PLACES) % KEYS
+    key = i_group * KEYS + own
+    for start in range(0, slabs * KEYS, PLACES):
+        slab = (start + tl.arange(0, PLACES)) // KEYS
+        known = (slab < slabs) & (key < keys)
+        place = tl.load(p_table + slab.to(tl.int64) * keys + key, mask=known, other=-1).to(tl.int32)
+        there = (place >= 0).to(tl.int32)
+        if WRITE:
+            to = done + tl.cumsum(there, 0) - 1
+            row = tl.load(p_first + slab, mask=slab < slabs, other=0) + place
+            tl.store(p_entries + to, row * KEYS + own, mask=there != 0)
+        done += tl.sum(there, 0)
+    if not WRITE:
+        tl.store(p_begin + 1 + at, done)
+
+
+def entries_of_keys(
+    plan: TokenPlan, heads: range, tiles: range, keys: int, kv_heads: int, group: int = 1, begin: Tensor | None = None
+) -> KeyPlaces:
     """Return the places of each key in the lists of some tiles, for each of some kv heads or for all of them.
 
-    Nothing is read back from the device.
+    Nothing is read back from the device. `group` keys share their entries. `begin` has the rows before each slab.
     """
     own, select_heads, slots = plan.units // kv_heads, *plan.lists.shape[1:]
     choices, slabs, width = 1 if select_heads == 1 else len(heads), len(tiles) * own, slots * plan.block_size
@@ -127,20 +169,36 @@ def entries_of_keys(plan: TokenPlan, heads: range, tiles: range, keys: int, kv_h
         PER_TILE=plan.rows.per_tile,
         PLACES=PLACES,
     )
-    begin = plan.lists.new_zeros(choices * keys + 1)
+    groups = -(-keys // group)
+    if begin is None and group > 1:
+        begin = torch.arange(slabs, dtype=torch.int32, device=table.device) * width
+    starts = plan.lists.new_zeros(choices * groups + 1)
     entries = plan.lists.new_empty(choices * slabs * width)
     for write in (False, True):
-        _token_entries_kernel[(-(-keys // KEYS), choices)](
-            table,
-            begin,
-            entries,
-            keys=keys,
-            slabs=slabs,
-            width=width,
-            KEYS=KEYS,
-            SLABS=SLABS,
-            WRITE=write,
-        )
+        if group > 1:
+            _token_group_entries_kernel[(groups, choices)](
+                table,
+                starts,
+                entries,
+                begin,
+                keys=keys,
+                slabs=slabs,
+                KEYS=group,
+                PLACES=GROUP_PLACES,
+                WRITE=write,
+            )
+        else:
+            _token_entries_kernel[(-(-keys // KEYS), choices)](
+                table,
+                starts,
+                entries,
+                keys=keys,
+                slabs=slabs,
+                width=width,
+                KEYS=KEYS,
+                SLABS=SLABS,
+                WRITE=write,
+            )
         if not write:
-            begin = begin.cumsum(0, dtype=torch.int32)
-    return KeyPlaces(entries, begin, choices, slabs, width)
+            starts = starts.cumsum(0, dtype=torch.int32)
+    return KeyPlaces(entries, starts, choices, slabs, width)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of the backward over chosen tokens: tiles write rows of dk and dv, and the rows of each key are added.
 
-Rows go through a buffer of at most `WORKSPACE` bytes: a launch takes some kv heads, or some tiles of one.
+Rows go through a buffer of at most `WORKSPACE` bytes: a launch takes some tiles of some kv heads.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.device import padded
+from dynaxx.kernels.gpu.device import padded, processors
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.kernels.gpu.tokens.config import MOST_BY_PRODUCTS, WIDE, backward_launch, sum_launch, wide_launches, widths
@@ -23,12 +24,21 @@ from dynaxx.kernels.gpu.tokens.sums import KEYS_AT_ONCE, _token_sum_kernel, _tok
 from dynaxx.kernels.gpu.tokens.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
 
 WORKSPACE = 4 << 30  # bytes
+MOST_ROWS = (1 << 31) // KEYS_AT_ONCE  # of a kv head, so that entries fit int32
 PLACE = ("lists", "units", "select_heads", "kv_heads", "slots", "group_size")
 TILE = ("D", "GRAIN", "PER_TILE", "PART", "ROWS")
 MOST_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at once
 
 
-TileGradients = Callable[..., tuple[Tensor, int]]  # like `narrow_rows`
+class GradientRows(NamedTuple):
+    """Rows that tiles add to dk and dv."""
+
+    rows: Tensor  # (kv heads times rows of each, D + E): dk, then dv
+    parts: int = 1  # of a tile, which have rows of their own
+    by_thread: bool = False  # whether columns are in the order of `hopper/tokens/grouped_rows.py`
+
+
+TileGradients = Callable[..., GradientRows]  # like `narrow_rows`
 
 
 class Portion(NamedTuple):
@@ -37,6 +47,7 @@ class Portion(NamedTuple):
     plan: TokenPlan
     heads: range  # kv heads
     tiles: range
+    begin: Tensor | None  # int32, rows of a kv head before each tile and unit; None: all take equally many
     arguments: dict[str, Any]  # arguments of all kernels by tile
     latent: bool  # whether v is the first part of k in memory, which is then read once
     joined: bool  # whether dv is added to the first columns of dk
@@ -77,24 +88,24 @@ def token_backward(
     q, k, v = inputs
     delta = _delta(do, dlse, *results)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    tiles, kv_heads = len(plan.tiles), k.shape[1]
-    heads_at_once, tiles_at_once = _pieces(plan, q, 0 if joined else v.shape[2], k)
-    pieces = -(-tiles // tiles_at_once)
+    keys, kv_heads = k.shape[:2]
+    pieces = _pieces(plan, q, 0 if joined else v.shape[2], k)
     targets = [dk] if joined else [dk, dv]
-    sums = targets if pieces == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
+    sums = targets if len(pieces) == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
     grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "do_strides": packed_strides_of(do)}
     if isinstance(steps, WideSteps) or (steps is None and max(q.shape[2], v.shape[2]) > WIDE):
         steps = partial(_wide_rows, steps=steps or WideSteps(write_scores, write_dq, write_rows))
     tile_gradients = steps or narrow_rows
-    for first_tile in range(0, tiles, tiles_at_once):
-        some, found = range(first_tile, min(first_tile + tiles_at_once, tiles)), None
+    for tiles, heads_at_once in pieces:
+        begin, found = _row_begins(plan, tiles, plan.units // kv_heads), None
         for first_head in range(0, kv_heads, heads_at_once):
             heads = range(first_head, min(first_head + heads_at_once, kv_heads))
-            portion = Portion(plan, heads, some, shared | grads, latent, joined)
-            rows, parts = tile_gradients(inputs, dq, portion)
+            portion = Portion(plan, heads, tiles, begin, shared | grads, latent, joined)
+            found_rows = tile_gradients(inputs, dq, portion)
             if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
-                found = entries_of_keys(plan, heads, some, *k.shape[:2])
-            _add(sums, rows, found, heads, parts, first_tile > 0)
+                group = KEYS_AT_ONCE if _by_products(found_rows) else 1
+                found = entries_of_keys(plan, heads, tiles, keys, kv_heads, group, begin)
+            _add(sums, found_rows, found, heads, tiles.start > 0)
     return dq, [total.to(k.dtype) for total in sums]
 
 
@@ -120,20 +131,56 @@ def _delta(do: Tensor, dlse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     return delta
 
 
-def _pieces(plan: TokenPlan, q: Tensor, columns_v: int, k: Tensor) -> tuple[int, int]:
-    """Return the number of kv heads and of tiles that write their rows in one launch; see `WORKSPACE`."""
+def _pieces(plan: TokenPlan, q: Tensor, columns_v: int, k: Tensor) -> list[tuple[range, int]]:
+    """Return tiles, and the number of kv heads, that write their rows in one launch; see `WORKSPACE`."""
     keys, kv_heads = k.shape[:2]
+    if plan.rooms is not None:
+        own = plan.units // kv_heads
+        row = own * (q.shape[2] + columns_v) * q.itemsize
+        needed = [row * rows + own * keys * 4 * i for i, rows in enumerate(plan.rooms.before)]
+        return _pieces_by_bytes(needed, WORKSPACE, kv_heads, max(1, processors(q.device) // own))
     width = plan.lists.shape[2] * plan.block_size
     own = plan.units // kv_heads
     wide = max(q.shape[2], columns_v) > WIDE
     numbers = own * plan.rows.parts // (_parts_together(plan) if wide else 1) * width * (q.shape[2] + columns_v)
     if wide:
         numbers += 2 * own * plan.rows.parts * width * plan.rows.rows
-    fit = max(1, WORKSPACE // (numbers * q.itemsize + own * keys * 4))
+    fit = WORKSPACE // (numbers * q.itemsize + own * keys * 4)
+    fit = max(1, min(fit, MOST_ROWS // (own * plan.rows.parts * width)))
     tiles = len(plan.tiles)
     if fit >= tiles:
-        return min(kv_heads, fit // tiles), tiles
-    return 1, -(-tiles // -(-tiles // fit))
+        return [(range(tiles), min(kv_heads, fit // tiles))]
+    at_once = -(-tiles // -(-tiles // fit))
+    return [(range(first, min(first + at_once, tiles)), 1) for first in range(0, tiles, at_once)]
+
+
+def _pieces_by_bytes(before: list[int], most: int, kv_heads: int, wave: int) -> list[tuple[range, int]]:
+    """Return `_pieces` of at most `most` bytes, where tiles take different space: before[i] for all before tile i.
+
+    Late tiles have the longest lists. Pieces are made from the end, of whole waves of programs: multiples of `wave`
+    tiles of one kv head.
+    """
+    pieces: list[tuple[range, int]] = []
+    stop = len(before) - 1
+    while stop:
+        start = min(bisect_left(before, before[stop] - most), stop - 1)
+        if start:
+            start = stop - max((stop - start) // wave * wave, min(wave, stop - start))
+        heads = max(1, min(kv_heads, most // max(1, before[stop] - before[start])))
+        pieces.append((range(start, stop), heads))
+        stop = start
+    return pieces[::-1]
+
+
+def _row_begins(plan: TokenPlan, tiles: range, own: int) -> Tensor | None:
+    """Return the rows before each tile and unit of a kv head, int32; None if all take equally many."""
+    if plan.rooms is None:
+        return None
+    before = plan.rooms.on_device[tiles.start : tiles.stop + 1] - plan.rooms.before[tiles.start]
+    if own == 1:
+        return before[:-1].int()
+    unit = torch.arange(own, device=before.device)
+    return (before[:-1, None] * own + before.diff()[:, None] * unit).flatten().int()
 
 
 def _parts_together(plan: TokenPlan) -> int:
@@ -148,8 +195,8 @@ def narrow_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
     portion: Portion,
-) -> tuple[Tensor, int]:
-    """Write dq of some tiles and kv heads; return their rows (dk, then dv) and the parts of a tile."""
+) -> GradientRows:
+    """Write dq of some tiles and kv heads; return their rows."""
     plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
     own, parts = plan.units // k.shape[1], plan.rows.parts
@@ -167,7 +214,7 @@ def narrow_rows(
         **arguments,
         **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize).options,
     )
-    return rows, parts
+    return GradientRows(rows, parts)
 
 
 def write_scores(
@@ -199,7 +246,7 @@ def _wide_rows(
     dq: Tensor,
     portion: Portion,
     steps: WideSteps,
-) -> tuple[Tensor, int]:
+) -> GradientRows:
     """Do what `narrow_rows` does, in the three steps of `wide.py`."""
     plan, heads, tiles = portion.plan, portion.heads, portion.tiles
     q, k, v = inputs
@@ -213,7 +260,7 @@ def _wide_rows(
     columns = q.shape[2] + (0 if portion.joined else v.shape[2])
     buffer = q.new_empty(len(tiles) * units * parts // together * width, columns)
     steps.rows(inputs, (weights, ds), buffer, portion, together)
-    return buffer, parts // together
+    return GradientRows(buffer, parts // together)
 
 
 def write_dq(
@@ -279,32 +326,36 @@ def write_rows(
     )
 
 
-def _add(sums: list[Tensor], rows: Tensor, found: KeyPlaces, heads: range, parts: int, add: bool) -> None:
+def _by_products(found: GradientRows) -> bool:
+    """Return whether rows are added by `_token_sums_kernel`."""
+    rows = found.rows
+    return rows.element_size() == 2 and found.parts == 1 and rows.shape[1] <= MOST_BY_PRODUCTS
+
+
+def _add(sums: list[Tensor], found_rows: GradientRows, found: KeyPlaces, heads: range, add: bool) -> None:
     """Add the rows of each key, of some kv heads and all parts of a tile, to dk (M, Hk, D) and dv, or to dk alone."""
+    rows, parts, by_thread = found_rows
     keys, kv_heads, dim = sums[0].shape
     first, rest = widths(rows.shape[1])
     launch = sum_launch(rows.shape[1], rows.element_size(), parts)
-    by_products = rows.element_size() == 2 and parts == 1 and rows.shape[1] <= MOST_BY_PRODUCTS
-    kernel = _token_sums_kernel if by_products else _token_sum_kernel
-    kernel[(-(-keys // KEYS_AT_ONCE) if by_products else keys, len(heads))](
-        rows,
-        sums[0],
-        sums[-1],
-        found.entries,
-        found.begin,
-        keys=keys,
-        kv_heads=kv_heads,
-        first_head=heads.start,
-        slabs=found.slabs,
-        width=found.width,
-        choices=found.choices,
-        D=dim,
-        E=rows.shape[1] - dim,
-        W_A=first,
-        W_B=rest,
-        PARTS=parts,
-        BLOCK_R=launch.block_n,
-        PREFETCH=launch.prefetch,
-        ADD=add,
-        num_warps=launch.num_warps,
-    )
+    shared = {
+        "keys": keys,
+        "kv_heads": kv_heads,
+        "first_head": heads.start,
+        "choices": found.choices,
+        "D": dim,
+        "E": rows.shape[1] - dim,
+        "W_A": first,
+        "W_B": rest,
+        "BLOCK_R": launch.block_n,
+        "PREFETCH": launch.prefetch,
+        "ADD": add,
+        "num_warps": launch.num_warps,
+    }
+    tensors = rows, sums[0], sums[-1], found.entries, found.begin
+    if _by_products(found_rows):
+        _token_sums_kernel[(-(-keys // KEYS_AT_ONCE), len(heads))](
+            *tensors, rows=rows.shape[0] // len(heads), KEYS=KEYS_AT_ONCE, BY_THREAD=by_thread, **shared
+        )
+    else:
+        _token_sum_kernel[(keys, len(heads))](*tensors, slabs=found.slabs, width=found.width, PARTS=parts, **shared)

@@ -26,6 +26,13 @@ TABLE_BYTES = 256 << 20
 Unions = Callable[[Tensor, TokenSpans, int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
+class ListRooms(NamedTuple):
+    """The most entries that lists of tiles can have, added up. Calls share the tensor, so nothing may write to it."""
+
+    before: tuple[int, ...]  # (tiles + 1,) entries of all tiles before each tile
+    on_device: Tensor  # the same, int64
+
+
 @dataclass(frozen=True)
 class TokenPlan:
     """The selection, in the form that forward and backward read."""
@@ -39,6 +46,7 @@ class TokenPlan:
     block_size: int
     units: int  # groups of q heads that share a kv head and a list
     rows: TileRows
+    rooms: ListRooms | None  # None: every list may fill its slots
 
 
 def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> TokenPlan:
@@ -58,7 +66,7 @@ def prepare_rows(
     lists, marks, counts = chosen, chosen, None
     if rows.per_tile > 1:
         lists, marks, counts = (unions or _unions)(chosen, spans, rows.per_tile, tiles, position)
-    return TokenPlan(lists, marks, counts, tiles, position, first_key, spans.block_size, units, rows)
+    return TokenPlan(lists, marks, counts, tiles, position, first_key, spans.block_size, units, rows, None)
 
 
 class QueryPlaces(NamedTuple):
@@ -86,6 +94,17 @@ def query_tiles(spans: TokenSpans, per_tile: int) -> Tensor:
         first = torch.arange(start, stop, per_tile)
         parts.append(torch.stack([first, (stop - first).clamp(max=per_tile)], 1))
     return torch.cat(parts) if parts else torch.zeros(0, 2, dtype=torch.int64)
+
+
+@LayoutCache
+@on_host
+def list_rooms(spans: TokenSpans, per_tile: int, slots: int, device: torch.device) -> ListRooms:
+    """Return the most blocks that the queries of each tile can choose: all that they see, or `slots` each."""
+    tiles = query_tiles(spans, per_tile)
+    seen = (spans.position[tiles.sum(1) - 1] // spans.block_size + 1).clamp(min=0)
+    before = torch.nn.functional.pad(torch.minimum(seen, tiles[:, 1] * slots).cumsum(0), (1, 0))
+    with torch.inference_mode(False):
+        return ListRooms(tuple(before.tolist()), before.to(device, non_blocking=True))
 
 
 def empty_lists(

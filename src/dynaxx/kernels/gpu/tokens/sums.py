@@ -7,8 +7,7 @@ import triton.language as tl
 from dynaxx.kernels.gpu.prefetch import prefetched
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
-KEYS_AT_ONCE = 16  # that a program of `_token_sums_kernel` adds
-KEYS = tl.constexpr(KEYS_AT_ONCE)
+KEYS_AT_ONCE = 32  # that a program of `_token_sums_kernel` adds
 
 
 @triton.jit
@@ -77,6 +76,13 @@ def _token_sum_kernel(
 
 
 @triton.jit
+def _in_order(acc):
+    """Return sums whose columns are in the order of `hopper/tokens/grouped_rows.py`, in ascending order."""
+    parts = tl.reshape(acc, [acc.shape[0], acc.shape[1] // 32, 4, 4, 2])
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [acc.shape[0], acc.shape[1]])
+
+
+@triton.jit
 def _store_sums(p_dk, p_dv, row, known, acc, D: tl.constexpr, E: tl.constexpr, FIRST: tl.constexpr, ADD: tl.constexpr):
     """Write columns from FIRST on of the sums of several keys: the first D belong to dk, the next E to dv."""
     o_d = FIRST + tl.arange(0, acc.shape[1])
@@ -95,59 +101,55 @@ def _store_sums(p_dk, p_dv, row, known, acc, D: tl.constexpr, E: tl.constexpr, F
 
 
 @kernel_launcher
-@triton.jit(do_not_specialize=["keys", "kv_heads", "first_head", "slabs", "width", "choices"])
+@triton.jit(do_not_specialize=["keys", "kv_heads", "first_head", "choices", "rows"])
 def _token_sums_kernel(
-    p_rows,  # as in `_token_sum_kernel`, in 16 bits
+    p_rows,  # (kv heads of the launch, rows, D + E) in 16 bits
     p_dk,
     p_dv,
-    p_entries,
-    p_begin,
+    p_entries,  # row * KEYS + key in its group, by (choice, group); see `entries.py`
+    p_begin,  # (choices * groups + 1,) int32, where those of each (choice, group) begin
     keys,
     kv_heads,
     first_head,
-    slabs,
-    width,
-    choices,
+    choices,  # 1: all kv heads share a list
+    rows,  # of a kv head
     D: tl.constexpr,
     E: tl.constexpr,
     W_A: tl.constexpr,
     W_B: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PREFETCH: tl.constexpr,
     ADD: tl.constexpr,
+    KEYS: tl.constexpr,
+    BY_THREAD: tl.constexpr,  # columns are in the order of `hopper/tokens/grouped_rows.py`
 ):
-    """Add the rows of KEYS neighbouring keys, whose entries follow each other, by products with ones and zeros."""
+    """Add the rows of KEYS neighbouring keys, which share their entries, by products with ones and zeros."""
     W: tl.constexpr = D + E
-    first_key, i_head = tl.program_id(0) * KEYS, tl.program_id(1)
-    p_begin += tl.where(choices > 1, i_head, 0) * keys
-    key = first_key + tl.arange(0, KEYS)
-    known = key < keys
-    begin, end = tl.load(p_begin + key, mask=known, other=0), tl.load(p_begin + key + 1, mask=known, other=0)
-    start_of_all, end_of_all = tl.load(p_begin + first_key), tl.load(p_begin + tl.minimum(first_key + KEYS, keys))
-    first_row = i_head.to(tl.int64) * slabs * PARTS * width
-    o_r, o_a = tl.arange(0, BLOCK_R), tl.arange(0, W_A)
+    i_group, i_head = tl.program_id(0), tl.program_id(1)
+    p_begin += tl.where(choices > 1, i_head, 0) * tl.num_programs(0) + i_group
+    begin, end = tl.load(p_begin), tl.load(p_begin + 1)
+    p_rows += i_head.to(tl.int64) * rows * W
+    o_r, o_a, o_key = tl.arange(0, BLOCK_R), tl.arange(0, W_A), tl.arange(0, KEYS)
     acc_a = tl.zeros([KEYS, W_A], tl.float32)
     acc_b = tl.zeros([KEYS, W_B if W_B else 16], tl.float32)
-    for start in tl.range(start_of_all, end_of_all, BLOCK_R, num_stages=PREFETCH + 1):
-        at = start + o_r
-        there = at < end_of_all
-        own = (at[None, :] >= begin[:, None]) & (at[None, :] < end[:, None])
-        entry = prefetched(tl.load(p_entries + at, mask=there, other=0), 1)
-        for i_part in tl.static_range(PARTS):
-            row = entry.to(tl.int64)
-            if PARTS > 1:
-                row = (entry // width * PARTS + i_part).to(tl.int64) * width + entry % width
-            p_from = (p_rows + (first_row + row) * W)[:, None]
-            rows = tl.load(p_from + o_a[None, :], mask=there[:, None] & (o_a < W)[None, :], other=0.0)
-            rows = prefetched(rows, PREFETCH)
-            acc_a = tl.dot(own.to(rows.dtype), rows, acc_a)
-            if W_B:
-                o_b = W_A + tl.arange(0, W_B)
-                rows = tl.load(p_from + o_b[None, :], mask=there[:, None] & (o_b < W)[None, :], other=0.0)
-                rows = prefetched(rows, PREFETCH)
-                acc_b = tl.dot(own.to(rows.dtype), rows, acc_b)
+    for start in tl.range(begin, end, BLOCK_R, num_stages=PREFETCH + 1):
+        there = start + o_r < end
+        entry = prefetched(tl.load(p_entries + start + o_r, mask=there, other=0), 1)
+        own = (o_key[:, None] == (entry % KEYS)[None, :]) & there[None, :]
+        p_from = (p_rows + (entry // KEYS).to(tl.int64) * W)[:, None]
+        found = tl.load(p_from + o_a[None, :], mask=there[:, None] & (o_a < W)[None, :], other=0.0)
+        found = prefetched(found, PREFETCH)
+        acc_a = tl.dot(own.to(found.dtype), found, acc_a)
+        if W_B:
+            o_b = W_A + tl.arange(0, W_B)
+            found = tl.load(p_from + o_b[None, :], mask=there[:, None] & (o_b < W)[None, :], other=0.0)
+            found = prefetched(found, PREFETCH)
+            acc_b = tl.dot(own.to(found.dtype), found, acc_b)
+    key = i_group * KEYS + o_key
+    known = key < keys
     row = key.to(tl.int64) * kv_heads + first_head + i_head
+    if BY_THREAD:
+        acc_a = _in_order(acc_a)
     _store_sums(p_dk, p_dv, row, known, acc_a, D, E, 0, ADD)
     if W_B:
         _store_sums(p_dk, p_dv, row, known, acc_b, D, E, W_A, ADD)

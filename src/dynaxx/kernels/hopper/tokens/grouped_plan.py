@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens import plan as portable_plan
 from dynaxx.kernels.gpu.tokens.config import MOST_MARKS, TileRows
-from dynaxx.kernels.gpu.tokens.gradients import Portion
+from dynaxx.kernels.gpu.tokens.gradients import GradientRows, Portion
 from dynaxx.kernels.gpu.tokens.plan import TokenPlan
 from dynaxx.kernels.gpu.tokens.primitives import ListTables
 from dynaxx.kernels.hopper.support import DTYPES, GROUPED, GROUPED_DIM
@@ -48,7 +48,8 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
     plan = portable_plan.prepare_rows(block_indices, spans, q, k, rows, _lists)
     assert plan.counts is not None, "tiles of several queries"
     lists, marks, apart = ordered(plan.lists, plan.marks, plan.counts, part)
-    fields = vars(plan) | {"lists": lists, "marks": marks}
+    rooms = portable_plan.list_rooms(spans, rows.per_tile, block_indices.shape[2], q.device)
+    fields = vars(plan) | {"lists": lists, "marks": marks, "rooms": rooms}
     return GroupedPlan(**fields, chosen=block_indices, spans=spans, apart=apart)
 
 
@@ -123,12 +124,16 @@ def narrow_rows(
     inputs: tuple[Tensor, Tensor, Tensor],
     dq: Tensor,
     portion: Portion,
-) -> tuple[Tensor, int]:
+) -> GradientRows:
     """Do what `gpu.tokens.gradients.narrow_rows` does, for a `GroupedPlan`."""
     plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
     own = plan.units // k.shape[1]
-    rows = q.new_empty(len(heads) * len(tiles) * own * plan.lists.shape[2], q.shape[2] + v.shape[2])
+    assert isinstance(plan, GroupedPlan), "`prepare` makes them"
+    assert plan.rooms is not None, "so are these"
+    assert portion.begin is not None, "as there are rooms"
+    rows_of_head = own * (plan.rooms.before[tiles.stop] - plan.rooms.before[tiles.start])
+    rows = q.new_empty(len(heads) * rows_of_head, q.shape[2] + v.shape[2])
     only = ("p_do", "p_lse", "p_delta", "lists", "queries", "units", "select_heads", "kv_heads", "slots", "group_size",
             "scale", "q_strides", "k_strides", "v_strides", "do_strides", "D", "PART")  # fmt: skip
     _token_grouped_rows_kernel[(len(tiles), len(heads) * own)](
@@ -137,6 +142,9 @@ def narrow_rows(
         v,
         p_dq=dq,
         p_rows=rows,
+        p_apart=plan.apart,
+        p_begin=portion.begin,
+        rows=rows_of_head,
         first_tile=tiles.start,
         first_unit=heads.start * own,
         own_units=own,
@@ -145,4 +153,4 @@ def narrow_rows(
         maxnreg=grouped_rows.MOST_REGISTERS,
         **{name: arguments[name] for name in only},
     )
-    return rows, 1
+    return GradientRows(rows, by_thread=True)
