@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,35 @@ def test_every_scorer_gives_a_policy(tuned, small, name):
     assert len(found.tuned) <= search_module.SEARCH_STEPS, "a single scorer needs no trial of its own"
     for each in found.tuned:
         assert each.density == pytest.approx(each.aim, abs=1e-6), "shares of blocks do not depend on the text"
+
+
+@pytest.mark.parametrize(("lost", "expected"), [(0.0, "mean"), (0.0004, "mean"), (0.004, "bounds")])
+def test_a_scorer_wins_by_prediction_unless_another_measurably_loses_less(lost, expected):
+    mean, bounds = (costs_module.SCORERS[name] for name in ("mean", "bounds"))
+    density = torch.tensor(costs_module.BUDGETS, dtype=torch.float64)[:, None].expand(-1, 2)
+    loss = {mean: (1 - density) ** 2, bounds: 1.1 * (1 - density) ** 2}
+    costs = Costs((0,), dict.fromkeys(loss, density), loss)
+    noise = 0.003 * torch.linspace(-1, 1, 4096)  # runs differ, so that the standard error of the mean is 0.07 %
+    losses = {mean: lost + noise, bounds: torch.zeros(4096)}
+    trials = SimpleNamespace(
+        pass_seconds=0.0,
+        dense=lambda index: torch.zeros(4096),
+        key=lambda budgets, scorer: scorer,
+        policy=lambda *given: None,
+        remembered=lambda scorer, policy, index: {"losses": losses[scorer].tolist()},
+    )
+    search = SimpleNamespace(
+        scorers=(bounds, mean),
+        trials=trials,
+        texts=SimpleNamespace(search=[SimpleNamespace(kind="sample")]),
+        time=SimpleNamespace(allows=lambda *given: True),
+        _head_costs=lambda index, scorers: costs,
+    )
+    learned = []
+    rises = SimpleNamespace(learn=lambda predicted, rows: learned.append(rows[0]))
+    found = search_module.Search._best_scorer(search, rises, SimpleNamespace(advance=lambda *given: None))
+    assert found == costs_module.SCORERS[expected]
+    assert learned[0].tokens == 4096
 
 
 def test_long_texts_have_finer_budgets(tuned, small, monkeypatch):

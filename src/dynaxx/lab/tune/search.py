@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.fast_linears import fast_linears
@@ -381,34 +382,36 @@ class Search:
         return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
 
     def _best_scorer(self, rises: Rises, task: Task) -> Scorer:
-        """Return the scorer with the smallest loss at one density in the real model.
+        """Return the scorer with the smallest predicted loss at one density, or one that measurably loses less.
 
-        The first text for costs gives the budgets, and the first text for trials decides. If time has run out, the
-        predicted costs decide. What the best scorer lost is the first estimate of `rises`.
+        The first text for costs predicts and gives the budgets, and the first text for trials measures. A single text
+        is noisy, so the measurement decides only by `ERRORS` standard errors. If time has run out, the prediction
+        decides. What the best scorer lost is the first estimate of `rises`.
         """
         if len(self.scorers) == 1:
             return self.scorers[0]
-        costs = self._head_costs(0, self.scorers)
-        tried: list[tuple[float, Scorer]] = []
-        rows: dict[Scorer, tuple[float, KindTrial]] = {}
+        costs, dense, kind = self._head_costs(0, self.scorers), self.trials.dense(0).double(), self.texts.search[0].kind
+        predicted: dict[Scorer, float] = {}
+        changes: dict[Scorer, Tensor] = {}
         for scorer in self.scorers:
             found = Allocator(costs.density[scorer], costs.loss[scorer]).at(SCORER_DENSITY)
-            if not self.time.allows(COSTS_UNTIL, (2 * len(self.scorers) - len(tried)) * self.trials.pass_seconds):
-                tried.append((found.loss, scorer))
-                continue
-            budgets = costs.budgets(found.choice)
-            policy = self.trials.policy(costs.layers, budgets, scorer)
-            losses = torch.tensor(self.trials.remembered(self.trials.key(budgets, scorer), policy, 0)["losses"])
-            mean, error = mean_and_error([(losses - self.trials.dense(0)).double()])
-            kind = self.texts.search[0].kind
-            rows[scorer] = found.loss, KindTrial(kind, math.exp(mean), error, True, losses.numel())
-            tried.append((mean, scorer))
-            task.advance(1, f"{scorer!r}: perplexity {mean:+.2%} at {found.density:.0%} of the blocks")
-        if len(rows) < len(tried):
-            return min(tried, key=lambda each: (each[1] not in rows, each[0]))[1]
-        best = min(tried, key=lambda each: each[0])[1]
-        predicted, row = rows[best]
-        rises.learn({row.kind: predicted}, [row])
+            predicted[scorer] = found.loss
+            if self.time.allows(COSTS_UNTIL, (len(self.scorers) - len(changes)) * self.trials.pass_seconds):
+                budgets = costs.budgets(found.choice)
+                policy = self.trials.policy(costs.layers, budgets, scorer)
+                losses = self.trials.remembered(self.trials.key(budgets, scorer), policy, 0)["losses"]
+                changes[scorer] = torch.tensor(losses).double() - dense
+                said = f"perplexity {changes[scorer].mean():+.2%} at {found.density:.0%} of the blocks"
+                task.advance(1, f"{scorer!r}: {said}")
+        best = min(self.scorers, key=lambda scorer: predicted[scorer])
+        if len(changes) < len(self.scorers):
+            return best
+        measured = min(self.scorers, key=lambda scorer: float(changes[scorer].mean()))
+        gained, error = mean_and_error([changes[best] - changes[measured]])
+        if gained > ERRORS * error:
+            best = measured
+        mean, error = mean_and_error([changes[best]])
+        rises.learn({kind: predicted[best]}, [KindTrial(kind, math.exp(mean), error, True, changes[best].numel())])
         return best
 
     def _with_evidence(self, result: TuneResult) -> TuneResult:
