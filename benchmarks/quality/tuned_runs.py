@@ -27,9 +27,8 @@ def rise(ratio, error=None):
 
 
 def row(tokens, what, blocks, by_kind):
-    return {"tokens": tokens, "trial": what, "blocks": blocks} | {
-        name: by_kind.get(kind, "") for kind, name in KINDS.items()
-    }
+    found = {"trial": f"{tokens:,} tokens, {what}", "blocks": blocks}
+    return found | {name: by_kind.get(kind, "") for kind, name in KINDS.items()}
 
 
 def rows_of(tuning, validation):

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dynaxx")
 
 SEARCH_STEPS = 8  # trials of budgets per head, at most
-UNIFORM_STEPS = 4  # trials of one budget for all heads, at most
+UNIFORM_STEPS = 6  # trials of one budget for all heads, at most
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
 FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a search ends
 UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
