@@ -22,9 +22,15 @@ def shown(what):
     print(f"{time.monotonic() - STARTED:.1f} s: {what}", file=sys.stderr, flush=True)
 
 
-def applied(model, policy):
-    """Return the handle of a policy beside the model's own attention in layers with a window."""
-    return apply(model, policy, own_pattern=False)
+def attention_of(model, policy=None, own_kernels=False):
+    """Return a context in which a model runs a policy, or dense attention.
+
+    With `own_kernels`, dynaxx's exact kernels also compute what the policy leaves to the model: windows, for example,
+    and everything without a policy. Long prompts of models with windows take a fraction of the time.
+    """
+    if policy is None:
+        return apply(model) if own_kernels else contextlib.nullcontext()
+    return apply(model, policy, own_pattern=own_kernels)
 
 
 def dense_losses(model, texts):
@@ -35,7 +41,7 @@ def dense_losses(model, texts):
 def perplexity_rise(model, policy, texts, dense):
     """Return the relative rise of perplexity on each text, a list of stretches, given its dense losses."""
     found = []
-    with applied(model, policy):
+    with attention_of(model, policy):
         for each, before in zip(texts, dense, strict=True):
             rise = torch.cat([token_losses(model, ids) - known for ids, known in zip(each, before, strict=True)])
             found.append(float(rise.double().mean().expm1()))
@@ -43,7 +49,7 @@ def perplexity_rise(model, policy, texts, dense):
 
 
 @torch.no_grad()
-def scored(model, samples, policy=None, others=False):
+def scored(model, samples, policy=None, others=False, own_kernels=False):
     """Return what each of the samples scores under a policy, or dense.
 
     A prompt is one prefill. Its answer then follows densely in one pass.
@@ -53,6 +59,7 @@ def scored(model, samples, policy=None, others=False):
         samples: samples of one task.
         policy: the policy of the prompts.
         others: also score the answers of other samples after each prompt.
+        own_kernels: see `attention_of`.
 
     Returns:
         The log-probability per token, the share of the answers whose tokens are all the most likely ones, and with
@@ -61,9 +68,9 @@ def scored(model, samples, policy=None, others=False):
     found = []
     for at in range(0, len(samples), TOGETHER):
         some = samples[at : at + TOGETHER]
-        with applied(model, policy) if policy is not None else contextlib.nullcontext() as handle:
+        with attention_of(model, policy, own_kernels) as handle:
             read = [model.base_model(each.prompt.to(model.device), use_cache=True) for each in some]
-            assert handle is None or handle.stats()["sparse_calls"] > 0, "the prompts ran dense"
+            assert policy is None or handle.stats()["sparse_calls"] > 0, "the prompts ran dense"
         for index, (sample, one) in enumerate(zip(some, read, strict=True), at):
             wrong = other_answers(samples, index) if others else ()
             rest = [answered(model, each, copy.deepcopy(one))[0] for each in wrong]

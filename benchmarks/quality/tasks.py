@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def main():
     parser.add_argument("--only-tasks", action="store_true", help="do not measure perplexity")
     parser.add_argument("--show", type=Path, nargs="+", help="print the rows of these states and measure nothing")
     parser.add_argument("--side-by-side", action="store_true", help="one row per task and density, methods as columns")
+    parser.add_argument("--own-kernels", action="store_true", help="dense attention and windows on dynaxx's kernels")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.samples < 2:
@@ -111,7 +113,7 @@ def measured_rows(args):
     )
     kept = (
         *("tokens", "density", "samples", "seed", "dtype", "methods", "cost_tasks", "cost_samples", "block_size"),
-        *("choosing", "task_weight", "scorers", "fine", "floor", "local", "last"),
+        *("choosing", "task_weight", "scorers", "fine", "floor", "local", "last", "own_kernels"),
     )
     steps = Steps(args.state, fingerprint(model, tune_on[0][0], **{name: getattr(args, name) for name in kept}))
     haystack, methods = Haystack(held_out[0]), args.methods.split(",")
@@ -137,18 +139,19 @@ def measured_rows(args):
             name = f"perplexity {LEFT_OUT[method]}|{density}"
             found = steps.remember(name, lambda given=given: left_out_rises(*given))
             shown(f"{name} {' '.join(f'{each:+.2%}' for each in found)}")
+        score = partial(scored, model, own_kernels=args.own_kernels)
         tasks = () if args.only_policies else named_tasks(tuple(args.tasks.split(",")))
         for task in tasks:  # a run that is stopped has whole tasks
             make = lambda index: make_task(task, tokenizer, haystack, args.tokens, seed=args.seed, index=index)  # noqa: B023
             samples = [make(index) for index in range(args.samples)]
-            dense = steps.remember(f"dense {task}", lambda: scored(model, samples, others=True))  # noqa: B023
+            dense = steps.remember(f"dense {task}", lambda: score(samples, others=True))  # noqa: B023
             known = steps.remember(f"known {task}", lambda: [closed_book(model, each) for each in samples])  # noqa: B023
             others = [None if gap is None else logprob - gap for logprob, _, gap in dense]
             shown(f"{task} dense")
             for name, policy, density in policies:
 
                 def compared(policy=policy):
-                    sparse = scored(model, samples, policy)  # noqa: B023
+                    sparse = score(samples, policy)  # noqa: B023
                     before = [each[:2] for each in dense]  # noqa: B023
                     return asdict(judged(task, args.tokens, before, sparse, known, 0.1, others=others))  # noqa: B023
 
