@@ -67,7 +67,7 @@ def main():
     parser.add_argument("--cost-tasks", default=COST_TASKS, help="tasks whose other samples give costs")
     parser.add_argument("--cost-samples", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2, help="of each task, at least 2: a single one has no interval")
-    parser.add_argument("--task-weight", type=float, default=1.0, help="of costs of tasks beside those of texts")
+    parser.add_argument("--task-weight", type=float, default=0.3, help="of costs of tasks beside those of texts")
     parser.add_argument("--scorers", default="mean", help="mean, 'tile N', 'anti N', bounds; several: best by head")
     parser.add_argument("--fine", action="store_true", help="more budgets to choose from, and smaller ones")
     parser.add_argument("--floor", type=float, default=0.5, help="rows of fewer tokens than this share count as it")

@@ -51,7 +51,10 @@ def tune(
     kinds: KindsOption = "",
     hold: Annotated[
         str,
-        typer.Option(metavar="NAME,NAME,...", help="Long-context tasks that must pass: ruler, long, or tasks by name."),
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="Long-context tasks that must pass, and that budgets suit: ruler, long, or tasks by name.",
+        ),
     ] = "",
     held_out: Annotated[
         bool,

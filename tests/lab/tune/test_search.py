@@ -9,11 +9,15 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.lab.resume import Steps
+from dynaxx.lab.tasks.suite import TaskSample
+from dynaxx.lab.texts import pydoc_text
 from dynaxx.lab.tune import costs as costs_module
 from dynaxx.lab.tune import search as search_module
 from dynaxx.lab.tune.costs import Costs, rule_of
 from dynaxx.lab.tune.density import search_texts as texts_module
 from dynaxx.lab.tune.density import trials as trials_module
+from dynaxx.lab.tune.density.held_tasks import HeldTasks
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.result import HeldOutKind, TaskTrial, Trial
 from dynaxx.lab.tune.run import TuneOptions, tune
@@ -76,6 +80,11 @@ def test_tasks_must_hold(tuned, monkeypatch):
     class Fake:
         def __init__(self, model, tokenizer, text, names, tokens, seed, remember):
             given.append((tuple(names), tokens))
+            self.tasks = tuple(names)
+
+        def for_costs(self, task, number):
+            ids = torch.arange(1, 120)[None] % 50
+            return TaskSample(task, 128, ids, ids[:, -4:], ids[0, :5], (5,), ("",))
 
         def under(self, policy, key):
             rules = [group.rule for plan in dx.policy.resolve(policy).values() for group in plan.groups]
@@ -89,6 +98,14 @@ def test_tasks_must_hold(tuned, monkeypatch):
     trials = (*found.tuned, *found.uniform)
     assert any(each.tasks and not each.passed and all(task.drop == 0.3 for task in each.tasks) for each in trials)
     assert found.chosen is None or found.chosen.tasks[0].passed
+
+
+def test_trials_and_costs_have_different_prompts(loaded, tmp_path):
+    steps = Steps(tmp_path / "steps.json", "key")
+    tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1", "niah_single_2"], 900, 0, steps.remember)
+    assert tasks.tasks == ("niah_single_1", "niah_single_2")
+    prompts = [*(tasks.for_costs("niah_single_2", number) for number in (0, 1)), *tasks._samples["niah_single_2"]]
+    assert len({tuple(each.prompt[0].tolist()) for each in prompts}) == len(prompts)
 
 
 @pytest.fixture
@@ -184,9 +201,6 @@ def test_costs_of_several_texts_are_averaged_and_interpolated():
 
 def test_held_tasks_are_scored_once(loaded, tmp_path):
     from dynaxx.integrations.transformers.apply_policy import model_facts
-    from dynaxx.lab.resume import Steps
-    from dynaxx.lab.texts import pydoc_text
-    from dynaxx.lab.tune.density.held_tasks import HeldTasks
 
     steps = Steps(tmp_path / "steps.json", "key")
     tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1"], 900, 0, steps.remember)

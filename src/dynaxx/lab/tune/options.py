@@ -25,7 +25,7 @@ class TuneOptions:
     # What must hold
     tolerance: float = 0.01  # allowed relative rise of perplexity; 0.01 is 1 %
     kinds: tuple[str, ...] = ()  # kinds of text (`kinds.KINDS`, or "all") that must hold beside the sample
-    hold: tuple[str, ...] = ()  # tasks (`tasks.suite`) that may lose at most 0.1 nats per answer token on average
+    hold: tuple[str, ...] = ()  # tasks (`tasks.suite`) that may lose 0.1 nats per answer token, and count in the costs
     held_out: bool = False  # also tune on all kinds except one, for each kind, and measure the excluded kind
 
     # What is searched

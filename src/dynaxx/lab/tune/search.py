@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from dynaxx.lab.kinds import label
 from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.tasks.suite import TaskSample
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import Budgets, Costs, budgets_for, scorers_named
@@ -27,7 +30,7 @@ from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.density.candidates import Candidate, SharedCandidates, TunedCandidates, UniformCandidates
 from dynaxx.lab.tune.density.guide import Guide, Tried
-from dynaxx.lab.tune.density.held_tasks import HeldTasks
+from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS, SearchTexts, search_texts
 from dynaxx.lab.tune.density.trials import ERRORS, Trials, mean_and_error
@@ -46,7 +49,7 @@ from dynaxx.lab.tune.sharing import (
     shared_costs,
     shared_lists,
 )
-from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
+from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TASK_COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
 from dynaxx.layout import as_block_size
 from dynaxx.policy import rules_digest
 from dynaxx.selection import Hybrid, Scorer
@@ -66,6 +69,11 @@ UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows w
 OUT_OF_TIME = (
     "time for the loss of each head ended after %d of %d layers%s; the other layers get the mean of these, so the "
     "policy is less sparse than it could be. Raise --time-budget, or lower --tokens"
+)
+
+TASKS_OUT_OF_TIME = (
+    "time for the loss of each head on tasks ended after %d of %d prompts; budgets may suit texts better than tasks. "
+    "Raise --time-budget, or name fewer tasks in --hold"
 )
 
 
@@ -118,13 +126,13 @@ class Search:
         key = fingerprint(model, self.texts.key(), **settings)
         self._partial: dict[str, dict[str, Any]] = {}  # costs of texts for which time ran out
         self.steps = Steps(options.out / "tuning_state.json", key, options.resume)
-        held = None
+        self.hold = None
         if options.hold:
             given = (options.hold, options.tokens, options.seed, self.steps.remember)
-            held = HeldTasks(model, tokenizer, text, *given)
+            self.hold = HeldTasks(model, tokenizer, text, *given)
         has_time = lambda seconds: self.time.allows(1.0, seconds)
         limits = (options.tokens, self.block_size, options.tolerance)
-        self.trials = Trials(model, self.texts, self.steps, *limits, held, has_time)
+        self.trials = Trials(model, self.texts, self.steps, *limits, self.hold, has_time)
 
     def run(self) -> TuneResult:
         """Search, measure and write the policy with its evidence."""
@@ -159,7 +167,8 @@ class Search:
             fewest = -(-len(layers) // (1 + REACH))
             raise ValueError(f"`choosing` must be at least {fewest} of the {len(layers)} layers, got {choosing}")
         task.advance(3, repr(scorer))
-        candidates = TunedCandidates(costs, scorer)
+        of_tasks = self._task_costs(scorer)
+        candidates = TunedCandidates(costs, scorer, of_tasks)
         self.trials.closeness.update(candidates.at(SCORER_DENSITY).predicted)
 
         def evaluate(candidate: Candidate) -> Trial:
@@ -186,7 +195,9 @@ class Search:
             best_uniform=uniform.best.trial if uniform.best else None,
             lists=lists,
             shared=tuple(shared.trials) if shared else (),
-            held_out=self._leave_one_out(costs, scorer, rises, tuned.best, task) if self.options.held_out else (),
+            held_out=self._leave_one_out(costs, of_tasks, scorer, rises, tuned.best, task)
+            if self.options.held_out
+            else (),
         )
 
     def _timed(self, found: Found, task: Task) -> TuneResult:
@@ -297,6 +308,7 @@ class Search:
     def _leave_one_out(
         self,
         costs: Mapping[str, Costs],
+        of_tasks: Costs | None,
         scorer: Scorer,
         rises: Rises,
         best: Tried | None,
@@ -312,7 +324,7 @@ class Search:
             task.advance(0, f"without {label(kind)}")
             others = {each: of_kind for each, of_kind in costs.items() if each != kind}
             least = best.candidate.aim if best else 0.0
-            guide = Guide(TunedCandidates(others, scorer), rises.without(kind), FINE_ENOUGH, least)
+            guide = Guide(TunedCandidates(others, scorer, of_tasks), rises.without(kind), FINE_ENOUGH, least)
             found.append(self._without(kind, guide, scorer, next(iter(others.values())).layers, task))
         return tuple(sorted(found, key=lambda each: -(each.ratio or 0.0)))
 
@@ -337,6 +349,35 @@ class Search:
         for index, stretch in enumerate(self.texts.costs):
             by_kind.setdefault(stretch.kind, []).append(self._head_costs(index, (scorer,)))
         return {kind: Costs.mean(each) for kind, each in by_kind.items()}
+
+    def _task_costs(self, scorer: Scorer) -> Costs | None:
+        """Return the mean costs of a scorer on prompts of the tasks that must hold, by the predictions of the answers.
+
+        If time runs out, the mean is over the prompts until then. None if there are none.
+        """
+        if self.hold is None:
+            return None
+        prompts = list(itertools.product(range(COST_SAMPLES), self.hold.tasks))
+        budgets, found = budgets_for(self.options.tokens), list[Costs]()
+        rules = [self.trials.rule(budget, scorer) for budget in budgets]
+        block_size, seed = self.block_size, self.options.seed
+
+        def measure(sample: TaskSample) -> dict[str, Any]:
+            ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
+            last = len(sample.answer)
+            return Costs.plain(measure_head_costs(self.model, ids, rules, block_size=block_size, seed=seed, last=last))
+
+        with self.progress.task("Measuring the loss of each head on tasks", total=len(prompts)) as inner:
+            for number, task in prompts:
+                if not self.time.allows(TASK_COSTS_UNTIL):
+                    logger.warning(TASKS_OUT_OF_TIME, len(found), len(prompts))
+                    break
+                sample = partial(self.hold.for_costs, task, number)
+                key = f"costs of {len(budgets)} budgets by {scorer!r} on {task} {number}"
+                plain = self.steps.remember(key, lambda sample=sample: measure(sample()))  # type: ignore[misc]
+                found.append(Costs.of({scorer: plain}, budgets))
+                inner.advance(1, task)
+        return Costs.mean(found) if found else None
 
     def _head_costs(self, index: int, scorers: Sequence[Scorer]) -> Costs:
         """Return the loss of each head on one of the texts for costs."""

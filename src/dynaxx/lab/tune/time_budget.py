@@ -8,7 +8,7 @@ import time
 
 # Shares of the budget by which three steps must end: the costs of heads, the search with budgets per head, and the
 # search with one budget for all heads. The rest is for timing, decode rules and the reference.
-COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL = 0.4, 0.7, 0.85
+COSTS_UNTIL, TASK_COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL = 0.4, 0.5, 0.7, 0.85
 
 
 class TimeBudget:

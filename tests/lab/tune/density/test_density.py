@@ -89,7 +89,7 @@ def costs_of(losses):
     return Costs((0,), {SCORER: values[:, None].expand(-1, 2)}, {SCORER: loss})
 
 
-def test_budgets_per_head_and_one_for_all_predict_the_loss_of_each_kind():
+def test_budgets_suit_texts_and_tasks_and_predict_the_loss_of_each_kind():
     costs = {"code": costs_of([0.02, 0.0]), "legal": costs_of([0.0, 0.01])}
     found = TunedCandidates(costs, SCORER).at(0.2)
     (row,) = found.budgets
@@ -98,6 +98,9 @@ def test_budgets_per_head_and_one_for_all_predict_the_loss_of_each_kind():
     for place, kind in enumerate(costs):
         each = costs[kind].finer(SCORER)
         assert found.predicted[kind] == pytest.approx(float(each.loss[SCORER][each.values.index(row[place]), place]))
+    (with_tasks,) = TunedCandidates(costs, SCORER, costs_of([0.0, 5.0])).at(0.2).budgets
+    assert with_tasks[0] < row[0], "the tasks need the other head"
+    assert with_tasks[1] > row[1]
     uniform = UniformCandidates(costs, SCORER, 0.0).at(0.3)
     assert uniform.budgets == [[pytest.approx(0.3)] * 2]
     assert uniform.predicted["code"] == pytest.approx(float(costs["code"].uniform_loss(SCORER, 0.3)))

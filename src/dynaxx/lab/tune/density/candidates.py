@@ -2,7 +2,8 @@
 """Budgets of heads for any density, and the loss that they are predicted to cost on each kind of text.
 
 Budgets per head have the smallest loss on the mean of all kinds. More weight for the kind closest to the tolerance
-makes its predicted loss smaller, but not its loss on other text (decision 75).
+makes its predicted loss smaller, but not its loss on other text (decision 75). Tasks that must hold count beside the
+texts (decision 77).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import Budgets, Costs
+from dynaxx.lab.tune.costs import SMALLEST_LOSS, Budgets, Costs
 from dynaxx.lab.tune.sharing import SharedLists
 from dynaxx.selection import Scorer
+
+TASK_WEIGHT = 0.3  # of the loss on tasks beside that on texts, both as shares of the loss at the smallest budget
 
 
 class Candidate(NamedTuple):
@@ -36,17 +39,22 @@ class Candidates(Protocol):
 
 
 class TunedCandidates:
-    """Budgets per head with the smallest predicted loss, the mean over the kinds of text.
+    """Budgets per head with the smallest predicted loss, the mean over the kinds of text, and on tasks.
 
     Args:
         costs: costs of the heads on each kind of text.
         scorer: the scorer of blocks.
+        of_tasks: costs of the heads on tasks, if any must hold.
     """
 
-    def __init__(self, costs: Mapping[str, Costs], scorer: Scorer) -> None:
+    def __init__(self, costs: Mapping[str, Costs], scorer: Scorer, of_tasks: Costs | None = None) -> None:
         self._losses = {kind: each.finer(scorer).loss[scorer] for kind, each in costs.items()}
         self._mean = Costs.mean(list(costs.values())).finer(scorer)
-        self._allocator = Allocator(self._mean.density[scorer], torch.stack(list(self._losses.values())).mean(0))
+        loss = torch.stack(list(self._losses.values())).mean(0)
+        if of_tasks is not None:
+            added = of_tasks.finer(scorer).loss[scorer]
+            loss = loss + added * (TASK_WEIGHT * loss[0].sum() / added[0].sum().clamp_min(SMALLEST_LOSS))
+        self._allocator = Allocator(self._mean.density[scorer], loss)
         self.least = self._allocator.least_density
 
     def at(self, density: float) -> Candidate:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that a budget must pass during the search."""
+"""Tasks that a budget must pass during the search, and that count in the costs of heads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.result import ANSWERED, KNOWN, interval_of, prefers
 from dynaxx.lab.tasks.score import answer_task, closed_book, other_answers
-from dynaxx.lab.tasks.suite import make_task, named_tasks
+from dynaxx.lab.tasks.suite import TaskSample, make_task, named_tasks
 from dynaxx.lab.texts import split_text
 from dynaxx.lab.tune.result import TaskTrial
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-SAMPLES = 3  # prompts per task
+SAMPLES = 3  # prompts per task in trials
+COST_SAMPLES = 2  # other prompts per task for the costs of heads
 LIMIT = 0.1  # allowed mean loss of a task in nats per answer token, equal to the policy's tolerance
 
 
@@ -45,12 +46,14 @@ class HeldTasks:
         remember: Callable[[str, Callable[[], Any]], Any],
     ) -> None:
         self._model, self._tokenizer, self._remember = model, tokenizer, remember
-        tasks = named_tasks(names)
+        self.tasks = named_tasks(names)
         haystack = Haystack(split_text(text).calibration)
-        self._samples = {
-            name: [make_task(name, tokenizer, haystack, tokens, seed=seed, index=-1 - i) for i in range(SAMPLES)]
-            for name in tasks
-        }
+        self._make = lambda name, index: make_task(name, tokenizer, haystack, tokens, seed=seed, index=index)
+        self._samples = {name: [self._make(name, -1 - i) for i in range(SAMPLES)] for name in self.tasks}
+
+    def for_costs(self, task: str, number: int) -> TaskSample:
+        """Return a prompt for the costs of heads, 0 <= number < COST_SAMPLES. Trials have other prompts."""
+        return self._make(task, -1 - SAMPLES - number)
 
     def under(self, policy: Policy, key: str) -> tuple[TaskTrial, ...]:
         """Return the loss of each task under the policy whose budgets have this key."""
