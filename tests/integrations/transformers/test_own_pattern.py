@@ -247,6 +247,27 @@ def test_gradient_checkpointing(name):
         torch.testing.assert_close(got[key], want, atol=2e-4 * float(want.abs().max()), rtol=1e-3)
 
 
+@torch.no_grad()
+def test_a_causal_mask_that_transformers_drops_is_not_applied():
+    """SDPA gets no mask from PaliGemma without token types, and attends both ways, since its layers are not causal."""
+    text = {
+        "model_type": "gemma", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    }  # fmt: skip
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 4, "image_size": 32, "patch_size": 8}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=32, hidden_size=32)
+    model, ids = transformers.PaliGemmaForConditionalGeneration(config).eval(), ids_of(1, 400)
+    prefix = (torch.arange(400) >= 300).long()[None]
+    for arguments in ({}, {"token_type_ids": prefix}):
+        for attention in ("sdpa", "eager"):
+            model.set_attn_implementation(attention)
+            wanted = model(input_ids=ids, **arguments).logits
+            with dx.apply(model):
+                torch.testing.assert_close(model(input_ids=ids, **arguments).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_a_policy_on_top(monkeypatch):
     """Rules apply to the layers that see everything; windows, sinks and capped scores stay exact."""
     for name in ("Gemma 2", "gpt-oss"):

@@ -58,6 +58,12 @@ class AttentionCall(NamedTuple):
         """Return the number of keys of each batch entry."""
         return self.k.shape[2]
 
+    @property
+    def causal_without_mask(self) -> bool:
+        """Return whether SDPA attends causally if it gets no mask."""
+        given = self.kwargs.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if given is None else given)
+
 
 class ScoreOptions(NamedTuple):
     """The options of an attention call that change its scores. `sinks_of` returns the tensor of learned sinks."""
@@ -107,8 +113,7 @@ def tensors_reason(call: AttentionCall) -> DenseReason | None:
     if k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
         return DenseReason.SHAPES
     if mask is None:
-        is_causal = call.kwargs.get("is_causal")
-        if not (getattr(call.module, "is_causal", True) if is_causal is None else is_causal):
+        if not call.causal_without_mask:
             return DenseReason.NOT_CAUSAL
         return DenseReason.MORE_QUERIES if q.shape[2] > k.shape[2] else None
     if mask.dtype != torch.bool:

@@ -45,6 +45,8 @@ def _make_parts(
             return parts_of_window(asked, seqlen_q, device)
         return (isinstance(mask, LazyMask) and parts_of_mask(mask, device, asked)) or DenseReason.MASK_KIND
     plain = mask is not None and not (isinstance(mask, LazyMask) and not mask.plain_is_needed)
+    if isinstance(mask, LazyMask) and mask.rule.causal and not plain and not call.causal_without_mask:
+        return DenseReason.NOT_CAUSAL  # transformers drops this causal mask, and SDPA attends both ways (PaliGemma)
     kind: Kind = "masked" if plain else causal_kind(call.q, call.k)
     if not wins(device.type, "eager" if scores.need_eager else kind, seqlen_q):
         return DenseReason.SHORT
