@@ -223,6 +223,10 @@ def test_bad_arguments():
         nn.NativeSparseAttention(24, 6, 2, gate_init=(0.0, 1.0, 0.0))
     with pytest.raises(TypeError, match="pattern"):
         nn.SparseAttention(24, 6, 2, pattern="window")
+    with pytest.raises(ValueError, match="`top_k` must be >= 1 blocks"):
+        nn.MixtureOfBlockAttention(24, 6, 2, top_k=0)
+    with pytest.raises(ValueError, match="`block_size` must be one of"):
+        nn.MixtureOfBlockAttention(24, 6, 2, block_size=7)
     module = modules()["mean"]
     with pytest.raises(ValueError, match="cu_seqlens"):
         module(torch.randn(5, 24))

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.layout import CuSeqlens
+from dynaxx.layout import BLOCK_SIZES, CuSeqlens
 from dynaxx.layout.nsa import NsaSizes
 from dynaxx.nn.cache import LayerCache
 from dynaxx.nn.projection import ProjectedAttention
@@ -35,6 +35,10 @@ class MixtureOfBlockAttention(ProjectedAttention):
         self, hidden_size: int, q_heads: int, kv_heads: int, *, block_size: int = 128, top_k: int = 8, **projection: Any
     ) -> None:
         super().__init__(hidden_size, q_heads, kv_heads, **projection)
+        if top_k < 1:
+            raise ValueError(f"`top_k` must be >= 1 blocks, the query's own included, got {top_k}")
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"`block_size` must be one of {BLOCK_SIZES}, got {block_size}")
         self.sizes = NsaSizes(block_size, block_size, block_size, top_k, first_blocks=0, local_blocks=1)
 
     @override
