@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the prefill of a small model in eager mode, compiled, and as captured CUDA graphs, dense and under a policy.
+"""Time a model in eager mode, compiled, and as captured CUDA graphs, dense and under a policy: prompts or training.
 
-    python benchmarks/serving/prefill_compiled.py [--lengths 1024,2048,4096,8192] [--turns 9] [--only graph]
-        [--json FILE]
+    python benchmarks/serving/prefill_compiled.py [--model smollm2] [--lengths 1024,2048,4096,8192] [--turns 9]
+        [--only graph] [--train] [--dense-below 512] [--wait-for FILE] [--json FILE]
 
-SmolLM2-135M's shape with random weights, bf16, on a GPU. A compiled model is one graph without breaks (`fullgraph`). A
-captured graph serves one length, or every prompt up to it: shorter prompts are padded on the right, and the logits of
-their last token are taken. Before anything is timed, the logits of each way must be those of the eager model, up to
-rounding. `equal` says whether those of a prompt of the whole length are equal bit by bit.
+SmolLM2-135M's shape, or four layers of Llama-3.1-8B's, with random weights, bf16, on a GPU. A compiled model is one
+graph without breaks (`fullgraph`). A captured graph serves one length, or every prompt up to it: shorter prompts are
+padded on the right, and the logits of their last token are taken. Before anything is timed, the logits of each way must
+be those of the eager model, up to rounding; random weights and rounding choose other blocks now and then, so a compiled
+policy is compared with a static rule. `equal` says whether those of a prompt of the whole length are equal bit by bit.
+With `--wait-for`, several runs compile side by side, and each is timed when its file appears.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +27,27 @@ from unittest.mock import patch
 import torch
 import transformers
 from policy_cost import RULE, make_model, twin
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.lab.machine import need_gpu
 
 WAYS = ("eager", "compiled", "graph")
+STATIC = dx.SlidingWindow(1024) | dx.Sink(128)
 MOST_APART = 0.1  # standard deviations of the logits; products of other lengths round otherwise in bf16
+
+
+def make_llama8b() -> Any:
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=49152, max_position_embeddings=1 << 17, attn_implementation="sdpa", dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+MODELS = {"smollm2": make_model, "llama8b": make_llama8b}
 
 
 class CapturedPrompt:
@@ -56,16 +73,23 @@ class CapturedPrompt:
         return self.logits
 
 
-def ways_of(model: Any, length: int, only: str | None) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+def ways_of(
+    model: Any, length: int, only: str | None, handle: Any
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the ways to run a model on a prompt, each checked against eager mode."""
     eager = lambda ids: model(ids, logits_to_keep=1, use_cache=True).logits
     found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"eager": eager}
     ids = torch.randint(0, 49152, (1, length), device="cuda")
     if only in (None, "compiled"):
-        torch.compiler.reset()
         compiled = torch.compile(model, fullgraph=True, dynamic=False)
         found["compiled"] = lambda ids: compiled(ids, logits_to_keep=1, use_cache=False).logits
+        if handle is not None:
+            policy = handle.policy
+            handle.replace(policy_of(model, policy.dense_below, STATIC))
         compare("compiled", found["compiled"](ids), eager(ids), 5 * MOST_APART)  # its fused operations round otherwise
+        if handle is not None:
+            handle.replace(policy)
+            found["compiled"](ids)
     if only in (None, "graph"):
         graph = found["graph"] = CapturedPrompt(model, length)
         part = ids[:, : length - 128]  # the last block has no padding, whose queries would take part in its choice
@@ -73,6 +97,25 @@ def ways_of(model: Any, length: int, only: str | None) -> dict[str, Callable[[to
             compare("captured", graph(prompt), eager(prompt))
         graph.equal = bool(torch.equal(graph(ids), eager(ids)))
     return found
+
+
+def steps_of(model: Any, length: int) -> dict[str, Callable[[torch.Tensor], None]]:
+    """Return training steps, forward and backward, in eager mode and compiled."""
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    found: dict[str, Callable[[torch.Tensor], None]] = {}
+    for way, run in (("eager", model), ("compiled", compiled)):
+
+        def step(ids: torch.Tensor, run: Any = run) -> None:
+            run(ids, labels=ids, use_cache=False).loss.backward()
+            model.zero_grad(set_to_none=True)
+
+        step(torch.randint(0, 49152, (1, length), device="cuda"))
+        found[way] = step
+    return found
+
+
+def policy_of(model: Any, dense_below: int, rule: Any = RULE) -> dx.Policy:
+    return dx.Policy(model=model_facts(model), block_size=64, dense_below=dense_below, rules=[dx.Rule.of(rule)])
 
 
 def compare(way: str, logits: torch.Tensor, wanted: torch.Tensor, most: float = MOST_APART) -> None:
@@ -91,13 +134,23 @@ def time_ms(call: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-@torch.inference_mode()
-def rows_of(models: dict[str, Any], length: int, turns: int, only: str | None) -> list[dict[str, Any]]:
+def prepared(
+    models: dict[str, Any], length: int, given: argparse.Namespace, handle: Any
+) -> dict[str, dict[str, Callable[[torch.Tensor], Any]]]:
+    """Return the ways to run each model on `length` tokens, compiled."""
+    handles = {"dense": None, "policy": handle}
+    if given.train:
+        return {name: dict(steps_of(model.train(), length)) for name, model in models.items()}
+    return {name: dict(ways_of(model, length, given.only, handles[name])) for name, model in models.items()}
+
+
+def rows_of(
+    runs: dict[str, dict[str, Callable[[torch.Tensor], Any]]], length: int, given: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Return one row per way: milliseconds dense and under the policy, in turns."""
-    runs = {name: ways_of(model, length, only) for name, model in models.items()}
     ids = torch.randint(0, 49152, (1, length), device="cuda")
     taken: dict[tuple[str, str], list[float]] = {}
-    for turn in range(turns + 2):
+    for turn in range(given.turns + 2):
         for name, ways in runs.items():
             for way, run in ways.items():
                 ms = time_ms(lambda run=run: run(ids))  # type: ignore[misc]
@@ -106,30 +159,52 @@ def rows_of(models: dict[str, Any], length: int, turns: int, only: str | None) -
     rows = []
     for way in runs["dense"]:
         dense, sparse = (round(median(taken[way, name]), 2) for name in ("dense", "policy"))
-        speedup = round(dense / sparse, 2)
-        equal = {name: getattr(ways[way], "equal", None) for name, ways in runs.items()}
-        row = {"tokens": length, "way": way, "dense_ms": dense, "policy_ms": sparse, "speedup": speedup}
-        rows.append({**row, "equal": equal} if way == "graph" else row)
+        row = {"model": given.model, "tokens": length, "way": way, "dense_ms": dense, "policy_ms": sparse}
+        row |= {"speedup": round(dense / sparse, 2), "load": round(os.getloadavg()[0], 1)}
+        if given.train:
+            row |= {f"{name}_gib": peak_gib(lambda name=name, way=way: runs[name][way](ids)) for name in runs}  # type: ignore[misc]
+        elif way == "graph":
+            row["equal"] = {name: getattr(ways[way], "equal", None) for name, ways in runs.items()}
+        rows.append(row)
     return rows
+
+
+def peak_gib(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--lengths", default="1024,2048,4096,8192")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--only", choices=WAYS[1:], help="beside eager mode, by default both")
+    parser.add_argument("--train", action="store_true", help="time training steps instead of prompts")
+    parser.add_argument("--dense-below", type=int, default=512)
+    parser.add_argument("--wait-for", type=Path, metavar="FILE", help="compile, then time when this file exists")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     need_gpu()
     rows: list[dict[str, Any]] = []
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__}
-    models = {"dense": make_model()}
+    models = {"dense": MODELS[given.model]()}
     models["policy"] = twin(models["dense"])
-    known = model_facts(models["policy"])
-    policy = dx.Policy(model=known, block_size=64, dense_below=512, rules=[dx.Rule.of(RULE)])
-    with dx.apply(models["policy"], policy):
-        for length in map(int, given.lengths.split(",")):
-            for row in rows_of(models, length, given.turns, given.only):
+    with (
+        dx.apply(models["policy"], policy_of(models["policy"], given.dense_below)) as handle,
+        torch.inference_mode(not given.train),
+    ):
+        lengths = [int(length) for length in given.lengths.split(",")]
+        runs = {length: prepared(models, length, given, handle) for length in lengths}
+        if given.wait_for is not None:
+            print("compiled", flush=True)
+            while not given.wait_for.exists():
+                time.sleep(0.05)
+        for length in lengths:
+            for row in rows_of(runs[length], length, given):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
             if given.json:

@@ -18,6 +18,7 @@ Exported models are as well, because they leave the process, and so are short ca
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, ScoreOptions, sinks_of
 from dynaxx.integrations.transformers.calls.border import lowest_border
-from dynaxx.integrations.transformers.decoder import is_exporting
-from dynaxx.integrations.transformers.masks.lazy import lazy_mask
+from dynaxx.integrations.transformers.decoder import DENSE, is_exporting
+from dynaxx.integrations.transformers.masks.lazy import lazy_mask, plain_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
 from dynaxx.integrations.transformers.recordings import Recording, Recordings
 from dynaxx.ops.autocast import follow_autocast
@@ -41,6 +42,7 @@ MOST_TRACED = 4096  # keys; for more, SDPA is much faster in the op, which needs
 ANY_LENGTH = 1 << 62
 
 RECORDINGS = Recordings()
+ORIGINAL: dict[str, Callable[..., Any]] = {}  # the original attention by name, where all layers have the same function
 
 _MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by layer number
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
@@ -53,15 +55,17 @@ class TracedLayer:
 
     Attributes:
         number: the number of the layer, 0 in a copy of the module, which has no handle.
-        dense: the model's original attention; None in a copy.
+        name: the name of the model's original attention.
+        dense: that attention; None in a copy.
         dense_below: calls with fewer queries and keys run dense by the policy, whatever their mask.
         own_pattern: whether they may still run the model's own pattern on dynaxx's kernels.
     """
 
-    __slots__ = ("dense", "dense_below", "number", "own_pattern")
+    __slots__ = ("dense", "dense_below", "name", "number", "own_pattern")
 
     def __init__(self, number: int = 0, dense: DenseAttention | None = None) -> None:
         self.number, self.dense = number, dense
+        self.name = "" if dense is None else dense.name
         self.dense_below, self.own_pattern = 0, True
 
     def __deepcopy__(self, memo: object) -> TracedLayer:
@@ -87,11 +91,25 @@ class TracedLayer:
             most = 0 if scores.need_eager else min(most, lowest_border(q.device.type))
         return q.shape[2] < most and k.shape[2] < most
 
+    def attend_dense(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Trace the model's original attention."""
+        found: tuple[Tensor, Tensor | None]
+        if self.name == DENSE and not ScoreOptions.of(kwargs).need_eager:  # one function for all layers: fewer guards
+            found = ORIGINAL[DENSE](module, q, k, v, plain_mask(mask, DENSE, q.dtype), **kwargs)
+        else:
+            assert self.dense is not None, "a copy has no traced layer"
+            found = self.dense(module, q, k, v, mask, **kwargs)
+        return found
+
 
 def remember(layer: Layer, module: nn.Module) -> None:
     """Let traced code and `layer_attention` find a layer and its module."""
     _LAYERS[layer.number], _MODULES[layer.number] = layer, module
     setattr(module, ATTRIBUTE, TracedLayer(layer.number, layer.dense))
+    if DENSE in layer.dense.by_name:
+        ORIGINAL[DENSE] = layer.dense.by_name[DENSE]
 
 
 def forget(module: nn.Module) -> None:

@@ -37,10 +37,10 @@ class DenseAttention:
         implementation: the name of the model's original attention, "sdpa" or "eager".
     """
 
-    __slots__ = ("_name", "by_name")
+    __slots__ = ("by_name", "name")
 
     def __init__(self, module: nn.Module, implementation: str) -> None:
-        self._name = implementation
+        self.name = implementation
         self.by_name = {name: attention_of(module, name) for name in {"eager", implementation}}
 
     def __call__(
@@ -54,7 +54,7 @@ class DenseAttention:
 
     def plain(self, mask: Tensor | None, dtype: torch.dtype, *, need_eager: bool) -> PlainMask:
         """Return the attention for a mask of transformers, and the mask in its form. Equal calls share both."""
-        name = "eager" if need_eager else self._name
+        name = "eager" if need_eager else self.name
         return PlainMask(name, plain_mask(mask, name, dtype), dtype)
 
 

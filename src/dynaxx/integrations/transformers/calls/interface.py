@@ -34,13 +34,12 @@ def attention(
     if torch.compiler.is_compiling():
         kwargs.pop(ARGUMENT, None)  # from the hook of a decoder that is compiled layer by layer
         traced = getattr(module, ATTRIBUTE, None)
-        if traced is None or traced.dense is None:
+        if traced is None or not traced.name:
             return DenseAttention(module, DENSE)(module, query, key, value, attention_mask, **kwargs)
         out = attend_compiled(traced, query, key, value, attention_mask, kwargs)
         if out is not None:
             return out, None
-        original: tuple[Tensor, Tensor | None] = traced.dense(module, query, key, value, attention_mask, **kwargs)
-        return original
+        return traced.attend_dense(module, query, key, value, attention_mask, kwargs)
     current: ForwardContext | None = None
     dense = running.dense
     if dense is None or dense.config is not module.config:
