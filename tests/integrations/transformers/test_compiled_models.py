@@ -358,3 +358,26 @@ def test_a_model_that_is_compiled_layer_by_layer_runs_sparse(padded):
             each.compile(backend="eager")
         close(logits(model, input_ids=ids, attention_mask=mask)[mask.bool()], wanted[mask.bool()])
         assert handle.stats()["sparse_calls"] == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_logits_and_gradients_of_a_compiled_model_on_a_gpu():
+    """At several lengths, in fp32, with a static rule, which rounding does not change."""
+    model, rule = llama().cuda().train(), dx.Rule.of(dx.Sink(4) | dx.SlidingWindow(40))
+    with dx.apply(model, policy_for(model, rule)) as handle:
+        compiled = torch.compile(model, fullgraph=True, dynamic=True)
+        for seqlen in (300, 257, 512):
+            ids = tokens(2, seqlen).cuda()
+            found, grads = [], []
+            for run in (model, compiled):
+                found.append(run(ids, labels=ids, use_cache=False))
+                found[-1].loss.backward()
+                grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+                model.zero_grad()
+            torch.testing.assert_close(found[1].logits, found[0].logits, atol=1e-3, rtol=1e-3)
+            for name, grad in grads[0].items():
+                largest = float(grad.abs().max())
+                torch.testing.assert_close(grads[1][name], grad, atol=2e-3 * largest, rtol=2e-2)
+        assert handle.stats()["sparse_calls"] == 2 * 3 * 3
+        assert len(compiled_calls.RECORDINGS) == 0
