@@ -201,8 +201,8 @@ class Decoder {
       for (int j = 0; j < visible; j += LANES) store(scores + j, tanh_of(load(scores + j) * splat(scale_.cap)));
     std::fill(scores + visible, scores + CHUNK, NEG_INF);
     std::fill(scores, scores + std::clamp<int64_t>(first, 0, visible), NEG_INF);
-    vec largest = splat(NEG_INF);
-    for (int j = 0; j < CHUNK; j += LANES) largest = max_second_if_nan(largest, load(scores + j));
+    vec largest = splat(NEG_INF);  // NaN if all keys give NaN, since hidden keys would come behind them
+    for (int j = 0; j < visible; j += LANES) largest = max_second_if_nan(largest, load(scores + j));
     float top = top_[r];
     for (int i = 0; i < LANES; i++) top = largest[i] > top || largest[i] != largest[i] ? largest[i] : top;
     if (top == NEG_INF) {
@@ -295,7 +295,8 @@ void merge(const DecodeArgs& args, int64_t batch, int64_t head, const float* res
     const int64_t token = r / group, q_head = head * group + r % group;
     const float* tops = results + rows * E + r;
     float top = NEG_INF, sum = 0.f;
-    for (int64_t p = 0; p < num_parts; p++) top = std::max(top, tops[p * size]);
+    for (int64_t p = 0; p < num_parts; p++)
+      if (tops[p * size] > top || tops[p * size] != tops[p * size]) top = tops[p * size];  // keeps NaN
     float* out = args.out + ((batch * args.seqlen_q + token) * args.q_heads + q_head) * cache.head_dim_v;
     float* lse = args.lse + (batch * args.q_heads + q_head) * args.seqlen_q + token;
     std::fill(out, out + cache.head_dim_v, 0.f);
