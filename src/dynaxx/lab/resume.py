@@ -17,22 +17,29 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx import __version__
-from dynaxx.lab.files import read_json, write_json
+from dynaxx.lab.files import MOST_BYTES, explain_full_disk, write_text
+from dynaxx.storage import parse_json, read_regular_file
 
 logger = logging.getLogger("dynaxx")
 
 
+FORMAT = 2  # of a file of steps; 1 was one JSON object, with keys that depended on the version of transformers
+NOT_THE_MODEL = ("transformers_version",)  # fields of a configuration; so are those with a leading underscore
+
+
 def fingerprint(model: nn.Module | None, ids: Tensor, **settings: Any) -> str:
-    """Return a short hash of a model (class, configuration and every weight), of token ids or numbers, and settings."""
+    """Return a short hash of a model (class, configuration and every weight), of token ids or numbers, and settings.
+
+    It does not depend on the version of transformers, on where the model was loaded from, or on buffers that the model
+    derives from its configuration.
+    """
     settings = {**settings, "dynaxx": __version__}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(_bytes(ids))
     if model is not None:
         config = getattr(model, "config", None)
         facts: dict[str, Any] = config.to_dict() if config is not None else {}
-        kept = {
-            key: value for key, value in facts.items() if not key.startswith("_")
-        }  # without the path that it was loaded from
+        kept = {key: value for key, value in facts.items() if not (key.startswith("_") or key in NOT_THE_MODEL)}
         digest.update(type(model).__name__.encode() + json.dumps(kept, sort_keys=True, default=str).encode())
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
             for found in pool.map(_hash_of, _tensors(model)):
@@ -41,9 +48,10 @@ def fingerprint(model: nn.Module | None, ids: Tensor, **settings: Any) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by name, shared ones once."""
+    """Yield parameters and stored buffers by name, shared ones once."""
     yield from model.named_parameters()
-    yield from model.named_buffers()
+    stored = model.state_dict(keep_vars=True).keys()
+    yield from (named for named in model.named_buffers() if named[0] in stored)
 
 
 def _hash_of(named: tuple[str, Tensor]) -> bytes:
@@ -59,31 +67,51 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 class Steps:
-    """Results of finished steps by name, in a JSON file that is always whole.
+    """Results of finished steps by name, in a file of JSON lines to which each step adds one.
 
-    A file with another fingerprint (another model, text or setting), or that is broken or was modified, is logged and
-    replaced.
+    The first line has the format and the fingerprint. A file of another format or fingerprint (another model, text or
+    setting) is logged and replaced. So is everything from the first line on that is cut off or was modified.
     """
 
     def __init__(self, path: Path, key: str, resume: bool = True) -> None:
         self._path, self._key = path, key
         self._results: dict[str, Any] = {}
+        self._whole = False  # whether the file ends with a whole line, so that another may follow
         self.seconds = 0.0  # seconds of earlier runs
         self._since = time.monotonic()
-        if resume and path.exists():
+        if resume:
             self._load()
 
     def _load(self) -> None:
+        older = self._path.with_suffix(".json")
+        if not self._path.exists():
+            if older != self._path and older.exists():
+                logger.warning("%s was written by another version of dynaxx; starting over", older)
+            return
         try:
-            found = read_json(self._path)
-            if found["key"] != self._key:
-                logger.warning("%s belongs to another model, text or setting; starting over", self._path)
-                return
-            if found["digest"] != _digest(self._key, found["seconds"], found["results"]):
-                raise ValueError("changed since it was written")
-            self._results, self.seconds = dict(found["results"]), float(found["seconds"])
+            text = read_regular_file(self._path, MOST_BYTES).decode()
+            head, *lines = text.split("\n")
+            found = parse_json(head)
+            if found["format"] != FORMAT:
+                raise ValueError(f"format {FORMAT} is expected")
         except (ValueError, KeyError, TypeError, OSError):
-            logger.warning("%s cannot be read; starting over", self._path)
+            logger.warning("%s cannot be read, or is of another version of dynaxx; starting over", self._path)
+            return
+        if found["key"] != self._key:
+            logger.warning("%s belongs to another model, text or setting; starting over", self._path)
+            return
+        for index, line in enumerate(lines):
+            if index == len(lines) - 1 and not line:
+                self._whole = True
+                break
+            try:
+                step = parse_json(line)
+                if step["digest"] != _digest(self._key, step["name"], step["seconds"], step["result"]):
+                    raise ValueError("changed since it was written")
+                self._results[step["name"]], self.seconds = step["result"], float(step["seconds"])
+            except (ValueError, KeyError, TypeError):
+                logger.warning("%s cannot be read from line %d on; going on from there", self._path, index + 2)
+                break
 
     def __contains__(self, name: str) -> bool:
         """Return whether a step has a result."""
@@ -93,12 +121,24 @@ class Steps:
         """Return the JSON result of a step from the file, or compute and store it."""
         if name not in self._results:
             self._results[name] = compute()
-            spent = self.seconds + time.monotonic() - self._since
-            kept = {"key": self._key, "seconds": spent, "results": self._results}
-            write_json(self._path, {**kept, "digest": _digest(self._key, spent, self._results)})
+            if self._whole:
+                with explain_full_disk(self._path), self._path.open("ab") as file:
+                    file.write(self._line(name).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+            else:
+                head = json.dumps({"format": FORMAT, "key": self._key}) + "\n"
+                write_text(self._path, head + "".join(self._line(each) for each in self._results))
+                self._whole = True
         return self._results[name]
 
+    def _line(self, name: str) -> str:
+        """Return the line of a step."""
+        spent, result = round(self.seconds + time.monotonic() - self._since, 3), self._results[name]
+        step = {"name": name, "seconds": spent, "digest": _digest(self._key, name, spent, result), "result": result}
+        return json.dumps(step, allow_nan=False) + "\n"
 
-def _digest(key: str, seconds: float, results: dict[str, Any]) -> str:
-    text = json.dumps([key, seconds, results], sort_keys=True, allow_nan=False)
+
+def _digest(key: str, name: str, seconds: float, result: Any) -> str:
+    text = json.dumps([key, name, seconds, result], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

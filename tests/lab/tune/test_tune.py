@@ -59,7 +59,38 @@ def test_steps_survive_a_kill_and_refuse_another_key(tmp_path, caplog):
     assert "x" not in Steps(path, "a")
     assert "x" not in Steps(tmp_path / "none.json", "a")
     Steps(path, "a").remember("y", lambda: 1)
-    assert json.loads(path.read_text())["results"] == {"y": 1}
+    assert "y" in Steps(path, "a")
+    assert "x" not in Steps(path, "a")
+
+
+def test_a_step_that_a_kill_cut_off_is_done_again(tmp_path, caplog):
+    path = tmp_path / "state.jsonl"
+    steps = Steps(path, "a")
+    for name in "xyz":
+        steps.remember(name, lambda name=name: [name])
+    whole = path.read_bytes()
+    assert whole.count(b"\n") == 4
+    path.write_bytes(whole[:-9])
+    again = Steps(path, "a")
+    assert ["x" in again, "y" in again, "z" in again] == [True, True, False]
+    assert "from line 4 on" in caplog.text
+    assert again.remember("z", lambda: "new") == "new"
+    found = Steps(path, "a")
+    assert [found.remember(name, lambda: pytest.fail("computed twice")) for name in "xyz"] == [["x"], ["y"], "new"]
+    path.write_bytes(whole[:-1])  # a whole step without its end of line
+    last = Steps(path, "a")
+    assert last.remember("z", lambda: pytest.fail("computed twice")) == ["z"]
+    last.remember("w", lambda: 4)
+    assert Steps(path, "a").remember("w", lambda: pytest.fail("not stored")) == 4
+
+
+def test_steps_of_an_earlier_version_are_refused_by_name(tmp_path, caplog):
+    (tmp_path / "state.json").write_text(json.dumps({"key": "a", "seconds": 1.0, "results": {"x": 1}, "digest": ""}))
+    assert "x" not in Steps(tmp_path / "state.json", "a")
+    assert "state.json cannot be read, or is of another version of dynaxx; starting over" in caplog.text
+    caplog.clear()
+    assert "x" not in Steps(tmp_path / "state.jsonl", "a")
+    assert "state.json was written by another version of dynaxx; starting over" in caplog.text
 
 
 def test_fingerprint_sees_weights_and_settings():
@@ -86,23 +117,42 @@ def test_fingerprint_sees_every_weight_and_buffer(dtype):
     assert fingerprint(model, ids) == first
 
 
+def test_fingerprint_is_the_same_in_every_version_of_transformers():
+    class Model(torch.nn.Linear):
+        def __init__(self, version, derived):
+            super().__init__(2, 2)
+            facts = {"layers": 2, "transformers_version": version, "_name_or_path": version}
+            self.config = SimpleNamespace(to_dict=lambda: facts)
+            self.register_buffer("inv_freq", torch.tensor([derived]), persistent=False)
+            torch.nn.init.ones_(self.weight)
+            torch.nn.init.zeros_(self.bias)
+
+    ids = torch.arange(5)
+    first, second = Model("5.17.0", 1.0), Model("5.24.0", 1.0000001)
+    assert fingerprint(first, ids) == fingerprint(second, ids)
+    second.config.to_dict()["layers"] = 3
+    assert fingerprint(first, ids) != fingerprint(second, ids)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda found: found.update(seconds="x"),
-        lambda found: found.update(results=[]),
-        lambda found: found.update(results={"x": "no number"}),
+        lambda found: found.update(result=[]),
+        lambda found: found.update(name="y"),
         lambda found: found.pop("digest"),
     ],
 )
 def test_steps_that_somebody_changed_are_done_again(change, tmp_path, caplog):
     path = tmp_path / "state.json"
     Steps(path, "a").remember("x", lambda: [1, 2])
-    found = json.loads(path.read_text())
+    head, line, _ = path.read_text().split("\n")
+    found = json.loads(line)
     change(found)
-    path.write_text(json.dumps(found))
-    assert "x" not in Steps(path, "a")
-    assert "starting over" in caplog.text
+    path.write_text(f"{head}\n{json.dumps(found)}\n")
+    steps = Steps(path, "a")
+    assert ["x" in steps, "y" in steps] == [False, False]
+    assert "cannot be read from line 2 on" in caplog.text
 
 
 def test_dense_below_is_where_sparse_stays_faster():

@@ -42,7 +42,7 @@ class TuneOptions:
     stretches: int = 1  # stretches of each text for costs of heads; up to three times as many, where needed, for trials
     seed: int = 0  # of the sampled tokens of the gradient, and of the places of texts
     time_budget: float | None = None  # seconds after which no further evaluation starts; the best result is written
-    resume: bool = True  # continue from `out/tuning_state.json` if model, text and settings are the same
+    resume: bool = True  # continue from `out/tuning_state.jsonl` if model, text and settings are the same
 
     # Where, and as what
     search_on: str | None = None  # device for the search, such as "cuda" for a model on a CPU; None: the model's

@@ -125,7 +125,7 @@ class Search:
         settings = dict(tokens=options.tokens, block_size=self.block_size, seed=options.seed, scorers=self.scorers)
         key = fingerprint(model, self.texts.key(), **settings)
         self._partial: dict[str, dict[str, Any]] = {}  # costs of texts for which time ran out
-        self.steps = Steps(options.out / "tuning_state.json", key, options.resume)
+        self.steps = Steps(options.out / "tuning_state.jsonl", key, options.resume)
         self.hold = None
         if options.hold:
             given = (options.hold, options.tokens, options.seed, self.steps.remember)
