@@ -80,7 +80,9 @@ def tune(
     ] = "mean,bounds",
     stretches: Annotated[
         int,
-        typer.Option(min=1, help="Stretches of each text for costs, and for trials; more permit fewer blocks."),
+        typer.Option(
+            min=1, help="Stretches of each text for costs, up to 3 times as many for trials; more permit fewer blocks."
+        ),
     ] = 1,
     lengths: LengthsOption = "",
     block_size: Annotated[
