@@ -49,10 +49,10 @@ from dynaxx.kernels.hopper.tokens.grouped import (
 )
 
 BUFFERS = gl.constexpr(3)
-BY_THREAD = gl.constexpr(  # of rows to be stored: 8 columns of a thread follow each other
+LINES = gl.constexpr(  # of rows to be stored: 8 columns of a thread follow each other, and 64 of eight threads
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [1, 0], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [0, 32], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, 128],
@@ -126,17 +126,17 @@ def _rows_of_keys(weights, x, slot, i):
 
 @gluon.jit
 def _store_rows(p_rows, rows, i, count, FIRST: gl.constexpr):
-    """Write rows of a tile of keys, from column FIRST on, in the order in which threads hold them.
+    """Write rows of a tile of keys, from column FIRST on, in an order that `_in_order` of `gpu/tokens/sums.py` undoes.
 
     A thread has columns 8 j + 2 t and 8 j + 2 t + 1 of a row, for j from 0 to 15. Columns go to memory in the order of
-    j // 4, t, j % 4: a thread writes 16 bytes at once, and four threads 64. `_in_order` of `gpu/tokens/sums.py` is the
-    inverse.
+    j // 4, t, j % 4, so that a thread has 16 bytes that follow each other, and four threads have 64. Threads of
+    neighbouring rows exchange halves, so that eight threads write 128 bytes of a row: a line of the cache.
     """
     D: gl.constexpr = rows.shape[1]
     rows = gl.permute(gl.reshape(rows, [KEYS, D // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
-    rows = gl.convert_layout(gl.reshape(rows, [KEYS, D]), BY_THREAD, assert_trivial=True)
-    at = i * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, BY_THREAD))
-    column = FIRST + gl.arange(0, D, gl.SliceLayout(0, BY_THREAD))
+    rows = gl.convert_layout(gl.reshape(rows, [KEYS, D]), LINES)
+    at = i * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, LINES))
+    column = FIRST + gl.arange(0, D, gl.SliceLayout(0, LINES))
     to = at.to(gl.int64)[:, None] * (2 * D) + column[None, :]
     gl.store(p_rows + to, rows, mask=(at < count)[:, None])
 
