@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SHARES = (0.5, 0.25, 0.125, 0.0625, 0.03125)  # mean shares of the pages, tried in this order
 STEPS = 256  # tokens decoded at the end of each text
-WINDOW = 256  # last tokens whose pages are always read
+WINDOW = 128  # last tokens whose pages are always read
 BOUND = 0.5  # bounds of keys at half their distance from the mean key estimate a page's mass better than at all of it
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
 
