@@ -78,7 +78,7 @@ def test_tasks_must_hold(tuned, monkeypatch):
     given = []
 
     class Fake:
-        def __init__(self, model, tokenizer, text, names, tokens, seed, remember):
+        def __init__(self, model, tokenizer, text, names, tokens, seed, remember, has_time):
             given.append((tuple(names), tokens))
             self.tasks = tuple(names)
 
@@ -100,11 +100,35 @@ def test_tasks_must_hold(tuned, monkeypatch):
     assert found.chosen is None or found.chosen.tasks[0].passed
 
 
+@pytest.mark.parametrize(("losses", "prompts", "holds"), [
+    ([0.01, 0.02, 0.03], 3, True),
+    ([0.3, 0.31, 0.32], 3, False),
+    ([0.3, -0.1, 0.1, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0], 9, True),
+    ([0.3, -0.1] * 12, 24, True),
+])  # fmt: skip
+def test_undecided_tasks_get_more_prompts(loaded, tmp_path, monkeypatch, losses, prompts, holds):
+    from dynaxx.integrations.transformers.apply_policy import model_facts
+
+    steps, read = Steps(tmp_path / "steps.json", "key"), []
+    tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1"], 900, 0, steps.remember)
+
+    def answers(name, part, alone):
+        some = losses[3 * part : 3 * part + 3]
+        read.extend([] if alone else some)
+        return [(1.0 if alone else 1.0 - each, 1.0, 0.0, None) for each in some]
+
+    monkeypatch.setattr(tasks, "_answers", answers)
+    policy = dx.Policy(model=model_facts(loaded.model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    (row,) = tasks.under(policy, "a")
+    assert (len(read), row.passed) == (prompts, holds)
+    assert row.drop == pytest.approx(sum(read) / len(read))
+
+
 def test_trials_and_costs_have_different_prompts(loaded, tmp_path):
     steps = Steps(tmp_path / "steps.json", "key")
     tasks = HeldTasks(*loaded, pydoc_text(), ["niah_single_1", "niah_single_2"], 900, 0, steps.remember)
     assert tasks.tasks == ("niah_single_1", "niah_single_2")
-    prompts = [*(tasks.for_costs("niah_single_2", number) for number in (0, 1)), *tasks._samples["niah_single_2"]]
+    prompts = [*(tasks.for_costs("niah_single_2", number) for number in (0, 1)), *tasks._prompts("niah_single_2", 0)]
     assert len({tuple(each.prompt[0].tolist()) for each in prompts}) == len(prompts)
 
 
@@ -207,8 +231,8 @@ def test_held_tasks_are_scored_once(loaded, tmp_path):
     policy = dx.Policy(model=model_facts(loaded.model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
     (row,) = tasks.under(policy, "a")
     assert (row.task, row.informative, row.drop, row.passed) == ("niah_single_1", False, 0.0, True)
-    assert "task niah_single_1 alone" in steps
-    assert "task niah_single_1 a" not in steps, "what the dense model cannot do is not asked of the policy"
+    assert "task niah_single_1 alone 0" in steps
+    assert "task niah_single_1 a 0" not in steps, "what the dense model cannot do is not asked of the policy"
 
 
 def test_trials_have_up_to_three_times_the_stretches_of_costs(loaded):

@@ -128,7 +128,7 @@ class Search:
         self.steps = Steps(options.out / "tuning_state.jsonl", key, options.resume)
         self.hold = None
         if options.hold:
-            given = (options.hold, options.tokens, options.seed, self.steps.remember)
+            given = (options.hold, options.tokens, options.seed, self.steps.remember, lambda: self.time.allows(1.0))
             self.hold = HeldTasks(model, tokenizer, text, *given)
         has_time = lambda seconds: self.time.allows(1.0, seconds)
         limits = (options.tokens, self.block_size, options.tolerance)
