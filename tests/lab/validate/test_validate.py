@@ -262,6 +262,12 @@ def test_a_later_border_keeps_what_ran_the_same_blocks(model, monkeypatch):
     assert (kept.logits, kept.perplexity, kept.tasks) == (whole.logits, whole.perplexity, whole.tasks)
     assert (kept.density, kept.layer_calls["sparse_calls"]) == (whole.density, whole.layer_calls["sparse_calls"])
     assert kept.repetition == whole.repetition
+    timed = lambda found: {row.seqlen: row for row in found.speed}
+    assert set(timed(kept)) == {64, 300, 400}
+    longer = policy.replace(dense_below=200, sparse_from=200)
+    kept = validate(model, Letters(), longer, TEXT, **options, earlier=first)
+    assert timed(kept)[300] == timed(first)[300], "it ran sparse already"
+    assert set(timed(kept)) == {64, 200, 300}
     latest = later.replace(dense_below=750, sparse_from=750)
     with pytest.raises(pytest.fail.Exception, match="compared"):
         validate(model, Letters(), latest, TEXT, lengths=(300,), earlier=first)  # longer stretches than before

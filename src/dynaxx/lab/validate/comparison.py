@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,10 +194,16 @@ class Comparison:
         rows: list[list[int]] = torch.cat(made, dim=1).tolist()
         return rows
 
-    def speed(self, ids: list[int], lengths: Sequence[int], share: float) -> tuple[SpeedRow, ...]:
-        """Time dense and sparse prefill in turns, at each length."""
+    def speed(
+        self, ids: list[int], lengths: Sequence[int], share: float, timed: Mapping[int, SpeedRow]
+    ) -> tuple[SpeedRow, ...]:
+        """Time dense and sparse prefill in turns, at each length that was not timed before."""
         rows = []
         for seqlen in lengths:
+            if seqlen in timed:
+                rows.append(timed[seqlen])
+                self.task.advance(share * seqlen / sum(lengths))
+                continue
             self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
             prompt = torch.tensor([ids[:seqlen]])
             rows.append(time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0))

@@ -100,8 +100,13 @@ def validate(
                 tasks = known.tasks
             else:
                 tasks = run.retrieval(setup.samples, share=20)
-            repetition = run.repetition(ids, max(setup.border, min(setup.window, PROMPT_TOKENS)), share=15)
-        speed = run.speed(ids, setup.lengths, share=30)
+            prompt = _prompt_tokens(setup.window, setup.border)
+            if known is not None and prompt == _prompt_tokens(setup.window, known.sparse_from or 0):
+                repetition = known.repetition
+            else:
+                repetition = run.repetition(ids, prompt, share=15)
+        timed = {} if known is None else {row.seqlen: row for row in known.speed if row.seqlen >= setup.border}
+        speed = run.speed(ids, setup.lengths, share=30, timed=timed)
     checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed, rows, answered)
     return ValidationResult(
         passed=all(check.passed for check in checks),
@@ -205,6 +210,11 @@ def _window(tokens: int | None, least: int, limit: int, given: int) -> int:
 def _task_tokens(window: int, border: int) -> int:
     """Return the length of the retrieval tasks."""
     return max(border, min(window, TASK_TOKENS))
+
+
+def _prompt_tokens(window: int, border: int) -> int:
+    """Return the length of the prompt before generated text."""
+    return max(border, min(window, PROMPT_TOKENS))
 
 
 def _tuned_kinds(policy: Policy) -> tuple[str, ...]:
