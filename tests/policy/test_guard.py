@@ -364,7 +364,7 @@ def test_a_full_disk_for_the_statistics_file(model, telemetry, monkeypatch, tmp_
 
 def test_statistics_files_that_are_none(tmp_path):
     file = tmp_path / "statistics.json"
-    for text, message in (("", "not a dynaxx profile"), ('{"format": "dynaxx.profile", "ver', "not a dynaxx profile"),
+    for text, message in (("", "not a file of statistics"), ('{"format": "dynaxx.profile", "ver', "is not JSON"),
                           ('{"format": "dynaxx.profile", "version": 9, "layers": []}', "`version`")):  # fmt: skip
         file.write_text(text)
         with pytest.raises(dx.PolicyError, match=message):

@@ -28,13 +28,13 @@ class Older(nn.Module):
 
 @pytest.mark.parametrize("body", [Newer, Older])
 def test_arguments_have_the_cache_under_one_name(body):
-    hooks, cache = PassHooks(body(), None), DynamicCache()
+    named, cache = PassHooks(body(), None).arguments.by_name, DynamicCache()
     name = "cache" if body is Newer else "past_key_values"
-    assert hooks.arguments((1,), {name: cache})["past_key_values"] is cache
-    assert hooks.arguments((1, cache), {})["past_key_values"] is cache
-    assert hooks.arguments((1,), {"past_key_values": cache})["past_key_values"] is cache  # its older name still works
-    assert hooks.arguments((1,), {}).get("past_key_values") is None
-    assert hooks.arguments((1,), {name: cache, "other": 2})["kwargs"] == {"other": 2}
+    assert named((1,), {name: cache})["past_key_values"] is cache
+    assert named((1, cache), {})["past_key_values"] is cache
+    assert named((1,), {"past_key_values": cache})["past_key_values"] is cache  # its older name still works
+    assert named((1,), {}).get("past_key_values") is None
+    assert named((1,), {name: cache, "other": 2})["kwargs"] == {"other": 2}
 
 
 @pytest.mark.parametrize(("body", "name"), [(Newer, "cache"), (Older, "past_key_values")])

@@ -50,7 +50,7 @@ def test_each_head_takes_the_scorer_that_loses_least(model):
     assert {head % 2 for head in partly} == {0, 1}
     assert policies.policy_density(policy, TOKENS) == pytest.approx(density, abs=1e-6)
     seen = []
-    with scores.applied(model, policy) as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
+    with scores.attention_of(model, policy) as handle, handle.watch(lambda _, layout: seen.append(layout.density())):
         model(ids[:, :-1])
     assert sum(seen) / len(seen) == pytest.approx(density, abs=1e-6)
 

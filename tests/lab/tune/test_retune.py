@@ -166,7 +166,7 @@ def test_the_commands(folder, policy, seen, tmp_path):
     assert "prefill, layer 0" in dynaxx("diff", old, new)
     assert "--stats FILE or --model" in dynaxx("retune", old, code=2)
     (tmp_path / "statistics.json").write_text("{")
-    assert "not a dynaxx profile" in dynaxx("retune", old, *stats, code=2)
+    assert "is not a file of statistics" in dynaxx("retune", old, *stats, code=2)
 
 
 def test_a_renewed_policy_runs(policy, loaded):
