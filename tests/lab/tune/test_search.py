@@ -321,3 +321,12 @@ def test_kinds_that_were_not_measured_are_not_called_good():
     said = PipelineResult(None, None, document, None, "", ()).summary()
     assert "worst kind that tuning did not see: Python source code +0.40% at 30.0% of the blocks" in said
     assert "so they were not measured: licence texts" in said
+
+
+def test_the_summary_says_how_far_one_budget_was_from_passing():
+    chosen = {"density": 0.272, "ratio": 1.0072, "kinds": []}
+    tried = [{"density": 0.2, "ratio": 1.09}, {"density": 0.25, "ratio": 1.0589}]
+    said = lambda uniform: PipelineResult(None, None, {"chosen": chosen, "uniform": uniform}, None, "", ()).summary()
+    assert "tuned: 27.2% of the blocks, perplexity +0.72%; one budget for all heads fails at 25.0%" in said(tried)
+    assert "perplexity +5.89%" in said(tried)
+    assert "one budget for all heads was not tried" in said([])

@@ -48,14 +48,8 @@ class PipelineResult:
         chosen, uniform = self.tuning.get("chosen"), self.tuning.get("best_uniform_density")
         border = self.tuning.get("dense_below")
         if chosen:
-            lines.append(
-                f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}; "
-                + (
-                    f"one budget for all heads needs {uniform:.1%}"
-                    if uniform
-                    else "no single budget for all heads passes"
-                )
-            )
+            tuned = f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}"
+            lines.append(f"{tuned}; {_one_budget(uniform, self.tuning.get('uniform') or ())}")
             lines += _by_sharing(self.tuning)
             lines += _by_kind(chosen, self.tuning.get("held_out") or ())
             if border is None:
@@ -93,6 +87,16 @@ class PipelineResult:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def _one_budget(needed: float | None, trials: Sequence[dict[str, Any]]) -> str:
+    """Return what one budget for all heads needs, or how far it was from passing where it was tried."""
+    if needed:
+        return f"one budget for all heads needs {needed:.1%}"
+    if not trials:
+        return "one budget for all heads was not tried"
+    best = max(trials, key=lambda each: each["density"])
+    return f"one budget for all heads fails at {best['density']:.1%}, with perplexity {best['ratio'] - 1:+.2%}"
 
 
 def _by_sharing(tuning: dict[str, Any]) -> list[str]:
