@@ -43,7 +43,7 @@ def test_choices_are_those_of_sorting(isa, size, queries, keys, count, monkeypat
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_ranks_first(size, value):
-    """As for `torch.topk`, so that a broken indexer shows in the output of attention instead of choosing nothing."""
+    """NaN ranks first, as in `torch.topk`. A broken indexer then shows in the output instead of choosing nothing."""
     torch.manual_seed(0)
     q, k, weights = torch.randn(1, 60, 2, 32), torch.randn(1, 60, 32), torch.randn(1, 60, 2)
     for broken in (k[0, 5], k[0, 40:44], q[0, 20], weights[0, 30], k):

@@ -49,7 +49,7 @@ _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 
 
 class TracedLayer:
-    """What traced code reads of a layer: an attribute of its attention module, whose values compilers guard.
+    """Traced code reads a layer from this attribute of its attention module, whose values compilers guard.
 
     Code that looks a layer up in a registry of all layers is compiled again when another model gets or loses a handle.
 
@@ -228,7 +228,7 @@ def layer_attention_backward(
 
 
 class _Visible(NamedTuple):
-    """What the queries of a call see: a mask, or its `CausalParts` if there is an offset."""
+    """A mask says what queries see; if there is an offset, the mask's `CausalParts` say it."""
 
     mask: Tensor | None
     padding: Tensor | None

@@ -22,13 +22,13 @@ class TuneOptions:
     name: str  # name of the model in the results
     out: Path  # folder for the results
 
-    # What must hold
+    # These must hold.
     tolerance: float = 0.01  # allowed relative rise of perplexity; 0.01 is 1 %
     kinds: tuple[str, ...] = ()  # kinds of text (`kinds.KINDS`, or "all") that must hold beside the sample
     hold: tuple[str, ...] = ()  # tasks (`tasks.suite`) that may lose 0.1 nats per answer token, and count in the costs
     held_out: bool = False  # also tune on all kinds except one, for each kind, and measure the excluded kind
 
-    # What is searched
+    # These are searched.
     block_size: BlockSize | None = None  # or (q_block, kv_block); None takes the device's default
     scorers: tuple[str, ...] = DEFAULT_SCORERS  # scorers of blocks (`costs.SCORERS`); the one that loses least is taken
     choosing: int = 0  # layers that choose blocks, while all others read those of an earlier layer; 0 means all

@@ -200,13 +200,12 @@ class Comparison:
         """Time dense and sparse prefill in turns, at each length that was not timed before."""
         rows = []
         for seqlen in lengths:
-            if seqlen in timed:
-                rows.append(timed[seqlen])
-                self.task.advance(share * seqlen / sum(lengths))
-                continue
-            self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
-            prompt = torch.tensor([ids[:seqlen]])
-            rows.append(time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0))
+            row = timed.get(seqlen)
+            if row is None:
+                self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
+                prompt = torch.tensor([ids[:seqlen]])
+                row = time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0)
+            rows.append(row)
             self.task.advance(share * seqlen / sum(lengths))
         return tuple(rows)
 
