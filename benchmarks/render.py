@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables of the documentation from the JSON files in benchmarks/results.
 
+    python benchmarks/render.py NAME       # print the table of one result
     python benchmarks/render.py            # rewrite every table between its markers
     python benchmarks/render.py --check    # exit with 1 if a page differs from its results
 
@@ -8,6 +9,11 @@ A page asks for a table with two comment lines, and everything between them is r
 
     <!-- results: attention_gpu -->
     <!-- /results -->
+
+A page links tables that it does not show, by their titles. The site has them on one page, which `docs/_hooks/generate.py` makes:
+
+    <!-- more: attention_fa4 attention_softcap -->
+    <!-- /more -->
 
 A sentence asks for one cell by file, row (its first cell, or the start of it) and column:
 
@@ -30,6 +36,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- /results -->", flags=re.DOTALL)
+MORE = re.compile(r"<!-- more: ([\w ]+) -->\n.*?<!-- /more -->", flags=re.DOTALL)
 VALUE = re.compile(r"<!-- value: (\w+); ([^;]+); ([^;]+?) -->.*?<!-- /value -->")
 # Every result file has exactly these fields.
 FIELDS = {
@@ -102,6 +109,19 @@ def render(name: str) -> str:
     return "\n".join(lines)
 
 
+def links(names: str) -> str:
+    """Return a list of links to the tables of results, whose names are separated by spaces."""
+    titles = [f"- [{load_result(name)['title']}](results.md#{name})" for name in names.split()]
+    return "\n".join([f"<!-- more: {names} -->", *titles, "<!-- /more -->"])
+
+
+def all_results() -> str:
+    """Return the Markdown of a page with every table, each under its name."""
+    names = sorted(path.stem for path in RESULTS.glob("*.json"))
+    sections = [f"## {name} {{ #{name} }}\n\n{render(name)}\n" for name in names]
+    return "\n".join(["# All results\n", "Every file of `benchmarks/results/`, by name.\n", *sections])
+
+
 def cell(name: str, row: str, column: str) -> str:
     """Return one cell of a result, without emphasis.
 
@@ -121,20 +141,26 @@ def cell(name: str, row: str, column: str) -> str:
 def rendered_page(text: str) -> str:
     """Return a page's text with everything between markers made anew."""
     text = VALUE.sub(lambda v: f"<!-- value: {v[1]}; {v[2]}; {v[3]} -->{cell(v[1], v[2], v[3])}<!-- /value -->", text)
+    text = MORE.sub(lambda more: links(more[1]), text)
     return BLOCK.sub(lambda block: f"<!-- results: {block[1]} -->\n{render(block[1])}\n<!-- /results -->", text)
 
 
 def pages() -> list[Path]:
     """Return every page that shows results."""
     every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
-    return [page for page in every if re.search("<!-- (results|value): ", page.read_text(encoding="utf-8"))]
+    return [page for page in every if re.search("<!-- (results|more|value): ", page.read_text(encoding="utf-8"))]
 
 
 def main() -> int:
     """Rewrite or check all pages; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
-    check = parser.parse_args().check
+    parser.add_argument("name", nargs="*", help="print the tables of these results; change nothing")
+    arguments = parser.parse_args()
+    if arguments.name:
+        print("\n\n".join(render(name) for name in arguments.name))
+        return 0
+    check = arguments.check
     stale = 0
     for page in pages():
         text = page.read_text(encoding="utf-8")

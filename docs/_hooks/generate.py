@@ -7,6 +7,7 @@ Nothing written here is committed. mkdocs calls `on_config` once and `on_files` 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,16 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
+def results_page() -> str:
+    """Return the Markdown of a page with every table of `benchmarks/results`."""
+    path = Path(__file__).parents[2] / "benchmarks" / "render.py"
+    spec = importlib.util.spec_from_file_location("render", path)
+    assert spec is not None and spec.loader is not None, f"{path} is Python"
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    return str(render.all_results())
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the generated pages, the decision records and pages that the navigation forgot."""
     nav: list[Any] = config["nav"]
@@ -118,7 +129,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     reference[-1] = {"API": ["api.md", *({ROOMS[page][0]: f"api/{page}.md"} for page in ROOMS)]}
     docs = Path(config["docs_dir"])
     (decisions,) = (section["Decisions"] for section in nav if "Decisions" in section)
-    decisions += [page.relative_to(docs).as_posix() for page in sorted((docs / "decisions").glob("[0-9]*.md"))]
+    decisions += [page.relative_to(docs).as_posix() for page in sorted((docs / "decisions").glob("*.md") if page.stem != "index")]
+    (benchmarks,) = (section["Benchmarks"] for section in nav if "Benchmarks" in section)
+    benchmarks.append({"All results": "benchmarks/results.md"})
     named = set(leaves(nav))
     forgotten = [page.relative_to(docs).as_posix() for page in sorted(docs.rglob("*.md"))]
     forgotten = [page for page in forgotten if page not in named]
@@ -149,6 +162,7 @@ def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> s
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the build."""
-    for path, text in {"cli.md": cli_page(), **api_pages()}.items():
+    pages = {"cli.md": cli_page(), "benchmarks/results.md": results_page(), **api_pages()}
+    for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
