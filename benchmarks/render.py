@@ -10,7 +10,8 @@ A page asks for a table with two comment lines, and everything between them is r
     <!-- results: attention_gpu -->
     <!-- /results -->
 
-A page links tables that it does not show, by their titles. The site has them on one page, which `docs/_hooks/generate.py` makes:
+A page links tables that it does not show, by their titles. The site has all tables on one page, which
+`docs/_hooks/generate.py` makes:
 
     <!-- more: attention_fa4 attention_softcap -->
     <!-- /more -->

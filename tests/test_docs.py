@@ -19,7 +19,8 @@ from dynaxx.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 SLOW = ("analyze.md", "cpu.md", "onnx.md")  # a minute of a real model, the whole benchmark; one in `make test-onnx`
-GENERATED = re.compile(r"docs/(api(/\w+)?|cli|benchmarks/results)\.md")  # by docs/_hooks/generate.py, when the site is built
+# By docs/_hooks/generate.py, when the site is built.
+GENERATED = re.compile(r"docs/(api(/\w+)?|cli|benchmarks/results)\.md")
 
 
 def name_of(page):
@@ -132,7 +133,7 @@ def test_tables_of_benchmarks_equal_their_results():
     for page in render.pages():
         text = page.read_text(encoding="utf-8")
         assert render.rendered_page(text) == text, f"run `python benchmarks/render.py`: {name_of(page)}"
-        shown |= {name for names in [*render.BLOCK.findall(text), *render.MORE.findall(text)] for name in names.split()}
+        shown |= {*render.BLOCK.findall(text), *re.findall(r"results\.md#(\w+)", text)}
     assert shown == {path.stem for path in render.RESULTS.glob("*.json")}, "every result is on a page, or linked there"
 
 

@@ -129,7 +129,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     reference[-1] = {"API": ["api.md", *({ROOMS[page][0]: f"api/{page}.md"} for page in ROOMS)]}
     docs = Path(config["docs_dir"])
     (decisions,) = (section["Decisions"] for section in nav if "Decisions" in section)
-    decisions += [page.relative_to(docs).as_posix() for page in sorted((docs / "decisions").glob("*.md") if page.stem != "index")]
+    records = sorted((docs / "decisions").glob("*.md"))
+    decisions += [page.relative_to(docs).as_posix() for page in records if page.stem != "index"]
     (benchmarks,) = (section["Benchmarks"] for section in nav if "Benchmarks" in section)
     benchmarks.append({"All results": "benchmarks/results.md"})
     named = set(leaves(nav))
