@@ -7,8 +7,8 @@ Nothing written here is committed. mkdocs calls `on_config` once and `on_files` 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +114,8 @@ def cli_page() -> str:
 
 def results_page() -> str:
     """Return the Markdown of a page with every table of `benchmarks/results`."""
-    path = Path(__file__).parents[2] / "benchmarks" / "render.py"
-    spec = importlib.util.spec_from_file_location("render", path)
-    assert spec is not None and spec.loader is not None, f"{path} is Python"
-    render = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(render)
-    return str(render.all_results())
+    render = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "render.py"))
+    return str(render["all_results"]())
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
