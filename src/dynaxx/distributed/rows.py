@@ -70,7 +70,7 @@ def _rest(inner: BlockLayout, edge: Tensor, run: slice | None) -> tuple[slice, B
     if run is None or (run.start and run.stop < inner.seqlen_q) or run.stop - run.start == inner.seqlen_q:
         return None
     kept = slice(0, run.start) if run.start else slice(run.stop, inner.seqlen_q)
-    rows = torch.arange(inner.q_blocks)
+    rows = torch.arange(inner.q_blocks, device="cpu")
     rows = rows[~torch.isin(rows, edge.cpu())]
     return kept, rows_of(inner, rows, kept.stop - kept.start)
 

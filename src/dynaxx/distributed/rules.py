@@ -57,7 +57,7 @@ class RowsOf(Pattern):
     ) -> BlockLayout:
         whole = self.pattern.layout(self.seqlen, self.seqlen, causal=causal, block_size=block_size)
         first = self.first // whole.block_size[0]
-        rows = rows_of(whole, torch.arange(first, first + -(-seqlen_q // whole.block_size[0])), seqlen_q)
+        rows = rows_of(whole, torch.arange(first, first + -(-seqlen_q // whole.block_size[0]), device="cpu"), seqlen_q)
         return replace(rows, seqlen_k=self.seqlen if seqlen_k is None else seqlen_k).to(device)
 
     @override

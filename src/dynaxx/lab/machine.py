@@ -100,7 +100,7 @@ def measure_ceilings(
             break
         size *= 2
     gemm = 2 * size**3 / _best_seconds(partial(torch.mm, a, a), device, seconds) / 1e9
-    source = torch.ones(64 * 2**20 if device.type == "cpu" else 512 * 2**20, device=device)
+    source = torch.ones(64 * 2**20 if device.type == "cpu" else 512 * 2**20, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     copied = 2 * source.numel() * source.element_size()
     copy = copied / _best_seconds(partial(target.copy_, source), device, seconds) / 1e9

@@ -144,7 +144,7 @@ def encode(
         )
     import torch
 
-    return torch.tensor([ids[skip : skip + max(tokens, most or 0)]], dtype=torch.int64)
+    return torch.tensor([ids[skip : skip + max(tokens, most or 0)]], dtype=torch.int64, device="cpu")
 
 
 def check_tokens(model: Any, tokens: int, block_size: int) -> None:

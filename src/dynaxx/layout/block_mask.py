@@ -22,7 +22,10 @@ def block_mask_ids(layout: BlockLayout) -> Tensor:
     """Return each block's mask id, (layout_batch, layout_heads, q_blocks, kv_blocks) int64; EMPTY if not visited."""
     flat_rows, cols, mask_ids = layout.entries()
     table = torch.full(
-        (layout.layout_batch * layout.layout_heads * layout.q_blocks, layout.kv_blocks), EMPTY, device=layout.device
+        (layout.layout_batch * layout.layout_heads * layout.q_blocks, layout.kv_blocks),
+        EMPTY,
+        device=layout.device,
+        dtype=torch.int64,
     )
     table[flat_rows, cols] = mask_ids
     return table.view(layout.layout_batch, layout.layout_heads, layout.q_blocks, layout.kv_blocks)

@@ -53,7 +53,7 @@ def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
     if len(masks) < 2:
         return masks, torch.zeros(len(masks), dtype=torch.int64, device=bits.device)
     distinct, entry = bits.flatten(1).unique(dim=0, return_inverse=True)
-    first = torch.full((distinct.shape[0],), len(masks), device=bits.device)
+    first = torch.full((distinct.shape[0],), len(masks), device=bits.device, dtype=torch.int64)
     first.scatter_reduce_(0, entry, torch.arange(len(masks), device=bits.device), "amin")
     return masks.take(first), entry
 

@@ -155,8 +155,10 @@ def entries_of_heads(layout: BlockLayout, heads: Sequence[int]) -> Entries:
     if len(set(heads)) < len(heads) or not all(0 <= head < layout.layout_heads for head in heads) or not heads:
         raise ValueError(f"`heads` must be distinct heads from 0 to {layout.layout_heads - 1}, got {heads}")
     flat_rows, cols, mask_ids = layout.entries()
-    new_index = torch.full((layout.layout_heads,), -1, device=layout.device)
-    new_index[torch.tensor(list(heads), device=layout.device)] = torch.arange(len(heads), device=layout.device)
+    new_index = torch.full((layout.layout_heads,), -1, device=layout.device, dtype=torch.int64)
+    new_index[torch.tensor(list(heads), device=layout.device, dtype=torch.int64)] = torch.arange(
+        len(heads), device=layout.device
+    )
     head, row = flat_rows // layout.q_blocks, flat_rows % layout.q_blocks
     batch, head = head // layout.layout_heads, new_index[head % layout.layout_heads]
     kept = head >= 0

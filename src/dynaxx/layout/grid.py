@@ -82,7 +82,7 @@ class BlockGrid:
 
     def rows(self) -> Tensor:
         """Return the numbers of the q blocks."""
-        return torch.arange(self.q_blocks)
+        return torch.arange(self.q_blocks, device="cpu")
 
     def causal_kv_blocks(self, rows: Tensor) -> Tensor:
         """Return how many kv blocks each row may visit, always a prefix of the columns. Shape and device of `rows`."""

@@ -56,7 +56,7 @@ def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     for x in arrays:
         places.append(size)
         size += x.size + -x.size % 4
-    packed = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    packed = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
     numbers = packed.numpy()
     for x, place in zip(arrays, places, strict=True):
         numbers[place : place + x.size] = x.ravel()

@@ -124,8 +124,8 @@ def _causal_masks(grid: BlockGrid) -> ElementMasks:
         return ElementMasks.empty(grid.block_size)
     with torch.inference_mode(False):  # cached tensors must also be usable in training
         first, step = causal_mask_id_terms(grid)
-        distances = torch.arange(first, kv_block - 1, step)
-        r, c = torch.arange(q_block)[:, None], torch.arange(kv_block)[None, :]
+        distances = torch.arange(first, kv_block - 1, step, device="cpu")
+        r, c = torch.arange(q_block, device="cpu")[:, None], torch.arange(kv_block, device="cpu")[None, :]
         return ElementMasks.from_dense(distances[:, None, None] + r - c >= 0)
 
 

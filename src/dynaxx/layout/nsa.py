@@ -170,8 +170,8 @@ def nsa_spans(
 @LayoutCache
 @on_host
 def _cached_spans(sizes: NsaSizes, ends_q: tuple[int, ...], ends_k: tuple[int, ...], device: torch.device) -> NsaSpans:
-    lengths_q = torch.tensor(ends_q).diff()
-    lengths_k = torch.tensor(ends_k).diff()
+    lengths_q = torch.tensor(ends_q, dtype=torch.int64).diff()
+    lengths_k = torch.tensor(ends_k, dtype=torch.int64).diff()
     per_query = lambda values: torch.repeat_interleave(torch.as_tensor(values, dtype=torch.int64), lengths_q)
     starts_k = torch.tensor(ends_k[:-1], dtype=torch.int64)
     within = torch.arange(ends_q[-1]) - per_query(ends_q[:-1])
@@ -205,6 +205,8 @@ def _cached_spans(sizes: NsaSizes, ends_q: tuple[int, ...], ends_k: tuple[int, .
 
 def _starts(ends: tuple[int, ...], starts_k: Tensor, step: int) -> Tensor:
     """Return the first key row of each item, when the items of a sequence lie `step` keys apart."""
-    counts = torch.tensor(ends).diff()
-    within = torch.arange(ends[-1]) - torch.repeat_interleave(torch.tensor(ends[:-1], dtype=torch.int64), counts)
+    counts = torch.tensor(ends, dtype=torch.int64, device="cpu").diff()
+    within = torch.arange(ends[-1], device="cpu") - torch.repeat_interleave(
+        torch.tensor(ends[:-1], dtype=torch.int64, device="cpu"), counts
+    )
     return torch.repeat_interleave(starts_k, counts) + within * step

@@ -88,7 +88,7 @@ def union_masks(
     pieces, which = pieces.take(kept), (partial.cumsum(0) - 1)[which[kept]]
     kind = _kinds(pieces, which, int(partial.sum()))
     kinds = int(kind.amax()) + 1 if kind.numel() else 0
-    examples = torch.full((kinds,), kind.numel(), device=kind.device)  # the first block of each kind
+    examples = torch.full((kinds,), kind.numel(), device=kind.device, dtype=torch.int64)  # the first block of each kind
     examples.scatter_reduce_(0, kind, torch.arange(kind.numel(), device=kind.device), "amin")
     kind_of_example = torch.full_like(kind, -1)
     kind_of_example[examples] = torch.arange(kinds, device=kind.device)

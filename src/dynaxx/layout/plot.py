@@ -57,7 +57,7 @@ def block_picture(layout: BlockLayout, batch: int, head: int) -> torch.Tensor:
     row, col, mask_ids = layout.entries()
     first = (batch * layout.layout_heads + head) * layout.q_blocks
     ours = (row >= first) & (row < first + layout.q_blocks)
-    picture = torch.zeros(layout.q_blocks, layout.kv_blocks, dtype=torch.int64)
+    picture = torch.zeros(layout.q_blocks, layout.kv_blocks, dtype=torch.int64, device="cpu")
     picture[row[ours] - first, col[ours]] = torch.where(mask_ids[ours] >= 0, 1, 2)
     return picture
 

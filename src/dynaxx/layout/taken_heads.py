@@ -49,4 +49,4 @@ def taken_rows(layout: LayoutTensors, heads: tuple[int, ...], capacity: int | No
 @lru_cache(maxsize=256)
 def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(heads, device=device)
+        return torch.tensor(heads, device=device, dtype=torch.int64)

@@ -26,17 +26,19 @@ class TokenSpans:
     @lazy
     def position(self) -> Tensor:
         """Return (tokens_q,) int64 on the CPU: each query's position among the keys of its sequence; may be < 0."""
-        return self._per_query(lambda a, b, c, d: torch.arange(d - c - (b - a), d - c))
+        return self._per_query(lambda a, b, c, d: torch.arange(d - c - (b - a), d - c, device="cpu"))
 
     @lazy
     def first_key(self) -> Tensor:
         """Return (tokens_q,) int64 on the CPU: the row of the first key of each query's sequence."""
-        return self._per_query(lambda a, b, c, d: torch.full((b - a,), c))
+        return self._per_query(lambda a, b, c, d: torch.full((b - a,), c, dtype=torch.int64, device="cpu"))
 
     @lazy
     def blocks(self) -> Tensor:
         """Return (tokens_q,) int32 on the CPU: the number of blocks of each query's sequence."""
-        return self._per_query(lambda a, b, c, d: torch.full((b - a,), -(-(d - c) // self.block_size))).int()
+        return self._per_query(
+            lambda a, b, c, d: torch.full((b - a,), -(-(d - c) // self.block_size), dtype=torch.int64, device="cpu")
+        ).int()
 
     @on_host
     def _per_query(self, of_sequence: object) -> Tensor:

@@ -37,7 +37,9 @@ class LayerCache:
             raise ValueError(f"`reselect_every` must be >= 1 step, got {reselect_every}")
         self.capacity, self.reselect_every = capacity, reselect_every
         self.lengths: list[int] = []
-        self._k, self._v = torch.empty(0), torch.empty(0)  # (batch, room, kv_heads, dim), room in whole pages
+        self._k = self._v = torch.empty(
+            0, dtype=torch.float32, device="cpu"
+        )  # (batch, room, kv_heads, dim), whole pages
         self._compressed: CompressedPages | None = None  # laid out as for a contiguous cache
         self._new = 0  # largest number of tokens in a sequence that are not compressed yet
         self._blocks: Tensor | None = None  # the last choice of a one-token step
@@ -126,7 +128,7 @@ class LayerCache:
         cache = PagedCache(
             per_page(self._k, sizes.slc_block),
             per_page(self._v, sizes.slc_block),
-            torch.tensor(self.lengths, dtype=torch.int32).to(self._k.device, non_blocking=True),
+            torch.tensor(self.lengths, dtype=torch.int32, device="cpu").to(self._k.device, non_blocking=True),
             torch.arange(batch * count, dtype=torch.int32, device=self._k.device).view(batch, count),
             compressed=CompressedPages(per_page(kept.k, size_cmp), per_page(kept.v, size_cmp), sizes),
         )

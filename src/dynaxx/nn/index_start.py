@@ -42,7 +42,7 @@ def start_as_attention(
         raise ValueError(f"`x` must have at least 2 tokens, got {len(x)}")
     of_q = q_proj.weight.float().unflatten(0, (q_heads, head_dim))
     of_k = k_proj.weight.float().unflatten(0, (kv_heads, head_dim))
-    queries = torch.zeros(indexer.heads, indexer.dim, x.shape[1], device=x.device)
+    queries = torch.zeros(indexer.heads, indexer.dim, x.shape[1], device=x.device, dtype=torch.float32)
     keys = indexer.k_proj.weight.float().clone()
     places = _places(indexer.dim, kv_heads, head_dim)
     for kv_head, (start, columns) in enumerate(places):

@@ -69,7 +69,7 @@ class NativeSparseAttention(ProjectedAttention):
         """Reset the parameters that dense attention lacks: gates to `gate_init`, compression to the mean."""
         nn.init.zeros_(self.gate.weight)
         with torch.no_grad():
-            logits = torch.tensor([math.log(gate / (1 - gate)) for gate in self.gate_init])
+            logits = self.gate.bias.new_tensor([math.log(gate / (1 - gate)) for gate in self.gate_init])
             self.gate.bias.copy_(logits.repeat(self.q_heads))
         self.compress_k.reset_parameters()
         self.compress_v.reset_parameters()

@@ -110,8 +110,13 @@ def check_indices(block_indices: Tensor, packed: Packed, spans: NsaSpans) -> Ten
         raise ValueError(f"`block_indices` must be on q's device {packed.q.device}, got {indices.device}")
     if not looks_at_values(indices.device):
         return indices
-    lengths = torch.tensor(spans.ends_k).diff().add(spans.sizes.slc_block - 1) // spans.sizes.slc_block
-    blocks = torch.repeat_interleave(lengths, torch.tensor(spans.ends_q).diff()).to(indices.device)[:, None, None]
+    lengths = (
+        torch.tensor(spans.ends_k, dtype=torch.int64, device="cpu").diff().add(spans.sizes.slc_block - 1)
+        // spans.sizes.slc_block
+    )
+    blocks = torch.repeat_interleave(lengths, torch.tensor(spans.ends_q, dtype=torch.int64, device="cpu").diff()).to(
+        indices.device
+    )[:, None, None]
     wrong = (indices < -1) | (indices >= blocks)
     if wrong.any():
         raise ValueError(

@@ -180,8 +180,11 @@ class Pattern(ABC):
             return by_distance(
                 self.shows(grid, first[:, None] + np.arange(1 - kv_block, q_block)), which, grid.block_size
             )
-        q_pos = torch.from_numpy(blocks.rows * q_block + grid.offset)[:, None, None] + torch.arange(q_block)[:, None]
-        k_pos = torch.from_numpy(blocks.cols * kv_block)[:, None, None] + torch.arange(kv_block)
+        q_pos = (
+            torch.from_numpy(blocks.rows * q_block + grid.offset)[:, None, None]
+            + torch.arange(q_block, device="cpu")[:, None]
+        )
+        k_pos = torch.from_numpy(blocks.cols * kv_block)[:, None, None] + torch.arange(kv_block, device="cpu")
         some = zip(q_pos.split(MASKS_AT_ONCE), k_pos.split(MASKS_AT_ONCE), strict=True)
         shown = [self._shown(grid, q, k).expand(len(q), q_block, kv_block) for q, k in some]
         return Kinds(np.arange(len(q_pos)), np.concatenate([packed(each.numpy()) for each in shown]))

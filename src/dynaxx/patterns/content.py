@@ -68,7 +68,7 @@ class GlobalContent(Pattern):
             input_ids: (seqlen,) or (1, seqlen) token ids of all tokens up to the last key, cached ones included.
                 Ids on a GPU are read back, which synchronizes.
         """
-        ids = torch.as_tensor(input_ids)
+        ids = torch.as_tensor(input_ids, device="cpu")
         if ids.numel() == 0:
             return GlobalTokens((), self.symmetric)
         whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
@@ -79,15 +79,17 @@ class GlobalContent(Pattern):
             )
         ids = ids.flatten().cpu()
         # A cumulative sum over edges (+1 at the start of a global range, -1 at its end) marks the global tokens.
-        edges = torch.zeros(len(ids) + 1, dtype=torch.int64)
+        edges = torch.zeros(len(ids) + 1, dtype=torch.int64, device="cpu")
         largest = torch.iinfo(ids.dtype).max  # a larger id cannot occur in the request
         single = [token for token in self.token_ids if token <= largest]
-        singles = torch.isin(ids, torch.tensor(single, dtype=ids.dtype)).nonzero().flatten()
+        singles = torch.isin(ids, torch.tensor(single, dtype=ids.dtype, device="cpu")).nonzero().flatten()
         span = min(self.span, len(ids))
         _mark(edges, singles, 1 + span)
         for sequence in self.sequences:
             if len(sequence) <= len(ids) and max(sequence, default=0) <= largest:
-                found = (ids.unfold(0, len(sequence), 1) == torch.tensor(sequence, dtype=ids.dtype)).all(1)
+                found = (ids.unfold(0, len(sequence), 1) == torch.tensor(sequence, dtype=ids.dtype, device="cpu")).all(
+                    1
+                )
                 _mark(edges, found.nonzero().flatten(), len(sequence) + span)
         return GlobalTokens(tuple(edges.cumsum(0)[:-1].nonzero().flatten().tolist()), self.symmetric)
 

@@ -51,7 +51,7 @@ class GlobalTokens(Pattern):
         if isinstance(self.tokens, int):
             return (pos >= 0) & (pos < min(self.tokens, FAR))
         near = [token for token in self.tokens if token < FAR]
-        return torch.isin(pos, torch.tensor(near, dtype=pos.dtype))
+        return torch.isin(pos, torch.tensor(near, dtype=pos.dtype, device="cpu"))
 
     @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:

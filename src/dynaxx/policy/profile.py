@@ -22,7 +22,9 @@ from dynaxx.policy.document import MOST_LISTED, Count, Document, NotNegative, Po
 FORMAT: Literal["dynaxx.profile"] = "dynaxx.profile"
 STATISTICS = ("recall", "entropy", "local")
 BINS = 24
-EDGES = torch.tensor([math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)], device="cpu")  # between the bins
+EDGES = torch.tensor(
+    [math.sin(math.pi / 2 * i / BINS) ** 2 for i in range(1, BINS)], device="cpu", dtype=torch.float32
+)  # between the bins
 LADDER = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # factors on budgets whose recall is recorded for retuning
 
 Histogram = Annotated[tuple[Total, ...], Field(max_length=BINS)]
@@ -55,7 +57,7 @@ class LayerProfile(Document):
 
     def counts(self) -> Tensor:
         """Return the counts, (statistics, heads, bins) int64."""
-        return torch.tensor([getattr(self, name) for name in STATISTICS])
+        return torch.tensor([getattr(self, name) for name in STATISTICS], dtype=torch.float32, device="cpu")
 
 
 class Profile(Document):
@@ -115,5 +117,7 @@ class LayerRecord:
 
 def midpoints() -> Tensor:
     """Return the middle of each bin, (bins,) shares."""
-    edges = torch.cat([torch.zeros(1), EDGES, torch.ones(1)])
+    edges = torch.cat(
+        [torch.zeros(1, dtype=torch.float32, device="cpu"), EDGES, torch.ones(1, dtype=torch.float32, device="cpu")]
+    )
     return (edges[1:] + edges[:-1]) / 2

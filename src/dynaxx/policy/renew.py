@@ -101,7 +101,7 @@ def mean_recall(profile: LayerProfile | None) -> list[float]:
     assert profile is not None, "the caller must have found a profile"
     if profile.ladder:
         return [row[LADDER.index(1.0)] for row in profile.ladder]
-    counts = torch.tensor(profile.recall).double()
+    counts = torch.tensor(profile.recall, dtype=torch.float64, device="cpu")
     mean: list[float] = ((counts * midpoints()).sum(-1) / counts.sum(-1).clamp(min=1)).tolist()
     return mean
 

@@ -68,7 +68,13 @@ class TopK(Selector):
         counts = torch.stack([_count(budget, least) for budget in budgets])[..., None]  # (Hq | 1, R, 1)
         # The same for every piece of rows, so that ties break independently of how the rows are split.
         columns = scores.shape[-1]
-        most = min(columns, max(int(_count(budget, torch.tensor(max(columns, self._floor())))) for budget in budgets))
+        most = min(
+            columns,
+            max(
+                int(_count(budget, torch.tensor(max(columns, self._floor()), dtype=torch.int64, device="cpu")))
+                for budget in budgets
+            ),
+        )
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
         hidden = scores.masked_fill(~optional, -torch.inf)
@@ -112,7 +118,7 @@ class TopP(Selector):
     @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
         goals = _checked_heads("mass", _per_head(self.mass), scores.shape[1])
-        goal = torch.tensor(goals, device=scores.device)[:, None, None]
+        goal = torch.tensor(goals, device=scores.device, dtype=torch.float32)[:, None, None]
         share = scores.softmax(-1).nan_to_num(0.0)
         best, where = share.masked_fill(~optional, -1.0).sort(dim=-1, descending=True)
         covered = share.masked_fill(optional, 0.0).sum(-1, keepdim=True)
@@ -162,7 +168,9 @@ class Threshold(Selector):
 
     @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
-        shares = torch.tensor(_checked_heads("share", _per_head(self.share), scores.shape[1]), device=scores.device)
+        shares = torch.tensor(
+            _checked_heads("share", _per_head(self.share), scores.shape[1]), device=scores.device, dtype=torch.float32
+        )
         if self.of == "max":
             reference = scores.amax(-1, keepdim=True)
         else:

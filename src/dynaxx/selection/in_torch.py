@@ -106,7 +106,9 @@ class _Forced(NamedTuple):
 
     def mask_ids(self, start: int, stop: int) -> Tensor:
         """Return (stop - start, kv_blocks) int64 mask ids of the blocks of some rows, EMPTY outside the pattern."""
-        table = torch.full((stop - start, self.grid.kv_blocks), EMPTY, device=self.same_as_causal.device)
+        table = torch.full(
+            (stop - start, self.grid.kv_blocks), EMPTY, device=self.same_as_causal.device, dtype=torch.int64
+        )
         if self.starts:
             some = slice(self.starts[start], self.starts[stop])
             rows, cols, mask_ids = (each[some] for each in self.entries)

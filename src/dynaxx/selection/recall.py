@@ -72,7 +72,7 @@ def recall(
     first = max(0, seqlen_q - seqlen_k) if causal else 0  # earlier queries see nothing
     population = seqlen_q - first if seqlen_k else 0
     drawn = torch.randperm(population, generator=torch.Generator().manual_seed(seed))[:rows].sort().values + first
-    values = torch.ones(len(drawn), batch, heads, device=q.device)  # recall of each row
+    values = torch.ones(len(drawn), batch, heads, device=q.device, dtype=torch.float32)  # recall of each row
     row_bytes = batch * heads * (5 * 4 * seqlen_k + 8 * dim)
     for a, b in pieces(len(drawn), row_bytes, MEMORY_BUDGET):
         some = drawn[a:b].to(q.device)
@@ -83,7 +83,7 @@ def recall(
         share = scores.softmax(-1)
         values[a:b] = share.masked_fill_(~visible_keys(layout, some), 0.0).sum(-1).permute(2, 0, 1)
     if not len(drawn):
-        return Recall(1.0, 1.0, 1.0, torch.ones(heads, device=q.device))
+        return Recall(1.0, 1.0, 1.0, torch.ones(heads, device=q.device, dtype=torch.float32))
     return _estimate(values.clamp(max=1.0), population)
 
 

@@ -116,7 +116,9 @@ def make_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw Gaussian q, k, v in the library's shapes, on the CPU so that all devices get the same values."""
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(
+        device=device, dtype=dtype
+    )
     return (
         draw(batch, seqlen_q, q_heads, head_dim),
         draw(batch, seqlen_k, kv_heads, head_dim),

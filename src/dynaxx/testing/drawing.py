@@ -168,7 +168,9 @@ class Draw:
         softcap = self.rng.choice(self.softcaps or (None,) * 9 + (self.rng.choice((0.5, 3.0, 30.0)),))
         self.note("scores", "plain" if softcap is None else "softcap")
         if inputs and self.rng.random() < 0.1:
-            inputs["sinks"] = torch.randn(self.heads[0], generator=self.generator).to(inputs["q"])
+            inputs["sinks"] = torch.randn(
+                self.heads[0], generator=self.generator, dtype=torch.float32, device="cpu"
+            ).to(inputs["q"])
             self.note("scores", "sinks")
         return {"scale": self.scale(), "softcap": softcap}
 
@@ -181,16 +183,20 @@ class Draw:
         """Draw an unstructured mask, shared or not."""
         shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), seqlen_q, seqlen_k)
         share = self.rng.choice((0.0, 0.02, 0.5, 0.98, 1.0))
-        return (torch.rand(shape, generator=self.generator) < share).to(self.device)
+        return (torch.rand(shape, generator=self.generator, dtype=torch.float32, device="cpu") < share).to(self.device)
 
     def block_indices(self, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
         """Draw block indices in random order with empty slots, and return them with the pairs that they show."""
         grid = BlockGrid(seqlen_q, seqlen_k, self.block_size, self.causal)
         shape = (self.rng.choice((1, batch)), self.rng.choice((1, heads)), grid.q_blocks)
-        order = torch.rand(*shape, grid.kv_blocks, generator=self.generator).argsort(-1)
-        kept = torch.rand(order.shape, generator=self.generator) < self.rng.choice((0.0, 0.3, 1.0))
+        order = torch.rand(*shape, grid.kv_blocks, generator=self.generator, dtype=torch.float32, device="cpu").argsort(
+            -1
+        )
+        kept = torch.rand(order.shape, generator=self.generator, dtype=torch.float32, device="cpu") < self.rng.choice(
+            (0.0, 0.3, 1.0)
+        )
         indices = order.where(kept, -1)
-        table = torch.zeros(*shape, grid.kv_blocks + 1, dtype=torch.bool).scatter_(
+        table = torch.zeros(*shape, grid.kv_blocks + 1, dtype=torch.bool, device="cpu").scatter_(
             -1, indices % (grid.kv_blocks + 1), True
         )
         shown = table[..., :-1].repeat_interleave(self.block_size[0], -2).repeat_interleave(self.block_size[1], -1)
@@ -226,7 +232,10 @@ class Draw:
 
     def _definition(self, rule: p.Pattern, seqlen_q: int, seqlen_k: int) -> Tensor:
         grid = BlockGrid(seqlen_q, seqlen_k, self.block_size, self.causal)
-        q_pos, k_pos = torch.arange(seqlen_q)[:, None] + grid.offset, torch.arange(seqlen_k)[None]
+        q_pos, k_pos = (
+            torch.arange(seqlen_q, device="cpu")[:, None] + grid.offset,
+            torch.arange(seqlen_k, device="cpu")[None],
+        )
         seen = rule.visible(grid, q_pos, k_pos).expand(seqlen_q, seqlen_k)
         return (seen & (k_pos <= q_pos) if self.causal else seen).to(self.device)
 

@@ -26,7 +26,7 @@ class Expected:
         self._inputs = problem.inputs
         q, v = self._inputs["q"], self._inputs["v"]
         generator = generator_of_gradients(seed, torch.device("cpu"))
-        draw = lambda *shape: torch.randn(*shape, generator=generator).to(q.device)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(q.device)
         self._do = draw(*q.shape[:3], v.shape[-1]).to(q.dtype)
         self._dlse = draw(q.shape[0], q.shape[2], q.shape[1])
         self._exact = self._run(problem.exact, torch.float64)

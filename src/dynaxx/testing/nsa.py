@@ -138,4 +138,4 @@ def random_choices(
                     before[h] = mine + [-1] * (count - len(mine))
                     rng.shuffle(before[h])
                 rows.append(before[h])
-    return torch.tensor(rows, dtype=torch.int32).view(ends_q[-1], heads, count)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(ends_q[-1], heads, count)

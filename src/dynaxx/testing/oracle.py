@@ -137,8 +137,8 @@ def check_gradients(
         seen = lse.isfinite()
         return torch.autograd.grad([out, lse[seen]], leaves, [do.to(out.dtype), dlse.to(lse.dtype)[seen]])
 
-    do = torch.randn(*q.shape[:3], v.shape[-1], generator=generator, device=q.device).to(q.dtype)
-    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator, device=q.device)
+    do = torch.randn(*q.shape[:3], v.shape[-1], generator=generator, device=q.device, dtype=torch.float32).to(q.dtype)
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], generator=generator, device=q.device, dtype=torch.float32)
     exact = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale, softcap), torch.float64)
     eager = grads(lambda q, k, v: oracle_attention(q, k, v, mask, scale, softcap), q.dtype)
     got = grads(lambda q, k, v: attend(q, k, v, layout), q.dtype)

@@ -63,6 +63,9 @@ def check_pattern(
 
 def _definition(pattern: Pattern, grid: BlockGrid) -> Tensor:
     """Return (seqlen_q, seqlen_k) bool."""
-    q_pos, k_pos = torch.arange(grid.seqlen_q)[:, None] + grid.offset, torch.arange(grid.seqlen_k)[None]
+    q_pos, k_pos = (
+        torch.arange(grid.seqlen_q, device="cpu")[:, None] + grid.offset,
+        torch.arange(grid.seqlen_k, device="cpu")[None],
+    )
     seen = pattern.visible(grid, q_pos, k_pos).expand(grid.seqlen_q, grid.seqlen_k)
     return seen & (k_pos <= q_pos) if grid.causal else seen

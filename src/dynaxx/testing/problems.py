@@ -128,7 +128,10 @@ def _packed(draw: Draw) -> Problem:
     visible = draw.block_diagonal(rules, pieces, q, k)
     draw.check(layout, visible)
     options = draw.score_options(inputs)
-    ends: dict[str, Any] = {"cu_seqlens_q": torch.tensor(ends_q), "cu_seqlens_k": ends_k}
+    ends: dict[str, Any] = {
+        "cu_seqlens_q": torch.tensor(ends_q, dtype=torch.int64, device="cpu"),
+        "cu_seqlens_k": ends_k,
+    }
     ends = ends if draw.rng.random() < 0.7 else {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, Tensor]:
@@ -146,7 +149,9 @@ def _merged(draw: Draw) -> Problem:
     inputs = draw.tensors(batch, seqlen_q, seqlen_k)
     layout, visible = _any_layout(draw, inputs["q"], inputs["k"])
     parts = draw.rng.randint(1, 3)
-    of = torch.randint(parts, (seqlen_q if draw.rng.random() < 0.5 else 1, seqlen_k), generator=draw.generator)
+    of = torch.randint(
+        parts, (seqlen_q if draw.rng.random() < 0.5 else 1, seqlen_k), generator=draw.generator, device="cpu"
+    )
     masks = [visible & (of == part).to(draw.device) for part in range(parts)]
     layouts = [layout] if parts == 1 else [BlockLayout.from_dense(m, block_size=draw.block_size) for m in masks]
     options = draw.score_options({})

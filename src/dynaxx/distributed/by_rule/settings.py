@@ -157,7 +157,9 @@ def _rule_of(
 def _selects_on_device(rule: Selector | Hybrid, grid: BlockGrid, shape: tuple[int, ...], device: torch.device) -> bool:
     """Return whether kernels serve the selection. `select_blocks` would ask, and check the inputs, for every stage."""
     selector = rule.selector if isinstance(rule, Hybrid) else rule
-    return bool(grid.kv_blocks) and serves(torch.empty(1, device=device).expand(shape), grid, selector)
+    return bool(grid.kv_blocks) and serves(
+        torch.empty(1, device=device, dtype=torch.float32).expand(shape), grid, selector
+    )
 
 
 _select_on_device = on_host(select_on_device)

@@ -42,8 +42,8 @@ class Visits:
         if bool((drawn == drawn[:1]).all()):
             drawn = drawn[:1]
         heads, blocks = drawn.shape[0], drawn.shape[1] + 2
-        counts = torch.zeros(heads, blocks, blocks, dtype=torch.int64)
-        middle = torch.arange(1, blocks - 1)
+        counts = torch.zeros(heads, blocks, blocks, dtype=torch.int64, device="cpu")
+        middle = torch.arange(1, blocks - 1, device="cpu")
         for shift in (-1, 0, 1):
             counts[:, middle, middle + shift] = 1
         counts[:, :, (0, -1)] = 1
@@ -91,7 +91,11 @@ class Visits:
 @lru_cache(maxsize=64)
 def visits_of(drawn: bytes, shape: tuple[int, ...], block_size: int, device: torch.device) -> Visits:
     """Return the visits for some drawn blocks. Layers that drew the same blocks share the object."""
-    blocks = torch.frombuffer(bytearray(drawn), dtype=torch.int64) if drawn else torch.zeros(0, dtype=torch.int64)
+    blocks = (
+        torch.frombuffer(bytearray(drawn), dtype=torch.int64)
+        if drawn
+        else torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
     return Visits(blocks.view(shape), block_size, device)
 
 
@@ -117,7 +121,7 @@ def draw_random_blocks(module: Any, seqlen: int) -> Tensor:
     state = np.random.get_state()
     try:
         stand_in.bigbird_block_sparse_attention(
-            query_layer=torch.empty(0),
+            query_layer=torch.empty(0, dtype=torch.float32, device="cpu"),
             key_layer=None,
             value_layer=None,
             band_mask=None,

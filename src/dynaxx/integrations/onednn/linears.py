@@ -144,7 +144,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @torch.no_grad()
 def _times_faster(layer: nn.Linear) -> float:
     """Return the speedup of oneDNN over torch's default; each uses the best of several rounds."""
-    x = torch.ones(SAMPLE, layer.in_features)
+    x = torch.ones(SAMPLE, layer.in_features, dtype=torch.float32, device="cpu")
     seconds: dict[Any, float] = {}
     for _ in range(ROUNDS):
         for run in (F.linear, _product):

@@ -25,8 +25,8 @@ def decoder_graph(module: nn.Module, cache: Sequence[Tensor], *, sample: int = 1
 
     Batch, prompt length and cache length are dynamic; `cache` gives the shapes of two tensors per layer.
     """
-    ids = torch.zeros(2, sample, dtype=torch.int64)
-    past = [torch.zeros(2, each.shape[1], 48, each.shape[3], dtype=each.dtype) for each in cache]
+    ids = torch.zeros(2, sample, dtype=torch.int64, device="cpu")
+    past = [torch.zeros(2, each.shape[1], 48, each.shape[3], dtype=each.dtype, device="cpu") for each in cache]
     names = [f"past_{'key' if i % 2 == 0 else 'value'}.{i // 2}" for i in range(len(past))]
     shapes = ({0: "batch", 1: "seqlen"}, [{0: "batch", 2: "past"}] * len(past))
     outputs = ["logits", *(f"present_{name.removeprefix('past_')}" for name in names)]
@@ -35,7 +35,7 @@ def decoder_graph(module: nn.Module, cache: Sequence[Tensor], *, sample: int = 1
 
 def encoder_graph(module: nn.Module, *, sample: int = 160, opset: int = OPSET) -> Any:
     """Return the ONNX graph of an encoder; batch and length are dynamic."""
-    ids = torch.zeros(2, sample, dtype=torch.int64)
+    ids = torch.zeros(2, sample, dtype=torch.int64, device="cpu")
     shapes = ({0: "batch", 1: "seqlen"}, [{0: "batch", 1: "seqlen"}])
     names = ["input_ids", "attention_mask"]
     return trace(module, (ids, [torch.ones_like(ids)]), shapes, names, ["last_hidden_state"], opset)

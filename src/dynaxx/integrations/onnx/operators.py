@@ -125,8 +125,8 @@ class _OperatorAttention(nn.Module):
 
 
 def _trace_bias(rule: GatherRule | None, causal: bool) -> Any:
-    ids = torch.zeros(2, 160, dtype=torch.int64)
-    other = torch.zeros(2, 3, 48, 5) if causal else torch.ones_like(ids)
+    ids = torch.zeros(2, 160, dtype=torch.int64, device="cpu")
+    other = torch.zeros(2, 3, 48, 5, dtype=torch.float32, device="cpu") if causal else torch.ones_like(ids)
     of_other = {0: "batch", 1: "kv_heads", 2: "past", 3: "head_dim"} if causal else {0: "batch", 1: "seqlen"}
     return trace(_Bias(rule, causal), (ids, other), ({0: "batch", 1: "seqlen"}, of_other), ["ids", "other"], ["bias"])
 
@@ -136,11 +136,11 @@ def _trace_attention(
 ) -> Any:
     seqlen_q, seqlen_k = 160, 208 if causal else 160
     q, k, v = (
-        torch.zeros(2, value.shape[1], seqlen, value.shape[3])
+        torch.zeros(2, value.shape[1], seqlen, value.shape[3], dtype=torch.float32, device="cpu")
         for value, seqlen in zip(inputs, (seqlen_q, seqlen_k, seqlen_k), strict=True)
     )
     keys = "keys" if causal else "seqlen"
-    mask = None if causal else torch.ones(2, seqlen_k, dtype=torch.bool)
+    mask = None if causal else torch.ones(2, seqlen_k, dtype=torch.bool, device="cpu")
     biases = [bias_of(each, seqlen_q, seqlen_k, torch.float32, causal=causal, key_mask=mask) for each in needed]
     of_batch = {} if causal else {0: "batch"}
     of_bias = [

@@ -80,8 +80,8 @@ def convert_with_cache(model: nn.Module, *, all_logits: bool) -> Any:
     """Convert a decoder to a model whose state is its cache; see `to_openvino`."""
     ov = openvino()
     traced = PortableModel(model, attend=_attend, last_logits=not all_logits).eval()
-    ids, empty = torch.zeros(2, SAMPLE, dtype=torch.int64), traced.empty_cache()
-    past = [torch.zeros(2, each.shape[1], 48, each.shape[3]) for each in empty]
+    ids, empty = torch.zeros(2, SAMPLE, dtype=torch.int64, device="cpu"), traced.empty_cache()
+    past = [torch.zeros(2, each.shape[1], 48, each.shape[3], dtype=torch.float32, device="cpu") for each in empty]
     batch, seqlen, length = (torch.export.Dim(name, min=2) for name in ("batch", "seqlen", "past"))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -129,8 +129,8 @@ def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Ten
     groups, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     if groups > 1:
         k, v = (repeated(x, groups) for x in (k, v))
-    rows = torch.arange(seqlen_q)[:, None] + (seqlen_k - seqlen_q)
-    shown = (rows >= torch.arange(seqlen_k))[None, None]
+    rows = torch.arange(seqlen_q, device="cpu")[:, None] + (seqlen_k - seqlen_q)
+    shown = (rows >= torch.arange(seqlen_k, device="cpu"))[None, None]
     return scaled_dot_product_attention(q, k, v, shown, scale=scale).transpose(1, 2).contiguous()
 
 

@@ -64,7 +64,7 @@ def convert_prefill(module: nn.Module, *, traced_from: int = 2) -> Any:
         module: a module in eval mode that maps token ids (batch, seqlen) to logits.
         traced_from: number of tokens from which torch guarantees one graph; OpenVINO's graph serves shorter ones too.
     """
-    ov, sample = openvino(), torch.zeros(2, SAMPLE, dtype=torch.int64)
+    ov, sample = openvino(), torch.zeros(2, SAMPLE, dtype=torch.int64, device="cpu")
     batch, seqlen = torch.export.Dim("batch", min=1), torch.export.Dim("seqlen", min=traced_from)
     with torch.no_grad(), _quiet():
         program = torch.export.export(

@@ -173,11 +173,11 @@ def is_causal_mask(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
     """Return whether a mask (batch | 1, 1, seqlen_q, seqlen_k), bool or additive, is causal."""
     if mask.shape[-2:] != (seqlen_q, seqlen_k) or mask.shape[1] != 1:
         return False
-    keys, offset = torch.arange(seqlen_k, dtype=torch.int32), seqlen_k - seqlen_q
+    keys, offset = torch.arange(seqlen_k, dtype=torch.int32, device="cpu"), seqlen_k - seqlen_q
     for first in range(0, seqlen_q, MASK_ROWS):
         part = mask[:, 0, first : first + MASK_ROWS]
         shown = part if part.dtype == torch.bool else part == 0
-        rows = torch.arange(first, first + part.shape[1], dtype=torch.int32)
+        rows = torch.arange(first, first + part.shape[1], dtype=torch.int32, device="cpu")
         if not bool((shown == (keys <= rows[:, None] + offset)).all()):
             return False
         if part.dtype != torch.bool and bool(((part > -1e4) & (part != 0)).any()):  # a bias, not a mask
@@ -202,7 +202,7 @@ def _dense_attention(call: Arguments) -> None:
         return
     causal = mask is None and seqlen_q == seqlen_k
     if mask is None and not causal:
-        mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
+        mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device="cpu").tril(seqlen_k - seqlen_q)
     found = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=True)
     call.out.copy_(found.transpose(1, 2))
 

@@ -110,8 +110,8 @@ def dense_bias(
     """
     bias = None
     if causal:
-        rows = torch.arange(seqlen_q) + (seqlen_k - seqlen_q)
-        bias = _as_bias(rows[:, None] >= torch.arange(seqlen_k), dtype)[None, None, None]
+        rows = torch.arange(seqlen_q, device="cpu") + (seqlen_k - seqlen_q)
+        bias = _as_bias(rows[:, None] >= torch.arange(seqlen_k, device="cpu"), dtype)[None, None, None]
     if key_mask is not None:
         hidden = _as_bias(key_mask[:, None, None, None], dtype)
         bias = hidden if bias is None else bias + hidden
@@ -127,8 +127,8 @@ def _chunks(tiles: Tiles, count: Any) -> Tensor:
     """Return the chunks that each tile reads, shared ones first, (n, S + C) int64."""
     shared = len(tiles.shared) // CHUNK
     step = tiles.tile // CHUNK
-    band = shared + torch.arange(count)[:, None] * step + torch.arange(tiles.band)
-    return torch.cat([torch.arange(shared).expand(count, shared), band], dim=1) if shared else band
+    band = shared + torch.arange(count, device="cpu")[:, None] * step + torch.arange(tiles.band, device="cpu")
+    return torch.cat([torch.arange(shared, device="cpu").expand(count, shared), band], dim=1) if shared else band
 
 
 def _gathered(x: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any) -> Tensor:
@@ -136,7 +136,7 @@ def _gathered(x: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any
     batch, heads, seqlen, dim = x.shape
     parts = []
     if tiles.shared:
-        at = torch.tensor(tiles.shared).clamp(min=0)
+        at = torch.tensor(tiles.shared, dtype=torch.int64, device="cpu").clamp(min=0)
         parts.append(x.index_select(2, torch.minimum(at, at.new_zeros(()) + (seqlen - 1))))
     if tiles.band:
         before = F.pad(x, (0, 0, tiles.before, 0))[:, :, seqlen - seqlen_q :]
@@ -148,10 +148,10 @@ def _gathered(x: Tensor, chosen: Tensor, tiles: Tiles, count: Any, seqlen_q: Any
 
 def _positions(tiles: Tiles, count: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Tensor, Tensor]:
     """Return the positions of queries (n, T) and gathered keys (n, W), -1 for the padding of the shared keys."""
-    first = torch.arange(count)[:, None] * tiles.tile + (seqlen_k - seqlen_q)
-    band = first - tiles.before + torch.arange(tiles.band * CHUNK)
-    shared = torch.tensor(tiles.shared, dtype=torch.int64).expand(count, len(tiles.shared))
-    return first + torch.arange(tiles.tile), torch.cat([shared, band], dim=1) if tiles.shared else band
+    first = torch.arange(count, device="cpu")[:, None] * tiles.tile + (seqlen_k - seqlen_q)
+    band = first - tiles.before + torch.arange(tiles.band * CHUNK, device="cpu")
+    shared = torch.tensor(tiles.shared, dtype=torch.int64, device="cpu").expand(count, len(tiles.shared))
+    return first + torch.arange(tiles.tile, device="cpu"), torch.cat([shared, band], dim=1) if tiles.shared else band
 
 
 def gather_bias(
@@ -166,7 +166,7 @@ def gather_bias(
     q_pos, k_pos = _positions(tiles, count, seqlen_q, seqlen_k)
     there = (k_pos >= 0) & (k_pos < seqlen_k)
     if tiles.shared and tiles.band:  # hide the second copy of a shared key that is also in the band
-        band = torch.arange(k_pos.shape[1]) >= len(tiles.shared)
+        band = torch.arange(k_pos.shape[1], device="cpu") >= len(tiles.shared)
         there = there & ~(band & inside(k_pos, rule.reach.keys))
     seen = rule.visible(q_pos[..., None], k_pos[:, None], seqlen_k - seqlen_q) & there[:, None]
     bias = _as_bias(seen, dtype)[None, None, :, None]
@@ -179,11 +179,13 @@ def gather_bias(
 def _with_whole_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: GatherRule, scale: float) -> Tensor:
     """Return `out` with the rows of the queries that may see any key computed over all keys."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    rows = torch.tensor([row for first, end in rule.reach.queries for row in range(first, end)])
+    rows = torch.tensor(
+        [row for first, end in rule.reach.queries for row in range(first, end)], dtype=torch.int64, device="cpu"
+    )
     own = torch.minimum(rows, rows.new_zeros(()) + (seqlen_q - 1))
-    positions = torch.arange(seqlen_k)
+    positions = torch.arange(seqlen_k, device="cpu")
     bias = _as_bias(rule.visible((own + (seqlen_k - seqlen_q))[:, None], positions, seqlen_k - seqlen_q), q.dtype)
     whole = dense_attention(q.index_select(2, own), k, v, bias, scale=scale)  # (B, R, Hq, D)
-    at = torch.arange(seqlen_q)
+    at = torch.arange(seqlen_q, device="cpu")
     place = (rows[:, None] < at).sum(0).clamp(max=len(rows) - 1)
     return torch.where(inside(at, rule.reach.queries)[:, None, None], whole.index_select(1, place), out)

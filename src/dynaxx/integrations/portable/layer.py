@@ -38,14 +38,17 @@ def attend_by_rules(
     group, outs = q.shape[1] // k.shape[1], []
     order: list[int] = []
     for part in rules.parts:
-        heads, of_head = torch.tensor(part.heads), [head // group for head in part.heads]
+        heads, of_head = (
+            torch.tensor(part.heads, dtype=torch.int64, device="cpu"),
+            [head // group for head in part.heads],
+        )
         used = sorted(set(of_head))
         evenly = all(of_head.count(each) * len(used) == len(of_head) for each in used)
-        own = torch.tensor(used if evenly else of_head)
+        own = torch.tensor(used if evenly else of_head, dtype=torch.int64, device="cpu")
         keys, values = k.index_select(1, own), v.index_select(1, own)
         outs.append(_attend(part.rule, q.index_select(1, heads), keys, values, scale, known))
         order += part.heads
-    back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+    back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64, device="cpu")
     return torch.cat(outs, dim=2).index_select(2, back)
 
 

@@ -105,7 +105,7 @@ class PortableModel(nn.Module):
     def empty_cache(self, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Return an empty cache in the order of `forward`."""
         shape = (batch, *cache_heads(self.config))
-        return [torch.zeros(shape[0], shape[1], 0, shape[2], dtype=dtype) for _ in range(2 * self.layers)]
+        return [torch.zeros(shape[0], shape[1], 0, shape[2], dtype=dtype, device="cpu") for _ in range(2 * self.layers)]
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:

@@ -49,7 +49,7 @@ def most_rows(heads: int, seqlen_k: int, rows: int) -> int:
 def dense_rows(q: Tensor, k: Tensor, v: Tensor, indices: Sequence[int], scale: float | None) -> Rows:
     """Attend densely and causally from some rows of q (1, Lq, H, D), aligned to the last keys of k, v (1, Lk, G, D)."""
     (_, seqlen_q, heads, dim), (_, seqlen_k, kv_heads, _) = q.shape, k.shape
-    at = torch.tensor(list(indices), device=q.device)
+    at = torch.tensor(list(indices), device=q.device, dtype=torch.int64)
     queries = q[0, at].float().view(len(at), kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)  # (G, H / G, R, D)
     keys, values = (x[0].float().transpose(0, 1)[:, None] for x in (k, v))  # (G, 1, N, D)
     scores = queries @ keys.transpose(-1, -2) * (dim**-0.5 if scale is None else scale)

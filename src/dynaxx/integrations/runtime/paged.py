@@ -278,7 +278,7 @@ class Part(NamedTuple):
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
     """Copy numbers to a device, through pinned memory, since copies from other memory synchronize with the GPU."""
-    host = torch.as_tensor(numbers)
+    host = torch.as_tensor(numbers, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

@@ -53,7 +53,7 @@ class LayerLimits:
         """Set the limits of all layers, in order. Copies to the device only if they changed."""
         values = tuple(limits)
         if values != self._written:
-            self.memory.copy_(torch.tensor(values, dtype=torch.int32).T[..., None])
+            self.memory.copy_(torch.tensor(values, dtype=torch.int32, device="cpu").T[..., None])
             self._written = values
 
 

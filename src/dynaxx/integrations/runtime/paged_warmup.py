@@ -152,7 +152,7 @@ def zero_pages(shape: LayerShape, page_size: int, count: int, *, fp8: bool) -> P
     memory = (count, shape.kv_heads, page_size, 2 * shape.head_dim)
     if not fp8:
         return Pages(torch.zeros(memory, dtype=shape.dtype, device=shape.device))
-    one = torch.ones((), device=shape.device)
+    one = torch.ones((), device=shape.device, dtype=torch.float32)
     return Pages(torch.zeros(memory, dtype=FP8, device=shape.device), one, one)
 
 

@@ -134,5 +134,5 @@ def _own_layout(pattern: Pattern, seqlen: int, block: int, device: torch.device)
 
 @LayoutCache
 def _static_layout(plan: LayerPlan, seqlen: int, device: torch.device) -> BlockLayout:
-    nothing = torch.empty(1, seqlen, 1, 1, device=device)
+    nothing = torch.empty(1, seqlen, 1, 1, device=device, dtype=torch.float32)
     return plan.layout(nothing, nothing)

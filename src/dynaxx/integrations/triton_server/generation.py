@@ -120,10 +120,10 @@ def generate(model: Any, handle: Any, prompts: Sequence[Prompt], receivers: Sequ
         receivers: one receiver per prompt.
     """
     longest, device = max(len(prompt.ids) for prompt in prompts), model.device
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids, dtype=torch.int64, device="cpu")
         mask[row, longest - len(prompt.ids) :] = 1
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if any(prompt.temperature for prompt in prompts):
@@ -163,7 +163,7 @@ class _HandOut:
             self._left[row] = 0 if token in self._ends else self._left[row] - 1
             reason = "stop" if token in self._ends else "" if self._left[row] else "length"
             receiver.token(token, reason)
-        return torch.tensor([not left for left in self._left], device=input_ids.device)
+        return torch.tensor([not left for left in self._left], device=input_ids.device, dtype=torch.bool)
 
 
 class _Draws:

@@ -204,9 +204,9 @@ def some_rows(common: CommonAttentionMetadata, rows: list[int]) -> tuple[Tensor,
     """
     starts = common.query_start_loc_cpu.tolist()
     device = common.block_table_tensor.device
-    tokens = on_device(torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]), device)
+    tokens = on_device(torch.cat([torch.arange(starts[row], starts[row + 1], device="cpu") for row in rows]), device)
     lengths = [starts[row + 1] - starts[row] for row in rows]
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     at = on_device(rows, device)
     bound = common.seq_lens_cpu_upper_bound
     requests = getattr(common, "req_idx", None)  # not in every version

@@ -72,7 +72,7 @@ def block_scores(queries: Tensor, k: Tensor, ends: Tensor, kv_block: int) -> Ten
     library, queries, ends = active_library(), queries.detach().contiguous(), ends.contiguous()
     assert library is not None, "`serves` says whether there is a core"
     (batch, q_heads, rows, head_dim), (_, tokens, kv_heads, _) = queries.shape, k.shape
-    best, sums = torch.empty(2, batch, q_heads, rows, -(-tokens // kv_block))
+    best, sums = torch.empty(2, batch, q_heads, rows, -(-tokens // kv_block), dtype=torch.float32)
     args = BlockScoreArgs(
         queries.data_ptr(),
         k.data_ptr(),

@@ -119,7 +119,7 @@ def _chunks(layout: BlockLayout, batch: int, q_heads: int, row_size: int) -> lis
 
 def _query_places(units: Units, layout: BlockLayout, q_heads: int) -> tuple[Tensor, Tensor]:
     """Return the flat index (batch, token, head) of each unit's queries, and which queries exist; both (U, q_block)."""
-    token = units.row[:, None] * layout.block_size[0] + torch.arange(layout.block_size[0])
+    token = units.row[:, None] * layout.block_size[0] + torch.arange(layout.block_size[0], device="cpu")
     place = (units.batch[:, None] * layout.seqlen_q + token) * q_heads + units.head[:, None]
     return place, token < layout.seqlen_q
 
@@ -136,11 +136,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out (U, q_block, E) and lse (U, q_block) of units that visit equally many blocks."""
     q_block, kv_block = layout.block_size
-    entries = units.start[:, None] + torch.arange(int(units.count[0]))
+    entries = units.start[:, None] + torch.arange(int(units.count[0]), device="cpu")
     cols, mask_ids = layout.kv_indices[entries].long(), layout.kv_masks[entries].long()
-    keys = (cols[..., None] * kv_block + torch.arange(kv_block)).flatten(1)  # (U, S)
+    keys = (cols[..., None] * kv_block + torch.arange(kv_block, device="cpu")).flatten(1)  # (U, S)
     visible = table[mask_ids].transpose(1, 2).flatten(2) & (keys < layout.seqlen_k)[:, None]  # (U, q_block, S)
-    queries = (units.row[:, None] * q_block + torch.arange(q_block)).clamp(max=layout.seqlen_q - 1)
+    queries = (units.row[:, None] * q_block + torch.arange(q_block, device="cpu")).clamp(max=layout.seqlen_q - 1)
     keys = keys.clamp(max=layout.seqlen_k - 1)
     batch, head = units.batch[:, None], units.head[:, None]
     kv_head = head // (q.shape[2] // k.shape[2])

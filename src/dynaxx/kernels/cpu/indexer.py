@@ -63,7 +63,7 @@ def index_tokens(
     widen = lambda x: pad(x.detach().float(), (0, row - x.shape[-1])).contiguous()
     q_rows, k_rows, factors = widen(q), widen(k), weights.detach().float().contiguous()
     scale = None if k_scale is None else k_scale.detach().float().contiguous()
-    ends_q, ends_k = torch.tensor(spans.ends_q), torch.tensor(spans.ends_k)
+    ends_q, ends_k = torch.tensor(spans.ends_q, dtype=torch.int64), torch.tensor(spans.ends_k, dtype=torch.int64)
     chosen = torch.empty(q.shape[0], 1, slots, dtype=torch.int32)
     args = IndexArgs(
         q_rows.data_ptr(),
@@ -85,7 +85,7 @@ def index_tokens(
 
 
 def _by_chunks(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int) -> Tensor:
-    chosen = torch.full((q.shape[0], 1, slots), -1, dtype=torch.int32)
+    chosen = torch.full((q.shape[0], 1, slots), -1, dtype=torch.int32, device="cpu")
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
         step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, d - c)))
         for at in range(a, b, step):

@@ -54,7 +54,7 @@ def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NsaSpans, some:
     heads, count = keys.shape[0], keys.shape[1]
     grouped = (q.float() * scale).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # (Hs, G, t, D)
     logits = (grouped.flatten(1, 2) @ keys.mT).unflatten(1, grouped.shape[1:3])
-    hidden = torch.arange(count) >= spans.num_cmp[some, None]
+    hidden = torch.arange(count, device="cpu") >= spans.num_cmp[some, None]
     if lse is None:
         return logits[:, 0].masked_fill_(hidden, torch.finfo(logits.dtype).min)
     shift = lse.masked_fill(lse == -torch.inf, 0.0).unflatten(0, (heads, -1))[..., None]
@@ -135,7 +135,9 @@ def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int)
     kinds, kind = (chosen * (kv_block + together) + distance + together).unique(return_inverse=True)
     masks, mask_ids = _kind_masks(kinds, together, kv_block, rows)
     mask_id = mask_ids[kind].repeat_interleave(parts)
-    flat_rows = (head * grid.q_blocks + tile * parts).repeat_interleave(parts) + torch.arange(parts).repeat(len(tile))
+    flat_rows = (head * grid.q_blocks + tile * parts).repeat_interleave(parts) + torch.arange(
+        parts, device="cpu"
+    ).repeat(len(tile))
     return BlockLayout.from_entries(
         grid, flat_rows, column.repeat_interleave(parts), mask_id, masks, layout_heads=heads
     )
@@ -144,14 +146,16 @@ def _rows_layout(block_indices: Tensor, seqlen_k: int, kv_block: int, rows: int)
 def _kind_masks(kinds: Tensor, together: int, kv_block: int, rows: int) -> tuple[ElementMasks, Tensor]:
     """Return the element masks of the kinds of visited blocks, and each kind's mask id; FULL and EMPTY have no mask."""
     chosen, distance = kinds // (kv_block + together), kinds % (kv_block + together) - together
-    position = torch.arange(ROWS) // rows if together > 1 else torch.zeros(ROWS, dtype=torch.int64)
+    position = (
+        torch.arange(ROWS, device="cpu") // rows if together > 1 else torch.zeros(ROWS, dtype=torch.int64, device="cpu")
+    )
     selected = (chosen[:, None] >> position & 1).bool()
-    before = distance[:, None, None] + position[:, None] - torch.arange(kv_block) >= 0
+    before = distance[:, None, None] + position[:, None] - torch.arange(kv_block, device="cpu") >= 0
     dense = selected[..., None] & before
     all_set, none_set = dense.flatten(1).all(1), ~dense.flatten(1).any(1)
     cut = ~all_set & ~none_set
     mask_ids = torch.where(all_set, FULL, EMPTY)
-    mask_ids[cut] = torch.arange(int(cut.sum()))
+    mask_ids[cut] = torch.arange(int(cut.sum()), device="cpu")
     return ElementMasks.from_dense(dense[cut]), mask_ids
 
 

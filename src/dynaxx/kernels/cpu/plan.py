@@ -97,7 +97,7 @@ def check_plan(
 def row_order(indptr: Tensor, library: CDLL) -> Tensor:
     """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first: (batch, heads, rows) int32."""
     batch, heads, ends = indptr.shape
-    order = torch.empty(batch, heads, ends - 1, dtype=torch.int32)
+    order = torch.empty(batch, heads, ends - 1, dtype=torch.int32, device="cpu")
     raise_for_status(library.dynaxx_cpu_plan_rows(indptr.data_ptr(), batch * heads, ends - 1, order.data_ptr()))
     return order
 
@@ -106,7 +106,7 @@ def row_order(indptr: Tensor, library: CDLL) -> Tensor:
 def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: CDLL) -> Tensor:
     """Count for each entry of a (batch, heads, rows + 1) CSR how many earlier rows visit the same block."""
     batch, heads, ends = indptr.shape
-    counts, ranks = torch.empty(visited_blocks, dtype=torch.int32), torch.empty_like(indices)
+    counts, ranks = torch.empty(visited_blocks, dtype=torch.int32, device="cpu"), torch.empty_like(indices)
     code = library.dynaxx_cpu_plan_ranks(
         indptr.data_ptr(),
         indices.data_ptr(),
@@ -132,8 +132,8 @@ def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False)
     block, visited_block = (kv_block, q_block) if rows_are_keys else (q_block, kv_block)
     bits = layout.masks.bits.contiguous()
     shape = (len(layout.masks), block // PANEL)
-    words = torch.empty(*shape, visited_block, dtype=torch.int16)
-    runs = torch.empty(*shape, MAX_RUNS, 2, dtype=torch.uint8)
+    words = torch.empty(*shape, visited_block, dtype=torch.int16, device="cpu")
+    runs = torch.empty(*shape, MAX_RUNS, 2, dtype=torch.uint8, device="cpu")
     code = library.dynaxx_cpu_plan_masks(
         bits.data_ptr(), shape[0], q_block, kv_block, rows_are_keys, words.data_ptr(), runs.data_ptr()
     )

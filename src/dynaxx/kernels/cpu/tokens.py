@@ -91,7 +91,12 @@ class CpuTokenPlan:
 @on_host
 def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> CpuTokenPlan:
     """Return the plan that forward and backward share."""
-    return CpuTokenPlan(block_indices.contiguous(), spans, torch.tensor(spans.ends_q), torch.tensor(spans.ends_k))
+    return CpuTokenPlan(
+        block_indices.contiguous(),
+        spans,
+        torch.tensor(spans.ends_q, dtype=torch.int64),
+        torch.tensor(spans.ends_k, dtype=torch.int64),
+    )
 
 
 @on_host
@@ -142,8 +147,8 @@ def backward(
     delta = torch.linalg.vecdot(do.float(), out.float()).T - dlse.masked_fill(lse == -torch.inf, 0.0)
     delta = delta.contiguous()
     d_row, e_row = _whole(q.shape[2]), _whole(v.shape[2])
-    dq = torch.zeros(*q.shape[:2], d_row)
-    dk, dv = (torch.zeros(k.shape[1], k.shape[0], row) for row in (d_row, e_row))
+    dq = torch.zeros(*q.shape[:2], d_row, dtype=torch.float32)
+    dk, dv = (torch.zeros(k.shape[1], k.shape[0], row, dtype=torch.float32) for row in (d_row, e_row))
     turns = torch.zeros(k.shape[1] * q.shape[0], dtype=torch.int32)
     args = TokenBackwardArgs(
         _arguments(q, k_rows, v_rows, v.shape[2], plan, scale, softcap),
@@ -199,7 +204,7 @@ def _head_major(x: Tensor) -> Tensor:
     rows = x.transpose(0, 1)
     if x.dtype == torch.float32 and rows.is_contiguous() and width == _whole(width):
         return rows
-    made = torch.empty(heads, tokens, _whole(width), dtype=torch.float32)
+    made = torch.empty(heads, tokens, _whole(width), dtype=torch.float32, device="cpu")
     made[..., :width] = rows
     made[..., width:] = 0.0
     return made
@@ -245,7 +250,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, plan: CpuTokenPlan) -> list[slice]:
 def _chosen_keys(plan: CpuTokenPlan, some: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
     """Return rows of k (units, t, keys) and whether they are visible; units = max(select_heads, kv_heads)."""
     spans, chosen = plan.spans, plan.chosen[some].long()
-    key = chosen[..., None] * spans.block_size + torch.arange(spans.block_size)
+    key = chosen[..., None] * spans.block_size + torch.arange(spans.block_size, device="cpu")
     visible = (chosen >= 0)[..., None] & (key <= spans.position[some, None, None, None])
     rows = torch.where(visible, key + spans.first_key[some, None, None, None], 0)
     repeat = max(1, kv_heads // chosen.shape[1])
@@ -256,7 +261,7 @@ def _chosen_keys(plan: CpuTokenPlan, some: slice, kv_heads: int) -> tuple[Tensor
 def _gathered(x: Tensor, rows: Tensor) -> Tensor:
     """Return (units, t, keys, D) of x (M, Hk, D)."""
     units = rows.shape[0]
-    head = torch.arange(units)[:, None, None] * x.shape[1] // units
+    head = torch.arange(units, device="cpu")[:, None, None] * x.shape[1] // units
     return x.float()[rows, head] if x.shape[0] else x.new_zeros(*rows.shape, x.shape[2]).float()
 
 
@@ -268,7 +273,7 @@ def _scores(
     keys = _gathered(k, rows)
     grouped = q[some].float().unflatten(1, (rows.shape[0], -1)).transpose(0, 1)
     scores = grouped @ keys.mT * scale
-    slope = torch.ones(())
+    slope = torch.ones((), dtype=torch.float32, device="cpu")
     if softcap is not None:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped.square()
@@ -304,8 +309,11 @@ def _gradients_by_chunks(
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, softcap = settings
-    dq = torch.zeros(q.shape)
-    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    dq = torch.zeros(q.shape, dtype=torch.float32, device="cpu")
+    dk, dv = (
+        torch.zeros(k.shape, dtype=torch.float32, device="cpu"),
+        torch.zeros(v.shape, dtype=torch.float32, device="cpu"),
+    )
     delta = torch.linalg.vecdot(do.float(), out.float()).T - dlse.masked_fill(lse == -torch.inf, 0.0)
     for some in _chunks(q, k, v, plan):
         scores, slope, rows, keys = _scores(q, k, plan, some, scale, softcap)
@@ -318,7 +326,7 @@ def _gradients_by_chunks(
         grad = split(do)
         ds = weights * (grad @ _gathered(v, rows).mT - by_row(delta)) * slope * scale
         dq[some] = (ds @ keys).transpose(0, 1).flatten(1, 2)
-        head = (torch.arange(rows.shape[0])[:, None, None] * k.shape[1] // rows.shape[0]).expand_as(rows)
+        head = (torch.arange(rows.shape[0], device="cpu")[:, None, None] * k.shape[1] // rows.shape[0]).expand_as(rows)
         dk.index_put_((rows, head), ds.mT @ split(q), accumulate=True)
         dv.index_put_((rows, head), weights.mT @ grad, accumulate=True)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -48,7 +48,7 @@ def write_bertviz(model: Any, tokenizer: Any, excerpt: str, path: Path | str, *,
         every = [whole_map(attention, head) for head in range(attention.q.shape[1])]
         attentions.append(torch.stack(every)[None].double().round(decimals=3))  # short numbers: a smaller page
 
-    visit_attention(model, torch.tensor([ids]), visit)
+    visit_attention(model, torch.tensor([ids], dtype=torch.int64, device="cpu"), visit)
     names = tokenizer.convert_ids_to_tokens(ids)
     view = bertviz.head_view(attention=attentions, tokens=names, html_action="return")
     page = "<!doctype html>\n<meta charset='utf-8'>\n<title>Attention, bertviz head view</title>\n"

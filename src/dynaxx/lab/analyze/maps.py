@@ -51,7 +51,11 @@ def sampled_blocks(seqlen: int, block_size: int) -> Tensor:
     """Return the sampled query blocks, (n,) int64: all, or evenly spaced ones with MAX_ROWS rows in total."""
     blocks = -(-seqlen // block_size)
     most = max(1, MAX_ROWS // block_size)
-    return torch.arange(blocks) if blocks <= most else torch.linspace(0, blocks - 1, most).round().long()
+    return (
+        torch.arange(blocks, device="cpu")
+        if blocks <= most
+        else torch.linspace(0, blocks - 1, most, dtype=torch.float32, device="cpu").round().long()
+    )
 
 
 def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cells: int = 64) -> MapStatistics:
@@ -66,7 +70,7 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
     q, k = attention.q[:, head].float().contiguous(), attention.k[:, head].float().contiguous()
     seqlen, blocks = q.shape[0], -(-q.shape[0] // block_size)
     cell = -(-seqlen // cells)
-    zeros = lambda *shape: torch.zeros(*shape, device=q.device)
+    zeros = lambda *shape: torch.zeros(*shape, device=q.device, dtype=torch.float32)
     lse, block_mass, by_distance, by_vertical = zeros(seqlen), zeros(blocks, blocks), zeros(seqlen), zeros(seqlen)
     heat, heat_rows = zeros(-(-seqlen // cell), -(-seqlen // cell)), zeros(-(-seqlen // cell))
     sinks, entropy, rows = zeros(seqlen, min(SINK_TOKENS, seqlen)), 0.0, 0
@@ -81,7 +85,7 @@ def map_statistics(attention: LayerAttention, head: int, *, block_size: int, cel
         block_mass.index_add_(0, by_row // block_size, _pooled(inside, block_size, blocks))
         if cell != block_size:
             heat.index_add_(0, by_row // cell, _pooled(inside, cell, len(heat)))
-        heat_rows.index_add_(0, by_row // cell, torch.ones(height, device=q.device))
+        heat_rows.index_add_(0, by_row // cell, torch.ones(height, device=q.device, dtype=torch.float32))
         diagonals = padded.as_strided((height, width + 1), (padded.stride(0) + 1, 1))  # column j: distance last - j
         by_distance[:last] += diagonals.sum(0)[1 : last + 1].flip(0)
         sinks[first:last] = inside[:, : sinks.shape[1]]
@@ -181,7 +185,7 @@ def visible_mass(attention: LayerAttention, statistics: Sequence[MapStatistics],
     partial = (mask_ids != FULL) & ~_only_causal(layout, rows, cols, mask_ids) & (mass > 0)
     if partial.any():
         mass[partial] = _partial_mass(attention, statistics, layout, head, rows, cols, mask_ids, partial)
-    return torch.zeros(heads, device=mass.device).index_add_(0, head, mass)
+    return torch.zeros(heads, device=mass.device, dtype=torch.float32).index_add_(0, head, mass)
 
 
 def _partial_mass(

@@ -117,7 +117,7 @@ class AnalysisResult:
 
 def encode_heatmap(heatmap: Tensor) -> dict[str, Any]:
     """Encode a heat map as bytes on a log scale: 0 is zero, 1 is `low` or less, 255 is all of a row's attention."""
-    decades = -torch.tensor(HEAT_LOW).log10()
+    decades = -torch.tensor(HEAT_LOW, dtype=torch.float32, device="cpu").log10()
     level = 1 + 254 * (1 + heatmap.clamp(min=HEAT_LOW, max=1.0).log10() / decades)
     codes = torch.where(heatmap > 0, level, 0.0).round().to(torch.uint8)
     data = base64.b64encode(bytes(codes.flatten().tolist())).decode()

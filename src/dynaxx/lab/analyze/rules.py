@@ -75,7 +75,7 @@ def _share(forced: Pattern, grid: BlockGrid, density: float) -> float:
     """Return the share (to three digits) with which `TopK`, added to `forced`, is closest to a density."""
     visible = grid.causal_kv_blocks(grid.rows())
     forced_blocks = forced.layout(grid.seqlen_q, block_size=grid.block_size).kv_num_blocks[0, 0]
-    shares = torch.arange(0, 1001)[:, None] / 1000
+    shares = torch.arange(0, 1001, device="cpu")[:, None] / 1000
     counts = torch.minimum(forced_blocks + (visible * shares).ceil(), visible)
     densities = counts.sum(1) / visible.sum()
     return int((densities - density).abs().argmin()) / 1000

@@ -116,7 +116,7 @@ def _sample(tokenizer: Any, text: str, tokens: int, seed: int) -> tuple[Tensor, 
     if spare < 0:
         raise ValueError(f"text must have at least {tokens:,} tokens, got {len(ids):,}; give more text or fewer tokens")
     start = random.Random(seed).randint(0, spare)
-    return torch.tensor([(special + ids[start:])[:tokens]]), start
+    return torch.tensor([(special + ids[start:])[:tokens]], dtype=torch.int64, device="cpu"), start
 
 
 def _rows(tokens: int, block_size: int) -> int:

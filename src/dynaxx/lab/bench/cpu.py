@@ -272,8 +272,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _gemm_run(seed: int) -> Run:
-    a, b = torch.randn(2, GEMM, GEMM, generator=torch.Generator().manual_seed(seed))
-    out = torch.empty(GEMM, GEMM)
+    a, b = torch.randn(2, GEMM, GEMM, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+    out = torch.empty(GEMM, GEMM, dtype=torch.float32, device="cpu")
     return lambda: torch.mm(a, b, out=out)
 
 
@@ -282,7 +282,9 @@ def _sparse_run(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, timed_pass
     if timed_pass == "forward":
         return lambda: cpu.attention_forward(q, k, v, layout, scale)
     out, lse = cpu.attention_forward(q, k, v, layout, scale)
-    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu").to(
+        out.dtype
+    )
     return lambda: cpu.attention_backward(do, None, q, k, v, out, lse, layout, scale)
 
 
@@ -292,5 +294,5 @@ def _dense_run(q: Tensor, k: Tensor, v: Tensor, timed_pass: str) -> Run:
         return lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
     q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = scaled_dot_product_attention(q, k, v, is_causal=True)
-    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
     return lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)

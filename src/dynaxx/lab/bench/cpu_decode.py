@@ -32,8 +32,10 @@ def time_decode(medians: Medians, seed: int, say: Callable[[str], None], seqlen:
         RuntimeError: the step is wrong; then there are no times.
     """
     generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(1, 1, KV_HEADS * GROUP, HEAD_DIM, generator=generator)
-    k, v = torch.randn(2, 1, KV_HEADS, seqlen, HEAD_DIM, generator=generator)  # memory order of a kv cache
+    q = torch.randn(1, 1, KV_HEADS * GROUP, HEAD_DIM, generator=generator, dtype=torch.float32, device="cpu")
+    k, v = torch.randn(
+        2, 1, KV_HEADS, seqlen, HEAD_DIM, generator=generator, dtype=torch.float32, device="cpu"
+    )  # memory order of a kv cache
     rows = q.view(1, KV_HEADS, GROUP, HEAD_DIM)
     runs: dict[str, Callable[[], object]] = {
         "enable_gqa": lambda: scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True),
@@ -65,7 +67,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, page_size: int) -> Callable[[], Tenso
     cache = summarize_pages(PagedCache.contiguous(k.transpose(1, 2), v.transpose(1, 2), page_size=page_size))
     budget = PageBudget(math.ceil(SHARE * cache.max_pages) - 1)  # beside the last page, which is always read
     pages = select_pages(q, cache, budget)
-    mask = torch.zeros(KV_HEADS, cache.max_pages, dtype=torch.bool).scatter_(1, pages[0].long(), True)
+    mask = torch.zeros(KV_HEADS, cache.max_pages, dtype=torch.bool, device="cpu").scatter_(1, pages[0].long(), True)
     mask = mask.repeat_interleave(page_size, 1).repeat_interleave(GROUP, 0)[None, :, None]
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     exact, _ = oracle_attention(q.double(), keys.double(), values.double(), mask)

@@ -63,8 +63,8 @@ def random_causal_layout(seqlen: int, density: float, block_size: int, seed: int
     """Draw per head the diagonal and random blocks before it: `density` of each row's visible blocks, at least one."""
     blocks = -(-seqlen // block_size)
     generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(1, HEADS, blocks, blocks, generator=generator)
-    column, row = torch.arange(blocks), torch.arange(blocks)[:, None]
+    order = torch.rand(1, HEADS, blocks, blocks, generator=generator, dtype=torch.float32, device="cpu")
+    column, row = torch.arange(blocks, device="cpu"), torch.arange(blocks, device="cpu")[:, None]
     order = order.masked_fill(column > row, -1.0).masked_fill(column == row, 2.0)
     kept = ((row + 1) * density).round().clamp(min=1)
     rank = order.argsort(-1, descending=True).argsort(-1)

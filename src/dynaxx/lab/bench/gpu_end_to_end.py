@@ -116,7 +116,7 @@ def time_encoder(device: torch.device, say: Report) -> list[dict[str, Any]]:
 
     AttentionInterface.register("dynaxx_window", _window_of_256)
     with torch.device(device):
-        ids = torch.randint(1000, 30000, (8, 2048))
+        ids = torch.randint(1000, 30000, (8, 2048), device=device)
         model = BertModel(BertConfig(max_position_embeddings=2048), add_pooling_layer=False).to(torch.bfloat16).eval()
     run = lambda: model(ids)
     kinds = {"eager": "eager", "sdpa": "sdpa", "dynaxx": "dynaxx_window"}

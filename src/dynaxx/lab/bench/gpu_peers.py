@@ -53,7 +53,7 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
 
     torch.compiler.reset()  # every workload's mask_mod is another function: the cache would run full
     lists, window, cap = to_block_mask(layout), workload.window, workload.softcap or 0.0
-    lengths = torch.tensor(workload.lengths, device=layout.device)
+    lengths = torch.tensor(workload.lengths, device=layout.device, dtype=torch.int64)
     document = torch.arange(len(lengths), device=layout.device).repeat_interleave(lengths) if workload.lengths else None
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Workload:
     def layout(self, device: torch.device, seed: int) -> BlockLayout:
         """Return the layout of a seed."""
         if self.lengths:
-            ends = torch.tensor([0, *self.lengths]).cumsum(0).int()
+            ends = torch.tensor([0, *self.lengths], dtype=torch.int64, device="cpu").cumsum(0).int()
             return packed_layout(self._window, ends, block_size=self.block_size, device=device)
         if self.window is not None:
             return self._window.layout(self.seqlen, block_size=self.block_size, device=device)
@@ -71,8 +71,10 @@ def random_causal_layout(seqlen: int, density: float, block: int, device: torch.
     """Choose the diagonal and a share `density` of the blocks below it."""
     blocks = -(-seqlen // block)
     generator = torch.Generator().manual_seed(seed)
-    chosen = (torch.rand(blocks, blocks, generator=generator) < density).tril(-1) | torch.eye(blocks, dtype=torch.bool)
-    indices = torch.where(chosen, torch.arange(blocks), -1).sort(-1, descending=True).values
+    chosen = (torch.rand(blocks, blocks, generator=generator, dtype=torch.float32, device="cpu") < density).tril(
+        -1
+    ) | torch.eye(blocks, dtype=torch.bool, device="cpu")
+    indices = torch.where(chosen, torch.arange(blocks, device="cpu"), -1).sort(-1, descending=True).values
     indices = indices[:, : int(chosen.sum(-1).max())]
     return BlockLayout.from_block_indices(indices[None, None], seqlen, block_size=block).to(device)
 

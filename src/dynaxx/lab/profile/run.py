@@ -162,7 +162,7 @@ def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: PartClock) -> tu
     Positions stay within the prompt, so that a model with learned positions can be profiled at its full length.
     """
     totals, shares = [], []
-    position = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
+    position = torch.tensor([[ids.shape[1] - 1]], device=ids.device, dtype=torch.int64)
     for _ in range(DECODE_STEPS):
         step = partial(model, ids[:, -1:], position_ids=position, use_cache=True, **with_cache(model, cache))
         with sdpa_kernel(NO_PLANS):  # each step has a new length, as in `generate`

@@ -93,9 +93,9 @@ def make_task(
     return TaskSample(
         task=task,
         tokens=tokens,
-        prompt=torch.tensor([begin + _ids(tokenizer, example.prompt)]),
-        question=torch.tensor([begin + _ids(tokenizer, example.question)]),
-        answer=torch.tensor([each for piece in pieces for each in piece]),
+        prompt=torch.tensor([begin + _ids(tokenizer, example.prompt)], dtype=torch.int64, device="cpu"),
+        question=torch.tensor([begin + _ids(tokenizer, example.question)], dtype=torch.int64, device="cpu"),
+        answer=torch.tensor([each for piece in pieces for each in piece], dtype=torch.int64, device="cpu"),
         ends=ends,
         answers=example.answers,
     )

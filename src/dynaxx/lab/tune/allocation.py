@@ -64,8 +64,8 @@ class Allocator:
     def __init__(self, density: Tensor, loss: Tensor) -> None:
         self._heads = density.shape[1]
         hulls = [lower_hull(density[:, head].tolist(), loss[:, head].tolist()) for head in range(self._heads)]
-        self._start = torch.tensor([hull[0] for hull in hulls])
-        every = torch.arange(self._heads)
+        self._start = torch.tensor([hull[0] for hull in hulls], dtype=torch.int64, device="cpu")
+        every = torch.arange(self._heads, device="cpu")
         self._least = float(density[self._start, every].sum()), float(loss[self._start, every].sum())
         steps = []
         for head, hull in enumerate(hulls):

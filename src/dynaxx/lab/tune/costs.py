@@ -86,7 +86,11 @@ class Costs(NamedTuple):
 
     def budgets(self, choice: Tensor) -> Budgets:
         """Return the budgets of each layer's heads in an allocation."""
-        return torch.tensor(self.values, dtype=torch.float64)[choice].view(len(self.layers), self.heads).tolist()
+        return (
+            torch.tensor(self.values, dtype=torch.float64, device="cpu")[choice]
+            .view(len(self.layers), self.heads)
+            .tolist()
+        )
 
     def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
         """Return the density (at least the smallest possible one), and the uniform budget that gives it."""
@@ -140,7 +144,9 @@ class Costs(NamedTuple):
     @classmethod
     def of(cls, found: Mapping[Scorer, dict[str, Any]], values: Sequence[float] = BUDGETS) -> Costs:
         """Read the costs of each scorer that `plain` wrote."""
-        read = lambda name: {scorer: torch.tensor(each[name], dtype=torch.float64) for scorer, each in found.items()}
+        read = lambda name: {
+            scorer: torch.tensor(each[name], dtype=torch.float64, device="cpu") for scorer, each in found.items()
+        }
         layers = next(iter(found.values()))["layers"]
         return cls(tuple(layers), read("density"), read("loss"), tuple(values))
 

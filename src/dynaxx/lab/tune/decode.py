@@ -223,7 +223,9 @@ class _Decoding:
 
 def _rise(dense: Sequence[float], sparse: Sequence[float]) -> tuple[float, float]:
     """Return the mean rise of the loss, and its standard error."""
-    change = torch.tensor(sparse).double() - torch.tensor(dense).double()
+    change = torch.tensor(sparse, dtype=torch.float64, device="cpu") - torch.tensor(
+        dense, dtype=torch.float64, device="cpu"
+    )
     return float(change.mean()), float(change.std() / change.numel() ** 0.5)
 
 
@@ -235,7 +237,7 @@ def _remembered_ends(
     for ids in texts:
         digest = fingerprint(None, ids)
         end = remember(f"written {digest} {steps}", lambda ids=ids: written_end(model, ids, steps))  # type: ignore[misc]
-        found.append(torch.cat([ids[:, :-steps].cpu(), torch.tensor([end])], 1))
+        found.append(torch.cat([ids[:, :-steps].cpu(), torch.tensor([end], dtype=torch.int64, device="cpu")], 1))
     return found
 
 
@@ -277,8 +279,11 @@ def _costs(
             costs = measure_page_costs(model, ids, budget, page_size=page_size, steps=steps, layers=layers)
             return [each.loss.tolist() for each in costs]
 
-        shares = torch.tensor(PAGE_SHARES, dtype=torch.float64)[:, None]
-        rows = [torch.tensor(loss, dtype=torch.float64) for loss in remember(f"page costs {way} {index}", measured)]
+        shares = torch.tensor(PAGE_SHARES, dtype=torch.float64, device="cpu")[:, None]
+        rows = [
+            torch.tensor(loss, dtype=torch.float64, device="cpu")
+            for loss in remember(f"page costs {way} {index}", measured)
+        ]
         found.append([HeadCosts(i, loss, shares.expand_as(loss)) for i, loss in zip(sorted(layers), rows, strict=True)])
     return found
 

@@ -72,7 +72,7 @@ def measure_page_costs(
             sparse = (seen @ values) / seen.sum(-1, keepdim=True).clamp(min=torch.finfo(seen.dtype).tiny)
             cost = ((sparse - dense) * slopes).sum(-1).double() ** 2
             loss.append(cost.sum((1, 2)) / (2 * steps))
-        shares = torch.tensor(SHARES, dtype=torch.float64)[:, None].expand(-1, kv_heads)
+        shares = torch.tensor(SHARES, dtype=torch.float64, device="cpu")[:, None].expand(-1, kv_heads)
         found.append(HeadCosts(layer, torch.stack(loss).cpu(), shares))
         done(layer)
 
@@ -92,7 +92,9 @@ def shares_of(costs: Sequence[Sequence[HeadCosts]], share: float) -> list[list[f
     loss = torch.stack([torch.cat([each.loss for each in text], dim=1) for text in costs]).mean(0)
     density = torch.cat([each.density for each in costs[0]], dim=1)
     choice = Allocator(density, loss).at(share).choice
-    found: list[list[float]] = torch.tensor(SHARES, dtype=torch.float64)[choice].view(len(costs[0]), -1).tolist()
+    found: list[list[float]] = (
+        torch.tensor(SHARES, dtype=torch.float64, device="cpu")[choice].view(len(costs[0]), -1).tolist()
+    )
     return found
 
 

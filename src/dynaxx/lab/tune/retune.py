@@ -180,7 +180,9 @@ def record(
                     break
                 seqlen = rng.choice(list(lengths))
                 start = rng.randrange(len(ids) - seqlen)
-                prompt = with_start(torch.tensor([ids[start : start + seqlen]], device=model.device), begin)
+                prompt = with_start(
+                    torch.tensor([ids[start : start + seqlen]], device=model.device, dtype=torch.int64), begin
+                )
                 model(prompt, use_cache=False, logits_to_keep=1)
                 done += 1
                 task.advance(1, f"{seqlen:,} tokens")

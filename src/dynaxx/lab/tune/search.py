@@ -441,7 +441,7 @@ class Search:
                 budgets = costs.budgets(found.choice)
                 policy = self.trials.policy(costs.layers, budgets, scorer)
                 losses = self.trials.remembered(self.trials.key(budgets, scorer), policy, 0)["losses"]
-                changes[scorer] = torch.tensor(losses).double() - dense
+                changes[scorer] = torch.tensor(losses, dtype=torch.float64, device="cpu") - dense
                 said = f"perplexity {changes[scorer].mean():+.2%} at {found.density:.0%} of the blocks"
                 task.advance(1, f"{scorer!r}: {said}")
         best = min(self.scorers, key=lambda scorer: predicted[scorer])

@@ -73,11 +73,11 @@ def likeness(model: Any, ids: Tensor, scorer: Scorer, forced: Hybrid, block_size
 def _open_blocks(forced: Hybrid, grid: BlockGrid) -> Tensor:
     """Return which visible blocks a rule's pattern does not show, (R, C) bool."""
     every = BlockLayout.from_block_indices(
-        torch.arange(grid.kv_blocks).expand(1, 1, grid.q_blocks, -1), grid.seqlen_q, grid.seqlen_k,
+        torch.arange(grid.kv_blocks, device="cpu").expand(1, 1, grid.q_blocks, -1), grid.seqlen_q, grid.seqlen_k,
         block_size=grid.block_size,
     )  # fmt: skip
     shown = forced.pattern.layout(grid.seqlen_q, grid.seqlen_k, causal=True, block_size=grid.block_size)
-    table = torch.zeros(2, grid.q_blocks, grid.kv_blocks, dtype=torch.bool)
+    table = torch.zeros(2, grid.q_blocks, grid.kv_blocks, dtype=torch.bool, device="cpu")
     for index, layout in enumerate((every, shown)):
         flat_rows, cols, _ = layout.entries()
         table[index, flat_rows, cols] = True
@@ -88,7 +88,7 @@ def matched(alike: Tensor, reach: int, lists: int = LISTS) -> Tensor:
     """Return the most alike heads of the layers up to `reach` places earlier, (1 + reach, L, H, M); lag 0 is itself."""
     layers, heads = alike.shape[:2]
     lists = min(lists, heads)
-    found = torch.arange(heads)[:, None].expand(1 + reach, layers, heads, lists).clone()
+    found = torch.arange(heads, device="cpu")[:, None].expand(1 + reach, layers, heads, lists).clone()
     for lag in range(1, 1 + reach):
         for layer in range(lag, layers):
             found[lag, layer] = alike[layer, :, layer - lag].topk(lists, dim=-1).indices
@@ -119,8 +119,8 @@ def shared_costs(
     layouts: dict[int, list[BlockLayout]] = {}
     most: dict[int, list[int | None]] = {}  # slots for the lists of any heads, on a GPU
     lags, layers, heads, lists = matches.shape
-    loss = torch.full((lags, len(BUDGETS), layers, heads, lists), torch.inf, dtype=torch.float64)
-    density = torch.zeros(len(BUDGETS), layers, heads, dtype=torch.float64)
+    loss = torch.full((lags, len(BUDGETS), layers, heads, lists), torch.inf, dtype=torch.float64, device="cpu")
+    density = torch.zeros(len(BUDGETS), layers, heads, dtype=torch.float64, device="cpu")
     loss[:, -1] = 0.0  # a budget of everything
 
     def see(layer: int, q: Tensor, k: Tensor, scale: float) -> None:
@@ -183,13 +183,15 @@ def choosing_layers(table: Tensor, count: int) -> list[int]:
         ValueError: so few layers cannot serve all others within reach.
     """
     lags, layers = table.shape
-    reach = torch.full((layers, layers + 1), torch.inf)  # [a, b]: layers a .. b - 1 with the blocks of a
+    reach = torch.full(
+        (layers, layers + 1), torch.inf, dtype=torch.float32, device="cpu"
+    )  # [a, b]: layers a .. b - 1 with the blocks of a
     for a in range(layers):
         total = 0.0
         for b in range(a, min(layers, a + lags)):
             total += float(table[b - a, b])
             reach[a, b + 1] = total
-    best = torch.full((count + 1, layers + 1), torch.inf)
+    best = torch.full((count + 1, layers + 1), torch.inf, dtype=torch.float32, device="cpu")
     best[0, 0] = 0
     before = {}
     for used in range(1, count + 1):
@@ -246,7 +248,7 @@ class SharedLists:
         heads = pick.shape[1]
         take = lambda each: each.gather(-1, pick.expand(*each.shape[:-1])[..., None])[..., 0]
         self._match = take(self._matches)  # (L, H)
-        owner = (torch.tensor(self.sources)[:, None] * heads + self._match).flatten()
+        owner = (torch.tensor(self.sources, dtype=torch.int64, device="cpu")[:, None] * heads + self._match).flatten()
         owners, self._index = owner.unique(return_inverse=True)
         add = lambda each: each.new_zeros(len(BUDGETS), len(owners)).index_add_(1, self._index, each.flatten(1))
         self._allocator = Allocator(add(take(self._density)), add(take(self._loss)))
@@ -272,7 +274,9 @@ class SharedLists:
     def at(self, density: float) -> tuple[float, Budgets, float]:
         """Return the density, the budgets of each layer's heads, and the predicted loss, at most at this density."""
         found = self._allocator.at(density / self._share)
-        rows = torch.tensor(BUDGETS, dtype=torch.float64)[found.choice][self._index].view(self._match.shape)
+        rows = torch.tensor(BUDGETS, dtype=torch.float64, device="cpu")[found.choice][self._index].view(
+            self._match.shape
+        )
         return found.density * self._share, rows.tolist(), found.loss
 
     def budgets(self, density: float) -> tuple[float, Budgets]:

@@ -60,7 +60,7 @@ class Comparison:
 
     def stretch(self, ids: list[int], first: int, tokens: int) -> Tensor:
         """Return a stretch of a text (1, tokens) that begins as the tokenizer begins a text."""
-        return with_start(torch.tensor([ids[first : first + tokens]]), self.start)
+        return with_start(torch.tensor([ids[first : first + tokens]], dtype=torch.int64, device="cpu"), self.start)
 
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
@@ -178,7 +178,14 @@ class Comparison:
         self.task.advance(share / 2)
         pairs = list(zip(map(repeated, dense), map(repeated, sparse), strict=True))
         increase, error = _mean_and_error([after - before for before, after in pairs])
-        same = float((torch.tensor(dense) == torch.tensor(sparse)).float().mean())
+        same = float(
+            (
+                torch.tensor(dense, dtype=torch.float32, device="cpu")
+                == torch.tensor(sparse, dtype=torch.float32, device="cpu")
+            )
+            .float()
+            .mean()
+        )
         before, after = (statistics.mean(column) for column in zip(*pairs, strict=True))
         return Repetition(before, after, increase, error, same)
 
@@ -203,7 +210,7 @@ class Comparison:
             row = timed.get(seqlen)
             if row is None:
                 self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
-                prompt = torch.tensor([ids[:seqlen]])
+                prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
                 row = time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0)
             rows.append(row)
             self.task.advance(share * seqlen / sum(lengths))
@@ -219,7 +226,7 @@ def _compare_rows(model: Any, dense: Tensor, sparse: Tensor, ids: Tensor) -> tup
     """
     labels = ids[0, 1:].to(dense.device)
     losses: tuple[list[Tensor], list[Tensor]] = ([], [])
-    worst, sums = 0.0, torch.zeros(3, dtype=torch.float64)
+    worst, sums = 0.0, torch.zeros(3, dtype=torch.float64, device="cpu")
     for start in range(0, dense.shape[1], ROWS):
         rows = slice(start, start + ROWS)
         a, b = (logits_of(model, hidden[0, rows]) for hidden in (dense, sparse))
@@ -232,7 +239,7 @@ def _compare_rows(model: Any, dense: Tensor, sparse: Tensor, ids: Tensor) -> tup
         kl = (p.exp() * (p - q)).sum(-1).double().sum()
         sums += torch.stack([difference.mean(-1).double().sum(), agree, kl]).cpu()
     mean = (sums / dense.shape[1]).tolist()
-    return torch.cat(losses[0]), torch.cat(losses[1]), torch.tensor([worst, *mean])
+    return torch.cat(losses[0]), torch.cat(losses[1]), torch.tensor([worst, *mean], dtype=torch.float32, device="cpu")
 
 
 def repeated(tokens: Sequence[int], n: int = NGRAM) -> float:

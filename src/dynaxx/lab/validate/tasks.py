@@ -65,7 +65,13 @@ def make_samples(
                 done = int(depth * room)
             ids += [*haystack[start + done : start + room], *ending]
             ids[: len(begin)] = begin
-            made.append(RetrievalSample(task, torch.tensor([ids]), torch.tensor(_ids(tokenizer, answer))))
+            made.append(
+                RetrievalSample(
+                    task,
+                    torch.tensor([ids], dtype=torch.int64, device="cpu"),
+                    torch.tensor(_ids(tokenizer, answer), dtype=torch.int64, device="cpu"),
+                )
+            )
     return made
 
 

@@ -98,7 +98,7 @@ def reduce_blocks(x: Tensor, size: int, reduce: Reduce, memory_budget: int) -> T
         return kernels.pool_blocks(x, size, _KERNELS[reduce])
     batch, tokens, heads, dim = x.shape
     whole = tokens // size
-    out = torch.empty(batch, heads, -(-tokens // size), dim, device=x.device)
+    out = torch.empty(batch, heads, -(-tokens // size), dim, device=x.device, dtype=torch.float32)
     for first, last in pieces(whole, 8 * batch * heads * dim * size, memory_budget):
         some = x[:, first * size : last * size].unflatten(1, (-1, size)).float()
         out[:, :, first:last] = reduce(some, 2).transpose(1, 2)

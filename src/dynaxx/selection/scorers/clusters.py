@@ -61,7 +61,7 @@ class KeyClusters(Scorer):
         nearest = min(self.nearest, centroids.shape[2])
 
         def rows(start: int, stop: int) -> Tensor:
-            scores = torch.zeros(batch, q_heads, stop - start, grid.kv_blocks, device=q.device)
+            scores = torch.zeros(batch, q_heads, stop - start, grid.kv_blocks, device=q.device, dtype=torch.float32)
             row_bytes = q_block * batch * q_heads * (4 * dim + 16 * centroids.shape[2] + 12 * nearest)
             for a, b in pieces(stop - start if grid.kv_blocks else 0, row_bytes, memory_budget):
                 some = q[:, (start + a) * q_block : (start + b) * q_block].transpose(1, 2).float() * scale
@@ -78,7 +78,7 @@ class KeyClusters(Scorer):
         """Return the centroids, (B, Hk, K, D) fp32."""
         tokens = k.shape[1]
         count = min(self.clusters, max(1, tokens))
-        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(tokens, generator=torch.Generator().manual_seed(self.seed), device="cpu")
         sample = k[:, order[: count * KEYS_PER_CLUSTER].to(k.device)].transpose(1, 2).float()  # (B, Hk, n, D)
         if not tokens:
             return sample.new_zeros(*sample.shape[:2], 1, sample.shape[-1])
@@ -146,11 +146,11 @@ def _members(k: Tensor, centroids: Tensor, grid: BlockGrid, memory_budget: int) 
     """Return (B, Hk, K, C) fp32, the number of each cluster's keys in each kv block."""
     batch, tokens, heads, dim = k.shape
     count, kv_block = centroids.shape[2], grid.block_size[1]
-    members = torch.zeros(batch, heads, count * grid.kv_blocks, device=k.device)
+    members = torch.zeros(batch, heads, count * grid.kv_blocks, device=k.device, dtype=torch.float32)
     for a, b in pieces(tokens, batch * heads * (4 * dim + 4 * count + 32), memory_budget):
         of = _nearest(k[:, a:b].transpose(1, 2).float(), centroids)
         place = of * grid.kv_blocks + torch.arange(a, b, device=k.device) // kv_block
-        members.scatter_add_(-1, place, torch.ones((), device=k.device).expand_as(place))
+        members.scatter_add_(-1, place, torch.ones((), device=k.device, dtype=torch.float32).expand_as(place))
     return members.view(batch, heads, count, grid.kv_blocks)
 
 

@@ -202,7 +202,7 @@ def scores_of(
 def _ends(start: int, rows: int, grid: BlockGrid, device: torch.device) -> Tensor:
     """Return (rows,) the number of keys that each row from `start` sees."""
     if not grid.causal:
-        return torch.full((rows,), grid.seqlen_k, device=device)
+        return torch.full((rows,), grid.seqlen_k, device=device, dtype=torch.int64)
     stands = torch.arange(start + 1, start + rows + 1, device=device) * grid.block_size[0]
     return (stands + grid.offset).clamp(max=grid.seqlen_k)
 

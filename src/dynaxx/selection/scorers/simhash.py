@@ -64,7 +64,7 @@ class SimHash(Scorer):
         center = _mean_token(k)
         q_block, kv_block = grid.block_size
         of_keys = self._histograms(k, kv_block, planes, center, memory_budget // 2).transpose(-1, -2)
-        no_center = torch.zeros((), device=q.device)
+        no_center = torch.zeros((), device=q.device, dtype=torch.float32)
 
         def rows(start: int, stop: int) -> Tensor:
             some = q[:, start * q_block : stop * q_block]
@@ -83,14 +83,14 @@ class SimHash(Scorer):
         blocks, width = -(-tokens // size), self.tables << self.bits
         table = torch.arange(self.tables, device=x.device) << self.bits
         place = 2.0 ** torch.arange(self.bits, device=x.device)
-        out = torch.zeros(batch, heads, blocks * width, device=x.device)
+        out = torch.zeros(batch, heads, blocks * width, device=x.device, dtype=torch.float32)
         token_bytes = batch * heads * (8 * dim + self.tables * (8 * self.bits + 40))
         for first, last in pieces(tokens, token_bytes, memory_budget):
             signs = ((x[:, first:last].float() - center) @ planes > 0).unflatten(-1, (self.tables, self.bits))
             bucket = ((signs.float() @ place).long() + table).transpose(1, 2)  # (B, H, n, tables)
             block = torch.arange(first, last, device=x.device) // size
             bucket = (bucket + block[:, None] * width).flatten(2)
-            out.scatter_add_(-1, bucket, torch.ones((), device=x.device).expand_as(bucket))
+            out.scatter_add_(-1, bucket, torch.ones((), device=x.device, dtype=torch.float32).expand_as(bucket))
         return out.view(batch, heads, blocks, width)
 
 
@@ -112,7 +112,9 @@ def pairs(of_queries: Tensor, of_keys: Tensor) -> Tensor:
 def _planes(head_dim: int, count: int, seed: int, device: torch.device) -> Tensor:
     """Return random projections, (head_dim, count) fp32, the same on every device."""
     with torch.inference_mode(False):
-        return torch.randn(head_dim, count, generator=torch.Generator().manual_seed(seed)).to(device)
+        return torch.randn(
+            head_dim, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
+        ).to(device)
 
 
 def _mean_token(x: Tensor) -> Tensor:
@@ -120,6 +122,6 @@ def _mean_token(x: Tensor) -> Tensor:
 
     The pieces do not depend on the memory budget, because a different rounding could flip the sign of a projection.
     """
-    tokens = torch.full((-(-x.shape[1] // PIECE), 1), float(PIECE), device=x.device)
+    tokens = torch.full((-(-x.shape[1] // PIECE), 1), float(PIECE), device=x.device, dtype=torch.float32)
     tokens[-1:] = (x.shape[1] - 1) % PIECE + 1
     return (pooled(x, PIECE) * tokens).sum(2)[:, None] / max(1, x.shape[1])

@@ -70,9 +70,11 @@ def _in_core(queries: TokenTiles, k: Tensor, grid: BlockGrid) -> ScoreRows:
 
     def rows(start: int, stop: int) -> Tensor:
         first, last = start * parts, min(stop * parts, queries.count)
-        ends = torch.full((last - first,), grid.seqlen_k)
+        ends = torch.full((last - first,), grid.seqlen_k, dtype=torch.int64, device="cpu")
         if grid.causal:
-            ends = (torch.arange(first + 1, last + 1) * queries.size + grid.offset).clamp(0, grid.seqlen_k)
+            ends = (torch.arange(first + 1, last + 1, device="cpu") * queries.size + grid.offset).clamp(
+                0, grid.seqlen_k
+            )
         mass = block_scores.block_scores(queries.vectors(first, last), k, ends, grid.block_size[1]).softmax(-1)
         mass.masked_fill_((ends == 0)[:, None], 0.0)  # tiles that see no key
         missing = (stop - start) * parts - mass.shape[2]

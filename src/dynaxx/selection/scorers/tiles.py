@@ -84,7 +84,7 @@ class _TileScores:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return (B, Hq, stop - start, C) scores of some rows of blocks."""
-        mass = torch.zeros(*self._heads, stop - start, self._grid.kv_blocks, device=self._device)
+        mass = torch.zeros(*self._heads, stop - start, self._grid.kv_blocks, device=self._device, dtype=torch.float32)
         if not self._keys.count:
             return mass
         end = min(stop * self._q_parts, self._queries.count)
@@ -115,7 +115,7 @@ class _TileScores:
         if self._all_keys is not None:
             return per_kv_head(queries, self._all_keys.transpose(-1, -2))
         count = self._keys.count
-        logits = torch.empty(*self._heads, queries.shape[2], count, device=queries.device)
+        logits = torch.empty(*self._heads, queries.shape[2], count, device=queries.device, dtype=torch.float32)
         for a, b in pieces(count, self._key_bytes + 4 * logits[..., :1].numel(), self._memory_budget // 4):
             logits[..., a:b] = per_kv_head(queries, self._keys.vectors(a, b).transpose(-1, -2))
         return logits
@@ -177,7 +177,7 @@ def fused_rows(
     note_bytes = NOTE_BYTES * queries.heads[0] * queries.heads[1] * grid.kv_blocks
 
     def rows(start: int, stop: int) -> Tensor:
-        mass = torch.zeros(*queries.heads, stop - start, grid.kv_blocks, device=keys.device)
+        mass = torch.zeros(*queries.heads, stop - start, grid.kv_blocks, device=keys.device, dtype=torch.float32)
         for a, b in pieces(stop - start, q_parts * queries.bytes_each, memory_budget // 4):
             first = (start + a) * q_parts
             made = queries.tokens(first, min((start + b) * q_parts, queries.tiles))

@@ -124,5 +124,7 @@ def page_size_reason(allocator: Any, page_size: int) -> DenseReason | None:
 def _cache_of(allocator: Any, layer: int, step: BatchStep, rows: Sequence[BatchRow], page_size: int) -> PagedCache:
     """Return the cache of some rows, as views."""
     k, v = (x.view(-1, page_size, *x.shape[2:]) for x in allocator.get_cache_for_block_table(layer))
-    used = torch.tensor([row.run.seqlen_k for row in rows], dtype=torch.int32).to(k.device, non_blocking=True)
+    used = torch.tensor([row.run.seqlen_k for row in rows], dtype=torch.int32, device="cpu").to(
+        k.device, non_blocking=True
+    )
     return PagedCache(k, v, used, step.page_table(rows, page_size))

@@ -88,7 +88,9 @@ class BatchCall(NamedTuple):
         rest = step.without(rows)
         key, value, kwargs = self._update(rest.read_index)
         out = self.q.new_zeros(1, self.q.shape[2], self.q.shape[1], value.shape[-1])
-        at = torch.tensor([row.run.q_start for row in rows]).to(out.device, non_blocking=True)
+        at = torch.tensor([row.run.q_start for row in rows], dtype=torch.int64, device="cpu").to(
+            out.device, non_blocking=True
+        )
         try:
             for fault in self.layer.handle.faults:
                 fault(index)

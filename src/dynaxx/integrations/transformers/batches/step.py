@@ -81,7 +81,7 @@ class CachedRequests:
         q, k = arguments["cu_seq_lens_q"].tolist(), arguments["cu_seq_lens_k"][allocator.layer_type].tolist()
         bounds = zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)
         runs = [MaskRun(*each, True) for each in bounds if each[0] < each[1]]
-        last = torch.tensor([run.q_stop - 1 for run in runs])
+        last = torch.tensor([run.q_stop - 1 for run in runs], dtype=torch.int64, device="cpu")
         written = arguments["write_index"][allocator.index]
         last_blocks = (written[last.to(written.device)] // allocator.block_physical_stride).tolist()
         sampled = set(arguments["logits_indices"].tolist())
@@ -138,9 +138,9 @@ class BatchStep:
         """
         every = [row for row in self.rows if row.decodes]
         if page_size not in self._tables:
-            starts = torch.tensor([row.run.k_start for row in every])
-            counts = torch.tensor([-(-row.run.seqlen_k // page_size) for row in every])
-            page = torch.arange(int(counts.max()))
+            starts = torch.tensor([row.run.k_start for row in every], dtype=torch.int64, device="cpu")
+            counts = torch.tensor([-(-row.run.seqlen_k // page_size) for row in every], dtype=torch.int64, device="cpu")
+            page = torch.arange(int(counts.max()), device="cpu")
             there = page < counts[:, None]
             at = torch.where(there, starts[:, None] + page * page_size, 0).to(self.read_index.device)
             table = torch.where(there.to(at.device), self.read_index[at] // page_size, -1)
@@ -149,7 +149,9 @@ class BatchStep:
         if len(rows) == len(every):
             return table
         places = {row.run.q_start: place for place, row in enumerate(every)}
-        return table[torch.tensor([places[row.run.q_start] for row in rows]).to(table.device)]
+        return table[
+            torch.tensor([places[row.run.q_start] for row in rows], dtype=torch.int64, device="cpu").to(table.device)
+        ]
 
     def without(self, rows: Sequence[BatchRow]) -> PartOfStep:
         """Return the requests other than `rows`."""
@@ -177,8 +179,12 @@ class PartOfStep:
         for row in rows:
             runs.append(MaskRun(q_stop, q_stop + row.run.seqlen_q, k_stop, k_stop + row.run.seqlen_k, True))
             q_stop, k_stop = q_stop + row.run.seqlen_q, k_stop + row.run.seqlen_k
-        device, nothing = step.mask.device, torch.arange(0)
-        queries = torch.cat([nothing, *(torch.arange(row.run.q_start, row.run.q_stop) for row in rows)]).to(device)
-        keys = torch.cat([nothing, *(torch.arange(row.run.k_start, row.run.k_stop) for row in rows)]).to(device)
+        device, nothing = step.mask.device, torch.arange(0, device="cpu")
+        queries = torch.cat(
+            [nothing, *(torch.arange(row.run.q_start, row.run.q_stop, device="cpu") for row in rows)]
+        ).to(device)
+        keys = torch.cat([nothing, *(torch.arange(row.run.k_start, row.run.k_stop, device="cpu") for row in rows)]).to(
+            device
+        )
         visible = step.mask.index_select(2, queries).index_select(3, keys) == 0
         return cls(tuple(rows), runs, queries, step.read_index[keys], visible)

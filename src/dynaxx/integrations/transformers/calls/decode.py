@@ -103,7 +103,7 @@ class CacheMemory:
             if min(values) == max(values):  # a kernel instead of a copy, for which the host would wait
                 found = torch.full((len(values),), values[0], dtype=torch.int32, device=device)
             else:
-                found = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+                found = torch.tensor(values, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
             self._lengths[key] = found
         return found
 

@@ -133,8 +133,9 @@ def _building_blocks() -> dict[int, tuple[CodeType, Reader]]:
     return found
 
 
-_Q, _K = torch.arange(9)[:, None] + 3, torch.arange(12)[None]  # positions of a small grid
-_IDS, _START = torch.tensor([[0] * 5 + [1] * 7]), torch.tensor([2])
+_Q, _K = torch.arange(9, device="cpu")[:, None] + 3, torch.arange(12, device="cpu")[None]  # positions of a small grid
+_IDS = torch.tensor([[0] * 5 + [1] * 7], dtype=torch.int64, device="cpu")
+_START = torch.tensor([2], dtype=torch.int64, device="cpu")
 _EXAMPLES: dict[str, tuple[Callable[[Any], MaskFunction], Reader, Tensor]] = {
     "causal_mask_function": (lambda made: made.causal_mask_function, lambda free: MaskRule(causal=True), _K <= _Q),
     "bidirectional_mask_function": (
@@ -173,5 +174,5 @@ _EXAMPLES: dict[str, tuple[Callable[[Any], MaskFunction], Reader, Tensor]] = {
 
 def _shows(function: MaskFunction, want: Tensor) -> bool:
     """Return whether a mask function shows exactly these pairs of the small grid."""
-    zero = torch.zeros((), dtype=torch.long)
-    return bool((torch.as_tensor(function(zero, zero, _Q, _K)).expand(9, 12) == want.expand(9, 12)).all())
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    return bool((torch.as_tensor(function(zero, zero, _Q, _K), device="cpu").expand(9, 12) == want.expand(9, 12)).all())

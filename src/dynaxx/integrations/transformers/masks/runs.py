@@ -146,7 +146,8 @@ def _read_entry(mask: Tensor) -> list[MaskRun] | None:
         if row_kind == 0 or bounds[-1] != row - 1:  # the second row of a run determines its kind
             bounds.append(row)
     bounds.append(seqlen_q)
-    first, last = torch.tensor(bounds[:-1], device=mask.device), torch.tensor(bounds[1:], device=mask.device) - 1
+    bound = torch.tensor(bounds, dtype=torch.int64, device=mask.device)
+    first, last = bound[:-1], bound[1:] - 1
     rows = torch.stack([start[first], stop[first], stop[last]], -1).tolist()
     return [
         MaskRun(q_start, q_stop, max(0, k_start), k_stop, causal=k_stop > first_stop or q_stop - q_start == 1)

@@ -141,12 +141,15 @@ class RowTiles:
         each of them.
         """
         if (count, step) not in self.known_units:
-            bounds, tokens = torch.tensor(self.bounds).view(-1, 2), torch.tensor(self.tokens).view(-1, 3)
+            bounds, tokens = (
+                torch.tensor(self.bounds, dtype=torch.int64, device="cpu").view(-1, 2),
+                torch.tensor(self.tokens, dtype=torch.int64, device="cpu").view(-1, 3),
+            )
             parts, steps = -(-tokens[:, 2] // count), -(-tokens[:, 2] // step)
             ends = parts.cumsum(0)
             tile = torch.repeat_interleave(parts)
-            part = torch.arange(len(tile)) - (ends - parts)[tile]
-            units = torch.zeros(len(tile), FIELDS, dtype=torch.int32)
+            part = torch.arange(len(tile), device="cpu") - (ends - parts)[tile]
+            units = torch.zeros(len(tile), FIELDS, dtype=torch.int32, device="cpu")
             units[:, :2] = bounds[tile]
             units[:, 2] = part * steps[tile] // parts[tile] * step
             units[:, 3] = ((part + 1) * steps[tile] // parts[tile] * step).minimum(tokens[tile, 2])
@@ -184,7 +187,7 @@ def _tiles_of(spans: NsaSpans, rows: int) -> RowTiles:
                 few, keys = (max(0, row - b + d - c) for row in (first + 1, bounds[-1][1]))  # of first and last row
                 blocks.append(-(-keys // spans.sizes.slc_block))
                 tokens.append((token, spans.sizes.compressed(few), spans.sizes.compressed(keys)))
-        ends = torch.tensor(bounds, dtype=torch.int32).view(-1, 2).to(spans.device, non_blocking=True)
+        ends = torch.tensor(bounds, dtype=torch.int32, device="cpu").view(-1, 2).to(spans.device, non_blocking=True)
         known[rows] = RowTiles(bounds, blocks, tokens, ends[:, 0].contiguous(), ends[:, 1].contiguous())
     return known[rows]
 

@@ -249,7 +249,7 @@ def query_scores(
     """Return scores like `kernels.triton.selection.query_scores`, of all blocks of which a row sees something."""
     assert candidates is None, "the caller must have asked for the reasons"
     (batch, q_heads, rows, head_dim), kv_heads, kv_block = queries.shape, k.shape[2], grid.block_size[1]
-    scores = torch.empty(batch, q_heads, rows, grid.kv_blocks, device=k.device)
+    scores = torch.empty(batch, q_heads, rows, grid.kv_blocks, device=k.device, dtype=torch.float32)
     if not scores.numel():
         return scores
     group_size = q_heads // kv_heads

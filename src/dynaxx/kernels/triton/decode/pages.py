@@ -218,7 +218,7 @@ def layer_offsets(caches: Sequence[PagedCache]) -> Tensor | None:
         [(x.data_ptr() - first.data_ptr()) // x.itemsize for x, first in zip(own, places[0], strict=True)]
         for own in places
     ]
-    offsets = torch.tensor(rows)
+    offsets = torch.tensor(rows, dtype=torch.int64, device="cpu")
     if caches[0].k.is_cuda:  # a copy from pinned memory does not wait for the GPU
         return offsets.pin_memory().to(caches[0].device, non_blocking=True)
     return offsets

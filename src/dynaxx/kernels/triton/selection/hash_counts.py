@@ -73,7 +73,7 @@ def hash_counts(x: Tensor, size: int, planes: Tensor, center: Tensor, tables: in
     """
     batch, seqlen, heads, head_dim = x.shape
     blocks, wide = -(-seqlen // size), power_of_two(bits)
-    counts = torch.zeros(batch, heads, blocks, tables << bits, device=x.device)
+    counts = torch.zeros(batch, heads, blocks, tables << bits, device=x.device, dtype=torch.float32)
     if not counts.numel():
         return counts
     x = unit_stride(x)

@@ -276,7 +276,7 @@ def probe_lines(probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tup
 def line_scores(vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid: BlockGrid) -> Tensor:
     """Return the log of the mass of the lines that cross each block: (B, Hq, stop - start, C) fp32."""
     batch, q_heads, kv_blocks = vertical.shape
-    scores = torch.empty(batch, q_heads, stop - start, kv_blocks, device=vertical.device)
+    scores = torch.empty(batch, q_heads, stop - start, kv_blocks, device=vertical.device, dtype=torch.float32)
     step = min(grid.block_size)
     _line_scores_kernel[(-(-kv_blocks // 1024), stop - start, batch * q_heads)](
         vertical,

@@ -187,7 +187,11 @@ def query_scores(
 
 def new_scores(shape: tuple[int, ...], candidates: Candidates | None, device: torch.device) -> Tensor:
     """Allocate scores: -inf if only candidates are written; else uninitialized, as all visible blocks are written."""
-    return torch.empty(shape, device=device) if candidates is None else torch.full(shape, -torch.inf, device=device)
+    return (
+        torch.empty(shape, device=device, dtype=torch.float32)
+        if candidates is None
+        else torch.full(shape, -torch.inf, device=device, dtype=torch.float32)
+    )
 
 
 def panels_of(candidates: Candidates | None, first_row: int, rows: int) -> tuple[int, dict[str, int]]:

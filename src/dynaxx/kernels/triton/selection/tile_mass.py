@@ -243,8 +243,12 @@ def tile_mass(
     settings = _settings(queries, q_parts, k_parts, parts)
     programs = (-(-tiles_q // settings["TILE_M"]), batch * q_heads)
     steps, splits = _splits(programs[0] * programs[1], -(-tiles_k // settings["TILE_T"]), queries.device)
-    notes = torch.empty(batch, q_heads, tiles_q, grid.kv_blocks, device=queries.device)
-    sums = torch.empty(batch, q_heads, tiles_q, splits, device=queries.device) if splits > 1 else notes
+    notes = torch.empty(batch, q_heads, tiles_q, grid.kv_blocks, device=queries.device, dtype=torch.float32)
+    sums = (
+        torch.empty(batch, q_heads, tiles_q, splits, device=queries.device, dtype=torch.float32)
+        if splits > 1
+        else notes
+    )
     where = {
         "tiles_q": tiles_q,
         "tiles_k": tiles_k,

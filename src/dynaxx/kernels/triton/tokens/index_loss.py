@@ -91,13 +91,13 @@ def index_loss(
     """Return the divergence and the chosen share of attention, both summed over queries, and gradients."""
     most, step = max((d - c for c, d in pairwise(spans.ends_k)), default=0), MORE_KEYS * BLOCK_K
     columns = -(-most // step) * step
-    new = lambda *shape: torch.zeros(shape, device=q.device)
+    new = lambda *shape: torch.zeros(shape, device=q.device, dtype=torch.float32)
     if not (q.shape[0] and columns):
         return new(), new(), [new(*x.shape) for x in (index_q, index_k, weights)] if needs_grad else []
     parts = -(-index_q.shape[1] // HEADS_PER_PART)
     grads = [new(*index_q.shape), new(parts, *index_k.shape), new(*weights.shape)] if needs_grad else []
     call = _call(index_q, index_k, weights, q, k, spans, (scale, index_scale), columns, needs_grad)
-    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], device=q.device, dtype=torch.float32)
     _attention_lse_kernel[(len(call.places.queries.tiles), q.shape[1])](
         **call.attention,
         **call.where,
@@ -291,7 +291,7 @@ def _key_tiles(spans: TokenSpans) -> Tensor:
     parts, tile = [torch.zeros(0, 6, dtype=torch.int64)], 0
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
         first, stop = torch.arange(0, d - c, BLOCK_K), tile + -(-(b - a) // BLOCK_Q)
-        same = torch.tensor([tile, stop, d - c - (b - a)]).expand(len(first), 3)
+        same = torch.tensor([tile, stop, d - c - (b - a)], dtype=torch.int64).expand(len(first), 3)
         parts.append(torch.cat([torch.stack([c + first, first, (d - c - first).clamp(max=BLOCK_K)], 1), same], 1))
         tile = stop
     return torch.cat(parts)

@@ -87,7 +87,9 @@ class Trials:
     def dense(self, index: int) -> Tensor:
         """Return the dense loss of every token of one of the texts."""
         if index not in self._dense:
-            self._dense[index] = torch.tensor(self.remembered("dense text", None, index)["losses"])
+            self._dense[index] = torch.tensor(
+                self.remembered("dense text", None, index)["losses"], dtype=torch.float32, device="cpu"
+            )
         return self._dense[index]
 
     def dense_perplexity(self) -> float:
@@ -102,7 +104,9 @@ class Trials:
     def key(self, budgets: Budgets, scorer: Scorer, shared: Sequence[SharedChoice] = ()) -> str:
         """Return the key under which a trial is remembered."""
         sharing = {"shared": [each.model_dump() for each in shared]} if shared else {}
-        return "trial " + fingerprint(None, torch.tensor(budgets), rule=repr(self.rule(0.0, scorer)), **sharing)
+        return "trial " + fingerprint(
+            None, torch.tensor(budgets, dtype=torch.float32, device="cpu"), rule=repr(self.rule(0.0, scorer)), **sharing
+        )
 
     def evaluate(
         self,
@@ -149,7 +153,7 @@ class Trials:
         for index in indices:
             found = self.remembered(key, policy, index)
             visited.append(found["density"])
-            every.append(torch.tensor(found["losses"]))
+            every.append(torch.tensor(found["losses"], dtype=torch.float32, device="cpu"))
             changes.append((every[-1] - self.dense(index)).double())
             mean, error = mean_and_error(changes)
             if abs(mean - limit) > CLEAR * error or not self._has_time(2 * self.pass_seconds):
