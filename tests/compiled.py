@@ -6,11 +6,12 @@ Host functions are called on CPU tensors. Where they would start one of the requ
 
 from __future__ import annotations
 
+import io
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from dynaxx.kernels.gpu.runtime import arguments as launch
+from dynaxx.kernels.gpu.device import CARDS, Gpu, described_as
 from dynaxx.kernels.gpu.runtime.launcher import KernelLauncher
-from dynaxx.kernels.triton.attention import config
-
-SHARED_MEMORY = 232448  # bytes that a program may use on an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,26 @@ class Compiled:
     warnings: tuple[str, ...]  # that it runs matrix instructions one at a time, or waits where the kernel does not
 
 
-class _Hopper:
-    """A driver that answers Triton's questions during compilation."""
+class _Alone(Gpu):
+    """A GPU whose kernels do not overlap, as in the fingerprints on record."""
+
+    overlaps_launches = False
+
+
+RECORDED = _Alone(**vars(replace(CARDS["H200"], processors=6)))
+
+
+class CompilesFor:
+    """A driver that answers Triton's questions during compilation for a GPU."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.target = GPUTarget("hip", gpu.architecture, 64)
+        if gpu.vendor == "nvidia":
+            major, minor = gpu.capability
+            self.target = GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self):
         return 0
@@ -49,50 +62,45 @@ class _Hopper:
         return 0
 
 
-def compile_kernels(start: Callable[[], object], names: str, capfd: pytest.CaptureFixture[str]) -> list[Compiled]:
+def compile_kernels(start: Callable[[], object], names: str, gpu: Gpu = RECORDED) -> list[Compiled]:
     """Compile the kernels that `start` launches and whose names match; skip all others, and compute nothing.
 
     Args:
         start: calls host functions with CPU tensors, of which nothing is read.
         names: a regular expression.
+        gpu: what they are compiled for.
     """
     found: list[Compiled] = []
 
     def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         name = kernel.__name__
         if re.search(names, name):
-            capfd.readouterr()
             patch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
-            compiled = kernel.warmup(*arguments, grid=grid, **named)
-            found.append(read_log(name, capfd.readouterr().out, compiled.metadata.shared))
+            with redirect_stdout(io.StringIO()) as log:
+                compiled = kernel.warmup(*arguments, grid=grid, **named)
+            read = read_log if gpu.vendor == "nvidia" else read_assembly
+            text = log.getvalue() if gpu.vendor == "nvidia" else compiled.asm["amdgcn"]
+            found.append(read(name, text, compiled.metadata.shared))
 
-    with compiling(compile_only) as patch:
+    with compiling(compile_only, gpu) as patch:
         knobs.nvidia.dump_ptxas_log = True
         start()
     return found
 
 
 @contextmanager
-def compiling(launch_instead: Callable[..., None]) -> Iterator[pytest.MonkeyPatch]:
-    """Call `launch_instead(kernel, grid, arguments, named)` instead of launching; let Triton compile for an H100."""
+def compiling(launch_instead: Callable[..., None], gpu: Gpu = RECORDED) -> Iterator[pytest.MonkeyPatch]:
+    """Call `launch_instead(kernel, grid, arguments, named)` instead of launching; let Triton compile for a GPU."""
 
     def launched(kernel: KernelLauncher, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **named: launch_instead(kernel.kernel, grid, arguments, named)
 
-    tiles = (config.forward_tiles, config.backward_dq_tiles, config.backward_dkv_tiles, config.backward_dv_tiles)
-    with pytest.MonkeyPatch.context() as patch, knobs.nvidia.scope(), knobs.compilation.scope():
+    scopes = knobs.nvidia.scope(), knobs.compilation.scope()
+    with pytest.MonkeyPatch.context() as patch, scopes[0], scopes[1], described_as(gpu):
         knobs.compilation.always_compile = True
-        patch.setattr(config, "shared_memory", lambda device: SHARED_MEMORY)
-        patch.setattr(launch, "interpreted", lambda: True)  # so that tiles come by TMA, on CPU tensors
         patch.setattr(KernelLauncher, "__getitem__", launched)
-        for choose in tiles:
-            choose.cache_clear()
-        patch.setattr(driver, "_active", _Hopper())
-        try:
-            yield patch
-        finally:
-            for choose in tiles:
-                choose.cache_clear()
+        patch.setattr(driver, "_active", CompilesFor(gpu))
+        yield patch
 
 
 def read_log(name: str, log: str, shared: int) -> Compiled:
@@ -102,3 +110,9 @@ def read_log(name: str, log: str, shared: int) -> Compiled:
     assert spilled is not None, log
     warnings = tuple(line for line in log.splitlines() if re.search(r"\(C75\d\d\)", line))
     return Compiled(name, int(registers[1]), int(spilled[1]), shared, warnings)
+
+
+def read_assembly(name: str, text: str, shared: int) -> Compiled:
+    """Read the metadata in the assembly of a kernel for AMD's GPUs; a thread spills 4 bytes of each register."""
+    registers, spilled = (int(re.search(rf"\.{key}: +(\d+)", text)[1]) for key in ("vgpr_count", "vgpr_spill_count"))
+    return Compiled(name, registers, 4 * spilled, shared, ())

@@ -15,11 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from dynaxx.kernels.gpu.device import gpu_of
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+HOPPER = DEVICE == "cuda" and gpu_of(torch.device("cuda")).has_wgmma
 runs_here = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETED, reason="runs on a GPU, or again under the interpreter"
 )
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 starts_interpreter = pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests below run in this process")
 

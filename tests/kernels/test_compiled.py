@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 import triton
 from triton.backends import backends
 
-from compiled import SHARED_MEMORY, compile_kernels
+from compiled import RECORDED, compile_kernels
+from dynaxx.kernels.gpu.device import RESERVED
 from dynaxx.kernels.hopper.support import TRITON
 from dynaxx.kernels.triton.attention import backward, forward
 from dynaxx.kernels.triton.attention.config import TileSizes
@@ -39,7 +40,6 @@ gluon = pytest.mark.skipif(VERSION != TRITON, reason=f"is written for Gluon of t
 HEADS = (8, 2)
 TOKENS = 512
 UNKNOWN = 1 << 30
-MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory, and the part that CUDA takes per program
 SLACK = 64  # bytes: Triton gives ptxas the same instructions in another order from run to run
 
 
@@ -86,8 +86,8 @@ def check(found, spilled, injected=0):
         (256, 128, {(3, 6): 56, (3, 9): 100}, 0),
     ],
 )
-def test_portable_forward(head_dim, block, spilled, injected, capfd):
-    found = compile_kernels(forward_of(head_dim, block), "fwd_kernel", capfd)
+def test_portable_forward(head_dim, block, spilled, injected):
+    found = compile_kernels(forward_of(head_dim, block), "fwd_kernel")
     check(found, [spilled.get(VERSION, UNKNOWN)], injected)
 
 
@@ -98,9 +98,9 @@ def test_portable_forward(head_dim, block, spilled, injected, capfd):
         (128, {(3, 6): (0, 20), (3, 9): (4, 28)}, 0),
     ],
 )
-def test_portable_forward_in_two_launches(head_dim, spilled, injected, capfd, monkeypatch):
+def test_portable_forward_in_two_launches(head_dim, spilled, injected, monkeypatch):
     monkeypatch.setattr(forward, "MANY_TILES", 0)
-    found = compile_kernels(forward_of(head_dim, 128), "fwd_kernel", capfd)
+    found = compile_kernels(forward_of(head_dim, 128), "fwd_kernel")
     check(found, spilled.get(VERSION, (UNKNOWN, UNKNOWN)), injected)
 
 
@@ -111,19 +111,21 @@ def test_portable_forward_in_two_launches(head_dim, spilled, injected, capfd, mo
         (128, 128, {(3, 6): (0, 56), (3, 9): (20, 0)}, 0),
     ],
 )
-def test_portable_backward(head_dim, block, spilled, injected, capfd):
-    found = compile_kernels(backward_of(head_dim, block), "bwd_(dq|dkv)_kernel", capfd)
+def test_portable_backward(head_dim, block, spilled, injected):
+    found = compile_kernels(backward_of(head_dim, block), "bwd_(dq|dkv)_kernel")
     check(found, spilled.get(VERSION, (UNKNOWN, UNKNOWN)), injected)
-    assert all(2 * (each.shared + RESERVED) <= MULTIPROCESSOR for each in found), "one program a multiprocessor"
+    assert all(2 * (each.shared + RESERVED) <= RECORDED.shared_memory_of_processor for each in found), (
+        "one program a multiprocessor"
+    )
 
 
-def test_portable_head_dim_512(capfd):
+def test_portable_head_dim_512():
     """Each kernel fits on a multiprocessor; dq spills before its loop only, and all sums stay in registers."""
-    found = compile_kernels(forward_of(512, 128), "fwd_kernel", capfd)
-    found += compile_kernels(backward_of(512, 128), "bwd_(dq|dkv)_kernel", capfd)
+    found = compile_kernels(forward_of(512, 128), "fwd_kernel")
+    found += compile_kernels(backward_of(512, 128), "bwd_(dq|dkv)_kernel")
     spilled = {(3, 6): (0, 628, 28, 0), (3, 9): (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)}
     check(found, spilled.get(VERSION, (UNKNOWN,) * 4))
-    assert all(each.shared <= SHARED_MEMORY for each in found)
+    assert all(each.shared <= RECORDED.shared_memory for each in found)
 
 
 @pytest.mark.gpu
@@ -140,11 +142,11 @@ def test_portable_head_dim_512(capfd):
         (256, 128, 50.0, 92),
     ],
 )
-def test_hopper_forward(head_dim, block, softcap, spilled, capfd):
+def test_hopper_forward(head_dim, block, softcap, spilled):
     """In bf16, all spilled bytes lie outside the loops over steps."""
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
-    check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd", capfd), [spilled])
+    check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd"), [spilled])
 
 
 @pytest.mark.gpu
@@ -160,23 +162,23 @@ def test_hopper_forward(head_dim, block, softcap, spilled, capfd):
         (256, 128, {"dtype": torch.float16}, 28),
     ],
 )
-def test_hopper_forward_with_one_consumer_or_with_maxima(head_dim, block, given, spilled, capfd):
+def test_hopper_forward_with_one_consumer_or_with_maxima(head_dim, block, given, spilled):
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
-    check(compile_kernels(forward_of(head_dim, block, attention_forward, **given), "hopper_fwd", capfd), [spilled])
+    check(compile_kernels(forward_of(head_dim, block, attention_forward, **given), "hopper_fwd"), [spilled])
 
 
 @pytest.mark.gpu
 @gluon
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 128), (128, 64), (128, 128)])
-def test_hopper_scores(head_dim, block, capfd):
+def test_hopper_scores(head_dim, block):
     from dynaxx.kernels.hopper.selection.query_scores import query_scores
 
     grid = BlockGrid(TOKENS, TOKENS, (block, block), True)
     queries = torch.zeros(1, HEADS[0], grid.q_blocks, head_dim, dtype=torch.bfloat16)
     k = torch.zeros(1, TOKENS, HEADS[1], head_dim, dtype=torch.bfloat16)
     places = torch.zeros(grid.kv_blocks, dtype=torch.int32)
-    check(compile_kernels(lambda: query_scores(queries, k, 0, grid, None, places), "scores", capfd), [0])
+    check(compile_kernels(lambda: query_scores(queries, k, 0, grid, None, places), "scores"), [0])
 
 
 @pytest.mark.gpu
@@ -194,33 +196,33 @@ def test_hopper_scores(head_dim, block, capfd):
         (256, 128, False, 50.0, [84, 8]),
     ],
 )
-def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, capfd, monkeypatch):
+def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, monkeypatch):
     from dynaxx.kernels.hopper.attention import backward
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: one_pass)
     start = backward_of(head_dim, block, backward.attention_backward, softcap)
-    check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|dkv_head_dim_256_|fused_)kernel", capfd), spilled)
+    check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|dkv_head_dim_256_|fused_)kernel"), spilled)
 
 
 @pytest.mark.gpu
 @gluon
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "spilled"), [(80, 80, 150), (192, 128, 150), (160, 160, 1300)])
-def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled, capfd):
+def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled):
     """A forward with tiles of 256 columns spills when it stores some of them, once per row of blocks."""
     from dynaxx.kernels.hopper.attention.backward import attention_backward
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
     sizes = {"head_dim_v": head_dim_v}
-    found = compile_kernels(forward_of(head_dim, 128, attention_forward, **sizes), "hopper_fwd", capfd)
-    found += compile_kernels(backward_of(head_dim, 128, attention_backward, **sizes), "hopper_bwd", capfd)
+    found = compile_kernels(forward_of(head_dim, 128, attention_forward, **sizes), "hopper_fwd")
+    found += compile_kernels(backward_of(head_dim, 128, attention_backward, **sizes), "hopper_bwd")
     assert max(each.spilled for each in found) <= spilled + SLACK, found
-    assert max(each.shared for each in found) <= MULTIPROCESSOR - RESERVED
+    assert max(each.shared for each in found) <= RECORDED.shared_memory
 
 
 @pytest.mark.gpu
 @gluon
 @pytest.mark.parametrize(("group", "spilled"), [(16, [0, 0, 8, 48]), (4, [0, 0, 8]), (1, [0])])
-def test_selected(group, spilled, capfd):
+def test_selected(group, spilled):
     """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
     from dynaxx.kernels.hopper.nsa import operators as nsa
     from dynaxx.testing.nsa import random_selected_case
@@ -235,30 +237,28 @@ def test_selected(group, spilled, capfd):
         nsa.selected_forward(q, k, v, plan, 0.1)
         nsa.selected_backward(q, rows, q, k, v, q, rows, plan, 0.1)
 
-    check(compile_kernels(start, "selected_hopper", capfd), spilled)
+    check(compile_kernels(start, "selected_hopper"), spilled)
 
 
 @pytest.mark.gpu
 @gluon
 @pytest.mark.parametrize(("sizes", "spilled"), [((32, 16, 64), 0), ((16, 16, 16), 8)])
-def test_scores(sizes, spilled, capfd, monkeypatch):
+def test_scores(sizes, spilled):
     """Scores of blocks of several compressed tokens, and of one, whose scores take the most shared memory."""
     from dynaxx.kernels.hopper.nsa import operators as nsa
-    from dynaxx.kernels.hopper.nsa import scores as nsa_scores
     from dynaxx.layout.nsa import NsaSizes, nsa_spans
 
-    monkeypatch.setattr(nsa_scores, "processors", lambda device: 132)
     spans = nsa_spans(NsaSizes(*sizes), (0, TOKENS))
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
     start = lambda: nsa.select_blocks(q, q[: spans.ends_cmp[-1], :1], torch.zeros(16, TOKENS), spans, 1, 0.1)
-    found = compile_kernels(start, "nsa_scores_hopper", capfd)
+    found = compile_kernels(start, "nsa_scores_hopper")
     check(found, [spilled])
-    assert found[0].shared <= MULTIPROCESSOR - RESERVED
+    assert found[0].shared <= RECORDED.shared_memory
 
 
 @pytest.mark.gpu
 @gluon
-def test_latent_attention(capfd):
+def test_latent_attention():
     """Forward, and the steps of the backward that have kernels for Hopper: nothing waits, and nothing spills."""
     from dynaxx.kernels.hopper.tokens import operators
     from dynaxx.layout.tokens import TokenSpans
@@ -272,14 +272,14 @@ def test_latent_attention(capfd):
         out, _ = operators.forward(q, k, k[..., :512], plan, 0.1)
         operators.latent_backward(out, lse, q, k, k[..., :512], out, lse, plan, 0.1)
 
-    check(compile_kernels(start, "token_latent", capfd), [0, 0, 0, 0])
+    check(compile_kernels(start, "token_latent"), [0, 0, 0, 0])
 
 
-def test_kernels_that_wait_are_found(capfd, monkeypatch):
+def test_kernels_that_wait_are_found(monkeypatch):
     """The tiles' sums do not fit in registers, so the next product waits until they are stored."""
     monkeypatch.setattr(forward, "forward_tiles", lambda *shape: TileSizes(128, 128, 8, 2, 128))
     monkeypatch.setattr(forward, "forward_loop", lambda *tiles: "overlapped")
-    found = compile_kernels(forward_of(64, 128), "fwd_kernel", capfd)
+    found = compile_kernels(forward_of(64, 128), "fwd_kernel")
     assert any("serialized" in line for line in found[0].warnings)
     assert found[0].spilled
     with pytest.raises(AssertionError):
@@ -300,5 +300,5 @@ def scores_of(kind):
 
 
 @pytest.mark.parametrize("kind", ["tiles", "anti-diagonals", "lines", "query", "means"])
-def test_scores_compile_for_fp64_tokens(kind, capfd):
-    assert compile_kernels(scores_of(kind), "kernel", capfd)
+def test_scores_compile_for_fp64_tokens(kind):
+    assert compile_kernels(scores_of(kind), "kernel")

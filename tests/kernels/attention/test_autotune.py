@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,20 +15,19 @@ import dynaxx as dx
 
 pytest.importorskip("triton")
 
+from dynaxx.kernels.gpu.device import CARDS, gpu_of
 from dynaxx.kernels.triton.attention import autotune, config
 from dynaxx.kernels.triton.attention import tuned_tiles as tuned
 from dynaxx.kernels.triton.attention.config import TileSizes
 
 SHAPE = (torch.bfloat16, 128, 128, (128, 64), False)
-GPU = torch.device("cuda", 0)
+GPU = replace(CARDS["H200"], name="Some GPU (80 GB)")
 
 
 @pytest.fixture
 def on_disk(tmp_path, monkeypatch):
-    """Replace the GPU by a name, and use an empty cache folder."""
+    """Use an empty cache folder."""
     monkeypatch.setenv("DYNAXX_CACHE", str(tmp_path))
-    monkeypatch.setattr(tuned, "_name", lambda device: "Some GPU (80 GB)")
-    monkeypatch.setattr(config, "shared_memory", lambda device: 232448)
     forget()
     yield tuned.tuned_file(GPU)
     forget()
@@ -121,7 +121,7 @@ def test_the_fastest_neighbour_until_none_is_faster():
 @pytest.mark.parametrize("tma", [False, True])
 def test_neighbours_fit_their_blocks(kernel, tma):
     for block_size in ((64, 64), (128, 64), (64, 128), *(() if tma else ((16, 16), (32, 128), (16, 64)))):
-        start = getattr(config, kernel)(torch.device("cpu"), torch.float16, 64, 64, block_size, tma)
+        start = getattr(config, kernel)(GPU, torch.float16, 64, 64, block_size, tma)
         for tiles in autotune.neighbours(start, kernel, block_size, tma):
             fixed, moving = (tiles.block_m, tiles.block_n)[:: -1 if "dkv" in kernel else 1]
             fixed_block, moving_block = block_size[:: -1 if "dkv" in kernel else 1]
@@ -152,7 +152,7 @@ def test_on_a_gpu(tmp_path, monkeypatch):
     try:
         assert [each.kernel for each in found] == ["forward_tiles"]
         assert found[0].ms <= found[0].default_ms
-        assert tuned.tuned_file(q.device).exists()
+        assert tuned.tuned_file(gpu_of(q.device)).exists()
         again = dx.sparse_attention(q, k, v, layout, backend="triton")
         assert (again - expected).norm() <= 1e-2 * expected.norm()
     finally:

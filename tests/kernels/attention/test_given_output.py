@@ -8,6 +8,7 @@ import dynaxx as dx
 from dynaxx.kernels.gpu.schedule.waves import Sharing, share_multiprocessors, sharing
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.testing import make_qkv
+from interpreter import on_hopper
 
 GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("triton", "hopper")]
 
@@ -39,9 +40,8 @@ def test_an_output_with_strides(backend, device):
 
 
 @pytest.mark.gpu
+@on_hopper
 def test_sharing_multiprocessors_gives_the_same_bits():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
     q, k, v = make_qkv(1, 4096, 4096, 16, 4, 128, dtype=torch.bfloat16, device="cuda")
     layout = dx.RandomBlocks(6, seed=1).layout(4096, block_size=128, device="cuda")
     wanted = dx.sparse_attention(q, k, v, layout, backend="hopper", return_lse=True)

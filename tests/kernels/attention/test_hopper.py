@@ -12,9 +12,8 @@ from cuda_graphs import check_replay
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.ops.dispatch import load_backend, unsupported_reasons
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
+from interpreter import on_hopper
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 257, 400, 513)
 
 

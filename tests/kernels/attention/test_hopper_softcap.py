@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.hopper.primitives.softcap import capped
+from interpreter import on_hopper
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 BLOCK = 1024
 
 
@@ -27,7 +27,7 @@ def tanh(x):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@on_hopper
 def test_every_float_is_right_to_16_bits():
     """Cover 2 ** -20, below which tanh(x) equals x in fp32, to 32, far beyond which tanh is 1."""
     mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda")
@@ -39,7 +39,7 @@ def test_every_float_is_right_to_16_bits():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@on_hopper
 def test_the_ends():
     x = torch.tensor([0.0, 1e-30, 40.0, torch.inf, -torch.inf, torch.nan], device="cuda").repeat(BLOCK)
     torch.testing.assert_close(tanh(x)[:5].cpu(), torch.tensor([0.0, 1e-30, 1.0, 1.0, -1.0]), rtol=2**-16, atol=0.0)

@@ -12,15 +12,13 @@ import torch
 import dynaxx as dx
 from dynaxx.layout.derived import PerLayout
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
-from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
+from interpreter import DEVICE, on_hopper, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
 import dynaxx.kernels.gpu.schedule.split as split_module
 from dynaxx.kernels.gpu.schedule.split import Lines, longest_part, split_columns, split_rows
 from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, sum_parts
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 PATTERNS = {
     "full column": dx.SlidingWindow(100) | dx.Sink(5),
     "full row": dx.SlidingWindow(100) | dx.LastQueries(5),
@@ -118,8 +116,7 @@ def test_parts_cover_long_rows_once(name, heads, limit):
         assert found[line] == (list(range(count)) if count > limit else [])
 
 
-def test_even_layouts_are_not_split(monkeypatch):
-    monkeypatch.setattr(split_module, "processors", lambda _: 132)
+def test_even_layouts_are_not_split():
     limits = {}
     for name, pattern in (("window", dx.SlidingWindow(1024)), ("sink", dx.SlidingWindow(1024) | dx.Sink(128))):
         layout = pattern.layout(65536)

@@ -11,8 +11,8 @@ import torch
 import dynaxx as dx
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.testing import make_qkv
+from interpreter import HOPPER
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 BACKENDS = ("hopper", "triton") if HOPPER else ("triton",)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

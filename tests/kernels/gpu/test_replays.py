@@ -12,10 +12,8 @@ triton = pytest.importorskip("triton")
 from test_launcher import Driver, Utils, WithDescriptors, address, launches_directly, started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
-from compiled import SHARED_MEMORY  # noqa: E402
-from dynaxx.kernels.gpu.runtime import arguments, launch_cache, recorder  # noqa: E402
-from dynaxx.kernels.gpu.schedule import split  # noqa: E402
-from dynaxx.kernels.triton.attention import config  # noqa: E402
+from dynaxx.kernels.gpu.device import CARDS, described_as  # noqa: E402
+from dynaxx.kernels.gpu.runtime import launch_cache, recorder  # noqa: E402
 from interpreter import INTERPRETED  # noqa: E402
 
 DIRECT = triton.__version__.startswith("3.6.")
@@ -47,6 +45,7 @@ def numbers(x):
 @pytest.mark.parametrize(
     "backend", ["triton", pytest.param("hopper", marks=pytest.mark.skipif(not DIRECT, reason="3.6"))]
 )
+@described_as(CARDS["H200"])  # so that tiles come by TMA, on CPU tensors
 def test_replays_start_what_calls_start(backend, pattern, started, monkeypatch):  # noqa: F811
     forward, backward = (
         importlib.import_module(f"dynaxx.kernels.{backend}.attention.{name}") for name in ("forward", "backward")
@@ -54,11 +53,6 @@ def test_replays_start_what_calls_start(backend, pattern, started, monkeypatch):
     if DIRECT:
         monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
         monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *given: given, raising=False)
-    monkeypatch.setattr(arguments, "interpreted", lambda: True)  # so that tiles come by TMA, on CPU tensors
-    monkeypatch.setattr(config, "shared_memory", lambda device: SHARED_MEMORY)
-    for module in (forward, backward, split):
-        if hasattr(module, "processors"):
-            monkeypatch.setattr(module, "processors", lambda device: 132)
     layout = PATTERNS[pattern].layout(TOKENS, block_size=64)
     cached = launch_cache.record_or_replay
     loaded = [module for name, module in sys.modules.items() if name.startswith("dynaxx.kernels")]

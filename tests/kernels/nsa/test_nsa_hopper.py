@@ -14,9 +14,9 @@ from dynaxx.testing import make_qkv
 from dynaxx.testing.nsa import random_selected_case
 from dynaxx.testing.oracle import error_reports, oracle_attention
 from dynaxx.testing.rounding import rounding_errors
+from interpreter import on_hopper
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+pytestmark = [pytest.mark.gpu, on_hopper]
 
 
 def case_of(seed, group, **options):

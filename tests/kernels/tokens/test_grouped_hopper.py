@@ -5,11 +5,9 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.gpu.device import capability, triton_version
-from dynaxx.kernels.hopper.support import TRITON
+from interpreter import on_hopper
 
-on_hopper = torch.cuda.is_available() and capability(torch.device("cuda"))[0] == 9 and triton_version() == TRITON
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper, reason="needs Hopper and its Triton")]
+pytestmark = [pytest.mark.gpu, on_hopper]
 SCALE = 0.09
 
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer's Triton kernels against sorting: under Triton's interpreter on a CPU, and on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.kernels.gpu.device import described_as, gpu_of
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
@@ -25,12 +28,13 @@ def both_ways(monkeypatch):
     """Select streaming, then sorting, and yield after each."""
     from dynaxx.kernels.triton.tokens import choose
 
-    for processors, score_bytes in ((0, 1 << 28), (1 << 20, 1 << 13)):
-        monkeypatch.setattr(choose, "processors", lambda device, few=processors: few or 1)
+    gpu = gpu_of(torch.device(DEVICE))
+    for processors, score_bytes in ((1, 1 << 28), (1 << 20, 1 << 13)):
         monkeypatch.setattr(choose, "BLOCK_Q", 16)
         monkeypatch.setattr(choose, "BLOCK_K", 32)
         monkeypatch.setattr(choose, "SCORE_BYTES", score_bytes)
-        yield
+        with described_as(replace(gpu, processors=processors)):
+            yield
 
 
 @runs_here

@@ -19,6 +19,7 @@ from torch import Tensor
 from dynaxx.integrations.tensorrt.plugin_kernel import KernelShape, compile_kernel
 from dynaxx.integrations.tensorrt.plugin_layouts import LAYOUT_INPUTS
 from dynaxx.integrations.tensorrt.plugin_policy import attend_by_policy
+from dynaxx.kernels.gpu.device import gpu_of
 
 NAMESPACE = "dynaxx"
 ATTENTION = f"{NAMESPACE}::sparse_attention"
@@ -121,7 +122,7 @@ def _fixed(x: Any, name: str) -> int:
 def _capability_here() -> int:
     if not torch.cuda.is_available():
         raise ValueError("no GPU is here to take the compute capability from: set `capability`, such as 90")
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = gpu_of(torch.device("cuda", torch.cuda.current_device())).capability
     return major * 10 + minor
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from dynaxx.kernels.gpu.device import capability, triton_version
+from dynaxx.kernels.gpu.device import gpu_of, triton_version
 from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.kernels.problem import AttentionProblem, IndexerProblem, QueryScoresProblem
 
@@ -44,8 +44,8 @@ def device_reasons(device: torch.device) -> list[str]:
     """Return why no kernel of this backend runs on a device; empty if they do."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return [f"runs on a Hopper GPU, got tensors on {device}"]
-    if capability(device)[0] != 9:
-        return [f"runs on Hopper (compute capability 9.x), got {capability(device)}"]
+    if not gpu_of(device).has_wgmma:
+        return [f"runs on NVIDIA Hopper (sm_90), got {gpu_of(device)}"]
     if triton_version() != TRITON:
         return [f"needs the Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}"]
     return []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dynaxx.kernels.gpu.device import has_tma, interpreted, padded
+from dynaxx.kernels.gpu.device import gpu_of, padded
 from dynaxx.kernels.gpu.runtime.launcher import kind_of
 from dynaxx.layout import BlockLayout
 
@@ -57,7 +57,7 @@ def steps_by_tma(*tensors: Tensor) -> bool:
 
     Also true under the interpreter, which supports descriptors, so that it tests the kernels that use them.
     """
-    if tensors[0].itemsize != 2 or not (has_tma(tensors[0].device) if tensors[0].is_cuda else interpreted()):
+    if tensors[0].itemsize != 2 or not gpu_of(tensors[0].device).has_tma:
         return False
     return all(_steps(x.shape, x.stride()) and x.data_ptr() % 16 == 0 for x in tensors)
 

@@ -9,12 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels import rounding
-from dynaxx.kernels.gpu.device import capability, power_of_two
+from dynaxx.kernels.gpu.device import gpu_of, power_of_two
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 
 NUMBERS = 4096  # of a program
 MOST_WIDTH = 1024
-FIRST_CAPABILITY = (8, 9)  # with instructions for e4m3
 WHOLE_ABOVE = tl.constexpr(1.5 * 2**23)  # the sum with it of a number up to 2**22 has no digits behind the point
 
 
@@ -30,7 +29,7 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _serves(x: Tensor) -> bool:
     """Return whether the kernel rounds these rows."""
-    on_gpu = x.device.type == "cuda" and capability(x.device) >= FIRST_CAPABILITY
+    on_gpu = x.device.type == "cuda" and gpu_of(x.device).has_e4m3
     return on_gpu and 0 < x.shape[-1] <= MOST_WIDTH and x.numel() > 0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
+from dynaxx.kernels.gpu.device import gpu_of
 from dynaxx.kernels.gpu.runtime.arguments import steps_by_tma
 from dynaxx.kernels.triton.attention import config
 from dynaxx.kernels.triton.attention.backward import attention_backward
@@ -70,14 +71,14 @@ def _tune(
     """Tune one kernel; `make()` creates its pass anew, so that it launches with the current tiles."""
     tma = min(layout.block_size) >= config.TMA_BLOCK and steps_by_tma(q, k, v)
     kind = kind_of_launch(kernel, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
-    choose = getattr(config, kernel)
+    choose, gpu = getattr(config, kernel), gpu_of(q.device)
 
     def use(tiles: TileSizes | None, store: bool = False) -> None:
-        keep(kind, q.device, None if tiles is None else astuple(tiles), store)
+        keep(kind, gpu, None if tiles is None else astuple(tiles), store)
         choose.cache_clear()
 
     use(None)
-    default = choose(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
+    default = choose(gpu, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     expected = make()()
 
     def time(tiles: TileSizes) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.device import padded, processors
+from dynaxx.kernels.gpu.device import gpu_of, padded
 from dynaxx.kernels.gpu.runtime.arguments import (
     layout_arguments,
     order_argument,
@@ -134,7 +134,7 @@ def _start_dq(
 ) -> None:
     batch, _, q_heads, head_dim = q.shape
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v, out)
-    tiles = backward_dq_tiles(q.device, q.dtype, head_dim, v.shape[3], layout.block_size, tma)
+    tiles = backward_dq_tiles(gpu_of(q.device), q.dtype, head_dim, v.shape[3], layout.block_size, tma)
     order, ordered = order_argument(layout)
     split = split or no_split(values)
     programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)
@@ -159,7 +159,7 @@ def _start_dq(
         span=query_span(q.shape[2] // k.shape[2]),
         ORDERED=ordered,
         TMA=tma,
-        HELD=dq_from_registers(q.device, tiles, head_dim, v.shape[3], tma),
+        HELD=dq_from_registers(gpu_of(q.device), tiles, head_dim, v.shape[3], tma),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
@@ -184,7 +184,7 @@ def _start_dkv(
 ) -> None:
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(do, q, k, v)
     choose = backward_dv_tiles if gradients == "dv" else backward_dkv_tiles
-    tiles = choose(q.device, q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
+    tiles = choose(gpu_of(q.device), q.dtype, q.shape[3], v.shape[3], layout.block_size, tma)
     split = split or no_split(dk)
     per_block = layout.block_size[1] // tiles.block_n
     programs = (layout.kv_blocks * k.shape[0] * k.shape[2] + split_programs(split)) * per_block
@@ -199,9 +199,9 @@ def _start_dkv(
         *transposed_arguments(layout),
         **split,
         **_shared(layout, do, q, k, v, values, scale, softcap),
-        span=dkv_span(layout.kv_blocks * per_block, processors(q.device)),
+        span=dkv_span(layout.kv_blocks * per_block, gpu_of(q.device).processors),
         TMA=tma,
-        STAGED=dkv_in_stages(q.device, tiles, q.shape[3], v.shape[3], tma),
+        STAGED=dkv_in_stages(gpu_of(q.device), tiles, q.shape[3], v.shape[3], tma),
         PER_HEAD=q.dtype == torch.float32,
         GRADIENTS=gradients,
         BLOCK_M=tiles.block_m,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from dynaxx.kernels.gpu.device import feeds_registers, interpreted, padded, shared_memory
+from dynaxx.kernels.gpu.device import Gpu, interpreted, padded
 from dynaxx.kernels.triton.attention.tuned_tiles import kind_of_launch, tuned_values
 
 SPAN = 16  # tiles of a head that start in succession, before those of the next head
@@ -39,23 +39,23 @@ def tunable(choose: Callable[..., TileSizes]) -> Callable[..., TileSizes]:
 
     @lru_cache(maxsize=1024)
     @wraps(choose)
-    def chosen(device: torch.device, *shape: Any) -> TileSizes:
-        values = tuned_values(kind_of_launch(choose.__name__, *shape), device)
-        return choose(device, *shape) if values is None else TileSizes(*values)  # type: ignore[arg-type]
+    def chosen(gpu: Gpu, *shape: Any) -> TileSizes:
+        values = tuned_values(kind_of_launch(choose.__name__, *shape), gpu)
+        return choose(gpu, *shape) if values is None else TileSizes(*values)  # type: ignore[arg-type]
 
     return chosen
 
 
 @tunable
 def forward_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+    gpu: Gpu, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
     """Return tile sizes for the forward kernel, which keeps q resident and streams k and v."""
     wide = max(padded(head_dim), padded(head_dim_v))
     if dtype == torch.float32:  # no matrix unit computes exact fp32, so tiles live in registers
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
-        large = min(block_size) >= 128 and feeds_registers(device)
+        large = min(block_size) >= 128 and gpu.has_wgmma
         tiles = TileSizes(128, 128, 4, 2, 255) if large else TileSizes(64, 64, 4, 2, 128)
     elif wide > 256 and tma and padded(head_dim_v) <= 256 and block_size[0] >= 128:
         tiles = TileSizes(128, 64, 8, 1)  # 3.41 ms; 3.70 with 32 keys, two stages and the order "ahead"
@@ -68,7 +68,7 @@ def forward_tiles(
     else:
         tiles = TileSizes(64, 64, 4, 2) if wide <= 128 else TileSizes(64, 64, 8, 2)
     stay, move = padded(head_dim), padded(head_dim) + padded(head_dim_v)
-    return _fit(tiles, block_size, dtype, stay, move, shared_memory(device), tma)
+    return _fit(tiles, block_size, dtype, stay, move, gpu.shared_memory, tma)
 
 
 def forward_loop(tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
@@ -92,7 +92,7 @@ def value_parts(head_dim_v: int, block_size: tuple[int, int], tma: bool) -> int:
 
 @tunable
 def backward_dq_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+    gpu: Gpu, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
     """Return tile sizes for the dq kernel, which keeps q and do resident and streams k and v."""
     wide = max(padded(head_dim), padded(head_dim_v))
@@ -100,10 +100,10 @@ def backward_dq_tiles(
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
         tiles = TileSizes(64, 64, 4, 3, 168)  # three programs per multiprocessor
-    elif tma and wide <= 128 and feeds_registers(device):
+    elif tma and wide <= 128 and gpu.has_wgmma:
         tiles = TileSizes(64, 64, 4, 3)  # two programs, because q and do are in registers
     elif tma and wide <= 128:
-        roomy = block_size[0] >= 128 and shared_memory(device) >= 164 << 10
+        roomy = block_size[0] >= 128 and gpu.shared_memory >= 164 << 10
         tiles = TileSizes(128, 64, 8, 3) if roomy else TileSizes(64, 64, 4, 2)  # the former reads half as much from L2
     elif wide > 256:
         tiles = TileSizes(64, 32, 8, 1)  # tiles of 16 keys give wrong sums of dq
@@ -112,12 +112,12 @@ def backward_dq_tiles(
     else:
         tiles = TileSizes(64, 64, 4, 2) if wide <= 128 else TileSizes(64, 32, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
-    return _fit(tiles, block_size, dtype, both, both, shared_memory(device), tma)
+    return _fit(tiles, block_size, dtype, both, both, gpu.shared_memory, tma)
 
 
 @tunable
 def backward_dkv_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+    gpu: Gpu, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
     """Return tile sizes for the dkv kernel, which keeps k and v resident and streams q and do."""
     wide = max(padded(head_dim), padded(head_dim_v))
@@ -132,17 +132,17 @@ def backward_dkv_tiles(
     else:
         tiles = TileSizes(32, 64, 4, 3) if wide <= 128 else TileSizes(32, 64, 8, 1)
     both = padded(head_dim) + padded(head_dim_v)
-    return _fit_turned(tiles, block_size, dtype, both, both, shared_memory(device), tma)
+    return _fit_turned(tiles, block_size, dtype, both, both, gpu.shared_memory, tma)
 
 
 @tunable
 def backward_dv_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
+    gpu: Gpu, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> TileSizes:
     """Return tile sizes for the dkv kernel if it computes only dv; it keeps k resident and streams q and do."""
     tiles = TileSizes(32, 16, 4, 1) if dtype == torch.float32 else TileSizes(32, 64, 8, 2)
     both = padded(head_dim) + padded(head_dim_v)
-    return _fit_turned(tiles, block_size, dtype, padded(head_dim), both, shared_memory(device), tma)
+    return _fit_turned(tiles, block_size, dtype, padded(head_dim), both, gpu.shared_memory, tma)
 
 
 def dkv_apart(head_dim: int, head_dim_v: int) -> bool:
@@ -186,13 +186,13 @@ def _fit(
     return tiles
 
 
-def dq_from_registers(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+def dq_from_registers(gpu: Gpu, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
     """Return whether the dq kernel holds q and do in registers; two programs of four warps per multiprocessor can."""
     wide = max(padded(head_dim), padded(head_dim_v))
-    return tma and tiles.num_warps == 4 and wide == 128 and feeds_registers(device)
+    return tma and tiles.num_warps == 4 and wide == 128 and gpu.has_wgmma
 
 
-def dkv_in_stages(device: torch.device, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
+def dkv_in_stages(gpu: Gpu, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> bool:
     """Return whether the dkv kernel has three buffers for q and two for do.
 
     Two programs per Hopper multiprocessor have enough memory for that; with two buffers each, every tile waits for its
@@ -200,7 +200,7 @@ def dkv_in_stages(device: torch.device, tiles: TileSizes, head_dim: int, head_di
     """
     wide = max(padded(head_dim), padded(head_dim_v))
     fits = (tiles.num_warps, tiles.num_stages) == (4, 2) and max(tiles.block_m, tiles.block_n) <= 64
-    return tma and fits and wide == 128 and feeds_registers(device) and _is_triton(3, 6)
+    return tma and fits and wide == 128 and gpu.has_wgmma and _is_triton(3, 6)
 
 
 @lru_cache(maxsize=16)

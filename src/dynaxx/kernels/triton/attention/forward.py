@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.device import feeds_registers, padded
+from dynaxx.kernels.gpu.device import gpu_of, padded
 from dynaxx.kernels.gpu.runtime.arguments import (
     RUNTIME_SIZES,
     layout_arguments,
@@ -223,7 +223,7 @@ def _launches(q: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None) 
     many = layout.q_blocks * q.shape[0] * q.shape[2] >= MANY_TILES
     if not many or q.dtype != torch.bfloat16 or softcap is not None:
         return (ALL.value,)
-    ahead = max(q.shape[3], v.shape[3]) <= 128 and min(layout.block_size) >= 128 and feeds_registers(q.device)
+    ahead = max(q.shape[3], v.shape[3]) <= 128 and min(layout.block_size) >= 128 and gpu_of(q.device).has_wgmma
     return (PARTIAL.value, AGAIN.value) if ahead else (ALL.value,)
 
 
@@ -244,7 +244,7 @@ def _start_forward(
     tma = min(layout.block_size) >= TMA_BLOCK and steps_by_tma(q, k, v)
     parts = 1 if split else value_parts(head_dim_v, layout.block_size, tma)
     head_dim_v //= parts
-    tiles = forward_tiles(q.device, q.dtype, head_dim, head_dim_v, layout.block_size, tma)
+    tiles = forward_tiles(gpu_of(q.device), q.dtype, head_dim, head_dim_v, layout.block_size, tma)
     order, ordered = order_argument(layout)
     split = split or {**no_split(lse), "p_sums_lse": lse}
     programs = (layout.q_blocks * batch * q_heads + split_programs(split)) * (layout.block_size[0] // tiles.block_m)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import dynaxx
+from dynaxx.kernels.gpu.device import Gpu
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
 try:
@@ -30,24 +31,24 @@ Values = tuple[int | None, ...]  # the fields of `config.TileSizes`
 def kind_of_launch(
     kernel: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: tuple[int, int], tma: bool
 ) -> str:
-    """Return the key under which tiles of a launch are stored, without the device."""
+    """Return the key under which tiles of a launch are stored, without the GPU."""
     return f"{kernel} {dtype} {head_dim}/{head_dim_v} {block_size[0]}x{block_size[1]}{' tma' if tma else ''}"
 
 
-def tuned_values(kind: str, device: torch.device) -> Values | None:
+def tuned_values(kind: str, gpu: Gpu) -> Values | None:
     """Return the tuned values for a kind of launch; None if there are none."""
-    return _stored(device).get(kind) if device.type == "cuda" else None
+    return _stored(gpu).get(kind) if gpu.vendor != "interpreter" else None
 
 
-def keep(kind: str, device: torch.device, values: Values | None, store: bool = True) -> None:
+def keep(kind: str, gpu: Gpu, values: Values | None, store: bool = True) -> None:
     """Use these tiles from now on; None restores the defaults. With `store`, also save them for later processes.
 
     Raises:
         OSError: the file cannot be written; nothing on disk was changed.
     """
-    _change(_stored(device), kind, values)
+    _change(_stored(gpu), kind, values)
     if store:
-        path = tuned_file(device)
+        path = tuned_file(gpu)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.parent):
             stored = _read(path)
@@ -76,24 +77,20 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def tuned_file(device: torch.device) -> Path:
-    """Return the file for this device's tiles; it also depends on the versions of Triton and dynaxx."""
+def tuned_file(gpu: Gpu) -> Path:
+    """Return the file for this GPU's tiles; it also depends on the versions of Triton and dynaxx."""
     import triton
 
     from dynaxx.core.library import cache_directory
 
-    name = f"{_name(device)}-triton{triton.__version__}-dynaxx{dynaxx.__version__}"
+    name = f"{gpu.name}-triton{triton.__version__}-dynaxx{dynaxx.__version__}"
     return cache_directory() / "tiles" / f"{re.sub('[^A-Za-z0-9.]+', '-', name)}.json"
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
-
-
 @lru_cache(maxsize=16)
-def _stored(device: torch.device) -> dict[str, Values]:
+def _stored(gpu: Gpu) -> dict[str, Values]:
     try:
-        return _read(tuned_file(device))
+        return _read(tuned_file(gpu))
     except RuntimeError:  # a user without a home folder has no cache folder
         return {}
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from dynaxx.kernels.gpu.device import overlap, processors
+from dynaxx.kernels.gpu.device import gpu_of
 from dynaxx.layout.paging import PagedCache
 
 KEYS_PER_TILE = 64
@@ -19,7 +19,7 @@ INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 def is_crowded(cache: PagedCache) -> bool:
     """Return whether a multiprocessor holds four programs instead of two."""
-    return cache.k.dtype.itemsize == 1 and overlap(cache.device)["PDL"]
+    return cache.k.dtype.itemsize == 1 and gpu_of(cache.device).overlaps_launches
 
 
 def keys_per_tile(cache: PagedCache, dtype: torch.dtype) -> int:
@@ -31,7 +31,7 @@ def keys_per_tile(cache: PagedCache, dtype: torch.dtype) -> int:
 
 def reads_pairs(cache: PagedCache) -> bool:
     """Return whether 8-bit values are read in pairs, as 16 bits: on Hopper, where their addresses are even."""
-    if not overlap(cache.device)["PDL"] or cache.head_dim_v < 32:
+    if not gpu_of(cache.device).overlaps_launches or cache.head_dim_v < 32:
         return False
     return all(n % 2 == 0 for n in (*cache.v.shape[3:], *cache.v.stride()[:3], cache.v.storage_offset()))
 
@@ -42,8 +42,8 @@ def programs_of(cache: PagedCache, lists: int, pages: int) -> int:
     Lists of equal length then share no program. Start half as many if each program would get few pages: on an H200, one
     sequence of 128k keys then takes 36 us instead of 38.
     """
-    device, at_once = cache.device, CROWDED_PROGRAMS if is_crowded(cache) else PROGRAMS_PER_PROCESSOR
-    most = INTERPRETED_PROGRAMS if device.type != "cuda" else at_once * processors(device)
-    if device.type == "cuda" and pages < FEW_PAGES * most:
+    gpu, at_once = gpu_of(cache.device), CROWDED_PROGRAMS if is_crowded(cache) else PROGRAMS_PER_PROCESSOR
+    most = INTERPRETED_PROGRAMS if gpu.vendor == "interpreter" else at_once * gpu.processors
+    if gpu.vendor != "interpreter" and pages < FEW_PAGES * most:
         most //= 2
     return max(1, min(most // lists * lists if lists <= most else most, pages))

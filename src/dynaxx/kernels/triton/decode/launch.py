@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.gpu.device import overlap, padded
+from dynaxx.kernels.gpu.device import gpu_of, padded
 from dynaxx.kernels.gpu.runtime.arguments import positive_scale, strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
@@ -208,7 +208,7 @@ def _attend(
         num_warps=config.NUM_WARPS,
         num_stages=1 + config.TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
         **({"maxnreg": config.CROWDED_REGISTERS} if config.is_crowded(cache) else {}),
-        **overlap(q.device),
+        **gpu_of(q.device).overlap,
     )
     _merge(acc, state, counts, out, lse, sink_logits, cache, programs, scale)
     return out, lse
@@ -280,7 +280,7 @@ def _merge(
         BLOCK_L=triton.next_power_of_2(lists),
         BLOCK_G=config.PARTS_AT_ONCE,
         num_warps=1,
-        **overlap(out.device),
+        **gpu_of(out.device).overlap,
     )
 
 
@@ -306,6 +306,6 @@ def _listed(
         WINDOW=left is not None,
         PAGE=cache.page_size,
         BLOCK_S=triton.next_power_of_2(max(1, slots)),
-        **overlap(cache.device),
+        **gpu_of(cache.device).overlap,
     )
     return (None if block_indices is None else listed), counts

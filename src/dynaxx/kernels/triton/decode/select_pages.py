@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.gpu.device import interpreted, overlap, padded, power_of_two, processors
+from dynaxx.kernels.gpu.device import gpu_of, interpreted, padded, power_of_two, processors
 from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.triton.decode.choose_pages import choose_pages, count_pages
@@ -276,5 +276,5 @@ def _launch(
         BLOCK_S=power_of_two(max(1, slots)),
         STAGES=1 + TILES_AHEAD * (1 + cache.is_paged),  # the address of a page is loaded before its summary
         num_warps=WARPS if score else min(16, max(4, block // 256)),
-        **overlap(q.device),
+        **gpu_of(q.device).overlap,
     )

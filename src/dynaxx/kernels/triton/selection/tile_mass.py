@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.device import padded, processors, shared_memory
+from dynaxx.kernels.gpu.device import gpu_of, padded, processors
 from dynaxx.kernels.gpu.runtime.arguments import at_most_fp32, strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
@@ -306,7 +306,7 @@ def _settings(queries: Tensor, q_parts: int, k_parts: int, parts: int) -> dict[s
     Long vectors form a matrix product (H200, 131k tokens in tiles of 16: 16.3 ms with 128 x 128, 26 ms with 64 x 64).
     Short ones stay in registers, and then exponentials and sums dominate (4.5 ms; 6.2 ms if not in registers).
     """
-    width, memory, half = padded(queries.shape[3]), shared_memory(queries.device), queries.itemsize == 2
+    width, memory, half = padded(queries.shape[3]), gpu_of(queries.device).shared_memory, queries.itemsize == 2
     wide = half and parts * width >= 512
     tile_m, tile_t = (max(128 if wide else 64, least) for least in (q_parts, k_parts))
     held = half and parts == 1 and (tile_m + 2 * tile_t) * width * 2 + (8 << 10) <= memory
