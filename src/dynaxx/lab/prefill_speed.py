@@ -5,80 +5,114 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.lab.load import LoadWatch
 from dynaxx.lab.machine import synchronize
-from dynaxx.lab.validate.result import SpeedRow
+from dynaxx.lab.validate.result import PAIRS_TO_FAIL, SpeedRow
 
 FEWEST_PAIRS = 3  # timed dense-sparse pairs per length
-LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # seconds per length; the second applies while the policy seems too slow
-LONG_PAIR = 2.0  # seconds from which a pair needs no warm-up
+LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # seconds per length; the second applies while the pairs do not decide
+SLOW_SECONDS = 60.0  # seconds until which a length that seems slow gets the pairs that a failure needs
 CLEAR, CLEAR_SECONDS = 1.25, 15.0  # least speed-up and seconds of a pair that needs no second one
+LONG_PAIR = 2.0  # seconds from which a pair needs no warm-up
 SHORT_PAIR = 0.5  # seconds; shorter passes run untimed passes first, to exclude the first call after `apply`
+
+
+class _Pass(NamedTuple):
+    seconds: float
+    cpu_seconds: float | None  # of all threads of this process; None on a GPU
+    peak_mb: float | None
 
 
 def time_prefill(
     model: Any, ids: Tensor, applied: Callable[[], AbstractContextManager[Any]], slowdown: float
 ) -> SpeedRow:
-    """Time a prompt dense and sparse, until the sparse pass is fast enough or the time is up.
+    """Time a prompt dense and sparse in turns, until the pairs decide whether it is too slow, or the time is up.
 
-    The fastest runs are compared. A policy that seems too slow is timed for longer, since noise slows short passes by
-    more than the few percent that `slowdown` allows.
+    The fastest runs are compared, since disturbances only add time. The interval comes from the pairs, whose two runs
+    follow each other and meet the same machine.
 
     Args:
         model: a causal language model of transformers.
         ids: (1, seqlen) int64.
         applied: a function that returns a context within which the model runs sparse.
-        slowdown: ratio of sparse to dense seconds up to which no further runs are needed.
+        slowdown: largest ratio of sparse to dense seconds that passes.
     """
     ids = ids.to(model.device)
-    dense: list[float] = []
-    sparse: list[float] = []
-    peaks: dict[int, list[float]] = {id(dense): [], id(sparse): []}
-    started, spent, warm, ahead = time.perf_counter(), 0.0, False, 0
+    dense: list[_Pass] = []
+    sparse: list[_Pass] = []
+    load, started, warm, ahead = LoadWatch(), time.perf_counter(), False, 0
     while True:
         for into in (dense, sparse) if len(dense) % 2 == 0 else (sparse, dense):
-            seconds, peak = _prefill(model, ids, applied() if into is sparse else contextlib.nullcontext(), ahead)
-            into.append(seconds)
-            peaks[id(into)] += [peak] if peak is not None else []
-        if not warm and dense[0] + sparse[0] < LONG_PAIR:  # the first runs of a length are slower
-            ahead = int(dense[0] + sparse[0] < SHORT_PAIR)
-            for each in (dense, sparse):
-                each.clear()
-            started = time.perf_counter()
+            into.append(_prefill(model, ids, applied() if into is sparse else contextlib.nullcontext(), ahead))
+        if not warm and (pair := dense[0].seconds + sparse[0].seconds) < LONG_PAIR:
+            ahead, started = int(pair < SHORT_PAIR), time.perf_counter()
+            dense.clear()  # the first runs of a length are slower and do not count
+            sparse.clear()
         warm = True
-        spent = time.perf_counter() - started
-        enough = len(dense) >= FEWEST_PAIRS or (len(dense) == 2 and spent > MOST_SECONDS)
-        enough = enough or (spent > CLEAR_SECONDS and CLEAR * max(sparse, default=1.0) < min(dense, default=0.0))
-        if not enough or spent < LEAST_SECONDS:
-            continue
-        if min(sparse) <= slowdown * min(dense) or spent > MOST_SECONDS:
-            break
-    before, after = min(dense), min(sparse)
-    dense_peak, sparse_peak = (max(peaks[id(each)], default=None) for each in (dense, sparse))
-    return SpeedRow(ids.shape[1], before, after, before / after, len(dense), dense_peak, sparse_peak)
+        if dense:
+            row = _row(ids.shape[1], dense, sparse, load.others())
+            if _is_enough(row, time.perf_counter() - started, slowdown):
+                return row
+
+
+def _is_enough(row: SpeedRow, spent: float, slowdown: float) -> bool:
+    """Return whether the pairs decide, or have taken long enough."""
+    if spent > CLEAR_SECONDS and row.speedup > CLEAR:
+        return True
+    if spent > MOST_SECONDS:
+        return row.pairs >= 2 and (row.high > 1 or row.pairs >= PAIRS_TO_FAIL or spent > SLOW_SECONDS)
+    return row.pairs >= FEWEST_PAIRS and spent >= LEAST_SECONDS and row.against(slowdown) != "unclear"
+
+
+def _row(seqlen: int, dense: list[_Pass], sparse: list[_Pass], others: float | None) -> SpeedRow:
+    before, after = (min(run.seconds for run in runs) for runs in (dense, sparse))
+    known = lambda runs, name: [value for run in runs if (value := getattr(run, name)) is not None]
+    cpu = [min(known(runs, "cpu_seconds"), default=None) for runs in (dense, sparse)]
+    peaks = [max(known(runs, "peak_mb"), default=None) for runs in (dense, sparse)]
+    low, high = interval([a.seconds / b.seconds for a, b in zip(dense, sparse, strict=True)])
+    speedup = before / after
+    return SpeedRow(
+        seqlen, before, after, speedup, len(dense), peaks[0], peaks[1],
+        min(low, speedup), max(high, speedup), cpu[0], cpu[1], others,
+    )  # fmt: skip
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the ratios around the median that hold it with 95 % probability; all of them if there are fewer than six.
+
+    It follows from ranks alone, so that single disturbed pairs do not widen it.
+    """
+    ordered, count, outside, rank = sorted(ratios), len(ratios), 0.0, 0
+    while 2 * (outside := outside + math.comb(count, rank) / 2**count) <= 0.05:
+        rank += 1
+    rank = max(0, rank - 1)
+    return ordered[rank], ordered[-1 - rank]
 
 
 @torch.no_grad()
-def _prefill(model: Any, ids: Tensor, route: AbstractContextManager[Any], ahead: int) -> tuple[float, float | None]:
-    """Time a prefill after some untimed passes. Return the seconds, and the peak memory in MB if known."""
+def _prefill(model: Any, ids: Tensor, route: AbstractContextManager[Any], ahead: int) -> _Pass:
+    """Time a prefill after some untimed passes."""
     with route:
         for _ in range(ahead):
             model(ids, use_cache=True, logits_to_keep=1)
         known = _reset_peak(ids.device)
         synchronize(ids.device)
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         model(ids, use_cache=True, logits_to_keep=1)
         synchronize(ids.device)
-        seconds = time.perf_counter() - started
-    return seconds, _peak_mb(ids.device) if known else None
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    used = cpu if ids.device.type == "cpu" else None
+    return _Pass(seconds, used, _peak_mb(ids.device) if known else None)
 
 
 def _reset_peak(device: torch.device) -> bool:

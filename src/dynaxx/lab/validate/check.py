@@ -25,6 +25,18 @@ class Check:
     passed: bool
     unit: str = ""
     where: str = ""  # the text, the task or the length that the figure is of
+    low: float | None = None  # interval of the value, where it is known
+    high: float | None = None
+
+    @property
+    def unclear(self) -> bool:
+        """Return whether the limit lies within the interval of the value, which fails nothing."""
+        return self.passed and self.high is not None and self.high > self.limit
+
+    @property
+    def mark(self) -> str:
+        """Return the result in one word."""
+        return "unclear" if self.unclear else "pass" if self.passed else "FAIL"
 
     def to_text(self) -> str:
         """Return the check in words, with as many decimals as tell the value from its limit."""
@@ -37,7 +49,8 @@ class Check:
         if self.name == "slowdown":
             value, limit = _apart(self.value, self.limit, 2)
             at = f" of {self.where}" if self.where else ""
-            return f"prefill{at} takes {value} times as long as dense (limit {limit})"
+            within = "" if self.low is None or self.high is None else f"; {self.low:.2f} to {self.high:.2f} measured"
+            return f"prefill{at} takes {value} times as long as dense (limit {limit}{within})"
         if self.name == "repetition_increase":
             value, limit = _apart(100 * self.value, 100 * self.limit, 1)
             return f"repeated 4-grams in generated text {_signed(value)} points (limit {_signed(limit)})"
@@ -76,7 +89,6 @@ def checks_of(
     With few samples (tasks, generated text), only what exceeds a standard error counts, or chance alone would fail it.
     """
     worst_task = max(tasks, key=lambda task: task.logprob_drop - task.drop_error, default=None)
-    slowest = max(speed, key=lambda row: 1 / row.speedup, default=None)
     repeated = repetition.increase - repetition.increase_error
     drop = worst_task.logprob_drop - worst_task.drop_error if worst_task else 0.0
     at_most = [
@@ -92,19 +104,14 @@ def checks_of(
             f"the task {worst_task.task!r}" if worst_task else "",
         ),
         ("repetition_increase", repeated, limits.repetition_increase, "", ""),
-        (
-            "slowdown",
-            1 / slowest.speedup if slowest else 1.0,
-            limits.slowdown,
-            "",
-            f"{slowest.seqlen:,} tokens" if slowest else "",
-        ),
     ]
     checks = [
         Check(name, value, limit, value <= limit, unit, where)
         for name, value, limit, unit, where in at_most
         if limit is not None
     ]
+    if limits.slowdown is not None and speed:
+        checks.append(_slowdown(speed, limits.slowdown))
     if limits.top1_agreement is not None:
         agreement, least = logits.top1_agreement, limits.top1_agreement
         checks.append(Check("top1_agreement", agreement, least, agreement >= least))
@@ -113,3 +120,11 @@ def checks_of(
         names = ": " + ", ".join(f"{row.task} at {row.tokens:,} tokens" for row in failed) if failed else ""
         checks.append(Check("suite", float(len(failed)), 0.0, not failed, "", names))
     return tuple(checks)
+
+
+def _slowdown(speed: Sequence[SpeedRow], limit: float) -> Check:
+    """Return the check of the length that decides: the slowest of those that fail, else of those that are unclear."""
+    order = ("slow", "unclear", "fast")
+    row = min(speed, key=lambda row: (order.index(row.against(limit)), row.speedup))
+    figures = (1 / row.speedup, limit, row.against(limit) != "slow")
+    return Check("slowdown", *figures, "", f"{row.seqlen:,} tokens", 1 / row.high, 1 / row.low)

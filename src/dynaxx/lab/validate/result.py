@@ -6,9 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from dynaxx.lab.load import busy_note, is_busy
 from dynaxx.lab.validate.check import Check
+
+PAIRS_TO_FAIL = 5  # pairs that a small loss of speed needs; with three, chance alone fails one policy in eight
+CLEAR = 1.25  # factor beyond the limit that needs fewer
 
 if TYPE_CHECKING:
     from dynaxx.lab.tasks.result import SuiteResult
@@ -87,15 +91,51 @@ class Repetition:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """The whole prefill at one length: the fastest of interleaved runs, since disturbances only add time."""
+    """The whole prefill at one length that runs sparse: the fastest of interleaved runs, and the interval of pairs.
+
+    Attributes:
+        seqlen: tokens of the prompt.
+        dense_seconds, sparse_seconds: fastest run.
+        speedup: dense over sparse seconds.
+        pairs: timed runs of each.
+        dense_peak_mb, sparse_peak_mb: peak of the process on a CPU, of the allocator on a GPU; None if unknown.
+        low, high: interval of the speed-up, see `prefill_speed.interval`.
+        dense_cpu_seconds, sparse_cpu_seconds: least CPU time of all threads, which a busy machine disturbs less; None
+            on a GPU.
+        others: cores that other processes used meanwhile, None if unknown.
+    """
 
     seqlen: int
     dense_seconds: float
     sparse_seconds: float
     speedup: float
     pairs: int
-    dense_peak_mb: float | None  # peak of the process on a CPU, of the allocator on a GPU; None if unknown
+    dense_peak_mb: float | None
     sparse_peak_mb: float | None
+    low: float
+    high: float
+    dense_cpu_seconds: float | None = None
+    sparse_cpu_seconds: float | None = None
+    others: float | None = None
+
+    def to_text(self) -> str:
+        """Return the speed in words."""
+        cpu = ""
+        if self.dense_cpu_seconds and self.sparse_cpu_seconds:
+            cpu = f", {self.dense_cpu_seconds / self.sparse_cpu_seconds:.2f}x by CPU time"
+        return f"{self.speedup:.2f}x the speed of dense ({self.low:.2f} to {self.high:.2f} in {self.pairs} pairs{cpu})"
+
+    def against(self, slowdown: float) -> Literal["fast", "slow", "unclear"]:
+        """Return whether the prefill is surely within a limit of sparse over dense seconds, surely not, or neither.
+
+        On a busy machine, CPU time must agree that it is slow.
+        """
+        if slowdown * self.low >= 1:
+            return "fast"
+        surely = self.pairs >= PAIRS_TO_FAIL or slowdown * self.high * CLEAR < 1
+        if is_busy(self.others) and self.dense_cpu_seconds and self.sparse_cpu_seconds:
+            surely &= self.sparse_cpu_seconds > slowdown * self.dense_cpu_seconds
+        return "slow" if slowdown * self.high < 1 and surely else "unclear"
 
 
 @dataclass(frozen=True)
@@ -122,24 +162,27 @@ class ValidationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        checks = [{**asdict(check), "said": check.to_text()} for check in self.checks]
+        checks = [{**asdict(each), "unclear": each.unclear, "said": each.to_text()} for each in self.checks]
         suite = None if self.suite is None else self.suite.to_dict()
-        return {**asdict(self), "checks": checks, "suite": suite, "advice": self.advice()}
+        return {**asdict(self), "checks": checks, "suite": suite, "advice": self.advice(), "busy": self.busy}
 
     def advice(self) -> list[str]:
         """Return one sentence per failed check with its remedy."""
         failed = {check.name: check for check in self.checks if not check.passed}
         found = self._quality_advice(failed)
-        slow = [row.seqlen for row in self.slow() if self._runs_sparse(row)]
+        slow = [row.seqlen for row in self.slow()]
         if slow:
             fast = [row.seqlen for row in self.speed if row.seqlen > max(slow) and row.speedup >= 1]
             said = "Leave slow lengths dense: raise `dense_below` and `sparse_from` in the policy to "
             found.append(said + (f"{min(fast):,} tokens." if fast else f"more than {max(slow):,} tokens."))
-        if "slowdown" in failed:
-            small = "a policy costs the host some tenths of a millisecond per pass, which shows in a small model. "
-            said = "" if slow else f"It was slow at lengths that the policy leaves dense: {small}"
-            found.append(said + "A busy machine disturbs the times; measure again on a quiet one.")
+        if self.busy and any(check.name == "slowdown" and (check.unclear or not check.passed) for check in self.checks):
+            found.append("Measure speed again on a quiet machine.")
         return found
+
+    @property
+    def busy(self) -> str:
+        """Return the sentence that says how busy the machine was while prefills were timed; empty if it was quiet."""
+        return busy_note(max((row.others or 0.0 for row in self.speed), default=None))
 
     def _quality_advice(self, failed: dict[str, Check]) -> list[str]:
         """Return remedies for a loss of quality: other text to tune on, or a lower tolerance with its value."""
@@ -174,9 +217,9 @@ class ValidationResult:
             lengths: candidates besides the timed lengths.
 
         Returns:
-            The length, or None if another check failed, no slow prompt ran sparse, or there is no longer candidate.
+            The length, or None if another check failed, no prompt is surely too slow, or there is no longer candidate.
         """
-        slow = [row.seqlen for row in self.slow() if self._runs_sparse(row)]
+        slow = [row.seqlen for row in self.slow()]
         if not slow or {check.name for check in self.checks if not check.passed} != {"slowdown"}:
             return None
         fast = [row.seqlen for row in self.speed if row.speedup >= 1]
@@ -185,22 +228,20 @@ class ValidationResult:
     def slow(self) -> list[SpeedRow]:
         """Return the lengths that fail the check of speed."""
         limit = next((check.limit for check in self.checks if check.name == "slowdown"), math.inf)
-        return [row for row in self.speed if 1 / row.speedup > limit]
-
-    def _runs_sparse(self, row: SpeedRow) -> bool:
-        return self.sparse_from is not None and row.seqlen >= self.sparse_from
+        return [row for row in self.speed if row.against(limit) == "slow"]
 
     def summary(self) -> str:
         """Return the checks, one line each."""
-        lines = [f"{'pass' if check.passed else 'FAIL'}  {check.to_text()}" for check in self.checks]
+        lines = [f"{check.mark}  {check.to_text()}" for check in self.checks]
         if self.suite is not None:
             lines.append(self.suite.summary())
         if self.noise is not None:
             lines.append(self.noise.summary())
         longest = max(self.speed, key=lambda row: row.seqlen, default=None)
         if longest is not None:
-            lines.append(f"{longest.speedup:.2f}x dense at {longest.seqlen:,} tokens, density {self.density:.1%}")
-        if not self.layer_calls["sparse_calls"]:
-            lines.append("prompts run dense under this policy, so dense was compared with dense")
-        lines += self.advice()
-        return "\n".join(lines)
+            lines.append(f"at {longest.seqlen:,} tokens: {longest.to_text()}")
+        if self.sparse_from:
+            lines.append(f"prompts of fewer than {self.sparse_from:,} tokens run dense and were not timed")
+        lines.append(f"density {self.density:.1%} at {self.window_tokens:,} tokens")
+        lines += [self.busy] if self.busy else []
+        return "\n".join([*lines, *self.advice()])

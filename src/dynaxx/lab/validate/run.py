@@ -34,8 +34,7 @@ TOKENS = 4096  # tokens of each stretch of held-out text, if the policy's border
 TASK_TOKENS = 2048
 TASK_SAMPLES = 3  # samples per task
 PROMPT_TOKENS = 1024  # prompt tokens before generated text
-LENGTHS = (512, 2048, 8192)  # lengths for time and memory, if the model and the text allow
-SHORTEST = 64  # tokens; the policy must not be slower at this length either
+LENGTHS = (512, 2048, 8192)  # lengths for time and memory, if the policy, the model and the text allow
 
 
 def validate(
@@ -59,8 +58,8 @@ def validate(
         tokenizer: the tokenizer of the model.
         policy: the policy to validate.
         text: sample text; only its held-out part (`split_text`) is used.
-        lengths: prompt lengths for time and memory, to which 64 and the policy's border are added. The default is 512,
-            2,048 and 8,192, limited by the model and the text.
+        lengths: prompt lengths for time and memory. The default is 512, 2,048 and 8,192, limited by the model and the
+            text. The policy's border is added, and lengths that it runs dense are left out.
         tokens: length of the stretches of text for quality. The default is 4,096 or the policy's border, limited by
             the text.
         earlier: a validation of the same rules with a lower border, on the same text with the same settings. Figures
@@ -71,8 +70,8 @@ def validate(
         progress: reports each step.
 
     Raises:
-        ValueError: the text is too short, or the policy is dense at all possible lengths, so that nothing can be
-            validated.
+        ValueError: the text is too short, or the policy has no sparse rule or is dense at all possible lengths, so that
+            nothing can be validated.
         PolicyError: see `dynaxx.apply`.
         UnsupportedInputError: see `dynaxx.apply`.
     """
@@ -164,10 +163,15 @@ def _set_up(
     held_out = split_text(text).held_out
     ids: list[int] = tokenizer(held_out, add_special_tokens=False, verbose=False)["input_ids"]
     sparse, limit = has_sparse_rule(policy), longest_prompt(model)
+    if not sparse and not any(rule.phase == "decode" for rule in policy.rules):
+        raise ValueError(
+            "the policy has no sparse rule, so it runs everything dense and there is nothing to validate; "
+            "tune again with more time or a higher tolerance"
+        )
     border = _border(policy, limit) if sparse else 0
     window = _window(tokens, border + 1 if sparse else 0, limit, len(ids))
     longest = min(limit, len(ids))
-    lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest)
+    lengths = _lengths(within(LENGTHS, longest) if lengths is None else lengths, border, longest) if sparse else ()
     task_tokens = _task_tokens(window, border)
     samples = [] if suite else make_samples(tokenizer, ids, task_tokens, TASK_SAMPLES, seed)
     others = [(kind, _stretch(tokenizer, kind, window)) for kind in kinds_of(kinds) if text_of(kind) != text]
@@ -230,9 +234,9 @@ def _stretch(tokenizer: Any, kind: str, tokens: int) -> Tensor:
 
 
 def _lengths(lengths: Sequence[int], border: int, longest: int) -> tuple[int, ...]:
-    """Return the lengths to time: the requested ones, the shortest, and the border, where a policy gains least."""
+    """Return the lengths to time: the requested ones that run sparse, and the border, where a policy gains least."""
     wrong = [length for length in lengths if not 1 < length <= longest]
     if wrong:
         raise ValueError(f"`lengths` must be from 2 to {longest:,}, the limit of model and text, got {wrong[0]:,}")
-    more = (n for n in (min(SHORTEST, max(lengths)), border) if 1 < n <= longest) if lengths else ()
-    return tuple(sorted({*lengths, *more}))
+    more = {border} if lengths and 1 < border <= longest else set()
+    return tuple(sorted({length for length in lengths if length >= border} | more))
