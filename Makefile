@@ -173,7 +173,7 @@ docs: .venv/dev.stamp ## Build the documentation into site/; open site/index.htm
 demo: .venv/dev.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documentation and write a report
 	@$(BIN)/dynaxx tune smollm2 --text pydoc --out $(DEMO) --time-budget $(BUDGET); status=$$?; \
 	for file in report.html policy.json; do \
-	    test ! -e $(DEMO)/$$file || echo "$${file%.*}: $(CURDIR)/$(DEMO)/$$file"; \
+	    test ! -e $(DEMO)/$$file || echo "$${file%.*}: $(abspath $(DEMO))/$$file"; \
 	done; exit $$status
 
 bench: .venv/dev.stamp ## Test the CPU kernels, then time them

@@ -16,13 +16,14 @@ from pydoc_data.topics import topics
 import torch
 
 from dynaxx.lab.files import write_bytes
+from dynaxx.lab.progress import SilentProgress, make_progress
 
 SECTION = 1 << 16
 HELD_OUT = 20  # one section in so many
 MARK = 0  # a byte that no text has
 
 
-def documents():
+def documents(say=lambda name: None):
     """Yield Python's language reference, then docstrings of its library and of installed packages, longest first."""
     yield from topics.values()
     paths = sysconfig.get_paths()
@@ -31,6 +32,7 @@ def documents():
         if folder == paths["stdlib"]:
             files = [path for path in files if "site-packages" not in path.parts]
         for path in sorted(files, key=lambda path: (-path.stat().st_size, path.name)):
+            say(path.name)
             try:
                 tree = ast.parse(path.read_text(encoding="utf-8"))
             except (SyntaxError, UnicodeDecodeError, ValueError):
@@ -42,18 +44,20 @@ def documents():
                 yield text
 
 
-def pack_text(path, limit=9_000_000):
+def pack_text(path, limit=9_000_000, progress=None):
     """Write distinct documents until the limit, all or nothing; return the number of bytes."""
     seen, parts, size = set(), [], 0
-    for text in documents():
-        data = text.encode("utf-8", "ignore") + b"\n\n"
-        if hash(text[:2000]) in seen:
-            continue
-        seen.add(hash(text[:2000]))
-        parts.append(data[: limit - size])
-        size += len(parts[-1])
-        if size >= limit:
-            break
+    with (progress or SilentProgress()).task("Reading documentation", limit) as task:
+        for text in documents(lambda name: task.advance(0, name)):
+            data = text.encode("utf-8", "ignore") + b"\n\n"
+            if hash(text[:2000]) in seen:
+                continue
+            seen.add(hash(text[:2000]))
+            parts.append(data[: limit - size])
+            size += len(parts[-1])
+            task.advance(len(parts[-1]))
+            if size >= limit:
+                break
     write_bytes(path, b"".join(parts))
     return size
 
@@ -165,6 +169,6 @@ if __name__ == "__main__":
     parser.add_argument("--bytes", type=int, default=9_000_000)
     args = parser.parse_args()
     try:
-        print(f"{pack_text(args.path, args.bytes):,} bytes in {args.path}", file=sys.stderr)
+        print(f"{pack_text(args.path, args.bytes, make_progress()):,} bytes in {args.path}", file=sys.stderr)
     except OSError as error:
         parser.error(str(error))

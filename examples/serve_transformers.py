@@ -11,7 +11,7 @@ that it loads. Prompts run by the prefill rules, tokens after them by the decode
 replace it and new requests use the new one. Without a policy the model's own pattern runs on dynaxx's kernels.
 
 `--continuous-batching` puts requests together, step by step; on a CPU, bound its cache by `--cb-num-blocks`. `--plain`
-serves the model as transformers does, to compare with. Metrics are served at http://localhost:9464/metrics.
+serves the model as transformers does, to compare with. Metrics are served at http://localhost:9466/metrics.
 `DYNAXX_KILL_FILE=PATH` makes everything dense while that file is there.
 """
 
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--continuous-batching", action="store_true")
     parser.add_argument("--cb-num-blocks", type=int, help="of the paged cache; else it takes most of the memory")
     parser.add_argument("--cb-max-batch-tokens", type=int, help="of a step; longer prompts are cut into chunks")
-    parser.add_argument("--metrics-port", type=int, default=9464)
+    parser.add_argument("--metrics-port", type=int, default=9466)
     args = parser.parse_args()
     app = build_app(args)
     with serve_metrics(args.metrics_port):

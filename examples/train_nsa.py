@@ -20,12 +20,13 @@ import time
 from pathlib import Path
 
 import torch
-from nsa_data import Text, make_data
+from nsa_data import KINDS, Text, make_data
 from nsa_decoder import VARIANTS
 from nsa_trainer import Trainer, cannot_write, check_finite, load, make_folder, save, sizes_of
 
 from dynaxx.lab.files import write_text
 
+LEARNED = 0.9  # accuracy of a task from which it counts as learned
 ROUND = 10  # steps that a variant trains before the next one does
 FULL = {"context": 4096, "batch": 8, "hidden": 512, "layers": 12, "heads": [8, 2, 64], "window": 512, "cmp": [32, 16],
         "slc_block": 64, "slc_count": 16}  # fmt: skip
@@ -85,12 +86,31 @@ def run(args):
         for context, speed in values["speed"].items():
             peak = f", peak {speed['peak_gib']:.2f} GiB" if speed["peak_gib"] else ""
             print(f"    at {context:,}: {speed['tokens_per_second']:,} tokens/s{peak}")
+    for line in unlearned(results, args.tiny):
+        print(line)
     try:
         write_text(args.out / "results.json", json.dumps(results, indent=1))
         plot(results, args.out / "curves.png")
     except OSError as error:
         raise cannot_write(error) from None
     return results
+
+
+def unlearned(results, tiny):
+    """Return a line for each variant that did not learn its task, and what follows from it."""
+    missed = {} if results["data"] == "text" else {
+        variant: values["curve"][-1][2] for variant, values in results["variants"].items()
+        if values["curve"][-1][2] < LEARNED
+    }  # fmt: skip
+    guess = f"(guessing: {1 / KINDS:.1%})"
+    lines = [
+        f"{variant} did not learn to {results['data']}: {found:.1%} right {guess}" for variant, found in missed.items()
+    ]
+    if missed and tiny:
+        lines.append("--tiny checks that training runs; leave it out, or give sizes and --steps, to compare variants")
+    elif missed:
+        lines.append("docs/guides/train.md names settings under which dense and native sparse attention learn it")
+    return lines
 
 
 def train(trainers, source, args, settings, at):

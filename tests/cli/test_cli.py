@@ -72,6 +72,9 @@ class Validation(Result):
 POLICY = SimpleNamespace(dense_below=512, sparse_from=None)
 
 
+CHECKED = {"TOKENS": 4096, "check_sparse": lambda policy: None}  # of the module that validates
+
+
 def stand_in(monkeypatch, name, **functions):
     module = ModuleType(f"dynaxx.lab.{name}")
     vars(module).update(functions)
@@ -104,7 +107,7 @@ def tools(monkeypatch):
     stand_in(monkeypatch, "analyze.run", analyze=call("analyze", analysis))
     stand_in(monkeypatch, "analyze.bertviz_view", write_bertviz=call("bertviz", None))
     stand_in(monkeypatch, "tune.run", tune=tune, default_block_size=lambda model: 32)
-    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=call("validate", Validation(passed=True)))
+    stand_in(monkeypatch, "validate.run", **CHECKED, validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report.run", write_report=write_report, FILES={"policy": "policy.json"})
     stand_in(monkeypatch, "bench.cpu", run_cpu_suite=call("bench", {"targets": [{"ok": True}], "rows": []}))
     return calls
@@ -415,19 +418,25 @@ def test_validate(tools, monkeypatch, tiny, tmp_path):
     policy = tmp_path / "policy.json"
     policy.write_text("{}")
     monkeypatch.setattr("dynaxx.policy.load_policy", lambda path: f"policy of {Path(path).name}")
-    args = ("validate", tiny, policy, "--lengths", "64,128", "--out", tmp_path)
+    args = ("validate", tiny, policy, "--lengths", "64,128")
     assert dynaxx_(*args).exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"policy.json", "validation.json"}, "beside the policy"
     (_, _, document, text), options = tools["validate"][0]
     assert document == "policy of policy.json"
     assert len(text) > 300_000
     assert options["lengths"] == (64, 128)
-    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=lambda *args, **kwargs: Validation(passed=False))
+    stand_in(monkeypatch, "validate.run", **CHECKED, validate=lambda *args, **kwargs: Validation(passed=False))
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/dynaxx", "validate", "a model", "--json"])
     failed = dynaxx_(*args, "--json")
     assert failed.exit_code == 1
     found = json.loads(failed.stdout)
     assert found["passed"] is False
     assert found["command"] == "dynaxx validate 'a model' --json"
+    (tmp_path / "report.html").write_text("the page of what was validated before")
+    assert f"wrote {tmp_path / 'report.html'}" in dynaxx_(*args).stdout, "a page never outlives its results"
+    elsewhere = tmp_path / "elsewhere"
+    assert dynaxx_(*args, "--out", elsewhere).exit_code == 1
+    assert {path.name for path in elsewhere.iterdir()} == {"validation.json"}
 
 
 def test_report(tools, tmp_path):
@@ -529,7 +538,7 @@ def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):
 
 
 def test_tune_fails_when_the_policy_does(tools, monkeypatch, tiny, tmp_path):
-    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=lambda *args, **kwargs: Validation(passed=False))
+    stand_in(monkeypatch, "validate.run", **CHECKED, validate=lambda *args, **kwargs: Validation(passed=False))
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 1
     assert "tuned: 20.0% of the blocks, perplexity +0.40%; one budget for all heads needs 30.0%" in shown.stdout
@@ -542,7 +551,7 @@ def test_tune_without_a_possible_validation_still_reports(tools, monkeypatch, ti
     def refuse(*args, **kwargs):
         raise ValueError("the policy is dense below 10,000 tokens")
 
-    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=refuse)
+    stand_in(monkeypatch, "validate.run", **CHECKED, validate=refuse)
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 1
     assert "could not be validated:\nthe policy is dense below" in shown.stdout
@@ -558,7 +567,7 @@ def test_tune_has_nothing_to_validate_where_sparse_never_pays(tools, monkeypatch
         return Result(**{**vars(real["tune"](*args, **kwargs)), "dense_below": None, "crossover": crossover})
 
     stand_in(monkeypatch, "tune.run", **{**real, "tune": dense})
-    stand_in(monkeypatch, "validate.run", TOKENS=4096, validate=lambda *_, **__: pytest.fail("validated"))
+    stand_in(monkeypatch, "validate.run", **CHECKED, validate=lambda *_, **__: pytest.fail("validated"))
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 0, shown.stderr
     assert "sparse was not faster here at any length up to 256 tokens; prompts run dense" in shown.stdout

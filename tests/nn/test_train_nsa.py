@@ -198,3 +198,14 @@ def test_schedules(examples, example):
     assert contexts[85:] == [8192] * 15
     assert contexts == sorted(contexts)
     assert set(contexts) == {64 << i for i in range(8)}
+
+
+def test_a_task_that_was_not_learned_is_said(example):
+    results = {"data": "copy", "variants": {name: {"curve": [(30, 4.0, found)]} for name, found in
+                                            (("dense", 0.99), ("nsa", 0.045))}}  # fmt: skip
+    assert example.unlearned(results, tiny=True) == [
+        "nsa did not learn to copy: 4.5% right (guessing: 1.6%)",
+        "--tiny checks that training runs; leave it out, or give sizes and --steps, to compare variants",
+    ]
+    assert "docs/guides/train.md" in example.unlearned(results, tiny=False)[-1]
+    assert example.unlearned(results | {"data": "text"}, tiny=True) == []

@@ -22,7 +22,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
 
 BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
 
@@ -93,4 +93,4 @@ def analyze(
             )
             write.append(lambda: write_json(out / "reuse.json", costs.to_dict()))
             summary += f"\n\n{costs.summary()}"
-        finish(document, summary, write=write)
+        finish(document, summary, write=[*write, *renewed_report(out)])

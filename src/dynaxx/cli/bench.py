@@ -80,6 +80,7 @@ def bench(
 
     with running(as_json, threads, seed) as finish:
         from dynaxx.lab.files import write_json
+        from dynaxx.lab.progress import LineProgress, SilentProgress
 
         if suite is not Suite.gpu and (peers or plot):
             raise typer.BadParameter("--peers and --plot need --suite gpu")
@@ -93,7 +94,9 @@ def bench(
             if suite is Suite.cpu:
                 from dynaxx.lab.bench.cpu import run_cpu_suite
 
-                found = run_cpu_suite(quick=quick, threads=threads, seed=seed, only=rows, progress=say)
+                with (SilentProgress() if quiet else LineProgress()).task("Testing and timing CPU kernels") as task:
+                    beat = lambda note: task.advance(0, note)
+                    found = run_cpu_suite(quick=quick, threads=threads, seed=seed, only=rows, progress=say, beat=beat)
             elif suite is Suite.cpu_model:
                 from dynaxx.lab.bench.cpu_model import run_cpu_model_suite
 

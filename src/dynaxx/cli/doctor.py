@@ -20,7 +20,7 @@ from dynaxx.cli.options import (
     dtype_of,
     seconds,
 )
-from dynaxx.cli.running import progress_of, running
+from dynaxx.cli.running import echo, progress_of, running
 
 
 def doctor(
@@ -32,6 +32,9 @@ def doctor(
     block_size: BlockSizeOption = 64,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Check the whole prompt length, which may take minutes.")
+    ] = False,
     fuzz: Annotated[
         str, typer.Option("--fuzz", metavar="TIME", help="Check random problems instead, for this long: 90, 10m or 2h.")
     ] = "",
@@ -49,7 +52,8 @@ def doctor(
     r"""Show which backends serve your shapes, and check them.
 
     Lists the machine, the versions, the backends that can serve your shapes, and why the others cannot. Compares each
-    usable backend, forward and gradients, with attention computed in fp64. With --fuzz it checks random problems
+    usable backend, forward and gradients, with attention computed in fp64: within seconds on a few blocks, with --full
+    at the length of your prompts. With --fuzz it checks random problems
     instead: patterns, selectors, ragged batches, shapes, strides and dtypes. A failure prints the command that
     repeats it, and the summary names the seed to continue from. Exit code 1 if a backend is wrong.
 
@@ -88,6 +92,8 @@ def doctor(
             block_size=block_size,
             device=device_of(device),
             seed=seed,
+            full=full,
             progress=progress_of(quiet),
+            say=(lambda line: None) if quiet else (lambda line: echo(line, err=True)),
         )
         finish(found, found.summary(), ok=found.ok)

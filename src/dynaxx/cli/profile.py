@@ -21,7 +21,7 @@ from dynaxx.cli.options import (
     ThreadsOption,
     numbers,
 )
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
 
 
 def profile(
@@ -74,7 +74,7 @@ def profile(
             progress=progress,
         )
         document = document_of(found)
-        write = [lambda: write_json(out / "profile.json", document)] if out else []
+        write = [lambda: write_json(out / "profile.json", document), *renewed_report(out)] if out else []
         if trace:
             write.append(lambda: write_trace(*loaded, sample, max(asked), trace))
         finish(document, found.summary(), write=write)

@@ -182,6 +182,13 @@ def check_targets(*paths: Path | None) -> None:
             check_target(path)
 
 
+def renewed_report(folder: Path) -> list[Callable[[], Path]]:
+    """Return what writes a folder's report again, if it has one, so that the page shows the results beside it."""
+    from dynaxx.lab.report.run import write_report
+
+    return [lambda: write_report(folder)] if (folder / "report.html").exists() else []
+
+
 def progress_of(quiet: bool) -> Progress:
     """Return a progress display on stderr, or a silent one."""
     from dynaxx.lab.progress import make_progress

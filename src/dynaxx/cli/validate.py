@@ -15,7 +15,6 @@ from dynaxx.cli.options import (
     JsonOption,
     KindsOption,
     ModelArgument,
-    OutOption,
     QuietOption,
     SeedOption,
     TextOption,
@@ -23,7 +22,7 @@ from dynaxx.cli.options import (
     names,
     numbers,
 )
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, running
+from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
 
 if TYPE_CHECKING:
     from dynaxx.lab.tasks.run import SuitePlan
@@ -33,7 +32,10 @@ def validate(
     model: ModelArgument,
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy file, as tune writes it.")],
     text: TextOption = "pydoc",
-    out: OutOption = Path("dynaxx-run"),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the results. [default: the folder of POLICY]"),
+    ] = None,
     lengths: Annotated[
         str,
         typer.Option(
@@ -63,14 +65,14 @@ def validate(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    r"""Compare a policy with the dense model on held-out text. Writes DIR/validation.json; exit code 1 if it fails.
+    r"""Compare a policy with the dense model. Writes validation.json beside it; exit code 1 if it fails.
 
     Checks logits, perplexity, retrieval tasks and repetition against the policy's tolerances, and measures speed and
     memory. --kinds also checks perplexity on other kinds of text; --suite runs long-context tasks such as RULER's 13.
 
     \b
     Examples:
-      dynaxx validate smollm2 run/policy.json --out run
+      dynaxx validate smollm2 run/policy.json
       dynaxx validate ./my-model run/policy.json --text prompts.txt --lengths 2048,8192 --json
       dynaxx validate smollm2 run/policy.json --kinds all
       dynaxx validate smollm2 run/policy.json --suite ruler --task-lengths 1024,4096 --task-samples 10
@@ -78,12 +80,14 @@ def validate(
     with running(as_json, threads, seed) as finish:
         from dynaxx.lab.files import write_json
         from dynaxx.lab.kinds import kinds_of
+        from dynaxx.lab.validate.run import check_sparse
         from dynaxx.lab.validate.run import validate as run_validation
         from dynaxx.policy import load_policy
 
         chosen = load_policy(policy)
-        progress = progress_of(quiet)
-        check_targets(out / "validation.json")
+        check_sparse(chosen)
+        progress, folder = progress_of(quiet), out or policy.parent
+        check_targets(folder / "validation.json")
         sample, asked = read_text(text), numbers("--lengths", lengths)
         plan = _plan(suite, numbers("--task-lengths", task_lengths), task_samples)
         others = kinds_of(names(kinds))
@@ -100,7 +104,7 @@ def validate(
             progress=progress,
         )
         document = document_of(found)
-        write = [lambda: write_json(out / "validation.json", document)]
+        write = [lambda: write_json(folder / "validation.json", document), *renewed_report(folder)]
         finish(document, found.summary(), ok=found.passed, write=write)
 
 

@@ -1,51 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how many cores other processes use while something is timed."""
+"""Notice other processes that disturb what is timed."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-BUSY = 0.25  # cores used by others, beyond the idle ones, from which times are disturbed
+BUSY = 0.25  # cores beyond the idle ones that others must use to disturb
 
 
-class LoadWatch:
-    """Watch the work of other processes from now on."""
+def watch_others() -> Callable[[], bool]:
+    """Watch the cores of this process from now on; return a function that says whether others took some since.
 
-    def __init__(self) -> None:
-        self._wall, self._all, self._own = time.perf_counter(), _used_seconds(), time.process_time()
-
-    def others(self) -> float | None:
-        """Return the mean number of cores that other processes used so far, or None if the system does not tell.
-
-        Only the cores that this process may use are counted.
-        """
-        used, seconds = _used_seconds(), time.perf_counter() - self._wall
-        if used is None or self._all is None or seconds <= 0:
-            return None
-        return round(max(0.0, used - self._all - (time.process_time() - self._own)) / seconds, 2)
-
-
-def is_busy(others: float | None, *, threads: int | None = None, cores: int | None = None) -> bool:
-    """Return whether other processes took cores that this one wanted.
-
-    Args:
-        others: cores that they used; None counts as a quiet machine.
-        threads: threads of this process; by default torch's.
-        cores: cores that it may use; by default those of its affinity.
+    It returns False where the system does not tell.
     """
-    threads, cores = threads or torch.get_num_threads(), cores or len(_cores())
-    return others is not None and others > max(0, cores - threads) + BUSY
+    began, before, own = time.perf_counter(), _used_seconds(), time.process_time()
 
+    def disturbed() -> bool:
+        after, seconds = _used_seconds(), time.perf_counter() - began
+        if before is None or after is None or seconds <= 0:
+            return False
+        others = (after - before - (time.process_time() - own)) / seconds
+        return others > max(0, len(_cores()) - torch.get_num_threads()) + BUSY
 
-def busy_note(others: float | None) -> str:
-    """Return the sentence that every result with a time carries if the machine was busy, else an empty string."""
-    return (
-        f"The machine was busy: other processes used {others:.1f} of {len(_cores())} cores." if is_busy(others) else ""
-    )
+    return disturbed
 
 
 def _cores() -> set[int]:

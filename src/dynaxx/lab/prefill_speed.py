@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.lab.load import LoadWatch
+from dynaxx.lab.load import watch_others
 from dynaxx.lab.machine import synchronize
 from dynaxx.lab.validate.result import PAIRS_TO_FAIL, SpeedRow
 
@@ -50,7 +50,7 @@ def time_prefill(
     ids = ids.to(model.device)
     dense: list[_Pass] = []
     sparse: list[_Pass] = []
-    load, started, warm, ahead = LoadWatch(), time.perf_counter(), False, 0
+    busy, started, warm, ahead = watch_others(), time.perf_counter(), False, 0
     while True:
         for into in (dense, sparse) if len(dense) % 2 == 0 else (sparse, dense):
             into.append(_prefill(model, ids, applied() if into is sparse else contextlib.nullcontext(), ahead))
@@ -60,7 +60,7 @@ def time_prefill(
             sparse.clear()
         warm = True
         if dense:
-            row = _row(ids.shape[1], dense, sparse, load.others())
+            row = _row(ids.shape[1], dense, sparse, busy())
             if _is_enough(row, time.perf_counter() - started, slowdown):
                 return row
 
@@ -74,7 +74,7 @@ def _is_enough(row: SpeedRow, spent: float, slowdown: float) -> bool:
     return row.pairs >= FEWEST_PAIRS and spent >= LEAST_SECONDS and row.against(slowdown) != "unclear"
 
 
-def _row(seqlen: int, dense: list[_Pass], sparse: list[_Pass], others: float | None) -> SpeedRow:
+def _row(seqlen: int, dense: list[_Pass], sparse: list[_Pass], busy: bool) -> SpeedRow:
     before, after = (min(run.seconds for run in runs) for runs in (dense, sparse))
     known = lambda runs, name: [value for run in runs if (value := getattr(run, name)) is not None]
     cpu = [min(known(runs, "cpu_seconds"), default=None) for runs in (dense, sparse)]
@@ -83,7 +83,7 @@ def _row(seqlen: int, dense: list[_Pass], sparse: list[_Pass], others: float | N
     speedup = before / after
     return SpeedRow(
         seqlen, before, after, speedup, len(dense), peaks[0], peaks[1],
-        min(low, speedup), max(high, speedup), cpu[0], cpu[1], others,
+        min(low, speedup), max(high, speedup), cpu[0], cpu[1], busy,
     )  # fmt: skip
 
 

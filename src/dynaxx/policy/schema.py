@@ -8,10 +8,11 @@ be run.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
@@ -190,7 +191,12 @@ def explain_errors(error: ValidationError) -> str:
 
 def _explain(found: Any) -> str:
     where = ".".join(printable(part, most=80) for part in found["loc"] if not _is_branch(part))
-    fix = _unknown_fix(found["loc"]) if found["type"] == "extra_forbidden" else _FIXES.get(found["type"])
+    if found["type"] == "extra_forbidden":
+        fix: str | None = _unknown_fix(found["loc"])
+    elif found["type"] == "union_tag_invalid":
+        fix = _near(found["ctx"]["tag"], _KINDS) or None
+    else:
+        fix = _FIXES.get(found["type"])
     ours = found["type"] == "value_error"  # our own message, which may have several lines
     message = printable(found["msg"].removeprefix("Value error, "), most=4000, keep="\n" if ours else "")
     line = f"`{where}`: {message}" if where else message
@@ -202,8 +208,13 @@ def _explain(found: Any) -> str:
 def _unknown_fix(where: tuple[int | str, ...]) -> str:
     """Return the fix for an unknown field: the known field with nearly the same spelling, if there is one."""
     within = next((part for part in reversed(where[:-1]) if isinstance(part, str)), "")
-    close = difflib.get_close_matches(str(where[-1]), _FIELDS.get(within, ()), 1, 0.7)
-    return f"it is called `{close[0]}`" if close else "remove it; this version does not know it"
+    return _near(str(where[-1]), _FIELDS.get(within, set())) or "remove it; this version does not know it"
+
+
+def _near(name: str, known: set[str]) -> str:
+    """Return a question for the known name with nearly the same spelling, or an empty string."""
+    close = difflib.get_close_matches(name, sorted(known), 1, 0.7)
+    return f"did you mean `{close[0]}`?" if close else ""
 
 
 def _is_branch(part: Any) -> bool:
@@ -216,10 +227,28 @@ def _is_branch(part: Any) -> bool:
 _TYPES = ("int", "float", "str", "bool")
 _SPECS = {*Spec.__subclasses__(), *Leaf.__subclasses__()} - {Leaf}
 _KINDS = {spec.model_fields["kind"].default for spec in _SPECS}
-_FIELDS = {
-    "": list(Policy.model_fields),
-    "rules": list(Rule.model_fields),
-    "model": list(ModelFacts.model_fields),
-    "tolerances": list(Tolerances.model_fields),
-    **{spec.model_fields["kind"].default: list(spec.model_fields) for spec in _SPECS},
-}  # by the part of the location that contains them
+
+
+def _documents(base: type[BaseModel] = Document) -> Iterator[type[BaseModel]]:
+    """Yield every class of documents."""
+    for document in base.__subclasses__():
+        yield document
+        yield from _documents(document)
+
+
+def _documents_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the classes of documents that a field takes."""
+    if isinstance(annotation, type) and issubclass(annotation, Document):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _documents_in(part)
+
+
+_FIELDS: dict[str, set[str]] = {  # by the part of a location that contains them: a field, or the kind of a rule
+    "": set(Policy.model_fields),
+    **{spec.model_fields["kind"].default: set(spec.model_fields) for spec in _SPECS},
+}
+for _document in _documents():
+    for _name, _field in _document.model_fields.items():
+        for _inner in _documents_in(_field.annotation):
+            _FIELDS.setdefault(_name, set()).update(_inner.model_fields)

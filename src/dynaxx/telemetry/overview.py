@@ -71,6 +71,7 @@ class Overview:
     models: list[str] = field(default_factory=list)
     policy: dict[str, Any] = field(default_factory=dict)  # version, digest, loaded, stale
     kill_switch: bool = False
+    killed_by: str = ""  # what engaged the kill switch, if the source has events
     rollout: float | None = None
     guard_level: int = 0
     requests_per_second: dict[str, float] = field(default_factory=dict)  # by route
@@ -207,6 +208,7 @@ def overview(
         models=sorted({r.labels["model_name"] for found in now.readings.values() for r in found} - {""}),
         policy=_policy(now),
         kill_switch=bool(now.gauge("dynaxx_kill_switch")),
+        killed_by=_killed_by(now),
         rollout=now.gauge("dynaxx_rollout_ratio"),
         guard_level=int(max(0.0, min(3.0, now.gauge("dynaxx_guard_level") or 0.0))),
         requests_per_second=rates(delta.by("dynaxx_requests_total", "route")),
@@ -238,7 +240,9 @@ def overview(
 def concerns_of(seen: Overview) -> list[Concern]:
     """Return the findings that need attention, worst first."""
     percent = lambda share: f"{100 * share:.1f} %"
+    by = f" ({seen.killed_by})" if seen.killed_by else ""
     found = [
+        (seen.kill_switch, "bad", f"the kill switch is on{by}, so everything runs dense"),
         (bool(seen.problem), "bad", f"cannot be read: {seen.problem}"),
         (seen.age_seconds > 0, "bad", f"these numbers are {seen.age_seconds:.0f} s old; the source does not answer"),
         *((True, "bad", f"not read: {fault}") for fault in seen.faults[:MOST_FAULTS]),
@@ -248,7 +252,6 @@ def concerns_of(seen: Overview) -> list[Concern]:
         (_over(RECALL_LOW, seen.recall), "bad", f"recall is {percent(seen.recall or 0)}, below {percent(RECALL_LOW)}"),
         (_over(seen.output_error, ERROR_HIGH), "bad", f"the output error is {percent(seen.output_error or 0)}"),
         (_over(seen.fallback_share, FALLBACKS_HIGH), "bad", f"{percent(seen.fallback_share or 0)} of calls fall back"),
-        (seen.kill_switch, "warn", "the kill switch is on, so everything runs dense"),
         (bool(seen.policy.get("stale")), "warn", "the new policy file was refused; the previous policy is in force"),
         (seen.guard_level in (1, 2), "warn", f"the guard {GUARD[seen.guard_level]}"),
         (_over(seen.drift, DRIFTED, equal=True), "warn", "attention has drifted; tune again (dynaxx retune)"),
@@ -282,6 +285,14 @@ def _policy(now: Snapshot) -> dict[str, Any]:
         "loaded": now.gauge("dynaxx_policy_loaded_timestamp_seconds"),
         "stale": bool(now.gauge("dynaxx_policy_stale")),
     }
+
+
+def _killed_by(now: Snapshot) -> str:
+    """Return the reason of the last event that engaged the kill switch, if it is still on."""
+    switched = [each for each in now.events if each["name"] in ("kill_switch_on", "kill_switch_off")]
+    if not switched or switched[-1]["name"] == "kill_switch_off" or not now.gauge("dynaxx_kill_switch"):
+        return ""
+    return printable(switched[-1].get("facts", {}).get("reason", ""), most=200)
 
 
 def _layers(now: Snapshot) -> list[LayerEstimates]:

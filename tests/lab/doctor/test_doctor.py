@@ -37,10 +37,18 @@ def test_every_backend_answers():
 
 def test_long_problems_are_checked_shorter_and_say_so(only_reference, monkeypatch):
     monkeypatch.setattr(doctor, "ORACLE_BYTES", 8 * 2 * 50**2)
-    found = doctor.diagnose(q_heads=2, kv_heads=1, head_dim=16, seqlen=300, block_size=16)
+    found = doctor.diagnose(q_heads=2, kv_heads=1, head_dim=16, seqlen=300, block_size=16, full=True)
     assert found.problem.seqlen_q == 300
     assert found.checked_seqlen == 50
     assert "at 50 tokens (the oracle is quadratic)" in found.summary()
+
+
+def test_the_first_answer_is_quick_and_says_what_it_left_out(only_reference):
+    said = []
+    found = doctor.diagnose(q_heads=2, kv_heads=1, head_dim=16, seqlen=4096, block_size=16, say=said.append)
+    assert said == ["auto picks reference for this problem, reference for its gradients"]
+    assert (found.checked_seqlen, found.full) == (64, False)
+    assert "at 64 tokens (longer ones: --full)" in found.summary()
 
 
 def fake(monkeypatch, **functions):

@@ -164,7 +164,7 @@ def test_the_interval_of_pairs_holds_the_median(count, rank):
 
 def test_a_busy_machine_decides_nothing_about_speed(model, monkeypatch):
     """Passes whose wall times are noise alone never fail a policy, however the noise falls."""
-    monkeypatch.setattr(prefill_speed, "LoadWatch", lambda: SimpleNamespace(others=lambda: 64.0))
+    monkeypatch.setattr(prefill_speed, "watch_others", lambda: lambda: True)
     for seed in range(40):
         rng = random.Random(seed)
         noise = lambda rng=rng: 1.0 * (1 + 2 * rng.random() * (rng.random() < 0.5))
@@ -190,9 +190,11 @@ def test_failed_checks_come_with_advice():
     assert "`dense_below` and `sparse_from` in the policy to 2,048 tokens" in " ".join(advice((slow,)))
     assert "to more than 640 tokens" in " ".join(advice((slow,), rows[:2]))
     assert len(advice((slow, worse))) == 2
-    busy = [replace(row, others=64.0) for row in rows]
+    busy = [replace(row, busy=True) for row in rows]
     assert "Measure speed again on a quiet machine." in advice((slow,), busy)
-    assert "The machine was busy: other processes used 64.0 of" in result((slow,), busy).busy
+    assert (
+        "The machine was busy while prompts of 512 and 640 and 2,048 tokens were timed." in result((slow,), busy).busy
+    )
     assert result((slow,)).later_border() == 2048
     assert result((slow,)).later_border([512, 1024, 8192]) == 1024
     assert result((slow,), rows[:2]).later_border() is None, "no longer length is known"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def run_cpu_suite(
     seed: int = 0,
     only: Sequence[str] = (),
     progress: Report | None = None,
+    beat: Report = lambda note: None,
 ) -> dict[str, Any]:
     """Check the CPU backend on random problems, then time it beside torch.
 
@@ -61,6 +63,7 @@ def run_cpu_suite(
         seed: of inputs and random blocks.
         only: of the rows, those whose name starts so: workloads, and "small", "half", "decode".
         progress: receives lines of text as results come, for example `print`.
+        beat: receives what is running, many times between two lines.
 
     Returns:
         "backend" (what served), "threads", "clock", "checks" (cases passed), "rows" (one dict per workload and pass:
@@ -79,7 +82,7 @@ def run_cpu_suite(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or 1)
     try:
-        checks = check_backend(60 if quick else 300, seed)
+        checks = check_backend(60 if quick else 300, seed, beat)
         say(f"{cpu.cpu_status()}; {checks['cases']} random problems within budget")
         error = relative_error(seed)
         targets = [
@@ -88,10 +91,10 @@ def run_cpu_suite(
         rows = []
         for seqlen, head_dim, timed_pass, memory in shapes:
             timed = [workload for workload in workloads(seqlen, head_dim) if workload.name in wanted]
-            rows += time_shape(timed, timed_pass, seed, say, memory) if timed else []
-        small = time_small(seed, say) if "small" in wanted else []
-        half = [row for head_dim in (64, 128) for row in time_half(head_dim, seed, say)] if "half" in wanted else []
-        decode = time_decode(medians, seed, say) if "decode" in wanted else []
+            rows += time_shape(timed, timed_pass, seed, say, memory, beat) if timed else []
+        small = time_small(seed, say, beat) if "small" in wanted else []
+        half = [row for size in (64, 128) for row in time_half(size, seed, say, beat)] if "half" in wanted else []
+        decode = time_decode(partial(medians, beat=beat), seed, say) if "decode" in wanted else []
         targets += targets_of(rows) + targets_of_small(small) + targets_of_half(half) + targets_of_decode(decode)
     finally:
         torch.set_num_threads(before)
@@ -115,7 +118,7 @@ def run_cpu_suite(
 # ---- correctness -----------------------------------------------------------------------------------------------------
 
 
-def check_backend(cases: int, seed: int) -> dict[str, int]:
+def check_backend(cases: int, seed: int, beat: Report = lambda note: None) -> dict[str, int]:
     """Check random problems against the fp64 oracle, forward and (every fourth) gradients.
 
     Raises:
@@ -127,6 +130,7 @@ def check_backend(cases: int, seed: int) -> dict[str, int]:
         return out, lse
 
     for index in range(cases):
+        beat(f"problem {index + 1} of {cases} against fp64")
         case = random_case(seed + index, lengths=(17, 64, 65, 100, 129), head_dims=(32, 64, 80, 128))
         reports = check_forward(attend, case.q, case.k, case.v, case.layout)
         if index % 4 == 0:
@@ -150,7 +154,12 @@ def relative_error(seed: int) -> float:
 
 
 def time_shape(
-    timed: list[Workload], timed_pass: str, seed: int, say: Report, memory: str = "heads first"
+    timed: list[Workload],
+    timed_pass: str,
+    seed: int,
+    say: Report,
+    memory: str = "heads first",
+    beat: Report = lambda note: None,
 ) -> list[dict[str, Any]]:
     """Time workloads of one shape, SDPA and the matmul, in turns; SDPA reads the same memory."""
     seqlen, head_dim = timed[0].seqlen, timed[0].head_dim
@@ -160,7 +169,7 @@ def time_shape(
         q, k, v = (_heads_first(x) for x in (q, k, v))
     runs: dict[str, Run] = {name: _sparse_run(q, k, v, layout, timed_pass) for name, layout in layouts.items()}
     runs |= {"sdpa": _dense_run(q, k, v, timed_pass), "gemm": _gemm_run(seed)}
-    times = medians(runs, rounds=5 if seqlen <= 4096 else 3)
+    times = medians(runs, rounds=5 if seqlen <= 4096 else 3, beat=beat)
     flops = (4 if timed_pass == "forward" else 10) * head_dim * HEADS
     gemm_gf = 2e-9 * GEMM**3 / times["gemm"]
     sdpa_gf = 1e-9 * flops * seqlen * (seqlen + 1) / 2 / times["sdpa"]
@@ -197,7 +206,7 @@ def time_shape(
     return rows
 
 
-def time_small(seed: int, say: Report) -> list[dict[str, Any]]:
+def time_small(seed: int, say: Report, beat: Report) -> list[dict[str, Any]]:
     """Time full density through the public function beside SDPA at short lengths."""
     rows = []
     for seqlen in SMALL:
@@ -206,7 +215,7 @@ def time_small(seed: int, say: Report) -> list[dict[str, Any]]:
         sparse = lambda q=q, k=k, v=v, layout=layout: sparse_attention(q, k, v, layout, backend="cpu")
         repeat = max(2, 2048 // seqlen)
         runs = {"sparse": _repeated(sparse, repeat), "sdpa": _repeated(_dense_run(q, k, v, "forward"), repeat)}
-        times = medians(runs, rounds=15)
+        times = medians(runs, rounds=15, beat=beat)
         row = {"seqlen": seqlen, "us": 1e6 * times["sparse"] / repeat, "sdpa_us": 1e6 * times["sdpa"] / repeat}
         row["times_faster"] = row["sdpa_us"] / row["us"]
         rows.append(row)
@@ -214,7 +223,7 @@ def time_small(seed: int, say: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def time_half(head_dim: int, seed: int, say: Report) -> list[dict[str, Any]]:
+def time_half(head_dim: int, seed: int, say: Report, beat: Report) -> list[dict[str, Any]]:
     """Time window 512 in bf16 and fp16 beside fp32, in turns."""
     layout = SlidingWindow(512).layout(HALF, block_size=64)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -225,7 +234,7 @@ def time_half(head_dim: int, seed: int, say: Report) -> list[dict[str, Any]]:
         for dtype in dtypes:
             q, k, v = (x.to(dtype) for x in wide)
             runs[str(dtype)] = _sparse_run(q, k, v, layout, timed_pass)
-        times = medians(runs, rounds=9)
+        times = medians(runs, rounds=9, beat=beat)
         for dtype in dtypes[1:]:
             row = {
                 "pass": timed_pass,
@@ -240,14 +249,16 @@ def time_half(head_dim: int, seed: int, say: Report) -> list[dict[str, Any]]:
     return rows
 
 
-def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+def medians(runs: dict[str, Run], rounds: int, beat: Report = lambda note: None) -> dict[str, float]:
     """Return the median seconds of each, after a warm-up, one of each per round."""
     clock = _clock(torch.get_num_threads())
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
+    for name, run in runs.items():
+        beat(f"{name}: warm-up")
         run()
-    for _ in range(rounds):
+    for index in range(rounds):
         for name, run in runs.items():
+            beat(f"{name}: round {index + 1} of {rounds}")
             start = clock()
             run()
             seconds[name].append(clock() - start)

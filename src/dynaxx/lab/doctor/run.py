@@ -22,6 +22,7 @@ from dynaxx.testing import ErrorReport, Expected, Problem, make_qkv, oracle_atte
 
 ORACLE_BYTES = 256 * 2**20  # bytes of a seqlen x seqlen fp64 matrix; longer problems are checked at a shorter length
 ROW_BYTES = 512 * 2**20  # bytes of q, k, v, out and gradients
+QUICK_BLOCKS = 4  # blocks of the quick checks, which take seconds on any machine
 
 BROKEN = "broken: "  # prefix of the reason of a backend that fails to report its reasons
 
@@ -67,6 +68,7 @@ class DoctorResult:
     chosen_gradients: str
     checked_seqlen: int  # length of the checks; the oracle is quadratic, so it may be shorter than the problem
     checks: tuple[OracleCheck, ...]
+    full: bool = True  # whether everything was checked, or the shortest problems that exercise each backend
 
     @property
     def ok(self) -> bool:
@@ -89,6 +91,7 @@ class DoctorResult:
                 for backend in self.backends
             ],
             "chosen": {"forward": self.chosen_forward or None, "gradients": self.chosen_gradients or None},
+            "full": self.full,
             "checked_seqlen": self.checked_seqlen,
             "checks": [
                 {
@@ -124,6 +127,7 @@ class DoctorResult:
                 mark = "-> auto picks it" if backend.name == chosen else ""
                 lines.append(f"{backend.name:<10} {what:<10} {'; '.join(reasons) or 'can serve ' + mark}".rstrip())
         shorter = "" if self.checked_seqlen == self.problem.seqlen_q else " (the oracle is quadratic)"
+        shorter = shorter if self.full or not shorter else " (longer ones: --full)"
         lines += ["", f"against the fp64 oracle, at {self.checked_seqlen} tokens{shorter}:"]
         for check in self.checks:
             found = check.error or ", ".join(f"{r.name} {r.error:.1e} of {r.budget:.1e}" for r in check.reports)
@@ -144,9 +148,14 @@ def diagnose(
     block_size: int = 64,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    full: bool = False,
     progress: Progress | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> DoctorResult:
     """Collect every backend's reasons for a problem, and compare the usable backends with the fp64 oracle.
+
+    The comparison takes seconds, on `QUICK_BLOCKS` blocks, or with `full` the longest problem that fits the oracle.
+    `say` is called with the chosen backends before it begins.
 
     Raises:
         ValueError: sizes are invalid, or the heads are too large to be checked.
@@ -157,6 +166,7 @@ def diagnose(
     if q_heads % kv_heads:
         raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {q_heads} and {kv_heads}")
     checked_seqlen = _checked_seqlen(q_heads, head_dim, seqlen, block_size)
+    checked_seqlen = checked_seqlen if full else min(checked_seqlen, QUICK_BLOCKS * block_size)
     problem = AttentionProblem(
         device=torch.device(device),
         dtype=dtype,
@@ -172,16 +182,20 @@ def diagnose(
     )
     training = replace(problem, needs_grad=True)
     backends = tuple(BackendStatus(name, _reasons(name, problem), _reasons(name, training)) for name in BACKENDS)
+    forward = next((backend.name for backend in backends if not backend.forward_reasons), "")
+    gradients = next((backend.name for backend in backends if not backend.gradient_reasons), "")
+    say(f"auto picks {forward or 'no backend'} for this problem, {gradients or 'no backend'} for its gradients")
     return DoctorResult(
         machine=machine_facts(),
         problem=problem,
         backends=backends,
-        chosen_forward=next((backend.name for backend in backends if not backend.forward_reasons), ""),
-        chosen_gradients=next((backend.name for backend in backends if not backend.gradient_reasons), ""),
+        chosen_forward=forward,
+        chosen_gradients=gradients,
         checked_seqlen=checked_seqlen,
         checks=_run_checks(
             replace(problem, seqlen_q=checked_seqlen, seqlen_k=checked_seqlen), backends, seed, progress
         ),
+        full=full,
     )
 
 

@@ -50,7 +50,7 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that no model could serve."""
-        if not 0 < self.tolerance < 1:
-            raise ValueError(f"`tolerance` must be between 0 and 1 (0.01 is 1 %), got {self.tolerance}")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"`tolerance` must be from 0 to below 1 (0.01 is 1 %), got {self.tolerance}")
         if self.choosing < 0:
             raise ValueError(f"`choosing` must be a number of layers, or 0, got {self.choosing}")

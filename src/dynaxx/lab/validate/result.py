@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dynaxx.lab.load import busy_note, is_busy
 from dynaxx.lab.validate.check import Check
 
 PAIRS_TO_FAIL = 5  # pairs that a small loss of speed needs; with three, chance alone fails one policy in eight
@@ -102,7 +101,7 @@ class SpeedRow:
         low, high: interval of the speed-up, see `prefill_speed.interval`.
         dense_cpu_seconds, sparse_cpu_seconds: least CPU time of all threads, which a busy machine disturbs less; None
             on a GPU.
-        others: cores that other processes used meanwhile, None if unknown.
+        busy: whether other processes disturbed the runs.
     """
 
     seqlen: int
@@ -116,7 +115,7 @@ class SpeedRow:
     high: float
     dense_cpu_seconds: float | None = None
     sparse_cpu_seconds: float | None = None
-    others: float | None = None
+    busy: bool = False
 
     def to_text(self) -> str:
         """Return the speed in words."""
@@ -133,7 +132,7 @@ class SpeedRow:
         if slowdown * self.low >= 1:
             return "fast"
         surely = self.pairs >= PAIRS_TO_FAIL or slowdown * self.high * CLEAR < 1
-        if is_busy(self.others) and self.dense_cpu_seconds and self.sparse_cpu_seconds:
+        if self.busy and self.dense_cpu_seconds and self.sparse_cpu_seconds:
             surely &= self.sparse_cpu_seconds > slowdown * self.dense_cpu_seconds
         return "slow" if slowdown * self.high < 1 and surely else "unclear"
 
@@ -181,8 +180,9 @@ class ValidationResult:
 
     @property
     def busy(self) -> str:
-        """Return the sentence that says how busy the machine was while prefills were timed; empty if it was quiet."""
-        return busy_note(max((row.others or 0.0 for row in self.speed), default=None))
+        """Return the sentence that says when other processes disturbed the times; empty on a quiet machine."""
+        lengths = [f"{row.seqlen:,}" for row in self.speed if row.busy]
+        return f"The machine was busy while prompts of {' and '.join(lengths)} tokens were timed." if lengths else ""
 
     def _quality_advice(self, failed: dict[str, Check]) -> list[str]:
         """Return remedies for a loss of quality: other text to tune on, or a lower tolerance with its value."""

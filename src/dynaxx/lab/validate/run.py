@@ -163,11 +163,7 @@ def _set_up(
     held_out = split_text(text).held_out
     ids: list[int] = tokenizer(held_out, add_special_tokens=False, verbose=False)["input_ids"]
     sparse, limit = has_sparse_rule(policy), longest_prompt(model)
-    if not sparse and not any(rule.phase == "decode" for rule in policy.rules):
-        raise ValueError(
-            "the policy has no sparse rule, so it runs everything dense and there is nothing to validate; "
-            "tune again with more time or a higher tolerance"
-        )
+    check_sparse(policy)
     border = _border(policy, limit) if sparse else 0
     window = _window(tokens, border + 1 if sparse else 0, limit, len(ids))
     longest = min(limit, len(ids))
@@ -180,6 +176,15 @@ def _set_up(
             raise ValueError(f"task lengths must be at most the model's limit {limit:,}, got {max(suite.lengths):,}")
         Haystack(held_out)  # refuse a text that cannot hide facts
     return _Setup(sparse, border, held_out, ids, window, lengths, task_tokens, samples, others, seed)
+
+
+def check_sparse(policy: Policy) -> None:
+    """Raise ValueError if a policy has no sparse rule, for prompts or for decoding."""
+    if not has_sparse_rule(policy) and not any(rule.phase == "decode" for rule in policy.rules):
+        raise ValueError(
+            "the policy has no sparse rule, so it runs everything dense and there is nothing to validate; "
+            "tune again with more time or a higher tolerance"
+        )
 
 
 def _border(policy: Policy, limit: int) -> int:
