@@ -34,7 +34,8 @@ TextOption = Annotated[
     typer.Option(
         "--text",
         metavar="FILE",
-        help="Sample of the workload: a text file, '-' for stdin, or built-in: pydoc, code, legal, tables, chat.",
+        help="Sample of the workload: a text file, JSON lines of chats or completions, '-' for stdin, or built-in: "
+        "pydoc, code, legal, tables, chat.",
     ),
 ]
 KindsOption = Annotated[

@@ -163,10 +163,10 @@ def load(model: str, device: str, dtype: Dtype, progress: Progress) -> LoadedMod
 
 
 def read_text(source: str) -> str:
-    """Read the sample that --text names."""
+    """Read the sample that --text names, and say on stderr how JSON was read."""
     from dynaxx.lab.texts import load_text
 
-    return load_text(source)
+    return load_text(source, lambda line: echo(line, err=True))
 
 
 def check_targets(*paths: Path | None) -> None:

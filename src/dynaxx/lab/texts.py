@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dynaxx.lab.conversations import plain_text
 from dynaxx.lab.kinds import KINDS, prose_text, text_of
 from dynaxx.storage import read_regular_file
 
@@ -24,26 +25,28 @@ class TextSplit(NamedTuple):
     held_out: str  # to validate on
 
 
-def load_text(source: str | Path) -> str:
+def load_text(source: str | Path, say: Callable[[str], object] = lambda line: None) -> str:
     """Read sample text.
 
     Args:
-        source: a UTF-8 file; "pydoc" for the language documentation (465 kB) in every Python; another of `kinds.KINDS`
-            ("code", "legal", "tables", "chat"); "-" for standard input.
+        source: a UTF-8 file, also of JSON lines (see `conversations.FORMS`); "pydoc" for the language documentation
+            (465 kB) in every Python; another of `kinds.KINDS` ("code", "legal", "tables", "chat"); "-" for standard
+            input.
+        say: called with how JSON was read.
 
     Raises:
         ValueError: there is no such file, or it is empty or not text; the message says what to pass.
         OSError: the file is not a regular file of at most `MOST_BYTES` bytes (pass a pipe as "-"), or cannot be read.
     """
     if str(source) == "-":
-        text = _standard_input()
+        text = plain_text(_standard_input(), "standard input", say)
     elif str(source) == "pydoc":
         text = pydoc_text()
     elif str(source) in KINDS:
         text = text_of(str(source))
     else:
         try:
-            text = read_regular_file(source, MOST_BYTES).decode("utf-8")
+            text = plain_text(read_regular_file(source, MOST_BYTES).decode("utf-8"), str(source), say)
         except (FileNotFoundError, IsADirectoryError):
             raise ValueError(
                 "text source must be a UTF-8 file, 'pydoc' (comes with Python), another built-in text "

@@ -14,7 +14,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench_cpu, "SMALL", (64,))
     monkeypatch.setattr(bench_cpu, "HALF", 128)
     checks = bench_cpu.check_backend
-    monkeypatch.setattr(bench_cpu, "check_backend", lambda cases, seed: checks(2, seed))
+    monkeypatch.setattr(bench_cpu, "check_backend", lambda cases, seed, beat: checks(2, seed, beat))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,10 @@ def small(monkeypatch):
     ],
 )
 def test_rows_by_name(only, rows):
-    said = []
-    found = bench_cpu.run_cpu_suite(quick=True, only=only, progress=said.append)
+    said, beats = [], []
+    found = bench_cpu.run_cpu_suite(quick=True, only=only, progress=said.append, beat=beats.append)
+    assert "problem 2 of 2 against fp64" in beats
+    assert len([beat for beat in beats if "round" in beat]) > 10, "nothing runs for long in silence"
     assert found["checks"] == {"cases": 2, "gradients": 1}
     names = {row["workload"] for row in found["rows"]} | {part for part in bench_cpu.PARTS if found[part]}
     assert names == rows if only else names > rows
@@ -43,7 +45,7 @@ def test_a_name_of_no_row_is_refused_before_anything_is_measured(monkeypatch):
 
 
 def test_a_wrong_backend_has_no_times(monkeypatch):
-    def wrong(cases, seed):
+    def wrong(cases, seed, beat):
         raise RuntimeError("no times")
 
     monkeypatch.setattr(bench_cpu, "check_backend", wrong)

@@ -19,7 +19,7 @@ def only_reference(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_sound_backend_passes(only_reference, dtype):
-    found = doctor.diagnose(q_heads=6, kv_heads=2, head_dim=24, seqlen=100, dtype=dtype, block_size=16)
+    found = doctor.diagnose(q_heads=6, kv_heads=2, head_dim=24, seqlen=100, dtype=dtype, block_size=16, full=True)
     assert found.ok, found.summary()
     assert found.chosen_forward == found.chosen_gradients == "reference"
     assert {(check.what, len(check.reports)) for check in found.checks} == {("forward", 2), ("gradients", 3)}
