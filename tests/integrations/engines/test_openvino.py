@@ -320,13 +320,81 @@ def test_causal_masks_are_recognised() -> None:
     for seqlen_q, seqlen_k in ((1, 1), (7, 7), (5, 12), (1030, 1040)):
         causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)[None, None]
         added = torch.zeros(causal.shape).masked_fill(~causal, -torch.inf)
-        assert is_causal_mask(causal, seqlen_q, seqlen_k)
-        assert is_causal_mask(added, seqlen_q, seqlen_k)
-        assert is_causal_mask(added.clamp_min(-3e38), seqlen_q, seqlen_k)
-        if seqlen_q > 1:
-            assert not is_causal_mask(~causal, seqlen_q, seqlen_k)
-            assert not is_causal_mask(torch.where(causal, 0.0, -1.0), seqlen_q, seqlen_k)
-        assert not is_causal_mask(causal.expand(1, 2, -1, -1), seqlen_q, seqlen_k)
-        wrong = causal.clone()
-        wrong[..., -1, 0] = False
-        assert not is_causal_mask(wrong, seqlen_q, seqlen_k)
+        for mask in (causal, added, added.clamp_min(-3e38), causal.expand(3, 1, -1, -1)):
+            assert is_causal_mask(mask)
+        wrong = causal.expand(3, 1, -1, -1).clone()
+        wrong[2, :, -1, 0] = False
+        for mask in (wrong, causal.expand(1, 2, -1, -1), *((~causal, torch.where(causal, 0.0, -1.0)) * (seqlen_q > 1))):
+            assert not is_causal_mask(mask)
+
+
+def attentions(masks: list[Any], *, causal: bool = False) -> Any:
+    """Return a model of two attentions, each with its own queries, keys, values and mask; None: no mask."""
+    ops, inputs, outputs = ov.opset13, [], []
+    for mask in masks:
+        qkv = [ops.parameter([-1, heads, -1, 16], ov.Type.f32) for heads in (6, 6, 6)]
+        outputs.append(ops.scaled_dot_product_attention(*qkv, *([] if mask is None else [mask]), causal=causal))
+        inputs += qkv
+    parameters = {each.get_name(): each for each in masks if each is not None}
+    return ov.Model(outputs, inputs + list(parameters.values()))
+
+
+def attend(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).numpy()
+
+
+@pytest.mark.parametrize("dtype", ["boolean", "f32"])
+@pytest.mark.parametrize("rank", [2, 4])
+def test_each_layer_reads_its_own_mask_in_each_pass(dtype: str, rank: int) -> None:
+    """Steps with padded keys, window masks, prompts, and causal masks follow each other in two models in turns, in
+    memory that OpenVINO uses again.
+    """
+    from dynaxx.integrations.openvino import cpu_config, insert_policy
+
+    torch.manual_seed(0)
+    facts = model_facts(tiny(kv_heads=6))
+    rules = dx.Policy(model=facts, rules=[dx.Rule.of(dx.SlidingWindow(10**6))])  # exact where the mask is causal
+    parameter = lambda: ov.opset13.parameter([-1] * rank, getattr(ov.Type, dtype))
+    requests, shared = [], parameter()
+    for masks in ([parameter(), parameter()], [shared, shared]):
+        model = attentions(masks)
+        insert_policy(model, rules)
+        requests.append(ov.Core().compile_model(model, "CPU", cpu_config()).create_infer_request())
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        number, seqlen_q, seqlen_k = draw.integers(2), int(draw.choice([1, 1, 5, 33])), int(draw.integers(33, 200))
+        batch = 1 if rank == 2 else int(draw.choice([1, 2]))
+        masks = []
+        for _ in range(2 - number):
+            shown = torch.ones(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
+            kind = draw.choice(["causal", "padding", "window", "other queries"])
+            if kind == "padding":
+                shown[-1, ..., : int(draw.integers(1, 30))] = False
+            elif kind == "window":
+                shown = shown.triu(seqlen_k - seqlen_q - 5)
+            elif kind == "other queries":
+                shown[..., int(draw.integers(0, seqlen_k - seqlen_q + 1))] = seqlen_k == 1
+            masks.append(shown)
+        calls = [[torch.randn(batch, 6, length, 16) for length in (seqlen_q, seqlen_k, seqlen_k)] for _ in range(2)]
+        given = [m if dtype == "boolean" else torch.zeros(m.shape).masked_fill(~m, -torch.inf) for m in masks]
+        given = [m[0, 0] if rank == 2 else m for m in given]
+        found = requests[number].infer([x.numpy() for x in (*calls[0], *calls[1], *given)])
+        for layer, call in enumerate(calls):
+            np.testing.assert_allclose(found[layer], attend(*call, masks[layer % len(masks)]), atol=TOLERANCE)
+
+
+def test_attentions_without_a_mask_are_openvinos() -> None:
+    """OpenVINO's flag "causal" aligns the first query with the first key; without flag and mask all keys are seen."""
+    from dynaxx.integrations.openvino import cpu_config, insert_policy
+
+    facts = model_facts(tiny(kv_heads=6))
+    rules = dx.Policy(model=facts, rules=[dx.Rule.of(dx.SlidingWindow(10**6))])
+    with pytest.raises(UnsupportedInputError, match=r"attentions \[0, 1\] have no mask and are not causal"):
+        insert_policy(attentions([None, None]), rules)
+    plain, inside = attentions([None, None], causal=True), attentions([None, None], causal=True)
+    insert_policy(inside, rules)
+    for lengths in ((40, 40), (1, 40), (7, 40), (40, 7)):
+        calls = [torch.randn(2, 6, lengths[i > 0], 16).numpy() for i in (0, 1, 1)] * 2
+        found, wanted = (ov.Core().compile_model(m, "CPU", cpu_config())(calls) for m in (inside, plain))
+        for layer in range(2):
+            np.testing.assert_allclose(found[layer], wanted[layer], atol=TOLERANCE)

@@ -51,18 +51,25 @@ def insert_policy(model: Any, policy: Policy, *, precision: str = "f32", name: s
         raise TypeError(f"`model` must be an openvino.Model, got {type(model).__name__}; to_openvino makes one")
     if precision not in ("f32", "bf16"):
         raise ValueError(f'`precision` must be "f32" or "bf16", got {precision!r}')
-    from dynaxx.integrations.openvino.operator import SparseAttention
+    from dynaxx.integrations.openvino.operator import CausalMask, SparseAttention
 
     nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
     policy = without_guard(policy, "OpenVINO")
     _check(policy, nodes)
-    causal = model.has_rt_info(CAUSAL)
+    last_aligned = model.has_rt_info(CAUSAL)
+    answers: dict[tuple[str, int], list[Any]] = {}  # masks and whether they are causal, by their source
     handle = OpenVinoHandle(policy, half=precision == "bf16", name=name)
     for layer, node in enumerate(nodes):
         inputs = [node.input(i).get_source_output() for i in range(node.get_input_size())]
         q, k, v = inputs[0], _before_repetition(inputs[1]), _before_repetition(inputs[2])
-        mask = [] if causal or node.get_attributes()["causal"] or len(inputs) < 4 else [inputs[3]]
-        inside = SparseAttention([q, k, v, *mask], handle, layer, _scale(inputs))
+        first_aligned = node.get_attributes()["causal"] and not last_aligned
+        mask: list[Any] = []
+        if len(inputs) > 3 and not (last_aligned or first_aligned):  # otherwise OpenVINO reads no mask either
+            source = inputs[3].get_node().get_name(), inputs[3].get_index()
+            if source not in answers:
+                answers[source] = [inputs[3], CausalMask([inputs[3]]).output(0)]
+            mask = answers[source]
+        inside = SparseAttention([q, k, v, *mask], handle, layer, _scale(inputs), first_aligned)
         last, transposed = _after(node)
         if not transposed:  # the readers expect heads before tokens
             order = ov.opset13.constant([0, 2, 1, 3], ov.Type.i64)
@@ -84,6 +91,9 @@ def _check(policy: Policy, nodes: list[Any]) -> None:
     facts, reasons = policy.model, []
     if not nodes:
         reasons.append(f"the model has no {ATTENTION} node: convert it with to_openvino, or from SDPA attention")
+    both_sides = [layer for layer, node in enumerate(nodes) if _sees_later_keys(node)]
+    if both_sides:
+        reasons.append(f"attentions {both_sides} have no mask and are not causal, and a policy is for causal decoders")
     if any(rule.phase == "decode" for rule in policy.rules):
         reasons.append("decode rules need a cache that dynaxx can read: remove them")
     if policy.shares_choices:
@@ -113,6 +123,13 @@ def _check(policy: Policy, nodes: list[Any]) -> None:
                         f"`model.{name}` is {expected} in the policy and {shape[at].get_length()} in layer {layer}: "
                         "the policy is for another model; tune a policy for this model"
                     )
+
+
+def _sees_later_keys(node: Any) -> bool:
+    """Return whether an attention node has neither a mask nor the flag "causal", and more than one query."""
+    queries = node.get_input_partial_shape(0)[2]
+    one = queries.is_static and queries.get_length() == 1
+    return node.get_input_size() < 4 and not node.get_attributes()["causal"] and not one
 
 
 def _before_repetition(output: Any) -> Any:

@@ -57,7 +57,9 @@ class Arguments(NamedTuple):
     q: Tensor  # (batch, seqlen_q, q_heads, head_dim)
     k: Tensor  # (batch, seqlen_k, kv_heads, head_dim)
     v: Tensor  # (batch, seqlen_k, kv_heads, head_dim_v)
-    mask: Tensor | None  # (batch | 1, 1, seqlen_q, seqlen_k), bool or additive; None where it is known to be causal
+    mask: (
+        Tensor | None
+    )  # broadcasts to (batch, q_heads, seqlen_q, seqlen_k), bool or additive; None: causal, bottom-right
     out: Tensor  # (batch, seqlen_q, q_heads, head_dim_v), written by the call
     scale: float
 
@@ -79,7 +81,6 @@ class OpenVinoHandle:
         self.half = half
         self.layers = 0
         self._deployed = Deployed(policy, numbers, Background(partial(numbers.failed, "guard")), own_pattern=True)
-        self._causal: dict[int, bool] = {}  # whether a mask is causal, by its address, from the pass's first layer
         self._logged: set[str] = set()
         PolicyEvents(numbers).in_force(self._deployed)
 
@@ -103,7 +104,7 @@ class OpenVinoHandle:
         decodes = is_step(seqlen_q, seqlen_k)
         phase = "decode" if seqlen_q == 1 else "prefill"
         blocked = DenseReason.KILLED if self.kill_switch.engaged() else None
-        if not self._is_causal(layer, call):
+        if call.mask is not None:
             self._dense(layer, call, DenseReason.MASK_KIND, phase)
             return
         state = self._deployed.state(layer, blocked)
@@ -138,7 +139,7 @@ class OpenVinoHandle:
 
     def _sparse(self, layer: int, call: Arguments, chosen: Route) -> None:
         q, k, v, out = call.q, call.k, call.v, call.out
-        if chosen is Route.OWN_PATTERN and q.shape[1] == 1 and call.mask is None:
+        if chosen is Route.OWN_PATTERN and q.shape[1] == 1:
             _dense_attention(call)  # one query that sees all keys: nothing to leave out
             return
         probe = self.counts.probe.start(layer, q) if chosen is Route.RULE else None
@@ -157,22 +158,12 @@ class OpenVinoHandle:
         self.counts.dense(reason, phase)
         _dense_attention(call)
 
-    def _is_causal(self, layer: int, call: Arguments) -> bool:
-        """Return whether the mask is causal. The first layer of each pass checks it."""
-        if call.mask is None or (call.q.shape[1] == 1 == call.mask.shape[2] and layer):
-            return True
-        address = call.mask.data_ptr()
-        if layer == 0 or address not in self._causal:
-            if len(self._causal) > 64:
-                self._causal.clear()
-            self._causal[address] = is_causal_mask(call.mask, call.q.shape[1], call.k.shape[1])
-        return self._causal[address]
 
-
-def is_causal_mask(mask: Tensor, seqlen_q: int, seqlen_k: int) -> bool:
-    """Return whether a mask (batch | 1, 1, seqlen_q, seqlen_k), bool or additive, is causal."""
-    if mask.shape[-2:] != (seqlen_q, seqlen_k) or mask.shape[1] != 1:
+def is_causal_mask(mask: Tensor) -> bool:
+    """Return whether a mask (batch, 1, seqlen_q, seqlen_k), bool or additive, is causal, aligned bottom-right."""
+    if mask.shape[1] != 1:
         return False
+    seqlen_q, seqlen_k = mask.shape[-2:]
     keys, offset = torch.arange(seqlen_k, dtype=torch.int32, device="cpu"), seqlen_k - seqlen_q
     for first in range(0, seqlen_q, MASK_ROWS):
         part = mask[:, 0, first : first + MASK_ROWS]
