@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
+from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.integrations.transformers.nsa_llama import NsaLlamaForCausalLM, convert_to_nsa
 
 GLOO_THREADS = 2  # of a process group
@@ -38,7 +39,7 @@ def make_model(args):
     """Build a Llama with native sparse attention, the same on every rank."""
     torch.manual_seed(0)
     if args.model:
-        return NsaLlamaForCausalLM.from_pretrained(args.model)
+        return from_folder(NsaLlamaForCausalLM, args.model)
     q_heads, kv_heads = args.heads
     config = LlamaConfig(
         vocab_size=256,

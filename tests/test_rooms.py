@@ -220,3 +220,25 @@ def test_import_costs_at_most_50_ms_beyond_torch():
         "print(json.dumps(b - a))"
     )
     assert min(run_python(code) for _ in range(3)) <= 0.050
+
+
+ROOT = Path(__file__).parent.parent
+LOADING = ("from_pretrained", "from_config", "pipeline")
+
+
+def own_files(*folders):
+    """Return the Python files of folders of the repository, without what was installed or built there."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_models_are_loaded_by_one_function_that_never_runs_their_code():
+    """transformers would ask, and `yes |` would answer."""
+    only = SOURCE / "integrations/transformers/loading.py"
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in own_files("src", "benchmarks", "examples")
+        if path != only
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in LOADING
+    ]
+    assert not wrong, f"load with dynaxx.integrations.transformers.loading: {wrong}"

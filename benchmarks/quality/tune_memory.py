@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.lab.texts import encode, load_text, split_text
 from dynaxx.lab.tune.costs import BUDGETS, DEFAULT_SCORERS, rule_of, scorers_named
 from dynaxx.lab.tune.run import TuneOptions, tune
@@ -49,7 +50,7 @@ def main():
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
-    tokenizer, text, gpu = AutoTokenizer.from_pretrained(args.tokenizer), load_text(args.text), args.device == "cuda"
+    tokenizer, text, gpu = from_folder(AutoTokenizer, args.tokenizer), load_text(args.text), args.device == "cuda"
     model = random_llama(args.layers, args.device)
     weights = sum(each.nbytes for each in model.parameters()) / GIB
     rows = []

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 
 import dynaxx as dx
+from dynaxx.integrations.transformers.loading import from_config
 from dynaxx.telemetry import Recorder, recorder
 from dynaxx.telemetry.probe import SAMPLE_RATE, Call, MeasuredCall, Probe, RequestTimer
 
@@ -131,7 +132,7 @@ def llama_prefill(tokens, layers, sample_rate):
         max_position_embeddings=tokens,
     )
     with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = from_config(transformers.AutoModelForCausalLM, config, dtype=torch.bfloat16).eval()
     return under_a_policy(model, torch.randint(0, 1024, (1, tokens), device="cuda"), 64, sample_rate)
 
 

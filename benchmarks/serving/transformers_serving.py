@@ -33,6 +33,8 @@ from typing import Any
 
 from vllm_gpu import Result
 
+from dynaxx.integrations.transformers.loading import from_config, from_folder
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_transformers.py"
 SHAPES = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -49,14 +51,14 @@ def save_model(folder: Path, shape: str, device: str, tokenizer_folder: str) -> 
 
     from dynaxx.lab.models import resolve_model
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder or resolve_model("smollm2"))
+    tokenizer = from_folder(transformers.AutoTokenizer, tokenizer_folder or resolve_model("smollm2"))
     tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), max_position_embeddings=140_000, tie_word_embeddings=True, **SHAPES[shape]
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = from_config(transformers.AutoModelForCausalLM, config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None  # answers have the length that is asked for
     model.save_pretrained(folder)
 
@@ -68,7 +70,7 @@ def save_policy(folder: Path, path: Path) -> None:
     import dynaxx as dx
     from dynaxx.policy import ModelFacts
 
-    facts = ModelFacts.of(transformers.AutoConfig.from_pretrained(folder))
+    facts = ModelFacts.of(from_folder(transformers.AutoConfig, folder))
     rule = dx.Rule.of(dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1))
     dx.save_policy(dx.Policy(model=facts, block_size=128, dense_below=2048, sparse_from=2048, rules=(rule,)), path)
 
@@ -79,7 +81,7 @@ def texts(folder: Path, lengths: list[int], repeats: int) -> dict[int, list[str]
 
     from dynaxx.lab.texts import pydoc_text
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = from_folder(transformers.AutoTokenizer, folder)
     ids = tokenizer(pydoc_text(), add_special_tokens=False)["input_ids"]
     ids = ids * (1 + (max(lengths) + 100_000) // len(ids))
     starts = {n: [997 * (at + 1) + n for at in range(repeats)] for n in lengths}

@@ -206,6 +206,7 @@ def policy_of(engine: Engine, model: Path, path: Path) -> Path:
     import transformers
 
     import dynaxx as dx
+    from dynaxx.integrations.transformers.loading import from_folder
     from dynaxx.policy import ModelFacts
 
     prefill: Any = dx.SlidingWindow(64) | dx.TopK(1.0)
@@ -213,7 +214,7 @@ def policy_of(engine: Engine, model: Path, path: Path) -> Path:
     if engine.policy == "sparse":
         prefill, decode = (dx.SlidingWindow(256) | dx.Sink(128) | dx.TopK(each) for each in (0.3, 4))
     rules = (dx.Rule.of(prefill), dx.Rule.of(decode, phase="decode", block_size=PAGE))
-    facts = ModelFacts.of(transformers.AutoConfig.from_pretrained(model))
+    facts = ModelFacts.of(from_folder(transformers.AutoConfig, model))
     dx.save_policy(dx.Policy(model=facts, block_size=128, rules=rules), path)
     return path
 
@@ -224,9 +225,10 @@ def prompts_of(engine: Engine, model: Path, lengths: tuple[int, ...]) -> list[di
     if engine.family == "smollm2":
         import transformers
 
+        from dynaxx.integrations.transformers.loading import from_folder
         from dynaxx.lab.texts import pydoc_text
 
-        ids = transformers.AutoTokenizer.from_pretrained(model)(pydoc_text(), add_special_tokens=False)["input_ids"]
+        ids = from_folder(transformers.AutoTokenizer, model)(pydoc_text(), add_special_tokens=False)["input_ids"]
         starts = [(draw.randrange(len(ids) - n), n) for n in lengths]
         return [{"prompt_token_ids": ids[at : at + n]} for at, n in starts]
     longest = prompt(draw, LENGTHS[-1])["prompt_token_ids"]
@@ -258,9 +260,11 @@ def fill_model(folder: Path) -> None:
     import torch
     import transformers
 
+    from dynaxx.integrations.transformers.loading import from_config, from_folder
+
     torch.manual_seed(0)
-    config = transformers.AutoConfig.from_pretrained(folder, initializer_range=0.1)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    config = from_folder(transformers.AutoConfig, folder, initializer_range=0.1)
+    from_config(transformers.AutoModelForCausalLM, config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def fill_weights(model: Any) -> None:

@@ -89,6 +89,40 @@ def test_hostile_model_folders_are_code_2_and_one_line(spoil, tiny, tmp_path):
     assert "\x1b" not in shown.output
 
 
+EVIL_CODE = """
+from pathlib import Path
+Path(r"{mark}").touch()
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, LlamaTokenizerFast as Tokenizer
+"""
+
+
+@pytest.mark.parametrize("command", ["profile", "export onnx", "export openvino", "export triton"])
+@pytest.mark.parametrize("model_type", ["llama", "evil"])
+def test_code_of_a_model_folder_never_runs(command, model_type, tiny, tmp_path):
+    if command == "export openvino":
+        pytest.importorskip("openvino")
+    folder, mark = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(tiny, folder)
+    (folder / "evil.py").write_text(EVIL_CODE.format(mark=mark))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate/generate.py").write_text(EVIL_CODE.format(mark=mark))
+    autos = {
+        "AutoConfig": "Config",
+        "AutoModelForCausalLM": "Model",
+        "AutoModel": "Model",
+        "AutoTokenizer": "Tokenizer",
+    }
+    config(auto_map={name: f"evil.{kind}" for name, kind in autos.items()}, model_type=model_type)(folder)
+    name, *engine = command.split()
+    options = ["--format", *engine, "--out", tmp_path / "out"] if engine else ["--lengths", "32"]
+    arguments = [name, folder, *options, "--quiet"]
+    shown = CliRunner().invoke(app, [str(argument) for argument in arguments], input="y\n" * 100)
+    assert not mark.exists()
+    if model_type == "evil":
+        assert shown.exit_code == 2, (shown.output, shown.exception)
+        assert shown.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
 @pytest.mark.parametrize(
     "text",
     ["[" * 100_000, "[]", "9" * 5000, "NaN", '{"lengths": 7}', '{"lengths": [{"seqlen": "x"}], "model": []}', "\x00"],

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynaxx.core.library import cache_directory
+from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.lab.files import explain_full_disk, remove, sync_tree, temporary_file
 from dynaxx.lab.finite import check_weights
 from dynaxx.lab.progress import Progress, SilentProgress
@@ -91,44 +92,19 @@ def load_model(
     """
     folder = resolve_model(name_or_path, progress=progress)
     auto_model, auto_tokenizer = _transformers().AutoModelForCausalLM, _transformers().AutoTokenizer
-    with _readable(f"{name_or_path} is not a causal language model"):
-        tokenizer = auto_tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with _quiet_transformers():
-            load = partial(
-                auto_model.from_pretrained, folder, dtype=dtype, local_files_only=True, trust_remote_code=False
-            )
-            try:
-                model = load(attn_implementation="sdpa")
-            except ValueError as error:  # SDPA computes no capped scores and no sinks
-                if "scaled_dot_product_attention" not in str(error):
-                    raise
-                model = load(attn_implementation="eager")
-        model = model.eval().to(device)
+    refusal = f"{name_or_path} is not a causal language model"
+    tokenizer = from_folder(auto_tokenizer, folder, refusal=refusal)
+    with _quiet_transformers():
+        load = partial(from_folder, auto_model, folder, refusal=refusal, dtype=dtype)
+        try:
+            model = load(attn_implementation="sdpa")
+        except ValueError as error:  # SDPA computes no capped scores and no sinks
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = load(attn_implementation="eager")
+    model = model.eval().to(device)
     check_weights(model, str(name_or_path))
     return LoadedModel(model, tokenizer)
-
-
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    """Turn any error of transformers over an unreadable folder or file into one ValueError.
-
-    A folder may be untrusted, so other libraries may fail over its files in any way. Code in the folder is never run.
-    """
-    try:
-        yield
-    except (MemoryError, ImportError):  # these errors are about this machine, not about the folder
-        raise
-    except RuntimeError as error:
-        if "out of memory" in str(error).lower():
-            raise
-        raise ValueError(f"{what} that transformers can read: {_first_line(error)}") from error
-    except Exception as error:
-        raise ValueError(f"{what} that transformers can read: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    said = next((line for line in str(error).splitlines() if line.strip()), "")
-    return said if isinstance(error, OSError | ValueError) and said else f"{type(error).__name__}: {said}"
 
 
 def save_model(loaded: LoadedModel, folder: Path) -> None:
@@ -227,15 +203,13 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
 def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
     """Read a GGUF with transformers' loader and save plain fp32 weights and the tokenizer."""
     hf = _transformers()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    load = partial(from_folder, folder=gguf.parent, refusal=f"{gguf} is not a GGUF", gguf_file=gguf.name)
     with _quiet_transformers(), progress.task(f"Converting {gguf.name} (once)", total=10) as task:
         try:
-            with _readable(f"{gguf} is not a GGUF"):
-                tokenizer = hf.AutoTokenizer.from_pretrained(**source)
-                task.advance(1, "weights: half a minute for 100 MB")
-                model = hf.AutoModelForCausalLM.from_pretrained(
-                    **source, dtype=torch.float32, quantization_config=hf.GgufConfig(dequantize=True)
-                )
+            tokenizer = load(hf.AutoTokenizer)
+            task.advance(1, "weights: half a minute for 100 MB")
+            dense = hf.GgufConfig(dequantize=True)
+            model = load(hf.AutoModelForCausalLM, dtype=torch.float32, quantization_config=dense)
         except ImportError as error:
             raise ImportError(f"reading a GGUF needs: pip install 'dynaxx[transformers]' ({error})") from error
         # The weights are plain now, but save_pretrained would refuse a model that seems quantized.

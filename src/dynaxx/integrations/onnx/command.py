@@ -12,6 +12,7 @@ from torch import nn
 
 from dynaxx.integrations.onnx.export import OnnxExport, export_onnx
 from dynaxx.integrations.onnx.packages import require
+from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import Policy
 from dynaxx.storage import check_new_folder
 
@@ -51,8 +52,8 @@ def _window(given: str | None) -> int | tuple[int, int] | None:
 def _load(folder: Path) -> nn.Module:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    config = from_folder(AutoConfig, folder)
     causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
     kind: Any = AutoModelForCausalLM if causal else AutoModel
-    model: nn.Module = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model: nn.Module = from_folder(kind, folder, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()

@@ -26,6 +26,7 @@ from dynaxx.integrations.openvino.running import OpenVinoHandle
 from dynaxx.integrations.portable import PortableModel
 from dynaxx.integrations.portable.attention import CHUNK
 from dynaxx.integrations.portable.manifest import MANIFEST, read_manifest
+from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import Policy, load_policy, policy_digest, save_policy
 from dynaxx.storage import check_new_folder, new_folder
 
@@ -156,8 +157,7 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
         raise ValueError(f"--option cache must be yes or no, got {cache!r}")
     openvino()
     check_new_folder(out)  # before the model is loaded
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = from_folder(AutoModelForCausalLM, folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     return export_openvino(
         model,
         out,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.transformers.loading import from_config
 
 
 def become_llama_layer(attention: Any, config: Any, layer_idx: int) -> None:
@@ -54,7 +55,7 @@ def with_other_attention(model: Any, model_class: Any, **settings: Any) -> tuple
     config = model_class.config_class(**values, **settings)
     config.architectures = [model_class.__name__]
     weights = next(model.parameters())
-    made = AutoModelForCausalLM.from_config(config, dtype=weights.dtype).to(weights.device)  # frequencies stay fp32
+    made = from_config(AutoModelForCausalLM, config, dtype=weights.dtype).to(weights.device)  # frequencies stay fp32
     missing, unexpected = made.load_state_dict(model.state_dict(), strict=False)
     assert not unexpected, "a Llama's own names"
     made.generation_config = model.generation_config

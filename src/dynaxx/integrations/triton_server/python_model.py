@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from dynaxx.integrations.transformers import apply
+from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.integrations.triton_server.generation import Limits, Prompt, TextStream, batches, generate
 from dynaxx.integrations.triton_server.metrics import TritonMetrics
 from dynaxx.policy import load_policy
@@ -226,8 +227,8 @@ class _TritonLog(logging.Handler):
 def _load(folder: Path, dtype: str, device: str) -> Any:
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    options = {"local_files_only": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    kind = transformers.AutoModelForCausalLM
+    model = from_folder(kind, folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     return model.eval().to(device)
 
 
@@ -235,7 +236,7 @@ def _load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in a folder, or None if there is none."""
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return None
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return from_folder(transformers.AutoTokenizer, folder)
 
 
 def _read(request: Any, name: str) -> Any:

@@ -182,8 +182,9 @@ def _check(folder: Path, policy: Policy | None) -> None:
     import transformers
 
     from dynaxx.integrations.transformers import apply
+    from dynaxx.integrations.transformers.loading import from_config, from_folder
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = from_folder(transformers.AutoConfig, folder)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = from_config(transformers.AutoModelForCausalLM, config, attn_implementation="sdpa")
     apply(model.eval(), policy).remove()
