@@ -20,7 +20,6 @@ DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
 BIN  := .venv/bin
-CORE := $(wildcard setup.py src/dynaxx/core/build.py src/dynaxx/core/source/*)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -33,7 +32,7 @@ export PIP_ROOT_USER_ACTION := ignore
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with its compiled core, a small model
+setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a small model
 
 .venv: .venv/dev.stamp .venv/model.stamp
 
@@ -44,7 +43,7 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package with
 	@$(BIN)/pip install -qq "$(TORCH)" -c constraints.txt
 	@touch $@
 
-.venv/dev.stamp: .venv/torch.stamp pyproject.toml constraints.txt $(CORE)
+.venv/dev.stamp: .venv/torch.stamp pyproject.toml constraints.txt setup.py
 	@echo "installing dynaxx and its tools"
 	@$(BIN)/pip install -qq -e '.[dev]' -c constraints.txt
 	@touch $@

@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 
-from dynaxx.core.build import SOURCE
-from dynaxx.integrations.onnx.library import SOURCE as ONNX_SOURCE
+from dynaxx.core.build import sources
 from dynaxx.kernels.cpu import arguments, best_blocks, block_scores, decode, indexer, token_decode, tokens
 
 STRUCTURES = {
@@ -35,11 +34,10 @@ KINDS = {"int64_t": "q", "double": "d"}  # as in the module `struct`; Q is a poi
 def structs():
     """Map each struct of the sources to its declarations."""
     found = {}
-    for folder in (SOURCE, ONNX_SOURCE):
-        for path in [*folder.glob("*.h"), *folder.glob("*.cpp")]:
-            text = re.sub(r"//.*", "", path.read_text())
-            for name, body in re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL):
-                found[name] = re.findall(r"^  (?:const )?([\w:]+) ?([\w*, \n]+);", body, re.MULTILINE)
+    for path in sources():
+        text = re.sub(r"//.*", "", path.read_text())
+        for name, body in re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL):
+            found[name] = re.findall(r"^  (?:const )?([\w:]+) ?([\w*, \n]+);", body, re.MULTILINE)
     return found
 
 

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(cpu_status().kind == "torch" or not hasattr(os, 
 def cache(tmp_path):
     """Return a cache that holds this process's library, and a function that reports what a new process does with it."""
     status = cpu_status()
-    folder = tmp_path / f"core-{build.source_hash()}"
+    folder = tmp_path / "core"
     folder.mkdir(mode=0o700)
     library = folder / build.library_name(status.isa)
     shutil.copy(status.path, library)
     library.chmod(0o755)
-    cached_library.write_digest(library)
+    cached_library.write_digest(library, build.TEMPORARY)
     code = (
         "from dynaxx.core.library import load_core; import sys; core = load_core(sys.argv[1]);"
         "print(core.status.kind, core.status.why)"

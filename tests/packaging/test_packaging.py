@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from dynaxx.core import build as core
+
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source tree")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 COMPILER = """#!/bin/sh
-# Stands in for a compiler: writes what it is asked for, empty.
-while [ $# -gt 0 ]; do
-  case "$1" in -o) out="$2";; *.cpp) source="$1";; esac
-  shift
+# Stands in for a compiler: writes what it is asked for, empty; $FAILS is an option with which it fails.
+for option; do
+  test "$option" != "$FAILS" || exit 1
+  test "$before" != -o || : > "$option"
+  before="$option"
 done
-if [ -n "$source" ]; then : > "$(basename "$source" .cpp).o"; else : > "$out"; fi
 """
 
 
@@ -30,7 +32,7 @@ def tree(tmp_path):
     """Copy the files that a build needs."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path / "tree"
-    ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", ".*_cache", ".hypothesis")
+    ignore = shutil.ignore_patterns("__pycache__", "*.so.*", "*.egg-info", ".*_cache", ".hypothesis")
     folder.mkdir()
     for path in ROOT.iterdir():
         if path.is_file() and (not path.name.startswith(".") or path.name == ".pre-commit-config.yaml"):
@@ -40,34 +42,65 @@ def tree(tmp_path):
     return folder
 
 
-def build(tree, kind, compiler):
+@pytest.fixture
+def compiler(tmp_path):
+    path = tmp_path / "a compiler"  # with a space
+    path.write_text(COMPILER)
+    path.chmod(0o755)
+    return path
+
+
+def try_build(tree, kind, compiler, **variables):
     out = tree.parent / "dist"
     out.mkdir(exist_ok=True)
-    env = {**os.environ, "CXX": str(compiler)}
+    env = {**os.environ, "CXX": str(compiler), **variables}
     env.pop("PYTHONPATH", None)
     command = [sys.executable, "-c", BUILD, kind, str(out)]
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=300)
+
+
+def build(tree, kind, compiler, **variables):
+    done = try_build(tree, kind, compiler, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
-    return out / done.stdout.strip().splitlines()[-1]
+    return tree.parent / "dist" / done.stdout.strip().splitlines()[-1]
 
 
-def test_a_wheel_is_named_for_this_platform_only_if_it_holds_the_core(tree):
-    compiler = tree.parent / "compiler"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
+def libraries(made):
+    """Return the instruction sets whose libraries a wheel holds."""
+    with zipfile.ZipFile(made) as wheel:
+        return [found[1] for name in wheel.namelist() if (found := re.search(r"core/libdynaxx-(.+)\.so\.\w+$", name))]
+
+
+def test_a_wheel_is_named_for_this_platform_only_if_it_holds_the_core(tree, compiler):
     with_core = build(tree, "build_wheel", compiler)
     assert re.fullmatch(r"dynaxx-[\w.]+-py3-none-(?!any)\w+\.whl", with_core.name)
-    with zipfile.ZipFile(with_core) as wheel:
-        assert any(name.endswith("_core_baseline.so") for name in wheel.namelist())
+    assert libraries(with_core) == [core.supported_isas()[0]]
     without = build(tree, "build_wheel", "/nonexistent/compiler")  # and what the build before left is not packed
     assert re.fullmatch(r"dynaxx-[\w.]+-py3-none-any\.whl", without.name)
     with zipfile.ZipFile(without) as wheel:
-        assert not [name for name in wheel.namelist() if name.endswith(".so")]
+        assert not [name for name in wheel.namelist() if ".so" in name]
         facts = wheel.read(next(name for name in wheel.namelist() if name.endswith("/WHEEL"))).decode()
         assert "Root-Is-Purelib: true" in facts
         packed = {name for name in wheel.namelist() if name.startswith("dynaxx/")}
     sources = tree / "src"
     assert {path.relative_to(sources).as_posix() for path in sources.rglob("dynaxx/**/*") if path.is_file()} <= packed
+
+
+def test_a_release_holds_every_library_or_is_not_built(tree, compiler):
+    release = {"DYNAXX_BUILD_ISAS": "all"}
+    assert sorted(libraries(build(tree, "build_wheel", compiler, **release))) == sorted(core.buildable_isas())
+    assert libraries(build(tree, "build_wheel", compiler, DYNAXX_BUILD_ISAS="baseline")) == ["baseline"]
+    failing = {**release, "FAILS": core.ISAS[core.buildable_isas()[0]][-1] if len(core.buildable_isas()) > 1 else "-c"}
+    assert try_build(tree, "build_wheel", compiler, **failing).returncode != 0
+    assert try_build(tree, "build_wheel", "/nonexistent/compiler", **release).returncode != 0
+    refused = try_build(tree, "build_wheel", compiler, DYNAXX_BUILD_ISAS="z80")
+    assert "must list" in refused.stderr
+    assert refused.returncode != 0
+
+
+def test_a_checkout_is_installed_without_compiling(tree, compiler):
+    build(tree, "build_editable", compiler, FAILS="-c", DYNAXX_BUILD_ISAS="all")
+    assert not list((tree / "src").rglob("*.so.*"))
 
 
 def test_a_source_distribution_is_whole(tree):
@@ -82,7 +115,7 @@ def test_a_source_distribution_is_whole(tree):
     }
     wanted |= {"Makefile", "SECURITY.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", "setup.py"}
     assert wanted - names == set()
-    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+    assert not [name for name in names if ".so" in name or name.endswith(".pyc")]
 
 
 def test_the_lock_file_pins_everything_by_hash_and_names_no_registry():

@@ -9,9 +9,9 @@ itself: the fuzzer must fail on a core with a planted bug.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -113,7 +113,7 @@ def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: i
     """Build the core in a copy of the package and fuzz it; return the exit code and the output."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder)
-        shutil.copytree(ROOT / "src/dynaxx", package / "dynaxx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(ROOT / "src/dynaxx", package / "dynaxx", ignore=shutil.ignore_patterns("*.so.*", "__pycache__"))
         if bug:
             name, before, after = sanitizer.bug
             file = package / CORE / name
@@ -151,13 +151,10 @@ def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: i
 
 def compile_core(sanitizer: Sanitizer, compiler: str, core: Path, isa: str) -> Path:
     """Compile an instrumented core to the path of the package's prebuilt one."""
-    target = core.parent / build.library_name(isa)
-    digest = hashlib.sha256()
-    for path in sorted(core.iterdir()):  # like `build.source_hash`, for the copy
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    target = core.parent / runpy.run_path(str(core.parent / "build.py"))["library_name"](isa)
     flags = ["-O1", "-g", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fno-omit-frame-pointer"]
     command = [*shlex.split(compiler), *flags, *build.ISAS[isa], *sanitizer.flags, "-fvisibility=hidden", "-shared"]
-    command += [f'-DDYNAXX_SOURCE_HASH="{digest.hexdigest()[:16]}"', *map(str, sorted(core.glob("*.cpp")))]
+    command += [f"-I{core}", *map(str, sorted(core.rglob("*.cpp")))]
     command.append(str(HERE / "writer.cpp"))
     subprocess.run([*command, "-o", str(target)], check=True)
     return target

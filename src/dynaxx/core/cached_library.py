@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import CDLL
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -23,16 +31,61 @@ class DigestError(ImportError):
     """The digest of a library is wrong: the file is truncated, or belongs to another build."""
 
 
-def write_digest(library: Path) -> None:
-    """Record the digest of a newly compiled library; the digest file is replaced atomically."""
-    handle, temporary = tempfile.mkstemp(dir=library.parent, suffix=".sha256.tmp")
+@contextmanager
+def locked(folder: Path, temporary: str, patience: float) -> Iterator[None]:
+    """Let one process at a time write to a cache folder, and remove what killed ones left there.
+
+    Without locks, as on some network file systems, and after `patience` seconds several processes write: each replaces
+    the file of another by an equal one.
+
+    Args:
+        folder: the folder.
+        temporary: how the names of unfinished files begin.
+        patience: seconds to wait for another process.
+
+    Raises:
+        ImportError: another user owns the folder or can write to it.
+        OSError: the folder is not writable.
+    """
+    check_folder(folder)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    try:
+        if _acquired(lock, patience):
+            for path in folder.glob(f"{temporary}*"):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _acquired(lock: int, patience: float) -> bool:
+    end = time.monotonic() + patience
+    while fcntl is not None and time.monotonic() < end:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            break
+    return False
+
+
+def write_digest(library: Path, temporary: str) -> None:
+    """Record the digest of a newly compiled library; the digest file is replaced atomically.
+
+    Args:
+        library: the library.
+        temporary: how the names of unfinished files begin.
+    """
+    handle, unfinished = tempfile.mkstemp(prefix=temporary, dir=library.parent)
     try:
         with os.fdopen(handle, "w") as file:
             file.write(hashlib.sha256(library.read_bytes()).hexdigest())
-        os.replace(temporary, digest_path(library))
+        os.replace(unfinished, digest_path(library))
     finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
 
 
 def digest_path(library: Path) -> Path:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of the C++ core, and a report of which core is active.
 
-The core is, in this order: a library that was built with the package; one that was compiled at first use and stored in
-the user's cache; or none, and then attention runs as gathers in torch.
+The core is, in this order: a library that was built with the package, as wheels are; one that was compiled at first use
+and stored in the user's cache, as in a checkout; or none, and then attention runs as gathers in torch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import getpass
 import logging
 import os
 from ctypes import CDLL
@@ -73,45 +74,53 @@ def load_core(isa: str, may_compile: bool = True) -> Core:
         raise ValueError(f"`{ISA_VARIABLE}` must be one of {choices} on this processor, got {isa!r}")
     if isa == "torch":
         return _without_core(f"{ISA_VARIABLE}=torch")
-    reasons = []
-    wanted = (isa,) if isa else build.supported_isas()
+    choice = f"{ISA_VARIABLE}={isa}" if isa else "fastest instruction set of this processor"
+    wanted, reasons = (isa,) if isa else build.supported_isas(), []
     for name in wanted:
         path = Path(__file__).parent / build.library_name(name)
         if path.exists():
             try:
-                return Core(_open(path), CpuStatus("built", name, path, f"built with the package; {_choice(isa)}"))
-            except (OSError, ImportError) as error:
+                _show_openmp()
+                library = _declare(CDLL(str(path)))
+                return Core(library, CpuStatus("built", name, path, f"built with the package; {choice}"))
+            except (OSError, AttributeError) as error:
                 reasons.append(f"{path.name}: {error}")
-    return _compiled_at_first_use(wanted[0], _choice(isa), reasons, may_compile)
-
-
-def _choice(isa: str) -> str:
-    return f"{ISA_VARIABLE}={isa}" if isa else "fastest instruction set of this processor"
+    return _compiled_at_first_use(wanted[0], choice, reasons, may_compile)
 
 
 def _compiled_at_first_use(isa: str, choice: str, reasons: list[str], may_compile: bool = True) -> Core:
     reasons = reasons or ["no library was built with the package"]
     try:
-        directory = cache_directory() / f"core-{build.source_hash()}"  # raises for a user without a home folder
-        path = directory / build.library_name(isa)
-        library, found = _cached(path)
-        if library is None and not may_compile:
-            return _without_core("; ".join([*reasons, found]))
-        if library is None:
+        path = cache_directory() / "core" / build.library_name(isa)  # raises for a user without a home folder
+        library, absence = _cached(path)
+        if library is None and may_compile:
             compiler = build.find_compiler()
             if compiler is None:
-                return _without_core("; ".join([*reasons, found, "no C++ compiler found"]))
-            logger.info("compiling the CPU core for %s into %s", isa, path)
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            cached_library.check_folder(directory)
-            build.compile_library(isa, path, compiler)
-            cached_library.write_digest(path)
-            library = cached_library.load(path)
+                absence += "; no C++ compiler found: install g++ or clang++, or set CXX"
+            else:
+                library = _compiled(isa, path, compiler)
+        if library is None:
+            return _without_core("; ".join([*reasons, absence]))
         why = f"compiled at first use: {'; '.join(reasons)}; {choice}"
         return Core(_declare(library), CpuStatus("compiled", isa, path, why))
     except (OSError, ImportError, RuntimeError) as error:
-        logger.warning("no compiled CPU core, attention runs in torch: %s", error)
+        logger.warning(
+            "no compiled CPU core, attention runs in torch: %s; set %s to choose another folder", error, CACHE_VARIABLE
+        )
         return _without_core("; ".join([*reasons, str(error)]))
+
+
+def _compiled(isa: str, path: Path, compiler: list[str]) -> CDLL:
+    """Compile a library into the cache, unless another process does so meanwhile, and load it."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with cached_library.locked(path.parent, build.TEMPORARY, build.TIMEOUT):
+        library, _ = _cached(path)
+        if library is None:
+            logger.info("compiling the CPU core for %s into %s", isa, path)
+            build.compile_library(isa, path, compiler)
+            cached_library.write_digest(path, build.TEMPORARY)
+            library = cached_library.load(path)
+    return library
 
 
 def _cached(path: Path) -> tuple[CDLL | None, str]:
@@ -138,7 +147,16 @@ def cache_directory() -> Path:
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynaxx"
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "dynaxx"
+
+
+def _home() -> Path:
+    if os.environ.get("HOME", "~"):
+        return Path.home()
+    try:  # an empty variable would mean the root folder
+        return Path(f"~{getpass.getuser()}").expanduser()
+    except (KeyError, OSError) as error:
+        raise RuntimeError(f"HOME is empty and the user is unknown: set HOME or {CACHE_VARIABLE}") from error
 
 
 def _show_openmp() -> None:
@@ -153,22 +171,8 @@ def _show_openmp() -> None:
             return
 
 
-def _open(path: Path) -> CDLL:
-    """Load a library that was built with the package; raises like `_declare`, and OSError if it cannot be loaded."""
-    _show_openmp()
-    return _declare(CDLL(str(path)))
-
-
 def _declare(library: CDLL) -> CDLL:
-    """Declare the functions of a library and return it.
-
-    Raises:
-        ImportError: the library was built from other sources.
-    """
-    library.dynaxx_cpu_source_hash.restype = ctypes.c_char_p
-    found = library.dynaxx_cpu_source_hash().decode()
-    if found != build.source_hash():
-        raise ImportError(f"built from other sources ({found}, expected {build.source_hash()}); rebuild it")
+    """Declare the functions of a library, start it and return it."""
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     arguments = {
         "plan_check": [pointer] * 4 + [size] * 5,
@@ -197,4 +201,5 @@ def _declare(library: CDLL) -> CDLL:
     for name, types in arguments.items():
         function = getattr(library, f"dynaxx_cpu_{name}")
         function.argtypes, function.restype = types, ctypes.c_int  # a status, see status.py
+    library.dynaxx_cpu_start()
     return library

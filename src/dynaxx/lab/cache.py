@@ -13,7 +13,7 @@ from typing import Any
 from dynaxx.core.library import cache_directory
 
 KINDS = {
-    r"core-[0-9a-f]+": "compiled CPU core",
+    r"core|(core|onnx)-[0-9a-f]+": "compiled CPU core",
     r"models": "converted GGUF models",
     r"gguf": "joined GGUF files",
     r"tiles": "tile sizes found by autotuning",

@@ -12,7 +12,6 @@ from onnx import TensorProto, helper
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
 import dynaxx as dx
-from dynaxx.core import build
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.onnx import library, packages
 from dynaxx.integrations.onnx.plans import _plan, operator_plans
@@ -132,19 +131,6 @@ def test_rules_that_it_does_not_have_are_refused_with_the_fix():
     decode = Policy(model=facts, rules=[Rule.of(dx.Sink(64) | dx.SlidingWindow(256), phase="decode")])
     with pytest.raises(UnsupportedInputError, match="decode rules"):
         operator_plans(model, decode)
-
-
-def test_without_a_compiler_the_fix_is_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("DYNAXX_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
-    monkeypatch.setattr(library, "_is_of_these_sources", lambda path: False)
-    library._library_path.cache_clear()
-    with pytest.raises(RuntimeError, match=r"install g\+\+ or clang\+\+"):
-        library.library_path()
-    monkeypatch.setenv("DYNAXX_CPU_ISA", "torch")
-    with pytest.raises(ValueError, match="no torch implementation"):
-        library.library_path()
-    library._library_path.cache_clear()
 
 
 def test_an_old_runtime_is_refused(monkeypatch):

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.core import build, library
+from dynaxx.core import library
 from dynaxx.kernels.cpu import best_blocks
 from dynaxx.layout import BlockGrid
 from dynaxx.selection import in_core
+from isas import ISAS
 
 
-@pytest.fixture(params=build.supported_isas())
+@pytest.fixture(params=ISAS)
 def isa(request, monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, request.param)
     if library.active_library() is None:

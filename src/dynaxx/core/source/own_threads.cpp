@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "own_threads.h"
-
+// Threads of the core's own, for callers that already run on another runtime's threads.
+//
+// After each parallel region the workers of OpenMP's runtime spin for milliseconds, in case another region follows. Inside
+// an engine that goes on with threads of its own, such as OpenVINO, they take the cores away from it. The core's own threads
+// spin for microseconds and then sleep.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -8,6 +11,7 @@
 #include <system_error>
 #include <thread>
 
+#include "launch.h"
 #include "vec.h"
 
 // These two read and set the number of threads of the calling thread's OpenMP regions. They are null unless torch has
@@ -26,7 +30,8 @@ inline void relax() {
 #endif
 }
 
-// Threads that wait for work. They are never joined: the process ends without them.
+// Threads that wait for work. They are never joined: the process ends without them. While one call has them, others run
+// alone.
 class Team {
  public:
   void run(void (*run)(void*), void* data, int64_t threads) {
@@ -95,15 +100,12 @@ class Team {
 
 thread_local int64_t before = 0;  // OpenMP threads of the calling thread before it asked; 0 if it has not asked
 
-}  // namespace
-
-bool wants_own_threads() { return before > 0; }
-
 void run_on_own_threads(void (*run)(void*), void* data, int64_t threads) {
   static Team* const team = new Team;  // its threads outlive static objects
   team->run(run, data, threads);
 }
 
+}  // namespace
 }  // namespace dynaxx
 
 // Make the calling thread's launches run on the core's own threads (1) or on OpenMP's again (0). In between, regions of
@@ -112,9 +114,11 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_own_threads(int64_t wanted) {
   if (wanted && !dynaxx::before) {
     dynaxx::before = omp_get_max_threads ? omp_get_max_threads() : 1;
     if (omp_set_num_threads) omp_set_num_threads(1);
+    dynaxx::current_launch() = dynaxx::run_on_own_threads;
   } else if (!wanted && dynaxx::before) {
     if (omp_set_num_threads) omp_set_num_threads(int(dynaxx::before));
     dynaxx::before = 0;
+    dynaxx::current_launch() = nullptr;
   }
   return 0;
 }

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distribution of tasks to the threads of torch's OpenMP runtime, or to the core's own: threads take tasks from a shared
-// counter.
+// Distribution of tasks to the threads of torch's OpenMP runtime, or to those that the caller has chosen: threads take
+// tasks from a shared counter.
 #pragma once
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
-#include "own_threads.h"
+#include "launch.h"
 #include "status.h"
 
 // The entry point of all OpenMP runtimes that support code from GCC (libgomp, and LLVM's libomp). Calling it directly,
@@ -17,10 +15,6 @@
 extern "C" void GOMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 
 namespace dynaxx {
-
-// The process that loaded the library. A forked child has none of the runtime's threads and would wait for them
-// forever, so there, tasks run on the calling thread.
-inline const pid_t HOME_PROCESS = getpid();
 
 // Run `run(task)` for every task in [0, num_tasks) on up to `threads` threads; tasks start in this order.
 //
@@ -45,10 +39,10 @@ void for_each_task(int64_t num_tasks, int64_t threads, std::atomic<int>& status,
     }
   };
   threads = std::min({threads, num_tasks, MOST_THREADS});
-  if (threads <= 1 || getpid() != HOME_PROCESS)
+  if (threads <= 1 || is_forked())
     work(&shared);
-  else if (wants_own_threads())
-    run_on_own_threads(work, &shared, threads);
+  else if (const Launch launch = current_launch())
+    launch(work, &shared, threads);
   else if (GOMP_parallel)
     GOMP_parallel(work, &shared, unsigned(threads), 0);
   else

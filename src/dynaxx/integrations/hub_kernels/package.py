@@ -103,7 +103,7 @@ def _files(source: Path) -> dict[str, bytes]:
     for room in ROOMS:
         path = source / room
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".so":
+            if file.is_file() and "__pycache__" not in file.parts and ".so" not in file.suffixes:
                 found[file.relative_to(source).as_posix()] = file.read_bytes()
     return found
 

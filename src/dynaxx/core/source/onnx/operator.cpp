@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "cache.h"
+#include "launch.h"
 #include "layer_rules.h"
 #include "ort_api.h"
 #include "vec.h"
@@ -48,20 +49,45 @@ namespace {
 
 using namespace dynaxx_onnx;
 
-// The runtime's threads, for the core's tasks. The core calls its OpenMP runtime by this name; in this library, hidden, it
-// is the pool of the session that is computing.
-thread_local const ort::Api* current_api = nullptr;
-thread_local const ort::KernelContext* current_context = nullptr;
-
 struct Work {
   void (*run)(void*);
   void* data;
 };
 
+// While it lives, the core's tasks of this thread run in the pool of the session that is computing.
+class SessionThreads {
+ public:
+  SessionThreads(const ort::Api& api, const ort::KernelContext* context) {
+    current_ = {&api, context};
+    dynaxx::current_launch() = run;
+  }
+  ~SessionThreads() { dynaxx::current_launch() = before_; }
+  SessionThreads(const SessionThreads&) = delete;
+  SessionThreads& operator=(const SessionThreads&) = delete;
+
+ private:
+  struct Current {
+    const ort::Api* api;
+    const ort::KernelContext* context;
+  };
+
+  static void run(void (*run)(void*), void* data, int64_t threads) {
+    Work work{run, data};
+    const auto once = [](void* work, size_t) { static_cast<Work*>(work)->run(static_cast<Work*>(work)->data); };
+    ort::Status* status = current_.api->parallel_for(current_.context, once, size_t(threads), &work);
+    if (!status) return;
+    current_.api->release(status);
+    run(data);  // takes every task that is left
+  }
+
+  static thread_local Current current_;
+  const dynaxx::Launch before_ = dynaxx::current_launch();
+};
+
+thread_local SessionThreads::Current SessionThreads::current_ = {};
+
 // Every key: a band without ends; the first is cut by causality.
 constexpr int64_t FAR = int64_t(1) << 62;
-const std::vector<int64_t> KEYS_BEFORE = {64, 64, 1, 1, 0, 3, BAND, 0, FAR, 0};
-const std::vector<int64_t> KEYS_AROUND = {128, 128, 1, 1, 0, 3, BAND, -FAR, FAR, 0};
 
 class Refused : public std::runtime_error {
  public:
@@ -103,18 +129,11 @@ class Kernel {
     check(api_.data_of(value, &out));
     if (!q.batch || !q.seqlen || !q.heads) return;
     const std::vector<Run> runs = runs_of(context, q, k);
-    current_api = &api_;
-    current_context = context;
-    try {
-      if (runs.empty())
-        attend(q, k, v, static_cast<float*>(out));
-      else
-        attend_to_runs(runs, q, k, v, static_cast<float*>(out));
-    } catch (...) {
-      current_context = nullptr;
-      throw;
-    }
-    current_context = nullptr;
+    const SessionThreads threads(api_, context);
+    if (runs.empty())
+      attend(q, k, v, static_cast<float*>(out));
+    else
+      attend_to_runs(runs, q, k, v, static_cast<float*>(out));
   }
 
  private:
@@ -123,7 +142,11 @@ class Kernel {
     int64_t first, end;
   };
 
-  const std::vector<int64_t>& all_keys() const { return causal_ ? KEYS_BEFORE : KEYS_AROUND; }
+  const std::vector<int64_t>& all_keys() const {
+    static const std::vector<int64_t> before = {64, 64, 1, 1, 0, 3, BAND, 0, FAR, 0};
+    static const std::vector<int64_t> around = {128, 128, 1, 1, 0, 3, BAND, -FAR, FAR, 0};
+    return causal_ ? before : around;
+  }
 
   void check(ort::Status* status) const {
     if (!status) return;
@@ -342,21 +365,9 @@ const ort::Api* Operator::used_api = nullptr;
 
 }  // namespace
 
-// Run the core's tasks on the runtime's threads, `data` on as many of them as there are; see source/tasks.h of the core.
-extern "C" __attribute__((visibility("hidden"))) void GOMP_parallel(void (*run)(void*), void* data, unsigned threads,
-                                                                   unsigned) {
-  if (current_context) {
-    Work work{run, data};
-    const auto once = [](void* work, size_t) { static_cast<Work*>(work)->run(static_cast<Work*>(work)->data); };
-    ort::Status* status = current_api->parallel_for(current_context, once, threads, &work);
-    if (!status) return;
-    current_api->release(status);
-  }
-  run(data);  // takes every task that is left
-}
-
 // What ONNX Runtime calls as it loads the library.
 extern "C" DYNAXX_EXPORT ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiBase* base) {
+  dynaxx::remember_process();
   static const Operator op;
   const ort::Api* api = base->get(ort::VERSION);
   if (!api) {
