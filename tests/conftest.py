@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from dynaxx.core.build import processors
 from dynaxx.telemetry import Recorder, use
 from interpreter import DEVICE, INTERPRETED, NAME, start_interpreted, stop_interpreted
 
@@ -19,7 +20,7 @@ def pytest_configure(config):
     """Divide the cores among pytest's workers, because with too many threads small tensors wait for each other."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), processors() // workers)))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dynaxx.core.build import processors
+
 VERSIONS_OF = ("dynaxx", "torch", "triton", "transformers", "gguf", "numpy", "pydantic", "vllm")
 
 
@@ -70,7 +72,7 @@ def machine_facts() -> Machine:
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_name(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=processors(),
         threads=torch.get_num_threads(),
         memory_gib=round(_memory_bytes() / 2**30, 1),
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),

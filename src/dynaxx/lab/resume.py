@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx import __version__
+from dynaxx.core.build import processors
 from dynaxx.lab.files import MOST_BYTES, explain_full_disk, write_text
 from dynaxx.storage import parse_json, read_regular_file
 
@@ -41,7 +42,7 @@ def fingerprint(model: nn.Module | None, ids: Tensor, **settings: Any) -> str:
         facts: dict[str, Any] = config.to_dict() if config is not None else {}
         kept = {key: value for key, value in facts.items() if not (key.startswith("_") or key in NOT_THE_MODEL)}
         digest.update(type(model).__name__.encode() + json.dumps(kept, sort_keys=True, default=str).encode())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
+        with ThreadPoolExecutor(processors()) as pool:  # hashing releases the GIL
             for found in pool.map(_hash_of, _tensors(model)):
                 digest.update(found)
     return digest.hexdigest()[:16]

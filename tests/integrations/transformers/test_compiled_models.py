@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import importlib
 import inspect
 import pickle
 
@@ -356,6 +357,12 @@ def test_a_model_that_is_compiled_layer_by_layer_runs_sparse():
             each.compile(backend="eager")
         close(logits(model, input_ids=ids, attention_mask=mask)[mask.bool()], wanted[mask.bool()])
         assert handle.stats()["sparse_calls"] == 3
+
+
+def test_advice_of_inductor_on_a_gpu_fails_no_test(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    importlib.import_module("torch._inductor.compile_fx")._warn_tf32_disabled.__wrapped__()
 
 
 @pytest.mark.gpu

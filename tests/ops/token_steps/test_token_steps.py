@@ -94,7 +94,6 @@ def test_a_step_is_traced_without_a_graph_break():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice about matrix products in fp32
 def test_a_cuda_graph_follows_lengths_on_the_device():
     inputs = step_inputs("cuda", torch.bfloat16)
     run = torch.compile(step, fullgraph=True)

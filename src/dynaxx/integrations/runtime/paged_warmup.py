@@ -8,7 +8,6 @@ not matter, so a few calls on random tensors cover all combinations that request
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.core.build import processors
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
@@ -184,7 +184,7 @@ def _run_compiled(run: Callable[[], None], what: str, device: torch.device) -> N
 
         prepare_lists()
         try:
-            compile_ahead(run, min(MOST_PROCESSES, os.cpu_count() or 1))
+            compile_ahead(run, min(MOST_PROCESSES, processors()))
         except Exception as error:  # they are compiled one by one then
             logger.warning("%s were not compiled side by side: %s", what, error, exc_info=error)
     run()

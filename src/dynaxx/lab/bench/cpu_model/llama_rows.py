@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynaxx.core.build import processors
 from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Precision, Prefill
 
 FILE_TYPES: dict[Precision, tuple[int, str]] = {"fp32": (0, "F32"), "bf16": (32, "BF16"), "int8": (7, "Q8_0")}
@@ -64,7 +64,7 @@ def _written(llama_cpp: Any, source: Path, folder: Path, precision: Precision) -
     if path.exists():
         return path
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize, params.nthread = number, True, os.cpu_count() or 1
+    params.ftype, params.allow_requantize, params.nthread = number, True, processors()
     temporary = path.with_suffix(".tmp")
     failed = llama_cpp.llama_model_quantize(str(source).encode(), str(temporary).encode(), ctypes.byref(params))
     if failed:
