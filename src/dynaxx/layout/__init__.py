@@ -7,7 +7,7 @@ The files:
     grid, masks, entries          its parts: the grid of blocks, element masks, lists of visited blocks
     packed, pieces, hide_keys     layouts of packed and padded batches
     dense, block_mask, plot       conversions and drawing
-    transpose, taken_heads        the same blocks by column, or for other heads
+    transpose, on_gpu             the same blocks by column; layouts that kernels make on a GPU
     nsa, tokens                   positions for native sparse attention and for chosen tokens
     paging/                       caches of keys and values in pages
     validate, form, derived, cache, host, host_metadata  checks, caches and host copies

@@ -17,13 +17,21 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.dense import entries_of_dense, layout_to_dense
 from dynaxx.layout.derived import Unset
-from dynaxx.layout.entries import Entries, entries_of_block_indices, entries_of_heads, sorted_entries, stacked_entries
+from dynaxx.layout.entries import (
+    Entries,
+    check_block_indices,
+    entries_of_block_indices,
+    entries_of_heads,
+    sorted_entries,
+    stacked_entries,
+    taken_rows,
+)
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import moved_together, on_host
 from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.layout_tensors import LayoutTensors
 from dynaxx.layout.masks import ElementMasks
-from dynaxx.layout.taken_heads import taken_rows
+from dynaxx.layout.on_gpu import layout_on_gpu
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,12 +111,17 @@ class BlockLayout(LayoutTensors):
             block_size: tokens per block, one number or (q_block, kv_block).
             causal: hide keys after the query.
 
+        Indices on a GPU are not waited for: those that are out of range or occur twice in a row are left out, and
+        `validate` raises. With `DYNAXX_CHECK_INDICES=1` this function calls it.
+
         Raises:
             TypeError: `block_indices` is not an integer tensor.
             ValueError: an index is out of range or occurs twice in a row, or the shape is wrong.
         """
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
-        return BlockLayout._of(grid, entries_of_block_indices(block_indices, grid))
+        check_block_indices(block_indices, grid)
+        made = layout_on_gpu(block_indices, grid)
+        return BlockLayout._of(grid, entries_of_block_indices(block_indices, grid)) if made is None else made
 
     @classmethod
     @typed

@@ -39,6 +39,7 @@ class DerivedValues:
     reach: int | None = None
     transposed: TransposedLayout | None = None
     validated: bool = False
+    refused: Tensor | None = None  # per row, number of indices that a GPU left out: out of range, or named before
     placed: tuple[Tensor, Tensor] | None = None  # places of blocks, and `kv_indices` looked up in them
     form: Hashable | None = None  # see `BlockLayout.form`
     make_host: Callable[[], BlockLayout | None] | None = None  # computes `host` at first access

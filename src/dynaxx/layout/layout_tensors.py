@@ -17,6 +17,7 @@ from dynaxx.layout.derived import DerivedValues, Unset
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import ElementMasks
+from dynaxx.layout.on_gpu import transposed_on_gpu
 from dynaxx.layout.transpose import TransposedLayout, transpose
 from dynaxx.layout.validate import check_form, check_values
 
@@ -212,11 +213,11 @@ class LayoutTensors:
     def transposed(self) -> TransposedLayout:
         """The same blocks grouped by kv block, for the backward pass over keys. Computed once, on the layout's device.
 
-        GPU layouts are not read back: all slots up to the capacity are sorted, and unused slots go to the end.
+        GPU layouts are not read back.
         """
         known = self.derived.transposed
         if known is None:
-            known = self.derived.transposed = transpose(self)
+            known = self.derived.transposed = transposed_on_gpu(self) or transpose(self)
         return known
 
     def with_transposed(self) -> Self:

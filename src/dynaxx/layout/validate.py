@@ -74,6 +74,11 @@ def _check_masks(layout: LayoutTensors) -> None:
 
 def check_values(layout: LayoutTensors) -> None:
     """Check all values; see `BlockLayout.validate`."""
+    if layout.derived.refused is not None and bool(layout.derived.refused.any()):
+        raise ValueError(
+            f"`block_indices` must be -1 or in [0, kv_blocks = {layout.kv_blocks}) and not name a block twice in one "
+            f"row, got {int(layout.derived.refused.sum())} others, which were left out"
+        )
     if layout.q_blocks == 0 or _core_accepts(layout):
         return
     starts = layout.kv_indptr.flatten(0, 1)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts that kernels make on a GPU, in a few launches and without the host.
+
+The kernels lie in a later room and need Triton, so they are loaded by name at first use, as backends are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout.form import form_of
+from dynaxx.layout.grid import BlockGrid
+from dynaxx.layout.host import moved_together
+from dynaxx.layout.host_metadata import set_form
+from dynaxx.layout.masks import ElementMasks, causal_masks
+
+if TYPE_CHECKING:
+    from dynaxx.layout.block_layout import BlockLayout
+    from dynaxx.layout.layout_tensors import LayoutTensors
+    from dynaxx.layout.transpose import TransposedLayout
+
+CHECK_INDICES = "DYNAXX_CHECK_INDICES"  # environment variable: 1 reads back whether every index was accepted
+
+
+@cache
+def _kernels() -> Any:
+    """Return `kernels.layout`, or None without Triton."""
+    try:
+        return importlib.import_module("dynaxx.kernels.layout")
+    except ImportError:
+        return None
+
+
+def _serves(x: Tensor) -> bool:
+    return x.is_cuda and not torch.compiler.is_compiling() and _kernels() is not None
+
+
+def layout_on_gpu(block_indices: Tensor, grid: BlockGrid) -> BlockLayout | None:
+    """Return the layout of checked indices, see `BlockLayout.from_block_indices`; None where torch makes it."""
+    from dynaxx.layout.block_layout import BlockLayout
+
+    if not _serves(block_indices) or not block_indices.numel() or grid.kv_blocks > _kernels().MAX_COLUMNS:
+        return None
+    masks = _causal_masks_on(block_indices.device, grid)
+    form = form_of((block_indices,), "block indices", grid)
+    rows = _kernels().rows_of_indices(block_indices, _kernels().IndexInputs(grid, masks, form))
+    layout = BlockLayout(grid.seqlen_q, grid.seqlen_k, grid.block_size, *rows[:4], masks)
+    layout.derived.refused = rows.refused
+    if os.environ.get(CHECK_INDICES, "0") not in ("", "0"):
+        layout.validate()
+    return set_form(layout, form)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # layouts for training share the masks
+def _causal_masks_on(device: torch.device, grid: BlockGrid) -> ElementMasks:
+    masks = causal_masks(grid)
+    bits, bands = moved_together([masks.bits, masks.bands], device)
+    return ElementMasks(bits, bands, masks.kv_block)
+
+
+def transposed_on_gpu(layout: LayoutTensors) -> TransposedLayout | None:
+    """Return the columns of a layout, see `transpose`; None where torch sorts them."""
+    found: TransposedLayout | None = _kernels().columns_of(layout) if _serves(layout.kv_indptr) else None
+    return found
