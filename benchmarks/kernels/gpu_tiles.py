@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time tile sizes of a backend's kernels on one workload, to choose its `config.py` from."""
+"""Time tile sizes of a backend's kernels on one workload, to choose its `config.py` from.
+
+    python benchmarks/kernels/gpu_tiles.py --density 0.1
+    python benchmarks/kernels/gpu_tiles.py --pieces --heads 64,4 --seqlen 16384 --density 0.15
+
+With `--pieces`: the backward of the Hopper kernels by the number of pieces that a group of heads is divided into.
+"""
 
 import argparse
 import importlib
 import itertools
+from functools import partial
 
 import torch
 from triton.testing import do_bench
@@ -28,19 +35,51 @@ CANDIDATES = {
 }  # fmt: skip
 
 
+def time_pieces(work, group_size):
+    """Print milliseconds of the Hopper backward in one pass, by the number of pieces of a group."""
+    from dynaxx.kernels.hopper.attention import backward_dkv
+    from dynaxx.kernels.hopper.attention.backward import attention_backward
+    from dynaxx.kernels.hopper.attention.forward import attention_forward
+
+    device, chosen = torch.device("cuda", 0), backward_dkv.backward_pieces
+    q, k, v = (x.detach() for x in work.inputs(device, 0))
+    scale = work.head_dim**-0.5
+    out, lse = attention_forward(q, k, v, work.layout(device, 0), scale)
+    do = torch.randn_like(out)
+    for pieces in ["chosen", *sorted({1, 2, -(-group_size // 4), -(-group_size // 2), group_size}), "chosen"]:
+        backward_dkv.backward_pieces = chosen if pieces == "chosen" else lambda *_, pieces=pieces: pieces
+        layout = work.layout(device, 0)  # what was launched for a layout is launched for it again
+        backward = partial(attention_backward, do, None, q, k, v, out, lse, layout, scale)
+        print(f"pieces {pieces}: {do_bench(backward, return_mode='median'):.3f} ms")
+    backward_dkv.backward_pieces = chosen
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seqlen", type=int, default=32768)
     parser.add_argument("--density", type=float, default=0.1)
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", default="32,8", help="q heads and kv heads")
+    parser.add_argument("--pieces", action="store_true", help="time pieces of groups in the Hopper backward instead")
     parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     args = parser.parse_args()
     need_gpu()
-    forward = importlib.import_module(f"dynaxx.kernels.{args.backend}.forward")
-    backward = importlib.import_module(f"dynaxx.kernels.{args.backend}.backward")
+    forward = importlib.import_module(f"dynaxx.kernels.{args.backend}.attention.forward")
+    backward = importlib.import_module(f"dynaxx.kernels.{args.backend}.attention.backward")
     device = torch.device("cuda", 0)
-    work = Workload("tiles", args.seqlen, density=args.density, block_size=args.block, head_dim=args.head_dim)
+    q_heads, kv_heads = map(int, args.heads.split(","))
+    work = Workload(
+        "tiles",
+        args.seqlen,
+        density=args.density,
+        block_size=args.block,
+        head_dim=args.head_dim,
+        heads=(q_heads, kv_heads),
+    )
+    if args.pieces:
+        time_pieces(work, q_heads // kv_heads)
+        return
     layout = work.layout(device, 0)
     q, k, v = (x.detach() for x in work.inputs(device, 0))
     scale = args.head_dim**-0.5

@@ -443,7 +443,8 @@ def test_groups_are_divided_as_measured():
 
     for heads, tokens, pieces in (
         ((32, 4), 32768, 4), ((28, 4), 24576, 4), ((28, 4), 16384, 4), ((32, 4), 8192, 4), ((28, 4), 8192, 4),
-        ((32, 8), 32768, 2), ((32, 16), 8192, 1), ((32, 32), 8192, 1), ((64, 4), 32768, 1), ((32, 8), 1024, 4),
+        ((32, 8), 32768, 2), ((32, 16), 8192, 1), ((32, 32), 8192, 1), ((64, 4), 32768, 8), ((48, 4), 16384, 6),
+        ((32, 8), 1024, 4),
     ):  # fmt: skip
         group_size, programs = heads[0] // heads[1], tokens // 128 * heads[1]
         assert backward_pieces(group_size, programs, 132, True) == pieces, (heads, tokens)

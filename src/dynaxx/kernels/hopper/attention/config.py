@@ -64,7 +64,8 @@ def backward_pieces(group_size: int, programs: int, processors: int, fused: bool
     Processing fewer q heads at a time keeps their q, do and sums of dq in L2. On an H200, whole groups and pieces of 4,
     2 and 1 heads take 4.56, 3.43, 3.32 and 3.57 ms over random 15 % of 24k tokens with 28/4 heads; 0.778, 0.829, 0.728
     and 0.772 over 20 % of 8k; 2.54, 2.21, 2.11 and 2.16 over everything visible at 8k; and 7.13, 5.31, 4.76 and 5.12
-    over 10 % of 32k with 32/4 heads.
+    over 10 % of 32k with 32/4 heads. Over 15 % of 16k, whole groups and pieces of two take 4.65 and 3.40 ms with 64/4
+    heads, 3.49 and 2.63 with 48/4, and 2.84 and 2.28 with 40/4.
 
     In a narrow layout, whose rows visit blocks up to `REACH` from the diagonal, programs that run at the same time
     share few queries, which fit in L2 for whole groups. On an H100, whole groups and pieces of two heads take 3.21 and
@@ -80,7 +81,7 @@ def backward_pieces(group_size: int, programs: int, processors: int, fused: bool
     """
     if narrow and fused and enough_for_one_pass(programs, processors):
         return 1
-    if fused and 4 <= group_size <= 8 and programs * group_size >= 4 * processors:
+    if fused and group_size >= 4 and programs * group_size >= 4 * processors:
         return (group_size + 1) // 2
     return group_size if programs < 2 * processors else 1
 
