@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the argument of a wrong type. The search runs only after a call has failed, so other calls pay nothing."""
+"""Read numbers, and name the argument of a wrong type. The search for that one runs only after a call has failed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 T = TypeVar("T")
@@ -44,6 +45,43 @@ def typed(target: T) -> T:
             raise TypeError(complaint) from error
 
     return cast(T, call)
+
+
+def number(name: str, value: object) -> float:
+    """Return an argument as a float.
+
+    Raises:
+        TypeError: the argument is not a real number, or is a tensor whose gradient, tangent or value would be lost.
+    """
+    if isinstance(value, Tensor):
+        _refuse_lost(name, value)
+    elif isinstance(value, str | bytes):
+        raise TypeError(f"`{name}` must be a number, got {value!r}")
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        raise TypeError(f"`{name}` must be a number, got {_described(value)}") from None
+
+
+def _refuse_lost(name: str, value: Tensor) -> None:
+    """Raise TypeError for a tensor that is more than its number: one with a gradient, or one that is recorded.
+
+    Gradients are refused under `torch.no_grad` too, in which operations without gradients run themselves.
+    """
+    instead = "multiply q by it and pass scale=1.0" if "scale" in name else "compute with dense attention to train it"
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        why = f"a tensor in a transform of torch.func, which would drop it; {instead}"
+    elif value.requires_grad:
+        why = f"a tensor that requires a gradient, which would be lost; pass float({name}.detach()), or {instead}"
+    elif forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+        why = f"a tensor with a tangent, which would be lost; pass float({name}.detach()), or {instead}"
+    elif torch._C._get_tracing_state() is not None:
+        why = f"a tensor, which torch.jit.trace would record as a constant; {instead}"
+    elif value.numel() != 1:
+        why = f"a tensor of shape {tuple(value.shape)}"
+    else:
+        return
+    raise TypeError(f"`{name}` must be a number, got {why}")
 
 
 def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -95,7 +133,8 @@ def fits(value: Any, hint: Any) -> bool:
         whole = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
         return whole and -(2**63) <= int(value) < 2**63
     if hint is float:
-        return isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
+        single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()  # see `number`
+        return single or isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
     if hint is bool:
         return isinstance(value, numbers.Integral | torch.SymBool)
     return not isinstance(hint, type) or getattr(hint, "_is_protocol", False) or isinstance(value, hint)

@@ -34,7 +34,7 @@ def split_attend(ranks: Ranks, split, **options):
         own = split or dxd.sequence_split(layout, ranks.mesh)
         q_split, kv_split = own if isinstance(own, tuple) else (own, own)
         parts = [TakeShard.apply(x, s, ranks) for x, s in ((q, q_split), (k, kv_split), (v, kv_split))]
-        out, lse = dxd.sparse_attention(*parts, layout, ranks.mesh, split=split, return_lse=True, **options)
+        out, lse = dxd.sparse_attention(*parts, layout, ranks.mesh, split=own, return_lse=True, **options)
         return WholeSequence.apply(out, q_split, 1, ranks), WholeSequence.apply(lse, q_split, 2, ranks)
 
     return attend
@@ -138,7 +138,7 @@ def case_packed_batches(ranks):
     q, k, v = (x.to(ranks.device) for x in (q, k, v))
     split = dxd.sequence_split(layout, ranks.mesh)
     own = [split.shard(x[0], ranks.rank, 0) for x in (q, k, v)]
-    out, lse = dxd.sparse_attention(*own, layout, ranks.mesh, return_lse=True)
+    out, lse = dxd.sparse_attention(*own, layout, ranks.mesh, split=split, return_lse=True)
     whole, whole_lse = dx.sparse_attention(q[0], k[0], v[0], layout, return_lse=True)
     torch.testing.assert_close(out, split.shard(whole, ranks.rank, 0))
     torch.testing.assert_close(lse, split.shard(whole_lse, ranks.rank, 1))
@@ -188,13 +188,15 @@ def case_autocast_and_wrong_sinks(ranks):
     split = dxd.sequence_split(layout, ranks.mesh)
     own = [split.shard(x, ranks.rank) for x in (q, k.bfloat16(), v)]
     with torch.autocast(ranks.device, dtype=torch.bfloat16):
-        found = dxd.sparse_attention(*own, layout, ranks.mesh)
+        found = dxd.sparse_attention(*own, layout, ranks.mesh, split=split)
         wanted = dx.sparse_attention(q, k, v, layout)
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found, split.shard(wanted, ranks.rank), atol=2e-2, rtol=2e-2)
     sent = dxd.traffic().bytes_sent
     with pytest.raises(ValueError, match="sinks"):
-        dxd.sparse_attention(*(x.float() for x in own), layout, ranks.mesh, sinks=torch.zeros(3, device=ranks.device))
+        dxd.sparse_attention(
+            *(x.float() for x in own), layout, ranks.mesh, split=split, sinks=torch.zeros(3, device=ranks.device)
+        )
     assert dxd.traffic().bytes_sent == sent
 
 
@@ -220,7 +222,7 @@ def case_scores_that_are_capped_and_sinks(ranks):
     split = dxd.sequence_split(layout, ranks.mesh)
     own = [split.shard(x, ranks.rank) for x in (q, k, v)]
     options = {"softcap": 3.0, "sinks": sinks, "scale": 0.3}
-    out = dxd.sparse_attention(*own, layout, ranks.mesh, **options)
+    out = dxd.sparse_attention(*own, layout, ranks.mesh, split=split, **options)
     whole = dx.sparse_attention(q, k, v, layout, **options)
     torch.testing.assert_close(out, split.shard(whole, ranks.rank))
 
@@ -241,7 +243,7 @@ def case_twice_the_same_bits(ranks):
 
     def run():
         leaves = [x.clone().requires_grad_() for x in own]
-        out = dxd.sparse_attention(*leaves, layout, ranks.mesh, stages=2)
+        out = dxd.sparse_attention(*leaves, layout, ranks.mesh, split=split, stages=2)
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
@@ -266,6 +268,21 @@ def case_bytes_are_as_planned(ranks):
         assert between.bytes_sent - before.bytes_sent == plan.bytes_sent(*own[1:]) == sent * token
         assert between.bytes_received - before.bytes_received == plan.bytes_received(*own[1:])
         assert after.bytes_sent - between.bytes_sent == plan.backward_bytes_sent(*own[1:])
+
+
+def case_shards_need_their_split(ranks):
+    """Shards of another split have the same shapes, so nothing but the caller knows which they are."""
+    layout = dx.Causal().layout(256, block_size=32, device=ranks.device)
+    q = torch.randn(1, 256, 2, 16, generator=torch.Generator().manual_seed(0)).to(ranks.device)
+    for split in (dxd.SequenceSplit.contiguous(256, ranks.count, 32), dxd.SequenceSplit.zigzag(256, ranks.count, 32)):
+        own = split.shard(q, ranks.rank)
+        with pytest.raises(TypeError, match=r"`split` must be the split that made these shards"):
+            dxd.sparse_attention(own, own, own, layout, ranks.mesh)
+        with pytest.raises(TypeError, match=r"`split` must be the split"):
+            dxd.exchange_plan(own, own, own, layout, ranks.mesh)
+        found = dxd.sparse_attention(own, own, own, layout, ranks.mesh, split=split)
+        wanted = split.shard(dx.sparse_attention(q, q, q, layout), ranks.rank)
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
 
 
 def case_senders_know_where_receivers_want_tokens(ranks):

@@ -18,7 +18,7 @@ def case_a_rank_is_killed_between_two_steps(ranks: Ranks):
     shape = (1, split.length(ranks.rank), 2, 16)
     own = [torch.randn(shape, device=ranks.device, requires_grad=True) for _ in range(3)]
     stages = 2 if "DYNAXX_COPY_ENGINES" in os.environ else None  # one stage does not use them
-    attend = lambda: dxd.sparse_attention(*own, layout, ranks.mesh, stages=stages)
+    attend = lambda: dxd.sparse_attention(*own, layout, ranks.mesh, split=split, stages=stages)
     out = attend()
     if ranks.rank == ranks.count - 1:
         os.kill(os.getpid(), 9)

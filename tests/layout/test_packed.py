@@ -2,7 +2,8 @@
 """Packed batches give each sequence the result it has alone, forward and backward."""
 
 import random
-from itertools import pairwise
+import time
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -182,3 +183,43 @@ def test_the_layout_must_be_for_these_lengths():
             call()
     with pytest.raises(TypeError, match="select_packed_blocks"):
         dx.packed_layout(dx.TopK(1), (0, 64))
+
+
+SIMPLE = (
+    dx.Causal(),
+    dx.SlidingWindow((9, 4)),
+    dx.SlidingWindow(16) | dx.Sink(4),
+    dx.GlobalTokens((1, 7)),
+    dx.SlidingWindow(300) & dx.Causal(),
+    dx.Dilated(4, 2),
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_sequences_at_once_show_what_each_shows_alone(seed):
+    rng = random.Random(seed)
+    lengths = [(rng.choice(LENGTHS), rng.choice((*LENGTHS, 100))) for _ in range(rng.choice((1, 3, 30)))]
+    ends_q, ends_k = (cumulative(side) for side in zip(*lengths, strict=True))
+    ends_k = ends_q if rng.random() < 0.5 else ends_k
+    rule, causal = rng.choice(SIMPLE), rng.random() < 0.6
+    block_size = (rng.choice(BLOCK_SIZES), rng.choice(BLOCK_SIZES))
+    alone = [
+        rule.layout(b - a, d - c, causal=causal, block_size=block_size) if b > a and d > c else None
+        for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True)
+    ]
+    found = dx.packed_layout(rule, ends_q, ends_k, causal=causal, block_size=block_size)
+    wanted = pack_layouts(alone, ends_q, ends_k, block_size=block_size)
+    found.validate()
+    assert found.nnz <= wanted.nnz
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+
+
+@pytest.mark.parametrize("rule", [dx.Causal(), dx.SlidingWindow(64) | dx.Sink(4)])
+@pytest.mark.parametrize("same", [True, False])
+def test_thousands_of_sequences_take_milliseconds(rule, same):
+    rng = random.Random(0)
+    lengths = [(rng.randint(1, 100), rng.randint(100, 300)) for _ in range(2000)]
+    ends_q, ends_k = (list(accumulate(side, initial=0)) for side in zip(*lengths, strict=True))
+    start = time.thread_time()
+    dx.packed_layout(rule, ends_q, ends_q if same else ends_k, block_size=64)
+    assert time.thread_time() - start < 0.5  # sequence by sequence, it takes several seconds

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import number, typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.by_layout.backward import split_backward
 from dynaxx.distributed.by_layout.forward import split_forward
 from dynaxx.distributed.by_layout.settings import Settings
-from dynaxx.distributed.choose import sequence_split
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import ExchangePlan, plan_exchange
 from dynaxx.distributed.sharded import ShardedLayout
@@ -60,8 +59,8 @@ def sparse_attention(
         layout: layout of the whole sequence, equal on all ranks; or this rank's rows of it, from `ShardedLayout.of` or
             `select_split_blocks`, which include the split.
         mesh: the ranks that share the sequence, as a one-dimensional DeviceMesh or a process group.
-        split: which rank owns which tokens; `sequence_split(layout, mesh)` by default. A pair (queries, keys) if
-            queries and keys are split differently.
+        split: which rank owns which tokens, the split that made the shards; required unless the layout includes it. A
+            pair (queries, keys) if queries and keys are split differently.
         scale: softmax scale, default head_dim ** -0.5.
         softcap: as for `dynaxx.sparse_attention`.
         sinks: as for `dynaxx.sparse_attention`. Each rank gets its part of the gradient; sum it over the ranks, like
@@ -89,7 +88,7 @@ def sparse_attention(
     if sinks is not None:
         check_sinks(sinks, q)
     scale = softmax_scale(scale, q.shape[-1])
-    softcap = None if softcap is None else float(softcap)
+    softcap = None if softcap is None else number("softcap", softcap)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     needs_lse = needs_grad or return_lse or sinks is not None
     settings = Settings(plan, group, scale, softcap, backend, needs_grad, needs_lse)
@@ -131,7 +130,7 @@ def shard_layout(layout: BlockLayout | ShardedLayout, group: ProcessGroup, split
     """Return this rank's rows of a layout, cached with the layout.
 
     Raises:
-        TypeError: `layout` is neither a BlockLayout nor a ShardedLayout.
+        TypeError: `layout` is neither a BlockLayout nor a ShardedLayout, or `split` is missing.
         ValueError: `split` is given for a ShardedLayout, or does not match the layout or the group.
     """
     if isinstance(layout, ShardedLayout):
@@ -142,7 +141,11 @@ def shard_layout(layout: BlockLayout | ShardedLayout, group: ProcessGroup, split
     if not isinstance(layout, BlockLayout):
         raise TypeError(f"`layout` must be a BlockLayout or a ShardedLayout, got {type(layout).__name__}")
     if split is None:
-        split = sequence_split(layout, group)
+        raise TypeError(
+            "`split` must be the split that made these shards; others of the same shapes give other results: "
+            "sequence_split(layout, mesh), or SequenceSplit.contiguous(seqlen, ranks, chunk) for consecutive "
+            "runs of whole chunks, each with the method `shard`"
+        )
     q_split, kv_split = split if isinstance(split, tuple) else (split, split)
     rank = dist.get_rank(group)
     known = _sharded.setdefault(layout, {})

@@ -68,11 +68,12 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
     """Return the `BlockLayout` of FlexAttention's `BlockMask`.
 
     Args:
-        block_mask: the mask to convert. Its `mask_mod` runs on partial blocks only.
+        block_mask: the mask to convert. Its `mask_mod` runs on partial blocks only, mapped over single indices as in
+            FlexAttention's `create_mask`.
         chunk: number of partial blocks that one call of `mask_mod` covers.
 
     Raises:
-        TypeError: `block_mask` is not a BlockMask.
+        TypeError: `block_mask` is not a BlockMask, or its `mask_mod` does not return a bool.
         ValueError: the block size is not supported, or `chunk` is below 1.
     """
     if chunk < 1:
@@ -94,16 +95,15 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
         return flat_rows, indices.flatten(0, 2)[flat_rows, slot].long()
 
     flat_rows, cols = entries(block_mask.kv_num_blocks, block_mask.kv_indices)
-    r = torch.arange(block_size[0], device=flat_rows.device)[:, None]
-    c = torch.arange(block_size[1], device=flat_rows.device)
+    r, c = (torch.arange(size, device=flat_rows.device) for size in block_size)
     bits = []
     for some, col in zip(flat_rows.split(chunk), cols.split(chunk), strict=True):
+        if not len(some):  # `split` gives one part of nothing
+            break
         row, head, b = some % q_blocks, some // q_blocks % heads, some // q_blocks // heads
-        q_idx, kv_idx = row[:, None, None] * block_size[0] + r, col[:, None, None] * block_size[1] + c
-        in_range = (q_idx < seqlen_q) & (kv_idx < seqlen_k)
-        q_safe, kv_safe = q_idx.clamp(max=seqlen_q - 1), kv_idx.clamp(max=seqlen_k - 1)
-        seen = block_mask.mask_mod(b[:, None, None], head[:, None, None], q_safe, kv_safe) & in_range
-        bits.append(seen.expand(len(some), *block_size))
+        q_idx, kv_idx = row[:, None] * block_size[0] + r, col[:, None] * block_size[1] + c
+        seen = _visible(block_mask, b, head, q_idx.clamp(max=seqlen_q - 1), kv_idx.clamp(max=seqlen_k - 1))
+        bits.append(seen & (q_idx < seqlen_q)[:, :, None] & (kv_idx < seqlen_k)[:, None])
     none = torch.zeros(0, *block_size, dtype=torch.bool, device=flat_rows.device)
     masks, mask_ids = unique_masks(ElementMasks.from_dense(torch.cat([none, *bits])))
     empty = (masks.bits == 0).all(-1).all(-1) if len(masks) else None
@@ -120,3 +120,23 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
         layout_batch=batch,
         layout_heads=heads,
     )
+
+
+def _visible(block_mask: BlockMask, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Return what `mask_mod` says of the pairs of n blocks, (n, q_block, kv_block) bool.
+
+    A mask function is written for single indices: it may index a tensor with one of them, and reduce the result. b and
+    h are (n,), q_idx (n, q_block), kv_idx (n, kv_block).
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    each_key = torch.vmap(block_mask.mask_mod, (None, None, None, 0))
+    each_query = torch.vmap(each_key, (None, None, 0, None))
+    with TransformGetItemToIndex():  # indexing by an index that is mapped over, `mask[b]`, would read its value
+        seen: Tensor = torch.vmap(each_query)(b, h, q_idx, kv_idx)
+    if seen.dtype != torch.bool or seen.shape != (*q_idx.shape, kv_idx.shape[1]):
+        raise TypeError(
+            f"`mask_mod` of `block_mask` must return one bool for each pair, got {seen.dtype} of shape "
+            f"{tuple(seen.shape[3:])}"
+        )
+    return seen

@@ -50,7 +50,7 @@ def sorted_entries(grid: BlockGrid, entries: Entries) -> SortedEntries:
     shape = (entries.layout_batch, entries.layout_heads, grid.q_blocks)
     num_rows = prod(shape)
     counts = torch.bincount(flat_rows, minlength=num_rows)
-    partial = torch.bincount(flat_rows, weights=1.0 - full, minlength=num_rows) if flat_rows.numel() else counts
+    partial = torch.bincount(flat_rows, weights=(1 - full).float(), minlength=num_rows) if flat_rows.numel() else counts
     return SortedEntries(
         kv_indptr=row_offsets(counts.view(shape)),
         kv_num_partial=partial.view(shape).to(torch.int32),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that create tensors on the host under any `torch.set_default_device`, and copy several to a GPU at once."""
+"""Helpers for tensors on the host: their device, their addresses for the core, and copies of several to a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int64
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -48,6 +49,32 @@ def never_traced(function: Callable[P, R]) -> Callable[P, R]:
         inner = inner.__wrapped__
     frames.set_code_exec_strategy(inner.__code__, skip)  # other functions share the code of wrappers
     return function
+
+
+_NOTHING = c_int64(0)
+
+
+def address(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, strided: bool = False) -> int:
+    """Return the address of a tensor for the core, which trusts what it is told of the memory there.
+
+    torch gives empty tensors the address 0, which the core would read as "absent". They get a valid address instead.
+
+    Args:
+        x: the tensor.
+        dtype: the dtype that the core reads or writes.
+        shape: the shape that the core assumes.
+        strided: whether the core is told the strides; only the last dimension must then be contiguous.
+
+    Raises:
+        RuntimeError: the tensor has another dtype, shape or device, or is not contiguous. This is a bug of dynaxx.
+    """
+    whole = (x.stride()[-1] == 1 or shape[-1] == 1) if strided else x.is_contiguous()
+    if x.dtype is not dtype or x.shape != shape or not whole or not x.is_cpu:
+        raise RuntimeError(
+            f"the CPU core needs {dtype} {tuple(shape)} on the CPU, got {x.dtype} {tuple(x.shape)} on {x.device} with "
+            f"strides {x.stride()}; please report this bug"
+        )
+    return x.data_ptr() or addressof(_NOTHING)
 
 
 def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -48,7 +48,7 @@ class PackedLayout(BlockLayout):
         if torch.device(device) == self.device:
             return self
         moved = BlockLayout.to(self, device)
-        packed = _with_lengths(moved, self.cu_seqlens_q, self.cu_seqlens_k)
+        packed = with_lengths(moved, self.cu_seqlens_q, self.cu_seqlens_k)
         attach(packed, lambda: self.host, moved.kv_order)
         return packed
 
@@ -107,7 +107,7 @@ def pack_layouts(
         nothing = BlockGrid(starts_q[-1], starts_k[-1], as_block_size(block_size), causal=False)
         none = torch.zeros(0, dtype=torch.int64)
         base = BlockLayout.from_entries(nothing, none, none, none, ElementMasks.empty(nothing.block_size))
-        return _with_lengths(base, starts_q, starts_k)
+        return with_lengths(base, starts_q, starts_k)
     first = present[0][1]
     grid = BlockGrid(starts_q[-1], starts_k[-1], first.block_size, causal=False)
     pieces, table = cut(present, starts_q, starts_k)
@@ -121,10 +121,11 @@ def pack_layouts(
     partial = covered < height * width
     masks, mask_ids[partial] = union_masks(pieces, which, partial, table, first.block_size)
     base = BlockLayout.from_entries(grid, row, col, mask_ids, masks, layout_heads=first.layout_heads)
-    return _with_lengths(base, starts_q, starts_k)
+    return with_lengths(base, starts_q, starts_k)
 
 
-def _with_lengths(base: BlockLayout, ends_q: CuSeqlens, ends_k: CuSeqlens) -> PackedLayout:
+def with_lengths(base: BlockLayout, ends_q: CuSeqlens, ends_k: CuSeqlens) -> PackedLayout:
+    """Return a layout over packed tokens with the cumulative lengths of its sequences."""
     own = {field.name: getattr(base, field.name) for field in fields(BlockLayout) if field.init}
     lengths = [torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in map(_as_list, (ends_q, ends_k))]
     return PackedLayout(**own, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])

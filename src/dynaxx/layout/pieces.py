@@ -46,18 +46,24 @@ def cut(
     """Cut the blocks of every sequence at the packed grid; return the pieces and the mask table for their ids."""
     first = present[0][1]
     (q_block, kv_block), device = first.block_size, first.device
-    tables: dict[int, int] = {}  # offset of each layout's masks in `masks`; sequences of equal length share a layout
-    masks, columns = ElementMasks.empty(first.block_size, device), []
+    sequences: dict[int, list[int]] = {}  # those of equal length share a layout
     for s, layout in present:
-        if id(layout) not in tables:
-            tables[id(layout)] = len(masks)
-            masks = masks.append(layout.masks)
+        sequences.setdefault(id(layout), []).append(s)
+    layouts = {id(layout): layout for _, layout in present}
+    masks, columns = ElementMasks.empty(first.block_size, device), []
+    for key, layout in layouts.items():
         flat_rows, cols, mask_ids = layout.entries()
         row, head = flat_rows % max(1, layout.q_blocks) * q_block, flat_rows // max(1, layout.q_blocks)
         col = cols * kv_block
-        mask_ids = torch.where(mask_ids == FULL, FULL, mask_ids + tables[id(layout)])
+        mask_ids = torch.where(mask_ids == FULL, FULL, mask_ids + len(masks))
+        masks = masks.append(layout.masks)
         rows, width = (layout.seqlen_q - row).clamp(max=q_block), (layout.seqlen_k - col).clamp(max=kv_block)
-        columns.append(torch.stack([head, row + starts_q[s], col + starts_k[s], mask_ids, rows, width]))
+        at_q, at_k = (
+            torch.tensor([starts[s] for s in sequences[key]], dtype=torch.int64, device=device)[:, None]
+            for starts in (starts_q, starts_k)
+        )
+        numbers = torch.broadcast_tensors(head, row + at_q, col + at_k, mask_ids, rows, width)
+        columns.append(torch.stack([x.flatten() for x in numbers]))
     head, at_q, at_k, mask_ids, rows, width = torch.cat(columns, dim=1)
     q_blocks, kv_blocks = -(-starts_q[-1] // q_block), -(-starts_k[-1] // kv_block)
     found = []

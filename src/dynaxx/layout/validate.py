@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.core.library import present_library
 from dynaxx.core.status import OK
 from dynaxx.layout.grid import as_block_size
-from dynaxx.layout.host import never_traced
+from dynaxx.layout.host import address, never_traced
 from dynaxx.layout.masks import FULL, ElementMasks
 
 if TYPE_CHECKING:
@@ -111,4 +111,4 @@ def _core_accepts(layout: LayoutTensors) -> bool:
     tensors = [x.contiguous() for x in layout.tensors[:4]]
     heads = layout.layout_batch * layout.layout_heads
     sizes = (heads, layout.q_blocks, layout.kv_blocks, len(layout.masks), layout.kv_indices.numel())
-    return library.dynaxx_cpu_plan_check(*(x.data_ptr() for x in tensors), *sizes) == OK
+    return library.dynaxx_cpu_plan_check(*(address(x, torch.int32, x.shape) for x in tensors), *sizes) == OK

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import number, typed
 from dynaxx.derivatives import transforms_active
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
@@ -119,7 +119,7 @@ def sparse_attention(
         check_packed(q, k, v, layout, cu_seqlens_q, cu_seqlens_k)
         q, k, v = q[None], k[None], v[None]
     scale = None if scale is None else softmax_scale(scale, q.shape[-1])
-    softcap = None if softcap is None else float(softcap)
+    softcap = None if softcap is None else number("softcap", softcap)
     if sinks is not None:
         check_sinks(sinks, q)
     out, lse = _attend(q, k, v, layout, scale, softcap, sinks, backend)

@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import number
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 
@@ -69,7 +70,7 @@ def check_inputs(
     if layout.device != q.device:
         raise ValueError(f"`layout` must be on q's device {q.device}, got {layout.device}; use layout.to(q.device)")
     if softcap is not None:
-        check_softcap(softcap)
+        softcap = check_softcap(softcap)
     if values:
         check_values(layout)
     if needs_grad is None:
@@ -123,11 +124,13 @@ def check_softcap(softcap: float) -> float:
     """Return the softcap as a float.
 
     Raises:
+        TypeError: the softcap is not a number, or a tensor that requires a gradient.
         ValueError: the softcap is not positive and finite.
     """
+    softcap = number("softcap", softcap)
     if not 0 < softcap < float("inf"):
         raise ValueError(f"`softcap` must be > 0 and finite, or None for no cap, got {softcap}")
-    return float(softcap)
+    return softcap
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:

@@ -168,7 +168,7 @@ def index_loss(
             raise ValueError(f"`block_indices` must have one select_head here, got {block_indices.shape[-2]}")
         block_indices = block_indices.flatten(0, -2)
     heads, dim = index_q.shape[-2:]
-    scales = (softmax_scale(scale, q.shape[-1]), softmax_scale(index_scale, dim * heads))
+    scales = (softmax_scale(scale, q.shape[-1]), softmax_scale(index_scale, dim * heads, "index_scale"))
     flat = (lambda x: x.flatten(0, 1)) if index_q.ndim == 4 else (lambda x: x)
     inputs = [flat(x) for x in (index_q, index_k, index_weights, q.detach(), k.detach())]
     dtypes = [torch.promote_types(a.dtype, b.dtype) for a, b in (inputs[3:], inputs[:2])]

@@ -103,6 +103,13 @@ def _entries_of_runs(grid: BlockGrid, partial: Runs, filled: Runs, rows: Ints, m
     return VisitedEntries(num_partial, num_partial + num_full, indices, entry_mask_ids)
 
 
+def assembled_layout(
+    grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: tuple[NDArray[Any], ...], bits: Words
+) -> BlockLayout:
+    """Return the layout of some blocks on the host, as `_sorted_entries` takes them, with their table of masks."""
+    return _layout(grid, _sorted_entries(grid, listed, filled), bits, torch.device("cpu"))
+
+
 def _sorted_entries(
     grid: BlockGrid, listed: tuple[NDArray[Any], ...], filled: tuple[NDArray[Any], ...]
 ) -> VisitedEntries:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.core.library import present_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.layout import BlockGrid
-from dynaxx.layout.host import dense_views, never_traced
+from dynaxx.layout.host import address, dense_views, never_traced
 
 if TYPE_CHECKING:
     from dynaxx.patterns.base import Pattern
@@ -40,7 +40,7 @@ def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list
     except BaseException:
         library.dynaxx_cpu_take_layout(built, None, 0)
         raise
-    raise_for_status(library.dynaxx_cpu_take_layout(built, found.data_ptr(), total))
+    raise_for_status(library.dynaxx_cpu_take_layout(built, address(found, torch.int32, (total,)), total))
     rows, masks = grid.q_blocks, sizes[5] // 2
     shapes = [
         (1, 1, rows + 1),

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
-from dynaxx.layout.packed import CuSeqlens, PackedLayout, host_lengths, pack_layouts
+from dynaxx.layout.packed import CuSeqlens, PackedLayout, host_lengths, pack_layouts, with_lengths
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.build import build_layout
+from dynaxx.patterns.documents import Documents
+from dynaxx.patterns.packed_terms import layout_of_terms
 
 
 @typed
@@ -53,6 +56,15 @@ def packed_layout(
     return _cached(rule, ends_q, ends_k, as_block_size(block_size), causal, torch.device(device))
 
 
+def _of_all_sequences(
+    rule: Pattern, ends_q: tuple[int, ...], ends_k: tuple[int, ...], block_size: tuple[int, int], causal: bool
+) -> BlockLayout | None:
+    """Return the layout of a rule for which all sequences can be laid out at once, else None."""
+    if rule.by_distance and ends_q == ends_k:  # distances do not depend on where a sequence starts
+        return build_layout(Documents(ends_k) & rule, BlockGrid(ends_q[-1], ends_k[-1], block_size, causal))
+    return layout_of_terms(rule, np.array(ends_q), np.array(ends_k), block_size, causal)
+
+
 @LayoutCache
 def _cached(
     rule: Pattern,
@@ -69,6 +81,10 @@ def _cached(
             "`cu_seqlens_q` and `cu_seqlens_k` must describe the same number of sequences, "
             f"got {len(ends_q) - 1} and {len(ends_k) - 1}"
         )
+    if min(ends_q[-1], ends_k[-1]):
+        layout = _of_all_sequences(rule, ends_q, ends_k, block_size, causal)
+        if layout is not None:
+            return with_lengths(layout, ends_q, ends_k)
     built: dict[tuple[int, int], BlockLayout | None] = {}
     layouts = []
     for s in range(len(ends_q) - 1):

@@ -174,7 +174,7 @@ class Threshold(Selector):
         if self.of == "max":
             reference = scores.amax(-1, keepdim=True)
         else:
-            reference = scores.logsumexp(-1, keepdim=True) - visible.clamp(min=1).log()[:, None]
+            reference = scores.logsumexp(-1, keepdim=True) - visible.clamp(min=1).float().log()[:, None]
         least = reference + shares.log()[:, None, None]  # a share of 0 gives -inf, which every block reaches
         return (scores >= least) & optional
 
@@ -192,4 +192,4 @@ def _checked_heads(name: str, values: tuple[float, ...], heads: int) -> tuple[fl
 def _count(budget: float, visible: Tensor) -> Tensor:
     if isinstance(budget, int):
         return torch.full_like(visible, min(budget, MOST_BLOCKS))
-    return (visible * budget).ceil().long()
+    return (visible.float() * budget).ceil().long()

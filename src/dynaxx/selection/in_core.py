@@ -93,6 +93,6 @@ def _counts(choice: ChoiceSettings, grid: BlockGrid, q_heads: int) -> Tensor:
     seen = visible.clamp(min=choice.floor)
     rows = []
     for amount in choice.amounts:
-        count = (seen * amount).ceil().long() if choice.shares else torch.full_like(seen, int(amount))
+        count = (seen.float() * amount).ceil().long() if choice.shares else torch.full_like(seen, int(amount))
         rows.append(torch.where(count >= visible, best_blocks.ALL, count).int())
     return torch.stack(rows).expand(q_heads, -1).contiguous()

@@ -24,7 +24,7 @@ from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import as_block_size
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.autocast import follow_autocast
-from dynaxx.ops.checks import check_sinks
+from dynaxx.ops.checks import check_sinks, check_softcap
 from dynaxx.selection import Hybrid, Selector
 from dynaxx.selection.base import selection_grid
 
@@ -85,6 +85,7 @@ def sparse_attention_by_rule(
         check_sinks(sinks, q)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     scale = softmax_scale(scale, q.shape[-1])
+    softcap = None if softcap is None else check_softcap(softcap)
     needs_lse = needs_grad or return_lse or sinks is not None
     settings = Settings(rule, split, rank, group, causal, sizes, scale, softcap, backend, form, needs_grad, needs_lse)
     out, lse = _RuleAttention.apply(q, k, v, settings) if needs_grad else rule_forward(q, k, v, settings)[:2]

@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import number
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.layout.grid import as_integer
 from dynaxx.patterns import Causal, Full, Pattern, SlidingWindow
 
 
-def rule_of(causal: bool, window_size: tuple[int, int]) -> Pattern:
+def rule_of(causal: bool, window_size: Sequence[int] | Tensor) -> Pattern:
     """Return the rule that `causal` and `window_size` describe, bottom-right aligned as in flash-attn from 2.1 on.
 
     Raises:
@@ -22,17 +28,22 @@ def rule_of(causal: bool, window_size: tuple[int, int]) -> Pattern:
     return Full() if (left, right) == (-1, -1) else SlidingWindow((left, right))
 
 
-def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
-    """Return (left, right).
+def check_window(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
+    """Return (left, right). flash-attn also takes a list and a tensor.
 
     Raises:
         ValueError: not two whole numbers >= -1.
     """
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+    given = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    if not isinstance(given, tuple | list) or len(given) != 2:
         raise ValueError(f"`window_size` must be (left, right), got {window_size!r}")
-    if any(not isinstance(side, int) or side < -1 for side in window_size):
+    try:
+        left, right = (as_integer("window_size", side) for side in given)
+    except TypeError:
+        left = right = -2
+    if min(left, right) < -1:
         raise ValueError(f"`window_size` must be two integers >= -1, -1 for unlimited, got {window_size!r}")
-    return window_size[0], window_size[1]
+    return left, right
 
 
 def softcap_of(softcap: float) -> float | None:
@@ -41,9 +52,26 @@ def softcap_of(softcap: float) -> float | None:
     Raises:
         ValueError: `softcap` is below 0 or not finite.
     """
+    softcap = number("softcap", softcap)
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"`softcap` must be finite and >= 0.0 (0.0 disables it), got {softcap}")
-    return None if softcap == 0 else float(softcap)
+    return None if softcap == 0 else softcap
+
+
+@contextmanager
+def arguments_named(**names: str) -> Iterator[None]:
+    """Replace the names of arguments in the errors of the functions that are called within, by those of the caller.
+
+    Args:
+        names: the caller's names by the functions' own.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if not error.args or not isinstance(error.args[0], str) or isinstance(error, UnsupportedInputError):
+            raise
+        error.args = (re.sub(r"`(\w+)`", lambda found: f"`{names.get(found[1], found[1])}`", error.args[0]),)
+        raise
 
 
 def refuse(

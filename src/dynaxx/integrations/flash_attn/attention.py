@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.integrations.flash_attn.arguments import (
+    arguments_named,
     block_size_of,
     check_deterministic,
     refuse,
@@ -29,7 +31,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -44,7 +46,7 @@ def flash_attn_func(
         dropout_p: must be 0.0.
         softmax_scale: softmax scale, head_dim ** -0.5 by default.
         causal: hide keys after the query; queries are aligned to the last keys.
-        window_size: (left, right), keys visible besides the query's own; -1 is unlimited.
+        window_size: (left, right), a pair or a tensor: keys visible besides the query's own; -1 is unlimited.
         softcap: cap on scores; 0.0 means none.
         alibi_slopes: must be None.
         deterministic: compute gradients bitwise deterministically. On a GPU this needs
@@ -65,7 +67,8 @@ def flash_attn_func(
     _check_rank(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
     rule = rule_of(causal, window_size)
     layout = rule.layout(q.shape[1], k.shape[1], causal=causal, block_size=block_size_of(q), device=q.device)
-    out, lse = sparse_attention(q, k, v, layout, scale=softmax_scale, softcap=softcap_of(softcap), return_lse=True)
+    with arguments_named(scale="softmax_scale"):
+        out, lse = sparse_attention(q, k, v, layout, scale=softmax_scale, softcap=softcap_of(softcap), return_lse=True)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -81,7 +84,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -131,7 +134,8 @@ def flash_attn_varlen_func(
     layout = packed_layout(
         rule, cu_seqlens_q, cu_seqlens_k, causal=causal, block_size=block_size_of(q), device=q.device
     )
-    out, lse = sparse_attention(q, k, v, layout, scale=softmax_scale, softcap=softcap_of(softcap), return_lse=True)
+    with arguments_named(scale="softmax_scale"):
+        out, lse = sparse_attention(q, k, v, layout, scale=softmax_scale, softcap=softcap_of(softcap), return_lse=True)
     return (out, lse, None) if return_attn_probs else out
 
 

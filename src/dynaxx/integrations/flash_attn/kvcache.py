@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flash_attn_with_kvcache` of flash-attn 2.8, on dynaxx's decoding kernels.
 
-A cache is read without a copy: a paged one through its table, a contiguous one as pages that are views of its rows.
+A cache is read without a copy: a paged one through its table, a contiguous one as pages that are views of its rows, or
+as it is where pages would not fit its length and strides. Only chosen rows of such a cache are copied.
 Queries without causality or with a window to the right become sequences of one query each over the same pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,22 +16,37 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
-from dynaxx.integrations.flash_attn.arguments import check_window, refuse, softcap_of
+from dynaxx.integrations.flash_attn.arguments import arguments_named, check_window, refuse, softcap_of
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.ops.decode_checks import check_places
 
 PAGES = (256, 128, 64, 32, 16)  # supported tokens per page
+LOGICAL_PAGE = 64  # tokens per page of a cache that is read as it is
 
 
 class _Pages(NamedTuple):
-    """Paged view of a cache."""
+    """A cache in pages."""
 
-    k: Tensor  # (num_pages, page_size, kv_heads, head_dim), a view of the caller's tensor where `views`
+    k: Tensor  # (num_pages, page_size, kv_heads, head_dim); without a table (batch, seqlen, kv_heads, head_dim)
     v: Tensor
-    table: Tensor  # (batch, max_pages) int32
+    table: Tensor | None  # (batch, max_pages) int32
     page_size: int
+
+    def cache(self, used: Tensor, leftpad: Tensor | None) -> PagedCache:
+        """Return the cache of sequences with `used` keys, (batch,) int32."""
+        if self.table is None:
+            return PagedCache(self.k, self.v, used, leftpad_k=leftpad, page_size=self.page_size)
+        first = torch.arange(self.table.shape[1], device=used.device) * self.page_size
+        table = torch.where(first < used[:, None], self.table, -1)
+        return PagedCache(self.k, self.v, used, table, leftpad_k=leftpad)
+
+    def repeated(self, count: int) -> _Pages:
+        """Return the cache with each sequence `count` times in a row; without a table, keys are copied."""
+        if self.table is not None:
+            return self._replace(table=self.table.repeat_interleave(count, 0))
+        return self._replace(k=self.k.repeat_interleave(count, 0), v=self.v.repeat_interleave(count, 0))
 
 
 @typed
@@ -48,7 +65,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -100,18 +117,19 @@ def flash_attn_with_kvcache(
             f"heads, got {tuple(q.shape)}, {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     right = 0 if causal else right
-    used = _lengths(cache_seqlens, q, k_cache, block_table)
-    pages = _pages(q, k_cache, v_cache, cache_batch_idx, block_table)
-    q, used = _append(
-        q, k, v, pages, used, (rotary_cos, rotary_sin), rotary_interleaved, causal or left != -1 or right != -1
-    )
-    valid = torch.arange(pages.table.shape[1], device=q.device) * pages.page_size < used[:, None]
-    table = torch.where(valid, pages.table, -1)
-    if right == 0:
-        cache = PagedCache(pages.k, pages.v, used, table, leftpad_k=cache_leftpad)
-        out, lse = sparse_decode(q, cache, scale=softmax_scale, softcap=cap, window_size=(left, 0), return_lse=True)
-    else:
-        out, lse = _each_query(q, pages, used, table, cache_leftpad, softmax_scale, cap, (left, right))
+    names = {"scale": "softmax_scale", "page_table": "block_table", "seqused_k": "cache_seqlens"}
+    with arguments_named(**names, leftpad_k="cache_leftpad", k="k_cache", v="v_cache", cache="k_cache"):
+        used = _lengths(cache_seqlens, q, k_cache, block_table)
+        given = _given(q, k_cache, v_cache, cache_batch_idx, block_table)
+    ordered = causal or left != -1 or right != -1
+    q, used = _append(q, k, v, given, used, (rotary_cos, rotary_sin), rotary_interleaved, ordered)
+    with arguments_named(**names, leftpad_k="cache_leftpad", k="k_cache", v="v_cache", cache="k_cache"):
+        pages = _pages(given, cache_batch_idx, contiguous=block_table is None)
+        if right == 0:
+            cache, window = pages.cache(used, cache_leftpad), (left, 0)
+            out, lse = sparse_decode(q, cache, scale=softmax_scale, softcap=cap, window_size=window, return_lse=True)
+        else:
+            out, lse = _each_query(q, pages, used, cache_leftpad, softmax_scale, cap, (left, right))
     return (out, lse) if return_softmax_lse else out
 
 
@@ -119,7 +137,6 @@ def _each_query(
     q: Tensor,
     pages: _Pages,
     used: Tensor,
-    table: Tensor,
     leftpad: Tensor | None,
     scale: float | None,
     cap: float | None,
@@ -135,13 +152,7 @@ def _each_query(
     starts = torch.zeros_like(position) if leftpad is None else leftpad[:, None].expand(-1, count)
     if left != -1:
         starts = torch.maximum(starts, position - left)
-    cache = PagedCache(
-        pages.k,
-        pages.v,
-        ends.reshape(-1).contiguous(),
-        table.repeat_interleave(count, 0),
-        leftpad_k=starts.reshape(-1).contiguous(),
-    )
+    cache = pages.repeated(count).cache(ends.reshape(-1).contiguous(), starts.reshape(-1).contiguous())
     out, lse = sparse_decode(q.reshape(batch * count, 1, heads, -1), cache, scale=scale, softcap=cap, return_lse=True)
     return out.reshape(batch, count, heads, -1), lse.reshape(batch, count, heads).transpose(1, 2).contiguous()
 
@@ -162,32 +173,39 @@ def _lengths(given: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table
     return given
 
 
-def _pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, block_table: Tensor | None) -> _Pages:
-    """Return the cache as pages that are views, so that writes appear in the caller's tensors."""
+def _given(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, block_table: Tensor | None) -> _Pages:
+    """Return the cache in the caller's pages; a row of a contiguous cache is one page."""
     batch, length = q.shape[0], k_cache.shape[1]
     if block_table is not None and rows is not None:
         raise ValueError("`cache_batch_idx` must be None with `block_table`, which names the pages")
     if block_table is not None and (block_table.ndim != 2 or block_table.shape[0] != batch):
         raise ValueError(f"`block_table` must be (batch = {batch}, max_pages), got {tuple(block_table.shape)}")
-    size = next((size for size in PAGES if length and length % size == 0), 0)
-    if block_table is not None and size != length and length % 256:
+    if block_table is not None and length not in PAGES and (not length or length % 256):
         raise ValueError(f"pages must hold 16, 32, 64, 128 or a multiple of 256 tokens, got {length}")
-    if not size:
-        raise ValueError(f"the cache's length must be a multiple of 16, got {length}")
-    if rows is None:
-        rows = torch.arange(batch, device=q.device)
     if block_table is None:
+        rows = torch.arange(batch, device=q.device) if rows is None else rows
         if rows.shape != (batch,):
             raise ValueError(f"`cache_batch_idx` must be (batch = {batch},), got {tuple(rows.shape)}")
         if rows.is_cpu and batch and (int(rows.min()) < 0 or int(rows.max()) >= k_cache.shape[0]):
             raise ValueError(f"`cache_batch_idx` must name rows below {k_cache.shape[0]}, got {rows.tolist()}")
         block_table = rows[:, None]
-    each = length // size
-    table = (block_table.long()[:, :, None] * each + torch.arange(each, device=q.device)).flatten(1)
-    k_pages, v_pages = (x.unflatten(1, (each, size)).flatten(0, 1) for x in (k_cache, v_cache))
-    if k_pages.data_ptr() != k_cache.data_ptr() or v_pages.data_ptr() != v_cache.data_ptr():
-        raise ValueError("`k_cache` and `v_cache` must be contiguous in the dimensions batch and length")
-    return _Pages(k_pages, v_pages, table.to(torch.int32), size)
+    return _Pages(k_cache, v_cache, block_table.to(torch.int32), length)
+
+
+def _pages(given: _Pages, rows: Tensor | None, *, contiguous: bool) -> _Pages:
+    """Return the cache in pages that decoding supports, as views where that is possible."""
+    table, length = given.table, given.page_size
+    assert table is not None, "`_given` makes one"
+    size = next((size for size in PAGES if length and length % size == 0), 0)
+    each = length // size if size else 0
+    k, v = (x.unflatten(1, (each, size)).flatten(0, 1) if size else x for x in given[:2])
+    if not size or k.data_ptr() != given.k.data_ptr() or v.data_ptr() != given.v.data_ptr():
+        if not contiguous:
+            raise ValueError("`k` and `v` must be contiguous in the dimensions pages and page_size")
+        k, v = (x[: len(table)] if rows is None else x[rows] for x in given[:2])
+        return _Pages(k, v, None, LOGICAL_PAGE)
+    split = (table.long()[:, :, None] * each + torch.arange(each, device=table.device)).flatten(1)
+    return _Pages(k, v, split.to(torch.int32), size)
 
 
 def _append(
@@ -220,6 +238,7 @@ def _append(
         )
     new = k.shape[1]
     place = used[:, None].long() + torch.arange(new, device=q.device)
+    assert pages.table is not None, "`_given` makes one"
     if looks_at_values(place.device):
         check_places("block_table", pages.table, place, pages.page_size, pages.k, pages.v)
     if cos is not None and sin is not None:

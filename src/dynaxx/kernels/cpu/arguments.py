@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.cpu.threads import num_threads
+from dynaxx.layout.host import address
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # equal to those in core/source/elements.h
 
@@ -44,33 +45,54 @@ def forward_args(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: int,
+    plan: WorkPlan,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> bytes:
-    """Return the bytes of `ForwardArgs` for one launch; `plan` is the address of the layout's plan."""
-    batch, _, q_heads, head_dim = q.shape
+    """Return the bytes of `ForwardArgs` for one launch. The caller has made `out` and `lse` for q and v.
+
+    Raises:
+        RuntimeError: a tensor has another dtype, shape or device than the core assumes; see `layout.host.address`.
+    """
+    dtype, (batch, seqlen_q, q_heads, head_dim) = q.dtype, q.shape
+    (*of_k, k_head_dim), (*of_v, head_dim_v) = k.shape, v.shape
+    (*q_strides, q_step), (*k_strides, k_step), (*v_strides, v_step) = q.stride(), k.stride(), v.stride()
+    if not (
+        k.dtype is v.dtype is dtype
+        and of_k == of_v == [batch, plan.visited_seqlen, of_v[2]]
+        and seqlen_q == plan.seqlen
+        and k_head_dim == head_dim
+        and ((q_step == k_step == 1) or head_dim == 1)
+        and (v_step == 1 or head_dim_v == 1)
+        and q.is_cpu
+        and k.is_cpu
+        and v.is_cpu
+    ):
+        raise RuntimeError(
+            "the CPU core needs q, k and v that fit each other and the plan of the layout, "
+            f"got {q.dtype} {tuple(q.shape)}, {k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
+        )
     return _FORWARD.pack(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
-        ELEMENTS[q.dtype],
+        ELEMENTS[dtype],
         batch,
         q_heads,
-        k.shape[2],
+        of_v[2],
         head_dim,
-        v.shape[3],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        plan,
+        head_dim_v,
+        *q_strides,
+        *k_strides,
+        *v_strides,
+        addressof(plan),
         scale,
         softcap or 0.0,
         num_threads(),
-        0 if sinks is None else sinks.data_ptr(),
+        0 if sinks is None else address(sinks, torch.float32, (q_heads,)),
     )
 
 
@@ -114,17 +136,6 @@ class BackwardArgs(Structure):
         ("wave", c_int64),
         ("part", c_int64),
     ]
-
-
-_NOTHING = c_int64(0)
-
-
-def address(x: Tensor | None) -> int | None:
-    """Return the address of an optional tensor; None if it is absent.
-
-    torch gives empty tensors the address 0, which the core would read as "absent". They get a valid address instead.
-    """
-    return None if x is None else x.data_ptr() or addressof(_NOTHING)
 
 
 def readable(x: Tensor) -> Tensor:

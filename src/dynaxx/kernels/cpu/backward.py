@@ -14,7 +14,7 @@ from dynaxx.kernels.cpu import gather
 from dynaxx.kernels.cpu.arguments import ELEMENTS, BackwardArgs, readable, strides
 from dynaxx.kernels.cpu.plan import plan_of
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 
 WAVE_TOKENS = 4096  # tokens per thread in a wave of short heads; with fewer, threads would wait at the end of a wave
 LOW_SHARE = 0.1  # upper bound for the memory of low halves of sums, as a share of all tensors
@@ -75,17 +75,19 @@ def _core_backward(
     dk_low, dv_low = (x.new_empty(wave, *x.shape[1::2]) if parts else None for x in (k, v))
     plan = plan_of(layout, library, rows_are_keys=True)
     named = {"q": q, "k": k, "v": v, "out": out, "grad": do, "dq": dq, "dk": dk, "dv": dv}
+    of_q, of_k = (batch, layout.seqlen_q, q_heads), (batch, layout.seqlen_k, kv_heads)
+    shapes = {name: (*of_q, head_dim) for name in ("q", "dq")} | {name: (*of_q, head_dim_v) for name in ("out", "grad")}
+    shapes |= {name: (*of_k, head_dim) for name in ("k", "dk")} | {name: (*of_k, head_dim_v) for name in ("v", "dv")}
+    sums = {"dq_low": dq_low, "dk_low": dk_low, "dv_low": dv_low}
     args = BackwardArgs(
-        **{name: x.data_ptr() for name, x in named.items()},
+        **{name: address(x, q.dtype, shapes[name], strided=True) for name, x in named.items()},
+        **{name: None if x is None else address(x, q.dtype, x.shape) for name, x in sums.items()},
         **{f"{name}_strides": strides(x) for name, x in named.items()},
         element=ELEMENTS[q.dtype],
-        lse=lse.data_ptr(),
-        lse_grad=None if dlse is None else dlse.data_ptr(),
-        delta=delta.data_ptr(),
-        turns=turns.data_ptr(),
-        dq_low=None if dq_low is None else dq_low.data_ptr(),
-        dk_low=None if dk_low is None else dk_low.data_ptr(),
-        dv_low=None if dv_low is None else dv_low.data_ptr(),
+        lse=address(lse, torch.float32, (batch, q_heads, seqlen_q)),
+        lse_grad=None if dlse is None else address(dlse, torch.float32, lse.shape),
+        delta=address(delta, torch.float32, delta.shape),
+        turns=address(turns, torch.int32, turns.shape),
         batch=batch,
         q_heads=q_heads,
         kv_heads=kv_heads,

@@ -13,7 +13,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.threads import num_threads
 from dynaxx.layout.grid import BlockGrid
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.layout.masks import causal_mask_id_terms
 
 ALL = 2**31 - 1  # count of a row that takes every optional block
@@ -93,15 +93,13 @@ def best_blocks(
     library = active_library()
     assert library is not None, "`serves` says whether there is a core"
     (batch, _, q_heads, head_dim), kv_heads = q.shape, k.shape[2]
-    assert counts.is_contiguous(), "`counts` must be contiguous"
-    assert optional.is_contiguous(), "`optional` must be contiguous"
     chosen = torch.empty(batch, q_heads, *optional.shape, dtype=torch.int32)
     args = BestBlocksArgs(
-        q.data_ptr(),
-        k.data_ptr(),
-        counts.data_ptr(),
-        optional.data_ptr(),
-        chosen.data_ptr(),
+        address(q, torch.float32, (batch, grid.seqlen_q, q_heads, head_dim), strided=True),
+        address(k, torch.float32, (batch, grid.seqlen_k, kv_heads, head_dim), strided=True),
+        address(counts, torch.int32, (q_heads, grid.q_blocks)),
+        address(optional, torch.int32, (grid.q_blocks, -(-grid.kv_blocks // 32))),
+        address(chosen, torch.int32, chosen.shape),
         (c_int64 * 3)(*q.stride()[:3]),
         (c_int64 * 3)(*k.stride()[:3]),
         batch,
@@ -140,10 +138,10 @@ def listed_blocks(
     num_partial = torch.empty(batch, heads, rows, dtype=torch.int32)
     none = (None, None, None)
     args = ListBlocksArgs(
-        chosen.data_ptr(),
-        *(none if pattern is None else (x.data_ptr() for x in pattern)),
-        indptr.data_ptr(),
-        num_partial.data_ptr(),
+        address(chosen, torch.int32, (batch, heads, grid.q_blocks, -(-grid.kv_blocks // 32))),
+        *(none if pattern is None else (address(x, torch.int32, x.shape) for x in pattern)),
+        address(indptr, torch.int32, indptr.shape),
+        address(num_partial, torch.int32, num_partial.shape),
         None,
         None,
         batch * heads,
@@ -157,7 +155,8 @@ def listed_blocks(
     )
     raise_for_status(library.dynaxx_cpu_list_blocks(byref(args), num_threads()))
     indices, mask_ids = torch.empty(2, int(indptr[-1, -1, -1]) if indptr.numel() else 0, dtype=torch.int32)
-    args.indices, args.mask_ids, args.capacity = indices.data_ptr(), mask_ids.data_ptr(), indices.numel()
     if indices.numel():
+        args.indices, args.mask_ids = (address(x, torch.int32, indices.shape) for x in (indices, mask_ids))
+        args.capacity = indices.numel()
         raise_for_status(library.dynaxx_cpu_list_blocks(byref(args), num_threads()))
     return indptr, num_partial, indices, mask_ids

@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.threads import num_threads
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 
 
 class BlockScoreArgs(Structure):
@@ -74,11 +74,11 @@ def block_scores(queries: Tensor, k: Tensor, ends: Tensor, kv_block: int) -> Ten
     (batch, q_heads, rows, head_dim), (_, tokens, kv_heads, _) = queries.shape, k.shape
     best, sums = torch.empty(2, batch, q_heads, rows, -(-tokens // kv_block), dtype=torch.float32)
     args = BlockScoreArgs(
-        queries.data_ptr(),
-        k.data_ptr(),
-        ends.data_ptr(),
-        best.data_ptr(),
-        sums.data_ptr(),
+        address(queries, torch.float32, queries.shape),
+        address(k, torch.float32, (batch, tokens, kv_heads, head_dim), strided=True),
+        address(ends, torch.int64, (rows,)),
+        address(best, torch.float32, best.shape),
+        address(sums, torch.float32, best.shape),
         (c_int64 * 3)(*k.stride()[:3]),
         batch,
         q_heads,
@@ -103,7 +103,7 @@ def mark_best(scores: Tensor, counts: Tensor) -> Tensor:
     library, scores, counts = active_library(), scores.detach().contiguous(), counts.contiguous()
     assert library is not None, "`serves` says whether there is a core"
     marked = torch.zeros(scores.shape, dtype=torch.bool)
-    width = scores.shape[-1]
-    pointers = scores.data_ptr(), counts.numel(), width, counts.data_ptr(), num_threads(), marked.data_ptr()
-    raise_for_status(library.dynaxx_cpu_mark_best(*pointers))
+    *rows, width = scores.shape
+    read = address(scores, torch.float32, scores.shape), counts.numel(), width, address(counts, torch.int64, (*rows,))
+    raise_for_status(library.dynaxx_cpu_mark_best(*read, num_threads(), address(marked, torch.bool, scores.shape)))
     return marked

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
-from dynaxx.kernels.cpu.arguments import ELEMENTS, address, readable, strides
+from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.problem import DecodeProblem
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.layout.paging import PagedCache, PageStrides, PageSummaries
 from dynaxx.layout.paging.exact_tokens import ExactTokens
 
@@ -148,20 +148,20 @@ def attend_pages(
     arguments, _kept = _cache_args(cache)
     args = DecodeArgs(
         ctypes.pointer(arguments),
-        q.data_ptr(),
+        address(q, q.dtype, (cache.batch, seqlen_q, q_heads, cache.head_dim), strided=True),
         ELEMENTS[q.dtype],
         strides(q),
         seqlen_q,
         q_heads,
-        address(pages),
+        None if pages is None else address(pages, torch.int32, (batch, cache.kv_heads, pages.shape[2])),
         0 if pages is None else pages.shape[2],
-        out.data_ptr(),
-        lse.data_ptr(),
+        address(out, torch.float32, out.shape),
+        address(lse, torch.float32, lse.shape),
         scale,
         torch.get_num_threads(),
         *_exact_args(cache.exact),
         softcap or 0.0,
-        address(logits),
+        None if logits is None else address(logits, torch.float32, (q_heads,)),
         -1 if left is None else left,
     )
     raise_for_status(_library().dynaxx_cpu_decode(byref(args)))
@@ -181,15 +181,15 @@ def select_pages(
     summaries = _summary_args(arguments, cache.summaries, None)
     args = SelectArgs(
         ctypes.pointer(summaries),
-        q.data_ptr(),
+        address(q, q.dtype, (cache.batch, *q.shape[1:3], cache.head_dim), strided=True),
         ELEMENTS[q.dtype],
         strides(q),
         q.shape[1],
         q.shape[2],
-        wanted.data_ptr(),
+        address(wanted, torch.float32, (2, cache.kv_heads)),
         sinks,
         window,
-        chosen.data_ptr(),
+        address(chosen, torch.int32, chosen.shape),
         slots,
         scale,
         torch.get_num_threads(),
@@ -230,19 +230,19 @@ def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
         table = table.contiguous()
     scale_strides = lambda x: NO_STRIDES if x is None else cache.scale_strides(x)
     args = CacheArgs(
-        cache.k.data_ptr(),
-        cache.v.data_ptr(),
+        address(cache.k, cache.k.dtype, cache.k.shape, strided=True),
+        address(cache.v, cache.k.dtype, (*cache.k.shape[:3], cache.head_dim_v), strided=True),
         STORED[cache.k.dtype],
         cache.strides(cache.k),
         cache.strides(cache.v),
-        address(cache.k_scale),
-        address(cache.v_scale),
+        _scale_address(cache.k_scale),
+        _scale_address(cache.v_scale),
         scale_strides(cache.k_scale),
         scale_strides(cache.v_scale),
-        address(table),
+        None if table is None else address(table, torch.int32, (cache.batch, cache.max_pages), strided=True),
         0 if table is None else table.stride(0),
-        seqused.data_ptr(),
-        address(leftpad),
+        address(seqused, torch.int32, (cache.batch,)),
+        None if leftpad is None else address(leftpad, torch.int32, (cache.batch,)),
         cache.batch,
         cache.kv_heads,
         cache.max_pages,
@@ -255,20 +255,26 @@ def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
     return args, [x for x in (table, seqused, leftpad) if x is not None]
 
 
+def _scale_address(scale: Tensor | None) -> int | None:
+    """Return the address of fp32 scales; the core is told every stride."""
+    return None if scale is None else address(scale[..., None], torch.float32, (*scale.shape, 1), strided=True)
+
+
 def _exact_args(exact: ExactTokens | None) -> tuple[int | None, int | None, int, int, int]:
     if exact is None:
         return None, None, 0, 0, 0
-    return exact.k.data_ptr(), exact.v.data_ptr(), STORED[exact.k.dtype], exact.k.shape[1], exact.sinks
+    pointers = (address(x, exact.k.dtype, x.shape) for x in (exact.k, exact.v))
+    return *pointers, STORED[exact.k.dtype], exact.k.shape[1], exact.sinks
 
 
 def _summary_args(cache: CacheArgs, summaries: PageSummaries, new_tokens: int | None) -> SummaryArgs:
     return SummaryArgs(
         ctypes.pointer(cache),
-        summaries.low.data_ptr(),
-        summaries.high.data_ptr(),
+        address(summaries.low, summaries.low.dtype, summaries.low.shape, strided=True),
+        address(summaries.high, summaries.low.dtype, summaries.low.shape, strided=True),
         STORED[summaries.low.dtype],
         summaries.strides(),
-        address(summaries.scale),
+        _scale_address(summaries.scale),
         summaries.scale_strides(),
         summaries.bound,
         -1 if new_tokens is None else new_tokens,

@@ -63,7 +63,7 @@ def _core_forward(
     lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
     plan = plan_of(layout, library)  # stays alive until the core is done, even if another thread changes the layout
     logits = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
-    args = forward_args(q, k, v, out, lse, plan.address, scale, softcap, logits)
+    args = forward_args(q, k, v, out, lse, plan.struct, scale, softcap, logits)
     code = library.dynaxx_cpu_forward(args)
     if code:
         raise_for_status(code)

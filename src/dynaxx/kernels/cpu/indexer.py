@@ -16,7 +16,7 @@ from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.problem import IndexerProblem
 from dynaxx.kernels.reference import indexer as reference
 from dynaxx.kernels.rounding import to_fp8, to_int8
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.layout.tokens import TokenSpans
 
 __all__ = ["best_scores", "index_tokens", "to_fp8", "to_int8", "unsupported_reasons"]
@@ -66,18 +66,18 @@ def index_tokens(
     ends_q, ends_k = torch.tensor(spans.ends_q, dtype=torch.int64), torch.tensor(spans.ends_k, dtype=torch.int64)
     chosen = torch.empty(q.shape[0], 1, slots, dtype=torch.int32)
     args = IndexArgs(
-        q_rows.data_ptr(),
-        factors.data_ptr(),
-        k_rows.data_ptr(),
-        None if scale is None else scale.data_ptr(),
-        ends_q.data_ptr(),
-        ends_k.data_ptr(),
+        address(q_rows, torch.float32, (spans.ends_q[-1], q.shape[1], row)),
+        address(factors, torch.float32, q.shape[:2]),
+        address(k_rows, torch.float32, (spans.ends_k[-1], row)),
+        None if scale is None else address(scale, torch.float32, (spans.ends_k[-1],)),
+        address(ends_q, torch.int64, ends_q.shape),
+        address(ends_k, torch.int64, ends_q.shape),
         len(ends_q) - 1,
         q.shape[1],
         row,
         slots,
         spans.block_size,
-        chosen.data_ptr(),
+        address(chosen, torch.int32, chosen.shape),
         torch.get_num_threads(),
     )
     raise_for_status(library.dynaxx_cpu_index_tokens(byref(args)))
@@ -111,8 +111,9 @@ def best_scores(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
     rows, width = scores.shape
     if library is not None:
         chosen = torch.empty(rows, slots, dtype=torch.int32)
-        pointers = scores.data_ptr(), rows, width, counts.data_ptr(), slots, torch.get_num_threads(), chosen.data_ptr()
-        raise_for_status(library.dynaxx_cpu_token_top(*pointers))
+        read = address(scores, torch.float32, scores.shape), rows, width, address(counts, torch.int32, (rows,))
+        written = slots, torch.get_num_threads(), address(chosen, torch.int32, chosen.shape)
+        raise_for_status(library.dynaxx_cpu_token_top(*read, *written))
         return chosen
     hidden = torch.arange(width) >= counts[:, None]
     best = (scores + 0.0).masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :slots]

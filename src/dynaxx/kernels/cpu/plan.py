@@ -7,7 +7,7 @@ a layout while the core runs therefore gives wrong numbers at worst.
 
 from __future__ import annotations
 
-from ctypes import CDLL, addressof, pointer
+from ctypes import CDLL, pointer
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from dynaxx.core.status import BAD_INPUT, raise_for_status
 from dynaxx.kernels.cpu.arguments import WorkPlan
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 
 PANEL = 16  # queries per panel, equal to that in core/source/vec.h
 MAX_RUNS = 8  # equal to that in core/source/plan.h
@@ -45,10 +45,9 @@ class LayoutPlan:
             self.tensors.append(visit_ranks(indptr, indices, visited, library))
         sides = [(layout.seqlen_q, layout.block_size[0]), (layout.seqlen_k, layout.block_size[1])]
         rows, visited_side = reversed(sides) if rows_are_keys else sides
-        pointers = (x.data_ptr() for x in self.tensors)
+        pointers = (address(x, x.dtype, x.shape) for x in self.tensors)
         self.struct = WorkPlan(*rows, *visited_side, layout.layout_batch, layout.layout_heads, *pointers)
         self.pointer = pointer(self.struct)
-        self.address = addressof(self.struct)
 
 
 _plans = PerLayout()
@@ -82,7 +81,9 @@ def check_plan(
     `sparse_attention` has checked the layout already; this check finds writes that happened later.
     """
     batch, heads, ends = indptr.shape
-    pointers = (x.data_ptr() for x in (indptr, num_partial, indices, masks))
+    forms = ((indptr, (batch, heads, ends)), (num_partial, (batch, heads, ends - 1)))
+    forms += ((indices, (len(indices),)), (masks, (len(indices),)))
+    pointers = (address(x, torch.int32, shape) for x, shape in forms)
     sizes = (batch * heads, ends - 1, visited, num_masks, indices.numel())
     code = library.dynaxx_cpu_plan_check(*pointers, *sizes)
     if code == BAD_INPUT:
@@ -98,7 +99,8 @@ def row_order(indptr: Tensor, library: CDLL) -> Tensor:
     """Return the rows of each head of a (batch, heads, rows + 1) CSR, longest first: (batch, heads, rows) int32."""
     batch, heads, ends = indptr.shape
     order = torch.empty(batch, heads, ends - 1, dtype=torch.int32, device="cpu")
-    raise_for_status(library.dynaxx_cpu_plan_rows(indptr.data_ptr(), batch * heads, ends - 1, order.data_ptr()))
+    starts, target = (address(x, torch.int32, x.shape) for x in (indptr, order))
+    raise_for_status(library.dynaxx_cpu_plan_rows(starts, batch * heads, ends - 1, target))
     return order
 
 
@@ -107,15 +109,8 @@ def visit_ranks(indptr: Tensor, indices: Tensor, visited_blocks: int, library: C
     """Count for each entry of a (batch, heads, rows + 1) CSR how many earlier rows visit the same block."""
     batch, heads, ends = indptr.shape
     counts, ranks = torch.empty(visited_blocks, dtype=torch.int32, device="cpu"), torch.empty_like(indices)
-    code = library.dynaxx_cpu_plan_ranks(
-        indptr.data_ptr(),
-        indices.data_ptr(),
-        batch * heads,
-        ends - 1,
-        visited_blocks,
-        counts.data_ptr(),
-        ranks.data_ptr(),
-    )
+    read, written = ([address(x, torch.int32, x.shape) for x in pair] for pair in ((indptr, indices), (counts, ranks)))
+    code = library.dynaxx_cpu_plan_ranks(*read, batch * heads, ends - 1, visited_blocks, *written)
     raise_for_status(code)
     return ranks
 
@@ -134,8 +129,8 @@ def mask_tables(layout: BlockLayout, library: CDLL, rows_are_keys: bool = False)
     shape = (len(layout.masks), block // PANEL)
     words = torch.empty(*shape, visited_block, dtype=torch.int16, device="cpu")
     runs = torch.empty(*shape, MAX_RUNS, 2, dtype=torch.uint8, device="cpu")
-    code = library.dynaxx_cpu_plan_masks(
-        bits.data_ptr(), shape[0], q_block, kv_block, rows_are_keys, words.data_ptr(), runs.data_ptr()
-    )
+    source = address(bits, torch.int32, (shape[0], q_block, -(-kv_block // 32)))
+    targets = address(words, torch.int16, words.shape), address(runs, torch.uint8, runs.shape)
+    code = library.dynaxx_cpu_plan_masks(source, shape[0], q_block, kv_block, rows_are_keys, *targets)
     raise_for_status(code)
     return words, runs

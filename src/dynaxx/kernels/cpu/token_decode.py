@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable, strides
 from dynaxx.kernels.cpu.decode import CacheArgs, _cache_args, _exact_args, _library
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.layout.paging import PagedCache
 
 
@@ -65,20 +65,20 @@ def attend_tokens(
     arguments, _kept = _cache_args(cache)
     args = TokenDecodeArgs(
         ctypes.pointer(arguments),
-        q.data_ptr(),
+        address(q, q.dtype, (cache.batch, seqlen_q, q_heads, cache.head_dim), strided=True),
         ELEMENTS[q.dtype],
         strides(q),
         seqlen_q,
         q_heads,
         chosen.shape[2],
-        chosen.data_ptr(),
+        address(chosen, torch.int32, (batch, seqlen_q, *chosen.shape[2:])),
         chosen.shape[3],
         block_size,
-        out.data_ptr(),
-        lse.data_ptr(),
+        address(out, torch.float32, out.shape),
+        address(lse, torch.float32, lse.shape),
         scale,
         softcap or 0.0,
-        None if logits is None else logits.data_ptr(),
+        None if logits is None else address(logits, torch.float32, (q_heads,)),
         torch.get_num_threads(),
         *_exact_args(cache.exact),
     )

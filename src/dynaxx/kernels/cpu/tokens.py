@@ -17,7 +17,7 @@ from torch import Tensor
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.cpu.arguments import ELEMENTS, readable
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.layout.tokens import TokenSpans
 
 latent_backward = None
@@ -119,7 +119,12 @@ def forward(
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     logits = None if sinks is None else sinks.detach().float().contiguous()
     common = _arguments(q, k_rows, v_rows, v.shape[2], plan, scale, softcap)
-    args = TokenForwardArgs(common, out.data_ptr(), lse.data_ptr(), None if logits is None else logits.data_ptr())
+    args = TokenForwardArgs(
+        common,
+        address(out, q.dtype, out.shape),
+        address(lse, torch.float32, lse.shape),
+        None if logits is None else address(logits, torch.float32, (q.shape[1],)),
+    )
     raise_for_status(library.dynaxx_cpu_token_forward(byref(args)))
     return out, lse
 
@@ -152,16 +157,16 @@ def backward(
     turns = torch.zeros(k.shape[1] * q.shape[0], dtype=torch.int32)
     args = TokenBackwardArgs(
         _arguments(q, k_rows, v_rows, v.shape[2], plan, scale, softcap),
-        do.data_ptr(),
+        address(do, q.dtype, (*q.shape[:2], v.shape[2]), strided=True),
         (c_int64 * 3)(0, *do.stride()[:2]),
-        lse.data_ptr(),
-        delta.data_ptr(),
-        dq.data_ptr(),
-        dk.data_ptr(),
-        dv.data_ptr(),
+        address(lse, torch.float32, (q.shape[1], q.shape[0])),
+        address(delta, torch.float32, lse.shape),
+        address(dq, torch.float32, dq.shape),
+        address(dk, torch.float32, dk.shape),
+        address(dv, torch.float32, dv.shape),
         d_row,
         e_row,
-        turns.data_ptr(),
+        address(turns, torch.int32, turns.shape),
     )
     raise_for_status(library.dynaxx_cpu_token_backward(byref(args)))
     narrow = lambda grad, like: grad[..., : like.shape[2]].to(like.dtype)
@@ -181,10 +186,9 @@ def check_rows(block_indices: Tensor, limits: Tensor) -> tuple[int, int] | None:
         return None
     queries, heads, slots = block_indices.shape
     found = (c_int64 * 2)(-1, -1)
-    code = library.dynaxx_cpu_token_check(
-        block_indices.data_ptr(), queries * heads, slots, limits.data_ptr(), heads, torch.get_num_threads(), found
-    )
-    raise_for_status(code)
+    chosen, ends = address(block_indices, torch.int32, block_indices.shape), address(limits, torch.int32, (queries,))
+    threads = torch.get_num_threads()
+    raise_for_status(library.dynaxx_cpu_token_check(chosen, queries * heads, slots, ends, heads, threads, found))
     return found[0], found[1]
 
 
@@ -214,12 +218,12 @@ def _arguments(
     q: Tensor, k_rows: Tensor, v_rows: Tensor, head_dim_v: int, plan: CpuTokenPlan, scale: float, softcap: float | None
 ) -> TokenArgs:
     return TokenArgs(
-        q.data_ptr(),
-        k_rows.data_ptr(),
-        v_rows.data_ptr(),
-        plan.chosen.data_ptr(),
-        plan.ends_q.data_ptr(),
-        plan.ends_k.data_ptr(),
+        address(q, q.dtype, (plan.spans.ends_q[-1], *q.shape[1:]), strided=True),
+        address(k_rows, torch.float32, (k_rows.shape[0], plan.spans.ends_k[-1], k_rows.shape[2])),
+        address(v_rows, torch.float32, (*k_rows.shape[:2], v_rows.shape[2])),
+        address(plan.chosen, torch.int32, (q.shape[0], *plan.chosen.shape[1:])),
+        address(plan.ends_q, torch.int64, plan.ends_q.shape),
+        address(plan.ends_k, torch.int64, plan.ends_q.shape),
         ELEMENTS[q.dtype],
         len(plan.ends_q) - 1,
         q.shape[1],

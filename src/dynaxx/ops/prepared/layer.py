@@ -22,7 +22,7 @@ from dynaxx.derivatives import transforms_active
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.derived import PerLayout
-from dynaxx.ops.checks import looks_at_values
+from dynaxx.ops.checks import check_softcap, looks_at_values
 from dynaxx.ops.dispatch import backend_for, load_backend, score_options
 from dynaxx.ops.library import is_traced
 from dynaxx.selection import Hybrid, Selector
@@ -184,6 +184,7 @@ def prepare_rule(
     persistent, capacity = selection_inputs(pattern, selector, grid, q, k)
     if not persistent.is_recorded(q, GPU_MEMORY_BUDGET):
         return None
+    softcap = None if softcap is None else check_softcap(softcap)
     backend, _ = backend_for(q, k, v, layout, softcap, "auto")
     settings = (softmax_scale(scale, q.shape[3]), softcap, capacity, backend)
     return Prepared(q, k, v, backend, _choose_and_attend, persistent, settings)
@@ -197,6 +198,7 @@ def prepare_layout(
         return None
     from dynaxx.kernels.gpu.schedule.split import split_lists
 
+    softcap = None if softcap is None else check_softcap(softcap)
     backend, _ = backend_for(q, k, v, layout, softcap, "auto")
     key, kept = (q.shape, k.shape, v.shape, q.dtype, scale, softcap), _prepared.of(layout)
     if key not in kept:

@@ -21,7 +21,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.layout.paging.pages import PageStrides
-from dynaxx.ops.checks import looks_at_values
+from dynaxx.ops.checks import check_softcap, looks_at_values
 from dynaxx.ops.decode_dispatch import decode_problem
 from dynaxx.ops.library import is_traced
 from dynaxx.ops.prepared.layer import form_of_call
@@ -144,6 +144,7 @@ def prepare_step(
         return None
     if DECODE.resolve(decode_problem(cache, q), "auto") != "triton":
         return None
+    softcap = None if softcap is None else check_softcap(softcap)
     return PreparedStep(budget, q, cache, softmax_scale(scale, q.shape[-1]), softcap)
 
 

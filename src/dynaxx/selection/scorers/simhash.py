@@ -82,7 +82,7 @@ class SimHash(Scorer):
         batch, tokens, heads, dim = x.shape
         blocks, width = -(-tokens // size), self.tables << self.bits
         table = torch.arange(self.tables, device=x.device) << self.bits
-        place = 2.0 ** torch.arange(self.bits, device=x.device)
+        place = 2.0 ** torch.arange(self.bits, dtype=torch.float32, device=x.device)
         out = torch.zeros(batch, heads, blocks * width, device=x.device, dtype=torch.float32)
         token_bytes = batch * heads * (8 * dim + self.tables * (8 * self.bits + 40))
         for first, last in pieces(tokens, token_bytes, memory_budget):

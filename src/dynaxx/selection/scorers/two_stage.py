@@ -68,7 +68,7 @@ class TwoStage(Scorer):
         if grid.causal:
             stands = torch.arange(panels, device=k.device)[:, None] * tokens + grid.offset
             own = torch.minimum(stands.div(kv_block, rounding_mode="floor").clamp(min=0), seen)
-        kept = torch.full_like(seen, keep) if isinstance(keep, int) else (seen * keep).ceil().long()
+        kept = torch.full_like(seen, keep) if isinstance(keep, int) else (seen.float() * keep).ceil().long()
         slots = keep if isinstance(keep, int) else math.ceil(keep * grid.kv_blocks)
         slots = min(grid.kv_blocks, slots + (tokens // kv_block + 2 if grid.causal else 0))
         column, slot = (torch.arange(n, device=k.device) for n in (grid.kv_blocks, slots))
