@@ -14,15 +14,13 @@ from dynaxx.lab.tasks.suite import make_task, named_tasks
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
-from dynaxx.lab.tune.sharing import REACH, SharedCosts, likeness, matched, shared_costs, shared_lists
 from dynaxx.layout import as_block_size
 from dynaxx.policy.resolve import head_rules, resolve
 
-BY_COSTS = {"tuned", "even", "shared", "tasks"}  # methods whose budgets come from the costs of the heads
+BY_COSTS = {"tuned", "even", "tasks"}  # methods whose budgets come from the costs of the heads
 LEFT_OUT = {"tuned": "tuned on the other texts", "even": "evenly tuned on the other texts"}
 LOCAL = 64  # tokens up to each q block's end that uniform methods always see
 TUNED, EVEN, BY_TASKS, WINDOW = "tuned", "evenly tuned", "tuned on texts and tasks", "window and sink"
-SHARED = "tuned, layers share blocks"
 TUNE_FORCED = "mean query, forced blocks of tune"
 UNIFORM = {
     "mean query": dx.MeanQuery(),
@@ -34,7 +32,6 @@ UNIFORM = {
 METHODS = {
     "tuned": TUNED,
     "even": EVEN,
-    "shared": SHARED,
     "tasks": BY_TASKS,
     **dict(zip(("mean", "quest", "xattention", "minference", "forced"), UNIFORM, strict=True)),
     "window": WINDOW,
@@ -248,34 +245,7 @@ def rises_per_loss(model, costs, texts, args, density, remember):
     return rises.clamp(min=1e-4) / predicted_losses(costs, best_choice(mean, density).choice)
 
 
-def shared_text_costs(model, texts, args):
-    """Return the costs of reading other layers' blocks, the mean over all texts."""
-    (scorer,) = scorers_of(args)
-    rule = lambda budget: budget_rule(args, scorer, budget)
-    every = [ids for each in texts for ids in each]
-    alike = [likeness(model, ids, scorer, rule(0.0), args.block_size) for ids in every]
-    matches = matched(torch.stack(alike).mean(0), min(REACH, alike[0].shape[0] - 1))
-    found = []
-    for ids in every:
-        found.append(shared_costs(model, ids, rule, matches, block_size=args.block_size))
-        shown(f"costs of shared blocks {len(found)}/{len(every)}")
-    return SharedCosts.mean(found)
-
-
-def shared_policy(model, costs, args, density):
-    """Return the policy in which `--choosing` layers choose and the others read their blocks, and its density."""
-    lists = shared_lists(costs, args.choosing, density)
-    found, budgets, _ = lists.at(density)
-    (scorer,) = scorers_of(args)
-    rules = [
-        dx.Rule.of(budget_rule(args, scorer, tuple(row)), layers=[layer])
-        for layer, row in zip(costs.layers, budgets, strict=True)
-    ]
-    policy = policy_of(model, rules, args.block_size)
-    return policy.replace(shared=lists.shared()), found
-
-
-def tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args):
+def tuned_policies(model, tokenizer, texts, costs, ratios, methods, args):
     """Yield name, policy and density of budgets per head, by costs on texts, and on texts and tasks."""
     by_text = Costs.mean(costs)
     for density in args.density:
@@ -284,8 +254,6 @@ def tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args
         if EVEN in methods:
             mixed = evened(costs, density, ratios[density])
             yield EVEN, *tuned_policy(model, mixed, args, density)
-        if SHARED in methods:
-            yield SHARED, *shared_policy(model, shared, args, density)
     if BY_TASKS not in methods:
         return
     names = named_tasks(tuple(args.cost_tasks.split(",")))
@@ -314,8 +282,7 @@ def methods_of(model, tokenizer, texts, costs, ratios, tune_on, args, remember):
     methods = [METHODS[each] for each in args.methods.split(",") if each]
 
     def make():
-        shared = shared_text_costs(model, tune_on, args) if SHARED in methods else None
-        found = [*tuned_policies(model, tokenizer, texts, costs, ratios, shared, methods, args)] if costs else []
+        found = [*tuned_policies(model, tokenizer, texts, costs, ratios, methods, args)] if costs else []
         for density in args.density:
             found += uniform_policies(model, args.tokens, density, methods, args.block_size)
         return [[name, policy.model_dump(mode="json"), density] for name, policy, density in found]

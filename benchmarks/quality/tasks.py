@@ -3,9 +3,9 @@
 
     python benchmarks/quality/tasks.py smollm2 --tokens 1024 --density 0.35 --samples 2 --json
 
-Each method runs in every layer that sees its whole context, at one budget for all heads, except four whose budgets
+Each method runs in every layer that sees its whole context, at one budget for all heads, except three whose budgets
 come from the costs of the heads: "tuned" by their mean over the texts, "even" so that the text that rises most rises
-least, "shared" with layers that read the blocks of earlier ones, "tasks" by texts and other samples of the tasks. With
+least, "tasks" by texts and other samples of the tasks. With
 several `--scorers`, each head takes the one that loses least. `--policy` adds policies from files.
 Texts and prompts start as the tokenizer starts them (Gemma: <bos>). Layers with a window keep the model's own
 attention. Finished rows are stored in
@@ -74,7 +74,6 @@ def main():
     parser.add_argument("--local", type=int, default=LOCAL_TOKENS, help="tokens before each row that are always seen")
     parser.add_argument("--last", type=int, default=64, help="last queries that see everything")
     parser.add_argument("--policy", action="append", default=[], metavar="NAME=FILE", help="a further method")
-    parser.add_argument("--choosing", type=int, default=15, help="layers that choose blocks, for the method shared")
     parser.add_argument("--block-size", type=block_size, default=32, help="16, 32x16, ... (queries x keys)")
     parser.add_argument("--stretches", type=int, default=1, help="of each text, for costs and for perplexity")
     parser.add_argument("--seed", type=int, default=0)
@@ -113,7 +112,7 @@ def measured_rows(args):
     )
     kept = (
         *("tokens", "density", "samples", "seed", "dtype", "methods", "cost_tasks", "cost_samples", "block_size"),
-        *("choosing", "task_weight", "scorers", "fine", "floor", "local", "last", "own_kernels"),
+        *("task_weight", "scorers", "fine", "floor", "local", "last", "own_kernels"),
     )
     steps = Steps(args.state, fingerprint(model, tune_on[0][0], **{name: getattr(args, name) for name in kept}))
     haystack, methods = Haystack(held_out[0]), args.methods.split(",")

@@ -47,7 +47,6 @@ class Choice:
             value of each, "query" for what the row's mean query reads in them, with its logits, "query share" with its
             share of the mass, "row" for what the row's middle query reads in them, with its share.
         dense_layers: layers that see everything; negative ones count from the last.
-        lag: number of layers back whose scores choose (`sharing.py`).
     """
 
     q_block: int = 32
@@ -64,7 +63,6 @@ class Choice:
     decode: bool = False
     omitted: str = ""
     dense_layers: tuple[int, ...] = ()
-    lag: int = 0
 
 
 MASS, MEAN = Choice(scorer="mass"), Choice()

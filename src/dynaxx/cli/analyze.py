@@ -38,10 +38,6 @@ def analyze(
     bertviz: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a BertViz page of a short excerpt.")
     ] = None,
-    reuse: Annotated[
-        int,
-        typer.Option(min=1, help="Also measure the cost of sharing one selection among this many consecutive layers."),
-    ] = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = None,
@@ -56,7 +52,6 @@ def analyze(
       dynaxx analyze smollm2 --out run
       dynaxx analyze ./my-model --text prompts.txt --tokens 16384 --layers 0,8-11 --out run
       dynaxx analyze smollm2 --layers 3 --bertviz heads.html
-      dynaxx analyze smollm2 --reuse 2
     """
     with running(as_json, threads, seed) as finish:
         from dynaxx.lab.analyze.run import analyze as run_analysis
@@ -64,7 +59,7 @@ def analyze(
         from dynaxx.lab.texts import split_text
 
         progress = progress_of(quiet)
-        check_targets(out / "analysis.json", out / "reuse.json" if reuse > 1 else None, bertviz)
+        check_targets(out / "analysis.json", bertviz)
         chosen = {"layers": numbers("--layers", layers) or None, "heads": numbers("--heads", heads) or None}
         sample = split_text(read_text(text)).calibration
         loaded = load(model, device, dtype, progress)
@@ -84,13 +79,4 @@ def analyze(
 
             excerpt = sample[:BERTVIZ_CHARS]
             write.append(lambda: write_bertviz(*loaded, excerpt, bertviz) or bertviz)
-        summary = found.summary()
-        if reuse > 1:
-            from dynaxx.lab.analyze.reuse import measure_reuse
-
-            costs = measure_reuse(
-                *loaded, sample, reuse=reuse, tokens=tokens, block_size=block_size, seed=seed, progress=progress
-            )
-            write.append(lambda: write_json(out / "reuse.json", costs.to_dict()))
-            summary += f"\n\n{costs.summary()}"
-        finish(document, summary, write=[*write, *renewed_report(out)])
+        finish(document, found.summary(), write=[*write, *renewed_report(out)])

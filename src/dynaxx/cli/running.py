@@ -3,7 +3,8 @@
 
 Commands import their tool when they run, so that `dynaxx --help` is quick and needs no model library.
 
-Exit codes: 0 success, 1 a check failed, 2 wrong usage or input (the message says the fix), 130 stopped with Ctrl-C.
+Exit codes: 0 success, 1 a check failed, 2 wrong usage or input (the message says the fix), 3 nothing was decided,
+130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dynaxx.lab.progress import Progress
 
 LOADED = time.monotonic()
+UNDECIDED, INTERRUPTED = 3, 130  # exit codes
 EXTRAS = {
     "cli": ("typer", "rich", "jinja2", "matplotlib", "psutil"),
     "transformers": ("transformers", "gguf", "accelerate", "tokenizers", "safetensors"),
@@ -52,6 +54,7 @@ class Finish(Protocol):
         result: printed to stdout with --json.
         summary: printed to stdout without --json.
         ok: False sets the exit code to 1.
+        code: exit code instead, if it is not 0.
         files: files that are already written.
         write: functions that write a file and return its path. They run after the result is printed, so that a full
             disk loses the file but not the result.
@@ -63,6 +66,7 @@ class Finish(Protocol):
         summary: str = "",
         *,
         ok: bool = True,
+        code: int = 0,
         files: Sequence[Path] = (),
         write: Sequence[Callable[[], Path]] = (),
     ) -> None:
@@ -85,7 +89,7 @@ class _Outcome:
 
     def __init__(self) -> None:
         self.result: dict[str, Any] | Reportable = {}
-        self.summary, self.ok = "", True
+        self.summary, self.code = "", 0
         self.files: list[Path] = []
         self.write: Sequence[Callable[[], Path]] = ()
 
@@ -95,11 +99,12 @@ class _Outcome:
         summary: str = "",
         *,
         ok: bool = True,
+        code: int = 0,
         files: Sequence[Path] = (),
         write: Sequence[Callable[[], Path]] = (),
     ) -> None:
         """Store the result. See `Finish`."""
-        self.result, self.summary, self.ok = result, summary, ok
+        self.result, self.summary, self.code = result, summary, code or int(not ok)
         self.files, self.write = list(files), write
 
     def show(self, as_json: bool) -> None:
@@ -138,15 +143,15 @@ def running(
         outcome.show(as_json)
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to continue" if resumes else "stopped", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise _refusal(error, _message(error)) from None
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, typer.Exit) or "memory" not in f"{type(error).__name__}: {error}".lower():
             raise
         raise _refusal(error, f"out of memory; try shorter lengths or a smaller model ({error})") from None
-    if not outcome.ok:
-        raise typer.Exit(1)
+    if outcome.code:
+        raise typer.Exit(outcome.code)
 
 
 def echo(text: str, *, err: bool = False) -> None:

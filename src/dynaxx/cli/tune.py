@@ -28,6 +28,8 @@ from dynaxx.cli.options import (
     seconds,
 )
 from dynaxx.cli.running import (
+    INTERRUPTED,
+    UNDECIDED,
     check_targets,
     command_line,
     echo,
@@ -63,14 +65,6 @@ def tune(
             help="Also tune without each kind of text in turn, and report the worst loss on it.",
         ),
     ] = False,
-    choosing: Annotated[
-        int,
-        typer.Option(
-            "--choosing-layers",
-            min=0,
-            help="Layers that choose blocks; the others read those of an earlier layer. 0: each layer chooses.",
-        ),
-    ] = 0,
     scorers: Annotated[
         str,
         typer.Option(
@@ -141,7 +135,8 @@ def tune(
 
     Profiles the model, analyzes its attention maps, tunes heads and layers, records attention statistics of the text
     (the reference for drift), validates the policy on held-out text, and writes the report. You can stop it at any
-    time; the same command continues. Exit code 1 if the policy fails its validation.
+    time; the same command continues. Exit code 1 if the policy fails its validation, 3 if time ended before anything
+    was decided.
 
     \b
     Examples:
@@ -150,7 +145,6 @@ def tune(
       dynaxx tune smollm2 --out run --decode --page-size 8
       dynaxx tune smollm2 --out run --kinds all --held-out
       dynaxx tune smollm2 --out run --hold niah_single_2,vt
-      dynaxx tune smollm2 --out run --choosing-layers 15
       dynaxx tune smollm2 --out run --tokens 8192 --block-size 32x16 --scorers mean,tiles --stretches 2
       dynaxx tune smollm2 --out run --device cpu --search-on cuda
       dynaxx tune smollm2 --out run --no-profile --no-analysis
@@ -183,7 +177,6 @@ def tune(
             kinds=others,
             hold=held,
             held_out=held_out,
-            choosing=choosing,
             scorers=names(scorers),
             stretches=stretches,
             search_on=device_of(search_on, "--search-on") if search_on else None,
@@ -200,4 +193,5 @@ def tune(
         after = lambda: f"first verdict, {seconds_since_start():.0f} s after the start"
         say_verdict = (lambda verdict: None) if quiet else (lambda verdict: echo(f"{after()}: {verdict}", err=True))
         found = run(*load(model, device, dtype, progress), source, plan, progress=progress, say_verdict=say_verdict)
-        finish(found, found.summary(), ok=found.ok, files=found.files)
+        code = INTERRUPTED if found.interrupted else UNDECIDED if found.undecided else 0
+        finish(found, found.summary(), ok=found.ok, code=code, files=found.files)

@@ -118,20 +118,32 @@ class Steps:
         """Return whether a step has a result."""
         return name in self._results
 
+    def get(self, name: str) -> Any:
+        """Return the JSON result of a step, or None."""
+        return self._results.get(name)
+
+    def names(self, start: str) -> list[str]:
+        """Return the names of the stored steps that begin like this, in their order."""
+        return [name for name in self._results if name.startswith(start)]
+
     def remember(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return the JSON result of a step from the file, or compute and store it."""
         if name not in self._results:
-            self._results[name] = compute()
-            if self._whole:
-                with explain_full_disk(self._path), self._path.open("ab") as file:
-                    file.write(self._line(name).encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-            else:
-                head = json.dumps({"format": FORMAT, "key": self._key}) + "\n"
-                write_text(self._path, head + "".join(self._line(each) for each in self._results))
-                self._whole = True
+            self.store(name, compute())
         return self._results[name]
+
+    def store(self, name: str, result: Any) -> None:
+        """Store the JSON result of a step, in place of an earlier one."""
+        self._results[name] = result
+        if self._whole:
+            with explain_full_disk(self._path), self._path.open("ab") as file:
+                file.write(self._line(name).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        else:
+            head = json.dumps({"format": FORMAT, "key": self._key}) + "\n"
+            write_text(self._path, head + "".join(self._line(each) for each in self._results))
+            self._whole = True
 
     def _line(self, name: str) -> str:
         """Return the line of a step."""

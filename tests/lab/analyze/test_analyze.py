@@ -13,7 +13,6 @@ import dynaxx as dx
 from dynaxx.lab.analyze import capture, maps
 from dynaxx.lab.analyze.bertviz_view import write_bertviz
 from dynaxx.lab.analyze.result import encode_heatmap
-from dynaxx.lab.analyze.reuse import measure_reuse
 from dynaxx.lab.analyze.rules import BUDGETS, candidates
 from dynaxx.lab.analyze.run import _analyze_layer, analyze
 from dynaxx.lab.models import load_model
@@ -394,17 +393,3 @@ def test_bertviz_missing_or_misused(tiny, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="pip install bertviz"):
         write_bertviz(*tiny, TEXT, tmp_path / "view.html")
     assert not (tmp_path / "view.html").exists()
-
-
-def test_reuse_is_measured_layer_by_layer(tiny):
-    rule = dx.Sink(16) | dx.SlidingWindow(32) | dx.TopK(0.2)
-    costs = measure_reuse(*tiny, TEXT, reuse=2, rule=rule, tokens=300, block_size=16)
-    assert [(each.layer, each.source) for each in costs.layers] == [(1, 0)]
-    assert 0 < costs.layers[0].reused < 1
-    assert 0 < costs.layers[0].own < 1
-    assert "recall" in costs.summary()
-    assert costs.to_dict()["layers"][0]["source"] == 0
-    everything = measure_reuse(*tiny, TEXT, reuse=2, rule=dx.Sink(16) | dx.TopK(1.0), tokens=300, block_size=16)
-    assert everything.layers[0].reused == pytest.approx(1)
-    with pytest.raises(ValueError, match="`reuse` must be >= 2"):
-        measure_reuse(*tiny, TEXT, reuse=1)

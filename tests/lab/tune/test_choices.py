@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.quality.choices import gates, masked, sharing, trials, ways
+from benchmarks.quality.choices import gates, masked, trials, ways
 from benchmarks.quality.choices.__main__ import STUDIES
 
 import dynaxx as dx
@@ -141,21 +141,6 @@ def test_dense_layers_see_everything():
     assert float(amounts[0, 1].max()) < 1.0
 
 
-def test_layers_that_share_with_themselves_choose_as_before(model, ids):
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    matches = sharing.matched(sharing.likeness(model, ids, ways.MEAN))
-    amounts = torch.full((1, layers, heads), 0.2)
-    own, density = trials.losses_of(model, ids, trials.Plan((ways.MEAN,), amounts))
-    same = sharing.SharedMasses(matches, list(range(layers)))
-    found, visited = trials.losses_of(model, ids, trials.Plan((ways.MEAN,), amounts, same))
-    torch.testing.assert_close(found, own)
-    torch.testing.assert_close(visited, density)
-    shared, _ = trials.losses_of(
-        model, ids, trials.Plan((ways.MEAN,), amounts, sharing.SharedMasses(matches, [0] * layers))
-    )
-    assert float((shared - own).abs().max()) > 1e-4
-
-
 def test_a_gate_learns_the_mass_of_other_queries(model, ids):
     found = gates.examples(model, ids, ways.MEAN)
     before = torch.eye(found[0].shape[-1]).expand(*found[0].shape[:2], -1, -1)
@@ -166,17 +151,3 @@ def test_a_gate_learns_the_mass_of_other_queries(model, ids):
     assert first == pytest.approx(float(loss.mean()))
     assert last < first
     assert learned.shape == before.shape
-
-
-def test_heads_with_one_list_have_one_budget():
-    grid = torch.tensor(ways.GRIDS["share"]).double()
-    weight = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).double()
-    costs = ((1 - grid[:, None, None]) ** 2 * weight, grid[:, None, None].expand(-1, 4, 3))
-    matches = torch.arange(3).expand(4, 4, 3).clone()
-    own = sharing.list_amounts(ways.MEAN, costs, matches, [0, 1, 2, 3], 0.4)
-    torch.testing.assert_close(own, trials.allocation((ways.MEAN,), {ways.MEAN: costs}, 0.4, 3))
-    matches[1, 0] = matches[3, 2] = torch.tensor([2, 0, 0])
-    found = sharing.list_amounts(ways.MEAN, costs, matches, [0, 0, 2, 2], 0.4)[0]
-    assert torch.equal(found[1], found[0][matches[1, 0]])
-    assert torch.equal(found[3], found[2][matches[3, 2]])
-    assert 0.3 < float(found.mean()) <= 0.4

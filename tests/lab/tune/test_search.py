@@ -12,8 +12,10 @@ import dynaxx as dx
 from dynaxx.lab.resume import Steps
 from dynaxx.lab.tasks.suite import TaskSample
 from dynaxx.lab.texts import pydoc_text
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune import costs as costs_module
 from dynaxx.lab.tune import search as search_module
+from dynaxx.lab.tune import text_costs as text_costs_module
 from dynaxx.lab.tune.costs import Costs, rule_of
 from dynaxx.lab.tune.density import search_texts as texts_module
 from dynaxx.lab.tune.density import trials as trials_module
@@ -59,7 +61,7 @@ def test_every_kind_of_text_decides(tuned, tmp_path, monkeypatch):
     assert "by kind of text: sample +" in said or "by kind of text: sample -" in said
     assert "worst kind that tuning did not see: " in said
     monkeypatch.setattr(trials_module, "token_losses", lambda *_: pytest.fail("computed twice"))
-    monkeypatch.setattr(search_module, "measure_head_costs", lambda *_, **__: pytest.fail("measured twice"))
+    monkeypatch.setattr(text_costs_module, "measure_head_costs", lambda *_, **__: pytest.fail("measured twice"))
     again = tuned(kinds=("code", "tables"), held_out=True, tolerance=0.05)
     assert again.chosen == found.chosen
     assert again.held_out == found.held_out
@@ -175,15 +177,18 @@ def test_a_scorer_wins_by_prediction_unless_another_measurably_loses_less(lost, 
         remembered=lambda scorer, policy, index: {"losses": losses[scorer].tolist()},
     )
     search = SimpleNamespace(
-        scorers=(bounds, mean),
         trials=trials,
         texts=SimpleNamespace(search=[SimpleNamespace(kind="sample")]),
-        time=SimpleNamespace(allows=lambda *given: True),
-        _head_costs=lambda index, scorers: costs,
+        time=TimeBudget(),
+        steps=set(),
+        costs=SimpleNamespace(of=lambda *given: costs),
+        budgets=(),
+        _name=str,
     )
     learned = []
     rises = SimpleNamespace(learn=lambda predicted, rows: learned.append(rows[0]))
-    found = search_module.Search._best_scorer(search, rises, SimpleNamespace(advance=lambda *given: None))
+    task = SimpleNamespace(advance=lambda *given: None)
+    found = search_module.Search._best_scorer(search, [bounds, mean], rises, task)
     assert found == costs_module.SCORERS[expected]
     assert learned[0].tokens == 4096
 
@@ -326,7 +331,8 @@ def test_kinds_that_were_not_measured_are_not_called_good():
 def test_the_summary_says_how_far_one_budget_was_from_passing():
     chosen = {"density": 0.272, "ratio": 1.0072, "kinds": []}
     tried = [{"density": 0.2, "ratio": 1.09}, {"density": 0.25, "ratio": 1.0589}]
-    said = lambda uniform: PipelineResult(None, None, {"chosen": chosen, "uniform": uniform}, None, "", ()).summary()
-    assert "tuned: 27.2% of the blocks, perplexity +0.72%; one budget for all heads fails at 25.0%" in said(tried)
+    tuning = {"chosen": chosen, "verdict": "sparse", "dense_below": 512, "why": "27.2% keep it"}
+    said = lambda uniform: PipelineResult(None, None, {**tuning, "uniform": uniform}, None, "", ()).summary()
+    assert "tuned: 27.2% keep it\n27.2% of the blocks, perplexity +0.72%; one budget for all heads fails" in said(tried)
     assert "perplexity +5.89%" in said(tried)
     assert "one budget for all heads was not tried" in said([])

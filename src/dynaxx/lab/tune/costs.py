@@ -95,12 +95,12 @@ class Costs(NamedTuple):
     def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
         """Return the density (at least the smallest possible one), and the uniform budget that gives it."""
         densities = self.density[scorer].mean(1).tolist()
-        return max(density, densities[0]), _interpolate(density, densities, self.values)
+        return max(density, densities[0]), interpolate(density, densities, self.values)
 
     def uniform_loss(self, scorer: Scorer, density: float) -> float:
         """Return the predicted loss of one budget for all heads at a density."""
         densities, losses = self.density[scorer].mean(1).tolist(), self.loss[scorer].sum(1).tolist()
-        return _interpolate(density, densities, losses)
+        return interpolate(density, densities, losses)
 
     def finer(self, scorer: Scorer) -> Costs:
         """Return the costs of one scorer with interpolated budgets between the measured ones.
@@ -134,11 +134,9 @@ class Costs(NamedTuple):
         )
 
     @staticmethod
-    def plain(costs: Sequence[HeadCosts], place: int = 0, scorers: int = 1) -> dict[str, Any]:
-        """Return the costs of one of several scorers in all layers as JSON data."""
-        if not costs:
-            return {"layers": [], "density": [], "loss": []}
-        of = lambda name: torch.cat([getattr(each, name) for each in costs], dim=1).chunk(scorers)[place].tolist()
+    def plain(costs: Sequence[HeadCosts]) -> dict[str, Any]:
+        """Return the costs of one scorer in all layers as JSON data."""
+        of = lambda name: torch.cat([getattr(each, name) for each in costs], dim=1).tolist()
         return {"layers": [each.layer for each in costs], "density": of("density"), "loss": of("loss")}
 
     @classmethod
@@ -151,7 +149,7 @@ class Costs(NamedTuple):
         return cls(tuple(layers), read("density"), read("loss"), tuple(values))
 
 
-def _interpolate(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+def interpolate(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     """Interpolate y linearly at x, clamped, for ascending xs."""
     if at <= xs[0]:
         return ys[0]

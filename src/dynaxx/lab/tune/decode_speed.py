@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
+from dynaxx.lab.load import watch_others
 from dynaxx.lab.models import longest_prompt
-from dynaxx.lab.tune.crossover import REPEATS, LengthTiming, interleaved, within
+from dynaxx.lab.tune.crossover import REPEATS, LengthTiming, Turns, within
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.selection.pages import PageBudget
@@ -73,8 +74,10 @@ def time_steps(
         runs = [_in_a_row(each, copies) for each in steps]
         if captured:
             runs = [_captured(run) for run in runs]
-        *dense, sparse = interleaved(runs, REPEATS, parameter.device)
-        found.append(LengthTiming(seqlen, min(dense) / row * layers, sparse / row * layers))
+        slowed, turns = watch_others(), Turns(runs, parameter.device)
+        turns.take(REPEATS)
+        *dense, sparse = turns.least()
+        found.append(LengthTiming(seqlen, min(dense) / row * layers, sparse / row * layers, busy=slowed()))
     return found
 
 

@@ -19,15 +19,18 @@ RATIO_ON = "perplexity_ratio on "  # and a kind of text: name of a figure in the
 def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> TuneResult:
     """Return the result with a policy that contains its border, its machine and its evidence.
 
-    Without a chosen trial, or if sparse attention is never faster, the policy has no rules and is dense everywhere.
-    Borders are at most `longest`, the model's context.
+    Unless the verdict is "sparse", the policy has no rules for prompts and is dense everywhere. Borders are at most
+    `longest`, the model's context; prompts of the length that was tuned on run sparse.
     """
     from dynaxx.policy import Evidence, MeasuredOn
 
     machine = machine_facts()
-    runs_sparse = result.chosen is not None and result.dense_below is not None
-    border = result.dense_below or 0
+    runs_sparse, border = result.verdict == "sparse", result.dense_below or 0
+    start = min(int(border * HYSTERESIS), longest, max(border, result.tokens))
     figures: dict[str, bool | int | float | str | None] = {
+        "verdict": result.verdict,
+        "ended": result.ended,
+        "busy": result.busy,
         "tokens": result.tokens,
         "scorer": result.scorer,
         "dense_perplexity": result.dense_perplexity,
@@ -45,7 +48,7 @@ def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> 
     policy = result.policy.replace(
         rules=result.policy.rules if runs_sparse else (),
         dense_below=border,
-        sparse_from=max(border, min(int(border * HYSTERESIS), longest)),
+        sparse_from=max(border, start),
         measured_on=MeasuredOn(
             device=device,
             hardware=machine.gpus[0] if device == "cuda" else machine.cpu,

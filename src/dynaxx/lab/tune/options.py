@@ -31,7 +31,6 @@ class TuneOptions:
     # These are searched.
     block_size: BlockSize | None = None  # or (q_block, kv_block); None takes the device's default
     scorers: tuple[str, ...] = DEFAULT_SCORERS  # scorers of blocks (`costs.SCORERS`); the one that loses least is taken
-    choosing: int = 0  # layers that choose blocks, while all others read those of an earlier layer; 0 means all
     decode: bool = False  # also search decode rules, which are written if they preserve perplexity and are faster here
     cuda_graph: bool = False  # time decoding as a captured CUDA graph, as engines run it; GPU only
     page_size: int | None = None  # tokens per page of decode rules, 8 to 128; None takes the kv block
@@ -52,5 +51,3 @@ class TuneOptions:
         """Refuse options that no model could serve."""
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"`tolerance` must be from 0 to below 1 (0.01 is 1 %), got {self.tolerance}")
-        if self.choosing < 0:
-            raise ValueError(f"`choosing` must be a number of layers, or 0, got {self.choosing}")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dynaxx.lab.models import LoadedModel
 from dynaxx.lab.progress import Progress
 from dynaxx.lab.resume import Steps
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.result import TuneResult
-from dynaxx.lab.tune.time_budget import TimeBudget
 
 if TYPE_CHECKING:
     from dynaxx.policy import Profile

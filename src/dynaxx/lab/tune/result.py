@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dynaxx.lab.files import write_json
 from dynaxx.lab.tune.crossover import LengthTiming
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 
+Ended = Literal["done", "time", "interrupted"]  # how a search ended
+Verdict = Literal["sparse", "dense", "undecided"]  # what it found out
 SAMPLE = "sample"  # name of the user's own text
 
 
@@ -28,6 +31,7 @@ class KindTrial:
     error: float
     passed: bool
     tokens: int = 0  # evaluated tokens: fewer than there are if the first of them decide
+    decided: bool = True  # whether more text would not change the result, or there is none
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Trial:
             fails.
         tasks: results of the tasks that must pass.
         aim: density that the texts for costs predict for the budgets, which orders the trials of a search.
+        decided: whether the trial failed or passed clearly, or used all of its text, before time ended.
     """
 
     density: float
@@ -67,6 +72,7 @@ class Trial:
     kinds: tuple[KindTrial, ...] = ()
     tasks: tuple[TaskTrial, ...] = ()
     aim: float = 0.0
+    decided: bool = True
 
     def __post_init__(self) -> None:
         """Use the measured density as the aim if none was recorded."""
@@ -135,8 +141,12 @@ class TuneResult:
     reference: str = ""  # summary of the policy's reference, or why it has none
     raised: tuple[Raised, ...] = ()  # raises of the border by the validation
     held_out: tuple[HeldOutKind, ...] = ()  # results on excluded kinds, the worst first
-    shared: tuple[Trial, ...] = ()  # trials in which layers read the blocks of others
-    choosing: tuple[int, ...] = ()  # the layers that choose, if the policy lets others read their blocks
+    ended: Ended = "done"  # "time" if time was up, "interrupted" if stopped, before the search was done
+    verdict: Verdict = "sparse"  # "dense" if that was found out, "undecided" if nothing was
+    why: str = ""  # the verdict in one sentence
+    advice: str = ""  # what to do next, if anything
+    busy: bool = False  # whether other processes slowed the machine during a timing of the result
+    about: Mapping[str, str] = field(default_factory=dict)  # digests, see `lab.about`
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from dynaxx.lab.kinds import kinds_of, text_of
 from dynaxx.lab.progress import Progress
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.decode import check_decode
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import TuneResult
@@ -22,7 +23,13 @@ __all__ = ["TuneOptions", "default_block_size", "tune"]
 
 
 def tune(
-    model: Any, tokenizer: Any, text: str, options: TuneOptions, *, progress: Progress | None = None
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    options: TuneOptions,
+    *,
+    progress: Progress | None = None,
+    time: TimeBudget | None = None,
 ) -> TuneResult:
     """Tune a policy for `model` on `text`; write `tuning.json` and `policy.json` to `options.out`.
 
@@ -32,6 +39,7 @@ def tune(
         text: a sample of the workload. Only its calibration part (`texts.split_text`) is used.
         options: what is searched, what must hold, how much is measured, and where.
         progress: reports each step.
+        time: the time budget; by default that of the options, from now on.
 
     Raises:
         ValueError: the text is too short, or an option is out of range.
@@ -46,7 +54,7 @@ def tune(
         name=options.name or type(model).__name__,
         block_size=options.block_size or default_block_size(model),
     )
-    return Search(model, tokenizer, text, others, options, progress).run()
+    return Search(model, tokenizer, text, others, options, progress, time).run()
 
 
 def default_block_size(model: Any) -> int:

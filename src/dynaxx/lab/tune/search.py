@@ -1,95 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search a policy: the scorer, the density and the length from which it is sparse, with evidence."""
+"""Search a policy, at any time the best one so far: the scorer, the density and the length from which it is sparse.
+
+A search ends when it is done, when its time is up, or when it is interrupted. Every step is stored, good or bad, and
+the next search with the same settings starts from all of them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dynaxx.integrations.transformers.apply_policy import full_attention_layers
+from dynaxx.lab.about import about
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.kinds import label
 from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
-from dynaxx.lab.tasks.suite import TaskSample
 from dynaxx.lab.texts import split_text
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import Budgets, Costs, budgets_for, scorers_named
-from dynaxx.lab.tune.crossover import LengthTiming, dense_below, time_lengths
+from dynaxx.lab.tune.costs import Costs, budgets_for, scorers_named
+from dynaxx.lab.tune.crossover import LengthTiming, lengths_of, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
-from dynaxx.lab.tune.density.candidates import Candidate, SharedCandidates, TunedCandidates, UniformCandidates
-from dynaxx.lab.tune.density.guide import Guide, Tried
+from dynaxx.lab.tune.density.candidates import Candidate, TunedCandidates, UniformCandidates
+from dynaxx.lab.tune.density.guide import FIRST, Guide, Tried
 from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS, SearchTexts, search_texts
-from dynaxx.lab.tune.density.trials import ERRORS, Trials, mean_and_error
+from dynaxx.lab.tune.density.trials import DENSE, ERRORS, Trials, mean_and_error
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.tune.options import TuneOptions
+from dynaxx.lab.tune.outcome import Outcome, decide
 from dynaxx.lab.tune.reference import with_reference
-from dynaxx.lab.tune.result import HeldOutKind, KindTrial, Trial, TuneResult
-from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
-from dynaxx.lab.tune.sharing import (
-    REACH,
-    WORTH,
-    SharedCosts,
-    SharedLists,
-    likeness,
-    matched,
-    shared_costs,
-    shared_lists,
-)
-from dynaxx.lab.tune.time_budget import COSTS_UNTIL, TASK_COSTS_UNTIL, TUNED_UNTIL, UNIFORM_UNTIL, TimeBudget
+from dynaxx.lab.tune.result import Ended, HeldOutKind, KindTrial, Trial, TuneResult
+from dynaxx.lab.tune.text_costs import TextCosts
 from dynaxx.layout import as_block_size
 from dynaxx.policy import rules_digest
-from dynaxx.selection import Hybrid, Scorer
-
-__all__ = ["Search"]
+from dynaxx.selection import Scorer
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-logger = logging.getLogger("dynaxx")
-
-SEARCH_STEPS = 8  # trials of budgets per head, at most
+SEARCH_STEPS = 10  # trials of budgets per head in one run, at most
 UNIFORM_STEPS = 6  # trials of one budget for all heads, at most
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
 FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a search ends
 UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
-OUT_OF_TIME = (
-    "time for the loss of each head ended after %d of %d layers%s; the other layers get the mean of these, so the "
-    "policy is less sparse than it could be. Raise --time-budget, or lower --tokens"
-)
-
-TASKS_OUT_OF_TIME = (
-    "time for the loss of each head on tasks ended after %d of %d prompts; budgets may suit texts better than tasks. "
-    "Raise --time-budget, or name fewer tasks in --hold"
-)
-
-
-class Found(NamedTuple):
-    """The result of a search, before its policy is timed."""
-
-    scorer: Scorer
-    layers: tuple[int, ...]
-    budgets: Budgets
-    chosen: Trial | None
-    tuned: tuple[Trial, ...]
-    uniform: tuple[Trial, ...]
-    best_uniform: Trial | None
-    lists: SharedLists | None
-    shared: tuple[Trial, ...]
-    held_out: tuple[HeldOutKind, ...]
+EXPECTED_PASSES = 16  # passes over a text until a search is done, about
+COSTS_SHARE = 0.35  # largest expected share of the time left for costs of more than one scorer
 
 
 @contextmanager
@@ -106,7 +74,7 @@ def on_device(model: Any, device: str | None) -> Iterator[None]:
 
 
 class Search:
-    """One run of the search: its texts, its stored steps, its clock."""
+    """One run of the search: its texts, its stored steps, its time, and what it found so far."""
 
     def __init__(
         self,
@@ -116,203 +84,219 @@ class Search:
         kinds: Mapping[str, str],
         options: TuneOptions,
         progress: Progress | None = None,
+        time: TimeBudget | None = None,
     ) -> None:
         assert options.block_size is not None, "`tune` sets the device's default"
         self.model, self.tokenizer, self.text, self.options = model, tokenizer, text, options
         self.block_size, self.scorers = options.block_size, scorers_named(options.scorers)
-        self.progress, self.time = progress or SilentProgress(), TimeBudget(options.time_budget)
+        self.progress, self.time = progress or SilentProgress(), time or TimeBudget(options.time_budget)
         self.texts: SearchTexts = search_texts(tokenizer, text, kinds, options.tokens, options.stretches)
-        settings = dict(tokens=options.tokens, block_size=self.block_size, seed=options.seed, scorers=self.scorers)
+        self.budgets = budgets_for(options.tokens)
+        settings = dict(tokens=options.tokens, block_size=self.block_size, seed=options.seed)
         key = fingerprint(model, self.texts.key(), **settings)
-        self._partial: dict[str, dict[str, Any]] = {}  # costs of texts for which time ran out
         self.steps = Steps(options.out / "tuning_state.jsonl", key, options.resume)
         self.hold = None
         if options.hold:
-            given = (options.hold, options.tokens, options.seed, self.steps.remember, lambda: self.time.allows(1.0))
+            given = (options.hold, options.tokens, options.seed, self.steps.remember, self.time.allows)
             self.hold = HeldTasks(model, tokenizer, text, *given)
-        has_time = lambda seconds: self.time.allows(1.0, seconds)
         limits = (options.tokens, self.block_size, options.tolerance)
-        self.trials = Trials(model, self.texts, self.steps, *limits, self.hold, has_time)
+        self.trials = Trials(model, self.texts, self.steps, *limits, self.hold, self.time)
+        layers = full_attention_layers(model)
+        given = (self.steps, self.time, self.progress, self.block_size, options.seed)
+        self.costs = TextCosts(model, layers, *given)
+        self.scorer = self.scorers[0]
+        self.tuned: Guide | None = None
+        self.uniform: Guide | None = None
+        self.held_out: tuple[HeldOutKind, ...] = ()
+        self.cut = False  # whether anything was left out for lack of time
 
     def run(self) -> TuneResult:
         """Search, measure and write the policy with its evidence."""
         options = self.options
-        steps = 4 + len(self.scorers) + SEARCH_STEPS + UNIFORM_STEPS + 2 + 2
-        with evaluating(self.model), self.progress.task("tuning", total=steps) as task:
-            with on_device(self.model, options.search_on), fast_linears(self.model):
-                found = self._found(task)
-            with fast_linears(self.model):
-                result = self._with_evidence(self._timed(found, task))
-                if options.decode:
-                    result = self._with_decode(result, task)
-                task.advance(1, "reference for drift")
-                if options.reference:
-                    loaded = LoadedModel(self.model, self.tokenizer)
-                    given = (options.command, options.seed, self.steps, self.time, self.progress)
-                    result = with_reference(result, loaded, split_text(self.text).calibration, *given)
-            task.advance(1, "done")
+        with evaluating(self.model), self.progress.task("Searching", total=SEARCH_STEPS + UNIFORM_STEPS) as task:
+            try:
+                with on_device(self.model, options.search_on), fast_linears(self.model):
+                    self._search(task)
+                with fast_linears(self.model):
+                    result = self._finished(self._result(task), task)
+            except KeyboardInterrupt:
+                result = self._result(None, "interrupted")
+            task.advance(0, "done")
             return result.write(options.out)
 
-    def _found(self, task: Task) -> Found:
-        """Search the scorer, the budgets of the heads, and which layers choose."""
+    def _search(self, task: Task) -> None:
+        """Search the scorer and the budgets of the heads, until the search is done or time is up."""
         task.advance(0, "dense perplexity")
+        if not self._has_time(self.trials.seconds()):
+            return
         self.trials.dense(0)  # refuses a model whose activations are not finite, before long work
-        task.advance(1, "which scorer")
         rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens)
-        scorer = self._best_scorer(rises, task)
-        costs = self._costs_by_kind(scorer)
-        layers = next(iter(costs.values())).layers
-        choosing = self.options.choosing
-        if 0 < choosing * (1 + REACH) < len(layers):
-            fewest = -(-len(layers) // (1 + REACH))
-            raise ValueError(f"`choosing` must be at least {fewest} of the {len(layers)} layers, got {choosing}")
-        task.advance(3, repr(scorer))
-        of_tasks = self._task_costs(scorer)
-        candidates = TunedCandidates(costs, scorer, of_tasks)
+        costs = self._costs_by_kind(rises, task)
+        if costs is None:
+            return
+        of_tasks = self._task_costs() if self.hold is not None else None
+        candidates = TunedCandidates(costs, self.scorer, of_tasks)
         self.trials.closeness.update(candidates.at(SCORER_DENSITY).predicted)
+        self.tuned = Guide(candidates, rises, FINE_ENOUGH, first=FIRST)
+        self._run("tuned", self.tuned, SEARCH_STEPS, task)
+        if self.time.seconds is None or self.tuned.done:
+            self.uniform = Guide(UniformCandidates(costs, self.scorer, candidates.least), rises.again(), UNIFORM_FINE)
+            limited = self.time.seconds is not None and self.tuned.best is not None
+            below = self.tuned.best.candidate.aim if limited and self.tuned.best else None
+            self._run("uniform", self.uniform, UNIFORM_STEPS, task, only_below=below)
+        if self.options.held_out:
+            self.held_out = self._leave_one_out(costs, of_tasks, rises, task)
 
-        def evaluate(candidate: Candidate) -> Trial:
-            return self.trials.evaluate(candidate.aim, candidate.budgets, layers, scorer)
+    def _has_time(self, seconds: float) -> bool:
+        """Return whether work of so many seconds fits; if not, the search is cut short."""
+        fits = self.time.allows(seconds)
+        self.cut |= not fits
+        return fits
 
-        tuned = Guide(candidates, rises, FINE_ENOUGH)
-        self._run("tuned", tuned, evaluate, SEARCH_STEPS, task, TUNED_UNTIL, at_least_one=True)
-        uniform = Guide(UniformCandidates(costs, scorer, candidates.least), rises.again(), UNIFORM_FINE)
-        below = tuned.best.candidate.aim if tuned.best is not None and self.time.seconds is not None else None
-        self._run("uniform", uniform, evaluate, UNIFORM_STEPS, task, UNIFORM_UNTIL, only_below=below)
-        chosen = sparser(tuned.best, uniform.best)
-        lists, shared = self._shared(chosen, scorer, rises, task)
-        if shared is not None and shared.best is not None and _is_worth_it(shared.best, chosen):
-            chosen = shared.best
-        else:
-            lists = None
-        return Found(
-            scorer=scorer,
-            layers=tuple(layers),
-            budgets=chosen.candidate.budgets if chosen else [[1.0] * next(iter(costs.values())).heads for _ in layers],
-            chosen=chosen.trial if chosen else None,
-            tuned=tuple(tuned.trials),
-            uniform=tuple(uniform.trials),
-            best_uniform=uniform.best.trial if uniform.best else None,
-            lists=lists,
-            shared=tuple(shared.trials) if shared else (),
-            held_out=self._leave_one_out(costs, of_tasks, scorer, rises, tuned.best, task)
-            if self.options.held_out
-            else (),
-        )
+    def _costs_by_kind(self, rises: Rises, task: Task) -> dict[str, Costs] | None:
+        """Return the costs of the best scorer on each kind of text, the means over its stretches.
 
-    def _timed(self, found: Found, task: Task) -> TuneResult:
-        """Return the result, with the length from which the policy is faster than dense attention."""
-        lists = found.lists
-        policy = self.trials.policy(found.layers, found.budgets, found.scorer, lists.shared() if lists else ())
-        task.advance(0, "crossover against dense")
-        key = f"crossover {rules_digest(policy)}"
-        timings = self.steps.remember(key, lambda: [asdict(timing) for timing in self._timings(policy)])
-        crossover = tuple(LengthTiming(**timing) for timing in timings)
-        result = TuneResult(
-            model=self.options.name,
-            tokens=self.options.tokens,
-            tolerance=self.options.tolerance,
-            scorer=repr(found.scorer),
-            dense_perplexity=self.trials.dense_perplexity(),
-            uniform=found.uniform,
-            tuned=found.tuned,
-            chosen=found.chosen,
-            best_uniform_density=found.best_uniform.density if found.best_uniform else None,
-            crossover=crossover,
-            dense_below=dense_below(crossover) if found.chosen else None,
-            budgets=tuple(tuple(row) for row in found.budgets),
-            layers=found.layers,
-            seconds=self.steps.seconds + self.time.spent,
-            command=self.options.command,
-            policy=policy,
-            held_out=found.held_out,
-            shared=found.shared,
-            choosing=lists.choosing if lists else (),
-        )
-        task.advance(2, "evidence")
-        return result
+        None if time ended before each kind was measured in at least one layer.
+        """
+        task.advance(0, "the loss of each head")
+        scorers, stretches = list(self.scorers), self.texts.costs
+        missing = [each for each in scorers if self.costs.missing(self._name(0), each, self.budgets)]
+        if len(missing) > 1 and self._costs_seconds(0, len(missing)) > COSTS_SHARE * self.time.left:
+            scorers, self.cut = scorers[:1], True
+        if not self._measure(0, scorers):
+            return None
+        self.scorer = self._best_scorer(scorers, rises, task)
+        by_kind: dict[str, list[Costs]] = {}
+        for index, stretch in enumerate(stretches):
+            if index == 0 or self._measure(index, [self.scorer]):
+                found = self.costs.of(self._name(index), [self.scorer], self.budgets)
+                by_kind.setdefault(stretch.kind, []).extend([found] if found else [])
+        if set(by_kind) != set(self.texts.kinds):
+            return None
+        return {kind: Costs.mean(each) for kind, each in by_kind.items()}
+
+    def _costs_seconds(self, index: int, scorers: int, layers: int | None = None) -> float:
+        """Return the expected seconds of measuring some layers, all by default, on one of the texts."""
+        tokens = self.texts.costs[index].ids.shape[1] - 1
+        return self.costs.seconds(tokens, self.trials.pass_seconds, scorers, layers or len(self.costs.layers))
+
+    def _measure(self, index: int, scorers: Sequence[Scorer]) -> bool:
+        """Measure the costs on one text as far as time allows; return whether those of any layer are known."""
+        name, ids = self._name(index), self.texts.costs[index].ids
+        missing = [each for each in scorers if self.costs.missing(name, each, self.budgets)]
+        if missing and self._has_time(self._costs_seconds(index, len(missing), 1)):
+            self.cut |= not self.costs.measure(name, ids, missing, self.budgets, self.trials.rule)
+        return self.costs.of(name, scorers, self.budgets) is not None
+
+    def _task_costs(self) -> Costs | None:
+        """Return the mean costs on prompts of the tasks that must hold, by the predictions of the answers.
+
+        If time runs out, the mean is over the prompts until then. None if there are none.
+        """
+        if self.hold is None:
+            return None
+        found = list[Costs]()
+        for number, task in itertools.product(range(COST_SAMPLES), self.hold.tasks):
+            name = f" on {task} {number}"
+            if self.costs.missing(name, self.scorer, self.budgets):
+                if not self._has_time(self._costs_seconds(0, 1)):
+                    break
+                sample = self.hold.for_costs(task, number)
+                ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
+                self.costs.measure(name, ids, [self.scorer], self.budgets, self.trials.rule, last=len(sample.answer))
+            costs = self.costs.of(name, [self.scorer], self.budgets)
+            found += [costs] if costs is not None else []
+        return Costs.mean(found) if found else None
+
+    def _name(self, index: int) -> str:
+        """Return the name of a text for costs, as a part of a sentence."""
+        return f" on {label(self.texts.costs[index].kind)} {index}"
+
+    def _best_scorer(self, scorers: Sequence[Scorer], rises: Rises, task: Task) -> Scorer:
+        """Return the scorer with the smallest predicted loss at one density, or one that measurably loses less.
+
+        The first text for costs predicts and gives the budgets, and the first text for trials measures. A single text
+        is noisy, so the measurement decides only by `ERRORS` standard errors. If time is short, the prediction
+        decides. What the best scorer lost is the first estimate of `rises`.
+        """
+        if len(scorers) == 1:
+            return scorers[0]
+        costs = self.costs.of(self._name(0), scorers, self.budgets)
+        assert costs is not None
+        found = {scorer: Allocator(costs.density[scorer], costs.loss[scorer]).at(SCORER_DENSITY) for scorer in scorers}
+        best = min(scorers, key=lambda scorer: found[scorer].loss)
+        budgets = {scorer: costs.budgets(each.choice) for scorer, each in found.items()}
+        keys = {scorer: self.trials.key(each, scorer) for scorer, each in budgets.items()}
+        missing = sum(f"{key} 0" not in self.steps for key in keys.values())
+        if not self.time.allows(missing * self.trials.pass_seconds / COSTS_SHARE):
+            self.cut = True
+            return best
+        dense, kind = self.trials.dense(0).double(), self.texts.search[0].kind
+        changes: dict[Scorer, Tensor] = {}
+        for scorer in scorers:
+            policy = self.trials.policy(costs.layers, budgets[scorer], scorer)
+            losses = self.trials.remembered(keys[scorer], policy, 0)["losses"]
+            changes[scorer] = torch.tensor(losses, dtype=torch.float64, device="cpu") - dense
+            said = f"perplexity {changes[scorer].mean():+.2%} at {found[scorer].density:.0%} of the blocks"
+            task.advance(0, f"{scorer!r}: {said}")
+        measured = min(scorers, key=lambda scorer: float(changes[scorer].mean()))
+        gained, error = mean_and_error([changes[best] - changes[measured]])
+        if gained > ERRORS * error:
+            best = measured
+        mean, error = mean_and_error([changes[best]])
+        rises.learn({kind: found[best].loss}, [KindTrial(kind, math.exp(mean), error, True, changes[best].numel())])
+        return best
 
     def _run(
         self,
         name: str,
         guide: Guide,
-        evaluate: Callable[[Candidate], Trial],
         steps: int,
         task: Task,
-        until: float = 1.0,
         only_below: float | None = None,
-        at_least_one: bool = False,
+        kinds: Sequence[str] | None = None,
         start: float | None = None,
     ) -> None:
-        """Run a search until a share of the time budget is used, and show each trial.
+        """Learn from the stored trials, then try candidates while time allows, and show each.
 
         With `only_below`, densities from that one on do not matter. The search then starts just below it, and ends if
         that fails.
         """
+        prefix = f"tried {name} by {self.scorer!r} "
+        layers = sum(
+            self.costs.measured(self._name(i), self.scorer, self.budgets) for i in range(len(self.texts.costs))
+        )
+        for record in map(self.steps.get, self.steps.names(prefix)):
+            candidate = guide.candidates.of(record["budgets"])
+            trial = self._evaluated(candidate, kinds, stored=True)
+            if trial is not None:
+                guide.learn(candidate, trial, bounds=record["layers"] == layers)
 
-        def has_time(guide: Guide) -> bool:
+        def evaluate(candidate: Candidate) -> Trial | None:
             if only_below is not None and guide.tried and guide.bounds()[1] > only_below:
-                return False
-            return self.time.allows(until, self.trials.evaluation_seconds) or (at_least_one and not guide.tried)
-
-        def shown(candidate: Candidate) -> Trial:
-            trial = evaluate(candidate)
-            task.advance(int(name in ("tuned", "uniform")), f"{name} density {trial.density:.1%}: {_rises(trial)}")
+                return None
+            if not self._has_time(self.trials.seconds(self.trials.key(candidate.budgets, self.scorer))):
+                return None
+            best = f"; so far {_said(guide.best.trial)}" if guide.best else ""
+            task.advance(0, f"trying {candidate.aim:.1%} of the blocks, {name}{best}")
+            key = self.trials.key(candidate.budgets, self.scorer)
+            self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
+            trial = self._evaluated(candidate, kinds)
+            if trial is not None:
+                task.advance(int(kinds is None), f"{name}: {_said(trial)}")
             return trial
 
         if only_below is not None:
             start = only_below / math.sqrt(guide.fine)
-        guide.run(shown, steps, has_time, start)
-        if name in ("tuned", "uniform"):
-            task.advance(steps - len(guide.tried))
+        guide.run(evaluate, steps, start)
+        self.cut |= any(not each.trial.decided for each in guide.tried) and not guide.done
 
-    def _shared(
-        self, chosen: Tried | None, scorer: Scorer, rises: Rises, task: Task
-    ) -> tuple[SharedLists | None, Guide | None]:
-        """Let all but `choosing` layers read the blocks of earlier layers; return the lists and the search."""
-        if not self.options.choosing or chosen is None or not self.time.allows(1.0):
-            return None, None
-        task.advance(0, "layers that read the blocks of others")
-        lists = shared_lists(self._shared_costs(scorer), self.options.choosing, chosen.candidate.aim)
-
-        def evaluate(candidate: Candidate) -> Trial:
-            shared = lists.shared()
-            return self.trials.evaluate(candidate.aim, candidate.budgets, lists.costs.layers, scorer, shared=shared)
-
-        guide = Guide(SharedCandidates(lists, self.texts.kinds), rises.again(), FINE_ENOUGH)
-        self._run("shared", guide, evaluate, SEARCH_STEPS, task)
-        return lists, guide
-
-    def _shared_costs(self, scorer: Scorer) -> SharedCosts:
-        """Return the costs of reading other layers' blocks, the mean over the texts for costs."""
-        texts = [stretch.ids for stretch in self.texts.costs]
-        rule = lambda budget: self.trials.rule(budget, scorer)
-        alike = [likeness(self.model, ids, scorer, rule(0.0), self.block_size) for ids in texts]
-        matches = matched(torch.stack(alike).mean(0), min(REACH, alike[0].shape[0] - 1))
-        found = []
-        with self.progress.task("Measuring the loss of shared blocks", total=len(texts) * matches.shape[1]) as inner:
-            for ids in texts:
-                found.append(
-                    shared_costs(
-                        self.model,
-                        ids,
-                        rule,
-                        matches,
-                        block_size=self.block_size,
-                        seed=self.options.seed,
-                        done=lambda layer: inner.advance(1, f"layer {layer}"),
-                    )
-                )
-        return SharedCosts.mean(found)
+    def _evaluated(self, candidate: Candidate, kinds: Sequence[str] | None, stored: bool = False) -> Trial | None:
+        given = (candidate.aim, candidate.budgets, self.costs.layers, self.scorer)
+        return self.trials.evaluate(*given, kinds=kinds, stored=stored)
 
     def _leave_one_out(
-        self,
-        costs: Mapping[str, Costs],
-        of_tasks: Costs | None,
-        scorer: Scorer,
-        rises: Rises,
-        best: Tried | None,
-        task: Task,
+        self, costs: Mapping[str, Costs], of_tasks: Costs | None, rises: Rises, task: Task
     ) -> tuple[HeldOutKind, ...]:
         """Tune on all kinds except one and measure that one, for each kind; return the worst first.
 
@@ -320,155 +304,139 @@ class Search:
         that density may lose on text that it never saw.
         """
         found = []
+        least = self.tuned.best.candidate.aim if self.tuned is not None and self.tuned.best is not None else 0.0
         for kind in self.texts.kinds:
             task.advance(0, f"without {label(kind)}")
             others = {each: of_kind for each, of_kind in costs.items() if each != kind}
-            least = best.candidate.aim if best else 0.0
-            guide = Guide(TunedCandidates(others, scorer, of_tasks), rises.without(kind), FINE_ENOUGH, least)
-            found.append(self._without(kind, guide, scorer, next(iter(others.values())).layers, task))
+            candidates = TunedCandidates(others, self.scorer, of_tasks)
+            guide = Guide(candidates, rises.without(kind), FINE_ENOUGH, least)
+            seen = [each for each in self.texts.kinds if each != kind]
+            self._run(f"without {label(kind)}", guide, SEARCH_STEPS, task, kinds=seen, start=guide.least)
+            found.append(self._without(kind, guide.best, task))
         return tuple(sorted(found, key=lambda each: -(each.ratio or 0.0)))
 
-    def _without(self, kind: str, guide: Guide, scorer: Scorer, layers: Sequence[int], task: Task) -> HeldOutKind:
-        """Tune on all other kinds and measure this one."""
-        seen = [each for each in self.texts.kinds if each != kind]
-
-        def evaluate(candidate: Candidate) -> Trial:
-            return self.trials.evaluate(candidate.aim, candidate.budgets, layers, scorer, kinds=seen)
-
-        self._run(f"without {label(kind)}", guide, evaluate, SEARCH_STEPS, task, start=guide.least)
-        if guide.best is None or not self.time.allows(1.0, self.trials.evaluation_seconds):
+    def _without(self, kind: str, best: Tried | None, task: Task) -> HeldOutKind:
+        """Measure a kind under budgets that were tuned on all others."""
+        trial = None
+        if best is not None and self._has_time(2 * self.trials.pass_seconds):
+            trial = self._evaluated(best.candidate, [kind])
+        if trial is None:
             return HeldOutKind(kind, None)
-        candidate = guide.best.candidate
-        trial = self.trials.evaluate(candidate.aim, candidate.budgets, layers, scorer, kinds=[kind])
         task.advance(0, f"{label(kind)}, tuned without it: perplexity {trial.ratio - 1:+.2%}")
         return HeldOutKind(kind, trial.density, trial.ratio, trial.error, trial.passed)
 
-    def _costs_by_kind(self, scorer: Scorer) -> dict[str, Costs]:
-        """Return the costs of a scorer on each kind of text, the means over its stretches."""
-        by_kind: dict[str, list[Costs]] = {}
-        for index, stretch in enumerate(self.texts.costs):
-            by_kind.setdefault(stretch.kind, []).append(self._head_costs(index, (scorer,)))
-        return {kind: Costs.mean(each) for kind, each in by_kind.items()}
+    def _timings(self, policy: Policy, measure: bool) -> tuple[tuple[LengthTiming, ...], bool]:
+        """Return the times of attention at several lengths, measured as far as time allows, and whether all are.
 
-    def _task_costs(self, scorer: Scorer) -> Costs | None:
-        """Return the mean costs of a scorer on prompts of the tasks that must hold, by the predictions of the answers.
-
-        If time runs out, the mean is over the prompts until then. None if there are none.
+        What a busy machine measured in an earlier run is measured again.
         """
-        if self.hold is None:
-            return None
-        prompts = list(itertools.product(range(COST_SAMPLES), self.hold.tasks))
-        budgets, found = budgets_for(self.options.tokens), list[Costs]()
-        rules = [self.trials.rule(budget, scorer) for budget in budgets]
-        block_size, seed = self.block_size, self.options.seed
+        lengths, key = lengths_of(self.model, self.options.tokens), f"crossover {rules_digest(policy)} "
+        known = {each["seqlen"]: LengthTiming(**each) for each in map(self.steps.get, self.steps.names(key))}
+        wanted = [length for length in lengths if length not in known or known[length].busy] if measure else []
+        for timing in time_lengths(self.model, policy, wanted, time=self.time):
+            known[timing.seqlen] = timing
+            self.steps.store(f"{key}{timing.seqlen}", asdict(timing))
+        found = tuple(sorted(known.values(), key=lambda each: each.seqlen))
+        complete = bool(found) and (self.time.seconds is None or set(lengths) <= set(known))
+        self.cut |= not complete
+        return found, complete
 
-        def measure(sample: TaskSample) -> dict[str, Any]:
-            ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
-            last = len(sample.answer)
-            return Costs.plain(measure_head_costs(self.model, ids, rules, block_size=block_size, seed=seed, last=last))
+    def _policy(self, tried: Tried) -> Policy:
+        return self.trials.policy(self.costs.layers, tried.candidate.budgets, self.scorer)
 
-        with self.progress.task("Measuring the loss of each head on tasks", total=len(prompts)) as inner:
-            for number, task in prompts:
-                if not self.time.allows(TASK_COSTS_UNTIL):
-                    logger.warning(TASKS_OUT_OF_TIME, len(found), len(prompts))
-                    break
-                sample = partial(self.hold.for_costs, task, number)
-                key = f"costs of {len(budgets)} budgets by {scorer!r} on {task} {number}"
-                plain = self.steps.remember(key, lambda sample=sample: measure(sample()))  # type: ignore[misc]
-                found.append(Costs.of({scorer: plain}, budgets))
-                inner.advance(1, task)
-        return Costs.mean(found) if found else None
+    def _result(self, task: Task | None, ended: Ended | None = None) -> TuneResult:
+        """Return what was found so far. With a task, time its policy first; without, take a policy that was timed."""
+        if task is not None:
+            task.advance(0, "crossover against dense")
+        passing = sparsest([self.tuned, self.uniform])
+        chosen, policy, timings, complete = None, None, (), False
+        for each in reversed(passing[1:]):
+            timed, whole = self._timings(self._policy(each), measure=False)
+            if timed:
+                chosen, policy, timings, complete = each, self._policy(each), timed, whole
+        if passing:
+            timed, whole = self._timings(self._policy(passing[0]), measure=task is not None)
+            if timed or chosen is None:
+                chosen, policy, timings, complete = passing[0], self._policy(passing[0]), timed, whole
+        outcome = decide(
+            ended=ended or ("time" if self.cut else "done"),
+            tuned=self.tuned,
+            chosen=chosen,
+            timings=timings,
+            timed=complete,
+            tokens=self.options.tokens,
+            tolerance=self.options.tolerance,
+            needed=self._needed(),
+        )
+        return self._described(chosen, policy, timings, outcome)
 
-    def _head_costs(self, index: int, scorers: Sequence[Scorer]) -> Costs:
-        """Return the loss of each head on one of the texts for costs."""
-        stretch = self.texts.costs[index]
-        of = "" if len(self.texts.costs) == 1 else f" on {label(stretch.kind)}"
-        until = COSTS_UNTIL * (index + 1) / len(self.texts.costs)
-        budgets = budgets_for(self.options.tokens)
-        layers = self.model.config.get_text_config().num_hidden_layers
+    def _needed(self) -> float:
+        """Return the expected seconds until the search is done."""
+        if self.time.seconds is None:
+            return 0.0
+        costs = 0.0 if self.tuned and not self.cut else self._costs_seconds(0, len(self.scorers))
+        return self.time.reserved + costs + EXPECTED_PASSES * self.trials.pass_seconds
 
-        def measure(candidates: Sequence[Hybrid]) -> list[HeadCosts]:
-            with self.progress.task(f"Measuring the loss of each head{of}", total=layers) as inner:
-                return measure_head_costs(
-                    self.model,
-                    stretch.ids,
-                    candidates,
-                    block_size=self.block_size,
-                    seed=self.options.seed,
-                    done=lambda layer: inner.advance(1, f"layer {layer}"),
-                    go_on=lambda: self.time.allows(until),
-                )
-
-        key = lambda scorer: f"costs of {len(budgets)} budgets by {scorer!r} {index}"
-        found = {scorer: self._partial[key(scorer)] for scorer in scorers if key(scorer) in self._partial}
-        found |= {scorer: self.steps.remember(key(scorer), dict) for scorer in scorers if key(scorer) in self.steps}
-        missing = [scorer for scorer in scorers if scorer not in found]
-        if missing:
-            measured = measure([self.trials.rule(budget, scorer) for scorer in missing for budget in budgets])
-            plain = [Costs.plain(measured, place, len(missing)) for place in range(len(missing))]
-            found |= dict(zip(missing, plain, strict=True))
-            count = sum(each.measured for each in measured)
-            if count == len(measured):
-                for scorer in missing:
-                    self.steps.remember(key(scorer), lambda scorer=scorer: found[scorer])  # type: ignore[misc]
-            else:  # for this run alone, so that a later run with more time measures all layers
-                self._partial |= {key(scorer): found[scorer] for scorer in missing}
-                logger.warning(OUT_OF_TIME, count, len(measured), of)
-        if not found[scorers[0]]["layers"]:
-            raise ValueError("no layer of this model sees its whole context, so there is nothing to make sparse")
-        return Costs.of({scorer: found[scorer] for scorer in scorers}, budgets)
-
-    def _timings(self, policy: Policy) -> list[LengthTiming]:
-        """Time attention at increasing lengths, as long as there is time."""
-        return time_lengths(self.model, policy, has_time=lambda seconds: self.time.allows(1.0, seconds))
-
-    def _best_scorer(self, rises: Rises, task: Task) -> Scorer:
-        """Return the scorer with the smallest predicted loss at one density, or one that measurably loses less.
-
-        The first text for costs predicts and gives the budgets, and the first text for trials measures. A single text
-        is noisy, so the measurement decides only by `ERRORS` standard errors. If time has run out, the prediction
-        decides. What the best scorer lost is the first estimate of `rises`.
-        """
-        if len(self.scorers) == 1:
-            return self.scorers[0]
-        costs, dense, kind = self._head_costs(0, self.scorers), self.trials.dense(0).double(), self.texts.search[0].kind
-        predicted: dict[Scorer, float] = {}
-        changes: dict[Scorer, Tensor] = {}
-        for scorer in self.scorers:
-            found = Allocator(costs.density[scorer], costs.loss[scorer]).at(SCORER_DENSITY)
-            predicted[scorer] = found.loss
-            if self.time.allows(COSTS_UNTIL, (len(self.scorers) - len(changes)) * self.trials.pass_seconds):
-                budgets = costs.budgets(found.choice)
-                policy = self.trials.policy(costs.layers, budgets, scorer)
-                losses = self.trials.remembered(self.trials.key(budgets, scorer), policy, 0)["losses"]
-                changes[scorer] = torch.tensor(losses, dtype=torch.float64, device="cpu") - dense
-                said = f"perplexity {changes[scorer].mean():+.2%} at {found.density:.0%} of the blocks"
-                task.advance(1, f"{scorer!r}: {said}")
-        best = min(self.scorers, key=lambda scorer: predicted[scorer])
-        if len(changes) < len(self.scorers):
-            return best
-        measured = min(self.scorers, key=lambda scorer: float(changes[scorer].mean()))
-        gained, error = mean_and_error([changes[best] - changes[measured]])
-        if gained > ERRORS * error:
-            best = measured
-        mean, error = mean_and_error([changes[best]])
-        rises.learn({kind: predicted[best]}, [KindTrial(kind, math.exp(mean), error, True, changes[best].numel())])
-        return best
-
-    def _with_evidence(self, result: TuneResult) -> TuneResult:
-        parameter = next(self.model.parameters())
+    def _described(
+        self, chosen: Tried | None, policy: Policy | None, timings: tuple[LengthTiming, ...], outcome: Outcome
+    ) -> TuneResult:
+        """Return the result with its policy and the evidence."""
+        dense = [[1.0] * self.model.config.get_text_config().num_attention_heads for _ in self.costs.layers]
+        budgets = chosen.candidate.budgets if chosen else dense
+        best = self.uniform.best if self.uniform else None
+        options, parameter = self.options, next(self.model.parameters())
+        result = TuneResult(
+            model=options.name,
+            tokens=options.tokens,
+            tolerance=options.tolerance,
+            scorer=repr(self.scorer),
+            dense_perplexity=self.trials.dense_perplexity() if f"{DENSE} 0" in self.steps else None,
+            uniform=tuple(self.uniform.trials) if self.uniform else (),
+            tuned=tuple(self.tuned.trials) if self.tuned else (),
+            chosen=chosen.trial if chosen else None,
+            best_uniform_density=best.trial.density if best else None,
+            crossover=timings,
+            dense_below=outcome.border,
+            budgets=tuple(tuple(row) for row in budgets),
+            layers=self.costs.layers,
+            seconds=self.steps.seconds + self.time.spent,
+            command=options.command,
+            policy=policy or self.trials.policy(self.costs.layers, dense, self.scorer),
+            held_out=self.held_out,
+            ended=outcome.ended,
+            verdict=outcome.verdict,
+            why=outcome.why,
+            advice=outcome.advice,
+            busy=any(timing.busy for timing in timings),
+        )
         dtype = str(parameter.dtype).removeprefix("torch.")
-        return with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
+        found = with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
+        given = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds, hold=options.hold)
+        digests = about(self.model, self.text, found.policy, **given, block_size=self.block_size, seed=options.seed)
+        return dataclasses.replace(found, about=digests)
+
+    def _finished(self, result: TuneResult, task: Task) -> TuneResult:
+        """Return the result with decode rules and a reference, as far as they are wanted and time allows."""
+        options = self.options
+        if options.decode:
+            task.advance(0, "decode rules")
+            result = self._with_decode(result, task)
+        if options.reference:
+            task.advance(0, "reference for drift")
+            loaded = LoadedModel(self.model, self.tokenizer)
+            given = (options.command, options.seed, self.steps, self.time, self.progress)
+            result = with_reference(result, loaded, split_text(self.text).calibration, *given)
+        return result
 
     def _with_decode(self, result: TuneResult, task: Task) -> TuneResult:
         """Return the result with decode rules, if they preserve perplexity and save time."""
         options = self.options
         page_size = options.page_size or as_block_size(self.block_size)[1]
         stretches = options.stretches if len(self.texts.kinds) > 1 else max(SEARCH_TEXTS, options.stretches)
-        if not self.time.allows(1.0):
+        if not self._has_time(0.0):
             said = "no rule: no time was left to search for one"
             none = DecodeResult((), None, (), (), options.cuda_graph, None, said)
-            return dataclasses.replace(result, decode=none)
+            return dataclasses.replace(result, decode=none, ended="time")
         found = tune_decode(
             self.model,
             [stretch.ids for stretch in self.texts.first(stretches)],
@@ -479,27 +447,21 @@ class Search:
             cuda_graph=options.cuda_graph,
             remember=self.steps.remember,
             say=lambda line: task.advance(0, line),
-            has_time=lambda: self.time.allows(1.0),
+            has_time=self.time.allows,
         )
         return with_decode_rules(result, found, page_size, options.command)
 
 
-def sparser(tuned: Tried | None, uniform: Tried | None) -> Tried | None:
-    """Return the sparser of two passing results, the tuned one if they are equal."""
-    if uniform is None or (tuned is not None and tuned.trial.density <= uniform.trial.density):
-        return tuned
-    return uniform
+def sparsest(guides: Sequence[Guide | None]) -> list[Tried]:
+    """Return the trials that passed in any search, the sparsest first; of equal ones, that of the first search."""
+    passing = [each for guide in guides if guide is not None for each in guide.tried if each.trial.passed]
+    return sorted(passing, key=lambda each: each.trial.density)
 
 
-def _is_worth_it(shared: Tried, chosen: Tried | None) -> bool:
-    """Return whether layers that share blocks visit hardly more of them."""
-    return chosen is not None and shared.trial.density <= WORTH * chosen.trial.density
-
-
-def _rises(trial: Trial) -> str:
-    """Return the rise of perplexity of a trial, and that of the kind closest to failing, in words."""
-    said = f"perplexity {trial.ratio - 1:+.2%}"
-    if not trial.kinds:
-        return said
-    worst = max(trial.kinds, key=lambda row: math.log(row.ratio) + ERRORS * row.error)
-    return f"{said}, {label(worst.kind)} {worst.ratio - 1:+.2%}" + ("" if trial.passed else ", too much")
+def _said(trial: Trial) -> str:
+    """Return the density and the rise of perplexity of a trial, and the rise of the kind closest to failing."""
+    said = f"{trial.density:.1%} of the blocks, perplexity {trial.ratio - 1:+.2%}"
+    if trial.kinds:
+        worst = max(trial.kinds, key=lambda row: math.log(row.ratio) + ERRORS * row.error)
+        said += f", {label(worst.kind)} {worst.ratio - 1:+.2%}"
+    return said + (" passes" if trial.passed else " fails" if trial.decided else " is undecided")

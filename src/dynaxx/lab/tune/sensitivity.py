@@ -11,8 +11,8 @@ Shapes: N tokens, H / G q and kv heads, D / E head_dim of q, k and of v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +34,14 @@ class HeadCosts(NamedTuple):
     layer: int
     loss: Tensor  # (candidates, H) fp64, nats per token
     density: Tensor  # (candidates, H) fp64, visited / causally visible blocks
-    measured: bool = True  # False if time ran out and these are means of the measured layers
+
+
+class _Ended(Exception):
+    """No further layer is to be measured, so the backward pass ends."""
 
 
 Visitor = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
-Reader = Callable[[int, Tensor, Tensor, float], None]
 _visitors: list[Visitor] = []  # the measurement in progress
-_readers: list[Reader] = []  # those that see queries and keys in a forward pass
 
 
 def measure_head_costs(
@@ -51,7 +52,9 @@ def measure_head_costs(
     block_size: int | tuple[int, int],
     seed: int = 0,
     last: int | None = None,
-    done: Callable[[int], None] = lambda layer: None,
+    layers: Collection[int] | None = None,
+    done: Callable[[HeadCosts], object] = lambda costs: None,
+    layer_work: Callable[[], AbstractContextManager[object]] = nullcontext,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[HeadCosts]:
     """Measure every candidate on every head of every layer that sees its whole context.
@@ -63,20 +66,29 @@ def measure_head_costs(
         block_size: tokens per block, or (q_block, kv_block).
         seed: seed for the sampled tokens of the gradient.
         last: number of tokens at the end whose predictions count, for example a task's answer; all by default.
-        done: a function that is called with the index of each finished layer.
-        go_on: a function that is called before each layer except the first; if it returns False, the other layers get
-            the mean of the measured ones.
+        layers: layers to measure; all by default.
+        done: a function that is called with the costs of each finished layer.
+        layer_work: returns the context in which a layer is measured.
+        go_on: a function that is called before each layer except the first; if it returns False, no further layer is
+            measured.
 
     Returns:
-        The costs by layer, in ascending order. Layers with a sliding window are skipped.
+        The costs of the measured layers, in ascending order. Layers with a sliding window are skipped.
     """
     found: list[HeadCosts] = []
-    late: list[int] = []
 
     def visit(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> None:
-        if found and (late or not go_on()):
-            late.append(layer)
+        if layers is not None and layer not in layers:
             return
+        if found and not go_on():
+            raise _Ended
+        with layer_work():
+            found.append(measured(layer, q, k, v, out, grad, scale))
+        done(found[-1])
+        if layers is not None and len(found) == len(layers):
+            raise _Ended
+
+    def measured(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, scale: float) -> HeadCosts:
         loss, density = [], []
         nothing = torch.zeros(q.shape[2], dtype=torch.float64, device=q.device)
         known = {DENSE: (nothing, nothing + 1)}
@@ -89,15 +101,11 @@ def measure_head_costs(
                 known[key] = cost, _head_density(layout, q.shape[2])
             loss.append(known[key][0])
             density.append(known[key][1])
-        found.append(HeadCosts(layer, torch.stack(loss).cpu(), torch.stack(density).cpu()))
-        done(layer)
+        return HeadCosts(layer, torch.stack(loss).cpu(), torch.stack(density).cpu())
 
-    with probing(model, visit):
+    with probing(model, visit), suppress(_Ended):
         hidden = hidden_states(model, ids[:, :-1])
         hidden.backward(fisher_gradient(model, hidden.detach(), seed, last))
-    if late:
-        loss, density = (torch.stack([getattr(each, name) for each in found]).mean(0) for name in ("loss", "density"))
-        found += [HeadCosts(layer, loss, density, measured=False) for layer in late]
     return sorted(found, key=lambda costs: costs.layer)
 
 
@@ -203,17 +211,6 @@ def probing(model: Any, visit: Visitor) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-@contextmanager
-def reading(model: Any, see: Reader) -> Iterator[None]:
-    """Call `see` with layer, q (1, N, H, D), k (1, N, Hk, D) and scale, for layers that see their whole context."""
-    _readers.append(see)
-    try:
-        with routed(model, PROBE, _probe):
-            yield
-    finally:
-        _readers.pop()
-
-
 def _probe(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -226,8 +223,6 @@ def _probe(
     out = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, attn_mask=attention_mask, is_causal=attention_mask is None, scale=scale, enable_gqa=True
     ).transpose(1, 2)
-    if _readers and kwargs.get("sliding_window") is None:
-        _readers[-1](module.layer_idx, query.detach().transpose(1, 2), key.detach().transpose(1, 2), scale)
     if not out.requires_grad and torch.is_grad_enabled():
         out.requires_grad_()  # the first layer, before which nothing is differentiated
     if kwargs.get("sliding_window") is None and torch.is_grad_enabled():  # it is not in a checkpoint's first pass

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import SMALLEST_LOSS, Budgets, Costs
-from dynaxx.lab.tune.sharing import SharedLists
+from dynaxx.lab.tune.costs import SMALLEST_LOSS, Budgets, Costs, interpolate
 from dynaxx.selection import Scorer
 
 TASK_WEIGHT = 0.3  # of the loss on tasks beside that on texts, both as shares of the loss at the smallest budget
@@ -37,6 +37,9 @@ class Candidates(Protocol):
     def at(self, density: float) -> Candidate:
         """Return the best budgets with at most this density."""
 
+    def of(self, budgets: Budgets) -> Candidate:
+        """Return the candidate with these budgets."""
+
 
 class TunedCandidates:
     """Budgets per head with the smallest predicted loss, the mean over the kinds of text, and on tasks.
@@ -49,7 +52,7 @@ class TunedCandidates:
 
     def __init__(self, costs: Mapping[str, Costs], scorer: Scorer, of_tasks: Costs | None = None) -> None:
         self._losses = {kind: each.finer(scorer).loss[scorer] for kind, each in costs.items()}
-        self._mean = Costs.mean(list(costs.values())).finer(scorer)
+        self._scorer, self._mean = scorer, Costs.mean(list(costs.values())).finer(scorer)
         loss = torch.stack(list(self._losses.values())).mean(0)
         if of_tasks is not None:
             added = of_tasks.finer(scorer).loss[scorer]
@@ -63,6 +66,20 @@ class TunedCandidates:
         predicted = {kind: float(loss.gather(0, found.choice[None]).sum()) for kind, loss in self._losses.items()}
         return Candidate(found.density, self._mean.budgets(found.choice), predicted)
 
+    def of(self, budgets: Budgets) -> Candidate:
+        """Return the candidate with these budgets, each interpolated between those with known costs."""
+        wanted = torch.tensor(budgets, dtype=torch.float64, device="cpu").flatten()
+        values = torch.tensor(self._mean.values, dtype=torch.float64, device="cpu")
+        upper = torch.searchsorted(values, wanted).clamp(1, len(values) - 1)
+        share = ((wanted - values[upper - 1]) / (values[upper] - values[upper - 1])).clamp(0, 1)
+
+        def at(costs: Tensor) -> Tensor:
+            low, high = costs.gather(0, (upper - 1)[None])[0], costs.gather(0, upper[None])[0]
+            return torch.lerp(low, high, share)
+
+        aim = float(at(self._mean.density[self._scorer]).mean())
+        return Candidate(aim, budgets, {kind: float(at(loss).sum()) for kind, loss in self._losses.items()})
+
 
 class UniformCandidates:
     """One budget for all heads."""
@@ -73,20 +90,13 @@ class UniformCandidates:
 
     def at(self, density: float) -> Candidate:
         """Return the budget with this density."""
-        aim, budget = self._mean.uniform(self._scorer, density)
-        budgets = [[budget] * self._mean.heads for _ in self._mean.layers]
+        _, budget = self._mean.uniform(self._scorer, density)
+        return self.of([[budget] * self._mean.heads for _ in self._mean.layers])
+
+    def of(self, budgets: Budgets) -> Candidate:
+        """Return the candidate with these budgets, which are all equal."""
+        mean, values = self._mean, list(self._mean.values)
+        aim = interpolate(budgets[0][0], values, mean.density[self._scorer].mean(1).tolist())
         return Candidate(
             aim, budgets, {kind: each.uniform_loss(self._scorer, aim) for kind, each in self._each.items()}
         )
-
-
-class SharedCandidates:
-    """Budgets of lists that several layers read. Their costs are known as the mean over all kinds alone."""
-
-    def __init__(self, lists: SharedLists, kinds: tuple[str, ...]) -> None:
-        self.lists, self._kinds, self.least = lists, kinds, lists.least_density
-
-    def at(self, density: float) -> Candidate:
-        """Return the best budgets with at most this density."""
-        aim, budgets, loss = self.lists.at(density)
-        return Candidate(aim, budgets, dict.fromkeys(self._kinds, loss))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Try densities until the sparsest one that passes is known closely enough.
 
-The next density is the one at which the predicted rise of the worst kind of text, with its errors, reaches the
-tolerance. After each trial the prediction is updated. While all trials fail, steps grow.
+The first density is one that nearly always passes, so that there is a policy early. The next one is where the
+predicted rise of the worst kind of text, with its errors, reaches the tolerance. After each trial the prediction is
+updated. While all trials fail, densities grow up to `MOST`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dynaxx.lab.tune.result import Trial
 
 GUESSES = 4  # after so many guesses, the prediction is inaccurate and bisection is faster
 STEPS = 40  # bisection steps that solve for a density
+FIRST = 0.6  # density of the first trial, unless a denser one is expected to be needed
+MOST = 0.9  # highest density that is tried; a policy that needs more is not worth it
 CLOSER = 0.99  # relative distance of a guess from the end of an interval that ends the search
 
 
@@ -25,6 +28,7 @@ class Tried(NamedTuple):
 
     candidate: Candidate
     trial: Trial
+    bounds: bool = True  # whether a failure excludes sparser candidates, which have the same costs
 
 
 class Guide:
@@ -35,10 +39,13 @@ class Guide:
         rises: predictions, updated with each trial.
         fine: ratio of the passing to the failing density at which the search ends.
         least: the lowest density of interest; the default is the lowest possible one.
+        first: the lowest density of the first trial.
     """
 
-    def __init__(self, candidates: Candidates, rises: Rises, fine: float, least: float = 0.0) -> None:
-        self.candidates, self.rises, self.fine = candidates, rises, fine
+    def __init__(
+        self, candidates: Candidates, rises: Rises, fine: float, least: float = 0.0, first: float = 0.0
+    ) -> None:
+        self.candidates, self.rises, self.fine, self.first = candidates, rises, fine, first
         self.least = max(candidates.least, least)
         self.tried: list[Tried] = []
         self._guesses = 0
@@ -57,44 +64,73 @@ class Guide:
     def bounds(self) -> tuple[float | None, float]:
         """Return the highest density that failed below the lowest one that passed, or None, and the latter, or 1."""
         passed = 1.0 if self.best is None else self.best.candidate.aim
-        below = [each.candidate.aim for each in self.tried if not each.trial.passed and each.candidate.aim < passed]
-        return max(below, default=None), passed
+        failed = [each for each in self.tried if each.bounds and each.trial.decided and not each.trial.passed]
+        return max((each.candidate.aim for each in failed if each.candidate.aim < passed), default=None), passed
 
     @property
     def done(self) -> bool:
         """Return whether the interval is small enough."""
         failed, passed = self.bounds()
-        return bool(self.tried) and passed / max(failed or 0.0, self.least, 1e-6) < self.fine
+        if self.best is None:
+            return self.hopeless
+        return passed / max(failed or 0.0, self.least, 1e-6) < self.fine
 
-    def learn(self, candidate: Candidate, trial: Trial) -> None:
-        """Add a trial."""
-        self.tried.append(Tried(candidate, trial))
+    @property
+    def unsettled(self) -> Tried | None:
+        """Return a trial that more text may decide otherwise: an undecided one, or the best if it is not clear."""
+        tried = [each for each in self.tried if each.bounds and not each.trial.decided]
+        if not tried and self.best is not None and not all(row.decided for row in self.best.trial.rows):
+            tried = [self.best]
+        return tried[-1] if tried else None
+
+    @property
+    def hopeless(self) -> bool:
+        """Return whether the densest candidate failed."""
+        failed, _ = self.bounds()
+        return self.best is None and failed is not None and failed >= CLOSER * max(MOST, self.least)
+
+    def learn(self, candidate: Candidate, trial: Trial, bounds: bool = True) -> None:
+        """Add a trial, in place of an earlier one of the same budgets."""
+        self.tried = [each for each in self.tried if each.candidate.budgets != candidate.budgets]
+        self.tried.append(Tried(candidate, trial, bounds))
         self.rises.learn(candidate.predicted, trial.rows)
 
     def run(
         self,
-        evaluate: Callable[[Candidate], Trial],
+        evaluate: Callable[[Candidate], Trial | None],
         steps: int,
-        may_go_on: Callable[[Guide], bool] = lambda guide: True,
         start: float | None = None,
     ) -> None:
-        """Evaluate at most so many candidates, the first at density `start` if one is given."""
+        """Evaluate at most so many candidates, the first at density `start` if one is given.
+
+        The search ends early when it is done, when `evaluate` returns None, and when it leaves a candidate undecided.
+        """
         for _ in range(steps):
-            if self.done or not may_go_on(self):
+            if self.unsettled is not None:  # time ended within this trial
+                candidate = self.unsettled.candidate
+            elif self.done:
                 break
-            aim = self.next() if start is None or self.tried else max(self.least, start)
-            candidate = self.candidates.at(aim)
-            self.learn(candidate, evaluate(candidate))
+            else:
+                candidate = self.candidates.at(self.next() if start is None or self.tried else max(self.least, start))
+            trial = evaluate(candidate)
+            if trial is None:
+                break
+            self.learn(candidate, trial)
+            if self.unsettled is not None:
+                break
 
     def next(self) -> float:
         """Return a density between the highest that failed and the lowest that passed."""
         failed, passed = self.bounds()
+        if failed is None and self.best is None:
+            return max(self.least, min(MOST, max(self.first, self._expected(self.least, 1.0))))
         lowest = self.least if failed is None else failed
         expected = self._expected(lowest, passed)
         # The ends of the interval are already known. A trial close to one ends the search with either result.
         step = 1 + CLOSER * (self.fine - 1)
         if self.best is None:  # further up after each failure
-            return min(max(expected, lowest * step ** (2 ** len(self.tried) - 1)), math.sqrt(lowest))
+            grown = 1.0 if lowest >= FIRST else max(expected, lowest * step ** (2 ** len(self.tried) - 1))
+            return min(grown, math.sqrt(lowest), max(self.least, MOST))
         if failed is None:
             return max(self.least, min(expected, passed / step))
         self._guesses += 1

@@ -3,15 +3,15 @@
 
 A kind of text passes if the rise of its loss plus `ERRORS` standard errors is within the tolerance. The rise is the
 mean difference of the same tokens' losses, dense and sparse. Kinds are evaluated one after the other, the one closest
-to the tolerance first, and stretch by stretch, until a kind's result is clear by `CLEAR` errors or its text ends.
-Several looks at a growing sample find more by chance than one look, hence the wider margin before the end.
+to the tolerance first, and stretch by stretch, until a kind passes clearly by `CLEAR` errors, fails, or its text ends.
+Several looks at a growing sample find more by chance than one look, hence the wider margin before the end. A rise above
+the tolerance by `FUTILE` errors would hardly pass with more text, whose errors must still fit below the tolerance.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.costs import Budgets, rule_of
 from dynaxx.lab.tune.density.held_tasks import HeldTasks
 from dynaxx.lab.tune.density.search_texts import SearchTexts
@@ -28,11 +29,14 @@ from dynaxx.layout import as_block_size
 from dynaxx.selection import Hybrid, Scorer
 
 if TYPE_CHECKING:
-    from dynaxx.policy import Policy, SharedChoice
+    from dynaxx.policy import Policy
 
 LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
-CLEAR = 3  # standard errors by which a result is clear before all text is used
+CLEAR = 3  # standard errors by which a candidate passes before all text is used
+FUTILE = 1  # standard errors by which a candidate fails before all text is used
+DENSE = "dense text"  # name of the steps without a policy
+PASS = "pass"  # kind of work, see `TimeBudget`: a forward pass over one text
 RUN = 512  # neighbouring tokens that count as one observation, because their changes depend on each other
 LEAST_RUNS = 8  # observations per stretch, at least
 
@@ -48,7 +52,7 @@ class Trials:
         block_size: block size of the policies, or (q_block, kv_block).
         tolerance: largest relative rise of perplexity.
         hold: tasks that a passing policy must still solve.
-        has_time: a function of seconds. Without time, no further stretch of a kind is evaluated, so fewer kinds pass.
+        time: the time budget. Without time, no further stretch of a kind is evaluated, so fewer kinds pass.
     """
 
     def __init__(
@@ -60,13 +64,12 @@ class Trials:
         block_size: int | tuple[int, int],
         tolerance: float,
         hold: HeldTasks | None,
-        has_time: Callable[[float], bool] = lambda seconds: True,
+        time: TimeBudget | None = None,
     ) -> None:
-        self._has_time = has_time
+        self.time = time or TimeBudget()
         self.model, self.texts, self.steps, self.hold = model, texts, steps, hold
         self.block_size, self.tolerance = block_size, tolerance
         self.floor = tokens // as_block_size(block_size)[1] // 2
-        self.pass_seconds = 0.0  # seconds of the slowest pass over one text
         self.closeness: dict[str, float] = {}  # latest known rise by kind with errors, to begin with the worst
         self._dense: dict[int, Tensor] = {}  # loss of every token of each text that was used
 
@@ -79,17 +82,21 @@ class Trials:
         return found
 
     @property
-    def evaluation_seconds(self) -> float:
-        """Return the most seconds that the next trial may take."""
-        texts = len(self.texts.search)
-        return self.pass_seconds * (2 * texts - len(self._dense))
+    def pass_seconds(self) -> float:
+        """Return the expected seconds of a pass over one text."""
+        return self.time.expects(PASS, self.texts.search[0].ids.shape[1] - 1)
+
+    def seconds(self, key: str = "") -> float:
+        """Return the expected seconds of the first look at each kind in a trial, less what is stored."""
+        first = [next(i for i, each in enumerate(self.texts.search) if each.kind == kind) for kind in self.texts.kinds]
+        passes = sum(f"{name} {index}" not in self.steps for index in first for name in (DENSE, key))
+        return passes * self.pass_seconds
 
     def dense(self, index: int) -> Tensor:
         """Return the dense loss of every token of one of the texts."""
         if index not in self._dense:
-            self._dense[index] = torch.tensor(
-                self.remembered("dense text", None, index)["losses"], dtype=torch.float32, device="cpu"
-            )
+            losses = self.remembered(DENSE, None, index)["losses"]
+            self._dense[index] = torch.tensor(losses, dtype=torch.float32, device="cpu")
         return self._dense[index]
 
     def dense_perplexity(self) -> float:
@@ -101,12 +108,10 @@ class Trials:
         """Return the rule of a budget: the scorer's choice, and what is always visible."""
         return rule_of(scorer, budget, self.block_size, LAST_QUERIES, self.floor)
 
-    def key(self, budgets: Budgets, scorer: Scorer, shared: Sequence[SharedChoice] = ()) -> str:
+    def key(self, budgets: Budgets, scorer: Scorer) -> str:
         """Return the key under which a trial is remembered."""
-        sharing = {"shared": [each.model_dump() for each in shared]} if shared else {}
-        return "trial " + fingerprint(
-            None, torch.tensor(budgets, dtype=torch.float32, device="cpu"), rule=repr(self.rule(0.0, scorer)), **sharing
-        )
+        ids = torch.tensor(budgets, dtype=torch.float32, device="cpu")
+        return "trial " + fingerprint(None, ids, rule=repr(self.rule(0.0, scorer)))
 
     def evaluate(
         self,
@@ -115,23 +120,29 @@ class Trials:
         layers: Sequence[int],
         scorer: Scorer,
         kinds: Sequence[str] | None = None,
-        shared: Sequence[SharedChoice] = (),
-    ) -> Trial:
+        stored: bool = False,
+    ) -> Trial | None:
         """Evaluate budgets on the texts of these kinds (all by default) until one kind fails.
 
-        `density` is the one that the costs predict; the trial has the measured one too. `shared` is the policy's field.
+        `density` is the one that the costs predict; the trial has the measured one too. With `stored`, nothing is run:
+        the trial is that of the stored texts, and None if there are none.
         """
-        policy, key = self.policy(layers, budgets, scorer, shared), self.key(budgets, scorer, shared)
+        policy, key = self.policy(layers, budgets, scorer), self.key(budgets, scorer)
         asked = [kind for kind in self.texts.kinds if kinds is None or kind in kinds]
         visited: list[float] = []
         every: list[Tensor] = []
         rows: dict[str, KindTrial] = {}
         for kind in sorted(asked, key=lambda kind: -self.closeness.get(kind, 0.0)):  # stable
-            rows[kind] = self._of_kind(kind, policy, key, every, visited)
-            if not rows[kind].passed:
+            row = self._of_kind(kind, policy, key, every, visited, stored)
+            if row is None:
                 break
+            rows[kind] = row
+            if not row.passed:
+                break
+        if not rows:
+            return None
         each = [rows[kind] for kind in asked if kind in rows]
-        passed = all(row.passed for row in each)
+        passed = len(each) == len(asked) and all(row.passed for row in each)
         tasks = self.hold.under(policy, key) if self.hold is not None and passed and kinds is None else ()
         return Trial(
             density=sum(visited) / len(visited),
@@ -143,24 +154,41 @@ class Trials:
             tokens=sum(row.tokens for row in each),
             kinds=tuple(each) if len(self.texts.kinds) > 1 else (),
             tasks=tasks,
+            decided=passed or any(row.decided and not row.passed for row in each),
         )
 
-    def _of_kind(self, kind: str, policy: Policy, key: str, every: list[Tensor], visited: list[float]) -> KindTrial:
-        """Evaluate a policy on one kind of text, until the result is clear. Add its losses and densities to lists."""
+    def _of_kind(
+        self, kind: str, policy: Policy, key: str, every: list[Tensor], visited: list[float], stored: bool
+    ) -> KindTrial | None:
+        """Evaluate a policy on one kind of text, until the result is clear. Add its losses and densities to lists.
+
+        With `stored`, only stored results count. None if there are none, or no time for the first one.
+        """
         indices = [index for index, stretch in enumerate(self.texts.search) if stretch.kind == kind]
         changes: list[Tensor] = []
-        limit = math.log1p(self.tolerance)
+        limit, mean, error, decided = math.log1p(self.tolerance), 0.0, math.inf, True
         for index in indices:
+            missing = [name for name in (DENSE, key) if f"{name} {index}" not in self.steps]
+            if missing and (stored or not self._has_time(len(missing), bool(every))):
+                decided = False
+                break
             found = self.remembered(key, policy, index)
             visited.append(found["density"])
             every.append(torch.tensor(found["losses"], dtype=torch.float32, device="cpu"))
             changes.append((every[-1] - self.dense(index)).double())
             mean, error = mean_and_error(changes)
-            if abs(mean - limit) > CLEAR * error or not self._has_time(2 * self.pass_seconds):
+            if limit - mean > CLEAR * error or mean - limit > FUTILE * error:
                 break
+        if not changes:
+            return None
         self.closeness[kind] = mean + ERRORS * error
         passed = mean + ERRORS * error <= limit
-        return KindTrial(kind, math.exp(mean), error, passed, sum(change.numel() for change in changes))
+        tokens = sum(change.numel() for change in changes)
+        return KindTrial(kind, math.exp(mean), error, passed, tokens, decided or mean - limit > FUTILE * error)
+
+    def _has_time(self, passes: int, begun: bool) -> bool:
+        """Return whether so many passes fit. The first passes of a trial are begun by whoever asks for it."""
+        return not begun or self.time.allows(passes * self.pass_seconds)
 
     def remembered(self, key: str, policy: Policy | None, index: int) -> dict[str, Any]:
         """Return the stored or computed `_losses` of one of the search texts."""
@@ -171,25 +199,21 @@ class Trials:
         """Return the loss of every token of one of the search texts, dense or under a policy, and the density."""
         from dynaxx.integrations.transformers.apply_policy import apply
 
-        started = time.monotonic()
         visited: list[float] = []
         handle = apply(self.model, policy) if policy is not None else None
         watched = handle.watch(lambda _, layout: visited.append(layout.density())) if handle else nullcontext()
         try:
-            with watched:
+            with watched, self.time.work(PASS, self.texts.search[index].ids.shape[1] - 1):
                 found = token_losses(self.model, self.texts.search[index].ids)[0]
         finally:
             if handle is not None:
                 handle.remove()
-        self.pass_seconds = max(self.pass_seconds, time.monotonic() - started)
         layers = {layer for rule in policy.rules for layer in rule.layer_list(policy.model.layers)} if policy else {0}
         density = 1.0 - sum(1.0 - each for each in visited) / max(1, len(layers))  # layers without a layout are dense
         return {"losses": [round(value, 6) for value in found.tolist()], "density": density}
 
-    def policy(
-        self, layers: Sequence[int], budgets: Budgets, scorer: Scorer, shared: Sequence[SharedChoice] = ()
-    ) -> Policy:
-        """Return the policy of the budgets of each layer, with its field `shared`."""
+    def policy(self, layers: Sequence[int], budgets: Budgets, scorer: Scorer) -> Policy:
+        """Return the policy of the budgets of each layer."""
         from dynaxx.integrations.transformers.apply_policy import model_facts
         from dynaxx.policy import Policy, Rule, Tolerances
 
@@ -204,7 +228,6 @@ class Trials:
             model=model_facts(self.model),
             block_size=self.block_size,
             rules=tuple(rules),
-            shared=tuple(shared),
             tolerances=Tolerances(perplexity_ratio=1 + self.tolerance),
         )
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from dynaxx.lab.kinds import label
 
+_HEADLINES = {"sparse": "tuned", "dense": "dense is right here", "undecided": "undecided"}
+
 
 @dataclass(frozen=True)
 class PipelineResult:
@@ -28,7 +30,19 @@ class PipelineResult:
     @property
     def ok(self) -> bool:
         """Return whether the policy passed its validation, or validation was skipped."""
+        if self.undecided:
+            return False
         return not self.validation_summary if self.validation is None else bool(self.validation["passed"])
+
+    @property
+    def undecided(self) -> bool:
+        """Return whether neither a sparse policy nor the lack of one was found."""
+        return self.tuning.get("verdict") == "undecided"
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether the search was stopped."""
+        return self.tuning.get("ended") == "interrupted"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -45,27 +59,7 @@ class PipelineResult:
     def summary(self) -> str:
         """Return the text that the command prints."""
         lines = [self.profile["verdict"]] if self.profile else []
-        chosen, uniform = self.tuning.get("chosen"), self.tuning.get("best_uniform_density")
-        border = self.tuning.get("dense_below")
-        if chosen:
-            tuned = f"tuned: {chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}"
-            lines.append(f"{tuned}; {_one_budget(uniform, self.tuning.get('uniform') or ())}")
-            lines += _by_sharing(self.tuning)
-            lines += _by_kind(chosen, self.tuning.get("held_out") or ())
-            if border is None:
-                longest = max((timing["seqlen"] for timing in self.tuning.get("crossover") or ()), default=0)
-                lines.append(f"sparse was not faster here at any length up to {longest:,} tokens; prompts run dense")
-            else:
-                start = self.tuning.get("sparse_from") or border
-                lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
-            for raised in self.tuning.get("raised", ())[-1:]:
-                lines.append(
-                    f"attention alone is faster from {self.tuning['raised'][0]['before']:,} tokens, but the whole "
-                    f"prefill of {raised['seqlen']:,} tokens took {1e3 * raised['sparse_seconds']:.3g} ms, dense "
-                    f"{1e3 * raised['dense_seconds']:.3g}"
-                )
-        else:
-            lines.append("tuned: nothing sparse stays within the tolerance; the policy is dense")
+        lines += _of_search(self.tuning)
         if self.tuning.get("decode"):
             lines.append(f"decoding: {self.tuning['decode']['said']}")
         if self.tuning.get("reference"):
@@ -79,7 +73,7 @@ class PipelineResult:
             said = ", ".join(f"{step} {_clock(seconds)}" for step, seconds in self.seconds.items())
             lines.append(f"took {_clock(sum(self.seconds.values()))}: {said}")
         policy = next((file for file in self.files if file.name == "policy.json"), None)
-        if self.ok and border is not None and policy is not None:
+        if self.ok and self.tuning.get("verdict") == "sparse" and policy is not None:
             lines.append(f'run it: dynaxx.apply(model, dynaxx.load_policy("{policy}"))')
         return "\n".join(lines)
 
@@ -99,14 +93,26 @@ def _one_budget(needed: float | None, trials: Sequence[dict[str, Any]]) -> str:
     return f"one budget for all heads fails at {best['density']:.1%}, with perplexity {best['ratio'] - 1:+.2%}"
 
 
-def _by_sharing(tuning: dict[str, Any]) -> list[str]:
-    """Return a line that says which layers choose, or why each does although sharing was tried."""
-    if tuning.get("choosing"):
-        layers = tuning["choosing"]
-        return [f"{len(layers)} layers choose blocks, and the others read theirs: {', '.join(map(str, layers))}"]
-    if tuning.get("shared"):
-        return ["each layer chooses its blocks: sharing them would take more blocks than its time is worth"]
-    return []
+def _of_search(tuning: dict[str, Any]) -> list[str]:
+    """Return the verdict of the search, and the figures of its policy if there is one."""
+    chosen, verdict, border = tuning.get("chosen"), tuning.get("verdict"), tuning.get("dense_below")
+    lines = [f"{_HEADLINES.get(str(verdict), 'tuned')}: {tuning.get('why')}"]
+    if chosen:
+        tuned = f"{chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}"
+        lines.append(f"{tuned}; {_one_budget(tuning.get('best_uniform_density'), tuning.get('uniform') or ())}")
+        lines += _by_kind(chosen, tuning.get("held_out") or ())
+    if verdict == "sparse":
+        start = tuning.get("sparse_from") or border
+        lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
+    for raised in tuning.get("raised", ())[-1:]:
+        lines.append(
+            f"attention alone is faster from {tuning['raised'][0]['before']:,} tokens, but the whole "
+            f"prefill of {raised['seqlen']:,} tokens took {1e3 * raised['sparse_seconds']:.3g} ms, dense "
+            f"{1e3 * raised['dense_seconds']:.3g}"
+        )
+    if tuning.get("busy"):
+        lines.append("the machine was busy while attention was timed; the same command measures the times again")
+    return lines + ([tuning["advice"]] if tuning.get("advice") else [])
 
 
 def _by_kind(chosen: dict[str, Any], held_out: Sequence[dict[str, Any]]) -> list[str]:

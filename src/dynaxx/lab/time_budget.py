@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a command: a clock, the budget, and what steps took, from which later ones are sized."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dynaxx.lab.load import watch_others
+
+GROWTH = 1.5  # exponent of the seconds of work over tokens, for longer texts than measured; for shorter ones it is 1
+MARGIN = 1.15  # factor on expected seconds, since no two runs take equally long
+
+
+class Clock:
+    """The time of this machine. Tests pass a clock on which work takes as long as they say."""
+
+    def now(self) -> float:
+        """Return the seconds since some moment."""
+        return time.perf_counter()
+
+    @contextmanager
+    def work(self, kind: str, tokens: int, share: float = 1.0) -> Iterator[None]:
+        """Enclose work.
+
+        Args:
+            kind: what is done.
+            tokens: length of the text.
+            share: share of the blocks that attention visits.
+        """
+        yield
+
+    def watch(self) -> Callable[[], bool]:
+        """Return a function that says whether other processes have slowed this one since now."""
+        return watch_others()
+
+
+class TimeBudget:
+    """The seconds that a command may take, and the seconds of its work so far.
+
+    Args:
+        seconds: the limit; None means no limit.
+        clock: the clock.
+        spent: seconds that the command took before now.
+    """
+
+    def __init__(self, seconds: float | None = None, clock: Clock | None = None, spent: float = 0.0) -> None:
+        self.seconds, self.clock = seconds, clock or Clock()
+        self.started = self.clock.now() - spent
+        self.reserved = 0.0  # seconds for steps at the end, which earlier ones must leave
+        self._taken: dict[str, dict[int, float]] = {}  # seconds by kind of work and tokens, the latest of each
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return self.clock.now() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, less those reserved; infinity without a limit."""
+        return math.inf if self.seconds is None else self.seconds - self.reserved - self.spent
+
+    def allows(self, seconds: float = 0.0) -> bool:
+        """Return whether work of so many expected seconds may begin."""
+        return self.left > 0 and seconds * MARGIN <= self.left
+
+    @contextmanager
+    def work(self, kind: str, tokens: int, share: float = 1.0) -> Iterator[None]:
+        """Enclose work, see `Clock.work`, and remember its seconds."""
+        began = self.clock.now()
+        with self.clock.work(kind, tokens, share):
+            yield
+        self._taken.setdefault(kind, {})[tokens] = self.clock.now() - began
+
+    def expects(self, kind: str, tokens: int) -> float:
+        """Return the expected seconds of work of a kind that was done before, on some length; else 0."""
+        taken = self._taken.get(kind)
+        if not taken:
+            return 0.0
+        nearest = min(taken, key=lambda each: abs(math.log(each / tokens)))
+        ratio = tokens / nearest
+        return taken[nearest] * ratio ** (GROWTH if ratio > 1 else 1.0)

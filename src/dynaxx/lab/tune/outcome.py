@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search found out: a sparse policy, that none is worth it, or nothing yet, and what to do next.
+
+The end of time is no finding. A policy is called dense only where sparse attention was tried and failed: the densest
+candidate lost too much, or no length was faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dynaxx.lab.tune.crossover import LengthTiming, dense_below
+from dynaxx.lab.tune.density.guide import Guide, Tried
+from dynaxx.lab.tune.result import Ended, Verdict
+
+ROUND = (60, 120, 180, 300, 600, 900, 1800, 3600)  # seconds that an advised budget is rounded up to
+
+
+class Outcome(NamedTuple):
+    """The end of a search and its verdict."""
+
+    ended: Ended
+    verdict: Verdict
+    border: int | None  # shortest length from which the policy is faster, among those it was tuned for
+    why: str  # one sentence
+    advice: str  # what to do next; empty if nothing is left to do
+
+
+def decide(
+    *,
+    ended: Ended,
+    tuned: Guide | None,
+    chosen: Tried | None,
+    timings: Sequence[LengthTiming],
+    timed: bool,
+    tokens: int,
+    tolerance: float,
+    needed: float,
+) -> Outcome:
+    """Return the outcome of a search.
+
+    Args:
+        ended: how the search ended.
+        tuned: the search of budgets per head, if it began.
+        chosen: the candidate of the policy, if one passed.
+        timings: times of attention under that policy.
+        timed: whether all lengths were timed.
+        tokens: length of the texts that were tuned on.
+        tolerance: allowed relative rise of perplexity.
+        needed: expected seconds until the search is done.
+    """
+    budget = f"--time-budget {budget_of(needed)}"
+    again = f"Run the same command with {budget}: it continues, and on this machine now that would decide."
+    if chosen is None:
+        if tuned is not None and tuned.hopeless:
+            worst = max(tuned.trials, key=lambda each: each.density)
+            lost = f"at {worst.density:.0%} of the blocks perplexity rises by {worst.ratio - 1:.2%}"
+            return Outcome(ended, "dense", None, f"nothing sparse stays within {tolerance:.2%}: {lost}", "")
+        tried = f" after {len(tuned.tried)} trials" if tuned is not None and tuned.tried else " before any trial"
+        return Outcome(
+            ended, "undecided", None, f"{_ENDS[ended]}{tried}; no density is known to pass or to fail", again
+        )
+    border, longest = dense_below(timings), max((each.seqlen for each in timings), default=0)
+    more = "" if ended == "done" else f"Fewer blocks may do: the same command with {budget} continues."
+    found = f"{chosen.trial.density:.1%} of the blocks keep perplexity within {tolerance:.2%} at {tokens:,} tokens"
+    if not timings:
+        return Outcome(ended, "undecided", None, f"{found}, but {_ENDS[ended]} before attention was timed", again)
+    if border is None and not timed:
+        said = (
+            f"{found}, but sparse attention is not faster here up to {longest:,} tokens, and longer ones were not timed"
+        )
+        return Outcome(ended, "undecided", None, said, again)
+    if border is None:
+        said = f"sparse attention is not faster here at any length up to {longest:,} tokens"
+        return Outcome(ended, "dense", None, said, "")
+    if border > tokens:
+        said = f"the policy was tuned at {tokens:,} tokens, and sparse attention is faster here only from {border:,}"
+        return Outcome(ended, "undecided", None, said, f"Tune at a length that would run sparse: --tokens {border}.")
+    return Outcome(ended, "sparse", border, found, more)
+
+
+_ENDS = {"done": "the search ended", "time": "time ended", "interrupted": "the search was stopped"}
+
+
+def budget_of(seconds: float) -> str:
+    """Return a time budget of at least so many seconds, as `--time-budget` takes it."""
+    whole = next((each for each in ROUND if seconds <= each), 3600 * math.ceil(seconds / 3600))
+    return f"{whole // 3600}h" if whole % 3600 == 0 else f"{whole // 60}m"
