@@ -40,15 +40,20 @@ from dynaxx.cli.running import (
     seconds_since_start,
 )
 
+TOKENS = 4096  # tokens per sample, if time and model allow
+
 
 def tune(
     model: ModelArgument,
     text: TextOption = "pydoc",
     out: OutOption = Path("dynaxx-run"),
     tolerance: Annotated[float, typer.Option(min=0, help="Allowed rise of perplexity, as a share.")] = 0.01,
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the samples to tune on.")] = 4096,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Length of the samples to tune on: 4,096, or less if the time budget is short."),
+    ] = None,
     time_budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time limit for tuning: 90, 10m or 2h. No limit by default.")
+        str, typer.Option(metavar="TIME", help="Time limit for the whole command: 90, 10m or 2h. None by default.")
     ] = "",
     kinds: KindsOption = "",
     hold: Annotated[
@@ -151,20 +156,24 @@ def tune(
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
         from dynaxx.lab.kinds import kinds_of
-        from dynaxx.lab.models import model_name
+        from dynaxx.lab.models import longest_prompt, model_name
         from dynaxx.lab.tasks.suite import named_tasks
+        from dynaxx.lab.time_budget import TimeBudget
         from dynaxx.lab.tune.pipeline.steps import TuneSettings, run
 
         progress = progress_of(quiet)
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
         source, others, held = read_text(text), kinds_of(names(kinds)), names(hold)
         named_tasks(held)
+        time = TimeBudget(seconds("--time-budget", time_budget), spent=seconds_since_start())
+        loaded = load(model, device, dtype, progress)
         plan = TuneSettings(
             name=model_name(model),
             out=out,
             tolerance=tolerance,
-            tokens=tokens,
-            time_budget=seconds("--time-budget", time_budget),
+            tokens=tokens or min(TOKENS, longest_prompt(loaded.model)),
+            auto_tokens=tokens is None,
+            time_budget=time.seconds,
             lengths=numbers("--lengths", lengths),
             block_size=block_size_of("--block-size", block_size),
             price_per_hour=price_per_hour,
@@ -192,6 +201,6 @@ def tune(
         )
         after = lambda: f"first verdict, {seconds_since_start():.0f} s after the start"
         say_verdict = (lambda verdict: None) if quiet else (lambda verdict: echo(f"{after()}: {verdict}", err=True))
-        found = run(*load(model, device, dtype, progress), source, plan, progress=progress, say_verdict=say_verdict)
+        found = run(*loaded, source, plan, progress=progress, say_verdict=say_verdict, time=time)
         code = INTERRUPTED if found.interrupted else UNDECIDED if found.undecided else 0
         finish(found, found.summary(), ok=found.ok, code=code, files=found.files)

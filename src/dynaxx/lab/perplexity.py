@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.finite import check_finite
+from dynaxx.lab.texts import encode
+from dynaxx.lab.time_budget import PASS, TimeBudget
 
 ROWS = 512  # tokens per chunk of logits
+PACE_TOKENS = 256  # tokens of the text whose pass is timed first
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
@@ -42,3 +46,12 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
 def perplexity(losses: Tensor) -> float:
     """Return exp of the mean loss."""
     return float(losses.double().mean().exp())
+
+
+def measure_pace(model: Any, tokenizer: Any, text: str, time: TimeBudget) -> None:
+    """Time a pass over a short text, if there is a time budget and no pass was timed before."""
+    if time.seconds is None or time.expects(PASS, PACE_TOKENS):
+        return
+    ids = encode(tokenizer, text, 2, most=PACE_TOKENS)
+    with evaluating(model), time.work(PASS, ids.shape[1]):
+        token_losses(model, ids)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dynaxx.lab.load import watch_others
 from dynaxx.lab.machine import synchronize
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.validate.result import PAIRS_TO_FAIL, SpeedRow
 
 FEWEST_PAIRS = 3  # timed dense-sparse pairs per length
@@ -34,7 +35,11 @@ class _Pass(NamedTuple):
 
 
 def time_prefill(
-    model: Any, ids: Tensor, applied: Callable[[], AbstractContextManager[Any]], slowdown: float
+    model: Any,
+    ids: Tensor,
+    applied: Callable[[], AbstractContextManager[Any]],
+    slowdown: float,
+    budget: TimeBudget | None = None,
 ) -> SpeedRow:
     """Time a prompt dense and sparse in turns, until the pairs decide whether it is too slow, or the time is up.
 
@@ -46,6 +51,7 @@ def time_prefill(
         ids: (1, seqlen) int64.
         applied: a function that returns a context within which the model runs sparse.
         slowdown: largest ratio of sparse to dense seconds that passes.
+        budget: the time budget; one pair is timed in any case.
     """
     ids = ids.to(model.device)
     dense: list[_Pass] = []
@@ -61,7 +67,8 @@ def time_prefill(
         warm = True
         if dense:
             row = _row(ids.shape[1], dense, sparse, busy())
-            if _is_enough(row, time.perf_counter() - started, slowdown):
+            late = budget is not None and not budget.allows(dense[-1].seconds + sparse[-1].seconds)
+            if late or _is_enough(row, time.perf_counter() - started, slowdown):
                 return row
 
 

@@ -10,7 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from dynaxx.lab.time_budget import TimeBudget
 
 
 class Task(Protocol):
@@ -85,6 +88,51 @@ class _LineTask:
             remaining = elapsed * max(0.0, self._total - self._done) / self._done
             left = f", {self._done / self._total:.0%}, about {_clock(remaining)} left"
         self._say(f"{self._description}: {_clock(elapsed)}{left}{self.said()}")
+
+
+class BudgetProgress:
+    """Progress of a command with a time budget: the outermost bar shows the budget, and inner ones no estimates.
+
+    Without a budget, the outermost bar has no estimate, and inner ones have theirs.
+    """
+
+    def __init__(self, progress: Progress, time: TimeBudget) -> None:
+        self._progress, self._time = progress, time
+        self._outer: Task | None = None
+        self._shown = 0.0
+
+    @contextmanager
+    def task(self, description: str, total: float | None = None) -> Iterator[Task]:
+        """Begin a task."""
+        outermost = self._outer is None
+        limited = self._time.seconds is not None
+        with self._progress.task(description, self._time.seconds if outermost else None if limited else total) as task:
+            if outermost:
+                self._outer = task
+            try:
+                yield _BudgetTask(self, task)
+            finally:
+                if outermost:
+                    self._outer = None
+
+    def tick(self, note: str = "") -> None:
+        """Advance the outermost bar to the time spent, with a note."""
+        spent = min(self._time.spent, self._time.seconds or 0.0)
+        if self._outer is not None:
+            self._outer.advance(max(0.0, spent - self._shown), note)
+        self._shown = max(self._shown, spent)
+
+
+class _BudgetTask:
+    def __init__(self, progress: BudgetProgress, task: Task) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, n: float = 1, note: str = "") -> None:
+        if self._task is self._progress._outer:
+            self._progress.tick(note)
+        else:
+            self._task.advance(n, note)
+            self._progress.tick()
 
 
 class RichProgress:

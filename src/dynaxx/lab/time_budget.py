@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from dynaxx.lab.load import watch_others
 
+PASS = "pass"  # kind of work: a forward pass over one text
 GROWTH = 1.5  # exponent of the seconds of work over tokens, for longer texts than measured; for shorter ones it is 1
 MARGIN = 1.15  # factor on expected seconds, since no two runs take equally long
 
@@ -67,12 +68,25 @@ class TimeBudget:
         return self.left > 0 and seconds * MARGIN <= self.left
 
     @contextmanager
+    def reserving(self, seconds: float) -> Iterator[None]:
+        """Reserve more seconds for the steps after the block."""
+        self.reserved += seconds
+        try:
+            yield
+        finally:
+            self.reserved -= seconds
+
+    @contextmanager
     def work(self, kind: str, tokens: int, share: float = 1.0) -> Iterator[None]:
         """Enclose work, see `Clock.work`, and remember its seconds."""
         began = self.clock.now()
         with self.clock.work(kind, tokens, share):
             yield
-        self._taken.setdefault(kind, {})[tokens] = self.clock.now() - began
+        self.learn(kind, tokens, self.clock.now() - began)
+
+    def learn(self, kind: str, tokens: int, seconds: float) -> None:
+        """Remember the seconds of work."""
+        self._taken.setdefault(kind, {})[tokens] = seconds
 
     def expects(self, kind: str, tokens: int) -> float:
         """Return the expected seconds of work of a kind that was done before, on some length; else 0."""

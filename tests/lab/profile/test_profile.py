@@ -108,12 +108,8 @@ def test_the_verdict_follows_the_numbers():
 
 
 def test_a_busy_machine_is_mentioned():
-    assert "busy" in dataclasses.replace(result(0.5), load=3.0).summary()
-    assert "busy" not in dataclasses.replace(result(0.5), load=0.1).summary()
-    found = result(0.5)
-    gpu = dataclasses.replace(found, ceilings=dataclasses.replace(found.ceilings, device="cuda:0"))
-    assert dataclasses.replace(gpu, load=float(gpu.machine.cores)).busy
-    assert not dataclasses.replace(gpu, load=0.5 * gpu.machine.cores).busy  # the host has cores to spare
+    assert "busy" in dataclasses.replace(result(0.5), busy=True).summary()
+    assert "busy" not in result(0.5).summary()
 
 
 def test_times_are_in_units_that_show_them():

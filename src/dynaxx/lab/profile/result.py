@@ -10,7 +10,6 @@ from dynaxx.lab.machine import Ceilings, Machine
 from dynaxx.lab.report.verdict import NBSP, duration
 
 DENSITIES = (0.5, 0.25, 0.1)  # densities for which savings are estimated
-BUSY = 0.7  # load from which other processes disturb a measurement (per core of the host on a GPU)
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,8 @@ class ProfileResult:
     price_per_hour: float | None
     load: float | None = None  # load of the machine before the measurement
     refused: str = ""  # why no policy can run in this model; empty if one can
-
-    @property
-    def busy(self) -> bool:
-        """Return whether other processes were busy on the machine."""
-        cores = 1 if self.ceilings.device.startswith("cpu") else self.machine.cores
-        return (self.load or 0) > BUSY * cores
+    busy: bool = False  # whether other processes slowed the machine meanwhile
+    left_out: tuple[int, ...] = ()  # lengths that did not fit into the time budget
 
     @property
     def worth_it(self) -> bool:
@@ -117,6 +112,8 @@ class ProfileResult:
         return {
             "machine": self.machine.to_dict(),
             "load": self.load,
+            "busy": self.busy,
+            "left_out": list(self.left_out),
             "model": self.model,
             "ceilings": self.ceilings.to_dict(),
             "lengths": [
@@ -132,12 +129,13 @@ class ProfileResult:
 
     def summary(self) -> str:
         """Return the text that the command prints."""
-        c = self.ceilings
+        c, left_out = self.ceilings, " and ".join(f"{length:,}" for length in self.left_out)
         lines = [
             f"{self.model} on {self.machine.cpu}" + "".join(f", {gpu}" for gpu in self.machine.gpus),
             f"ceilings measured on {c.device} in {c.dtype}, {c.threads} threads: "
             f"{c.gemm_gflops:,.0f} GFLOP/s, {c.copy_gbs:.1f} GB/s",
             *([f"the machine was busy (load {self.load}), so times are too long"] if self.busy else []),
+            *([f"not measured for lack of time: {left_out} tokens"] if self.left_out else []),
             *([f"no policy can run in this model: {self.refused}"] if self.refused else []),
             "",
             "  prompt     prefill  attention  projections     mlp    rest  attention GFLOP/s    decode/token",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import errno
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,13 @@ from dynaxx.lab.profile.clock import PartClock, find_parts, instrumented
 from dynaxx.lab.profile.result import Decode, LengthProfile, ProfileResult, Seconds
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import encode
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.decode_speed import NO_PLANS
 
 RULE_OF_THUMB = 0.20  # below this share of the time, sparse attention is seldom worth its complexity
 DECODE_STEPS = 5
+BRIEF = 0.3  # seconds per ceiling of the machine under a time budget
+SHARE_OF_TIME = 0.05  # largest share of the time left for one prefill of a longer prompt
 
 
 def profile(
@@ -47,6 +50,7 @@ def profile(
     price_per_hour: float | None = None,
     trace: Path | None = None,
     progress: Progress | None = None,
+    time: TimeBudget | None = None,
 ) -> ProfileResult:
     """Measure prefill and decode at each length, batch 1.
 
@@ -60,6 +64,8 @@ def profile(
         price_per_hour: price of the machine, to express savings in money.
         trace: file for a profiler trace at the longest length, see `write_trace`.
         progress: reports each length.
+        time: the time budget. The shortest length is always measured, and each longer one if it takes little of the
+            time that is left.
 
     Raises:
         ValueError: there are no lengths, or one is below 2 or beyond the model's positions.
@@ -70,24 +76,33 @@ def profile(
     if not lengths or lengths[0] < 2 or lengths[-1] > limit:
         raise ValueError(f"`lengths` must be from 2 to the model's {limit:,} tokens, got {list(lengths)}")
     progress, device, load = progress or SilentProgress(), model.device, load_average()
+    time = time or TimeBudget()
+    slowed, brief = time.clock.watch(), BRIEF if time.seconds is not None else 1.0
     refused = refusals(model)
     ids = _prompt(tokenizer, text, lengths[-1]).to(device)
     with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), evaluating(model):
-        ceilings = measure_ceilings(device, model.dtype)
+        ceilings = measure_ceilings(device, model.dtype, seconds=brief)
         task.advance(1, f"machine reaches {ceilings.gemm_gflops:,.0f} GFLOP/s")
         measured = []
         with instrumented(model) as clock:
             _prefill(model, ids[:, : lengths[0]])  # first calls allocate
             clock.collect()
             for length in lengths:
+                if measured and time.expects(PASS, length) > SHARE_OF_TIME * time.left:
+                    break
                 measured.append(_measure(model, ids[:, :length], clock))
                 seconds = measured[-1].seconds
+                time.learn(PASS, length, seconds.total)
                 task.advance(length, f"{length:,} tokens: attention {seconds.attention / seconds.total:.0%}")
-        ceilings = ceilings.best_of(measure_ceilings(device, model.dtype))
+        ceilings = ceilings.best_of(measure_ceilings(device, model.dtype, seconds=brief))
     if trace is not None:
         write_trace(model, tokenizer, text, lengths[-1], trace)
     found = tuple(run.against(ceilings) for run in measured)
-    return ProfileResult(machine_facts(), name, ceilings, found, threshold, price_per_hour, load, "; ".join(refused))
+    said = "; ".join(refused)
+    left_out = tuple(lengths[len(found) :])
+    return ProfileResult(
+        machine_facts(), name, ceilings, found, threshold, price_per_hour, load, said, slowed(), left_out
+    )
 
 
 def write_trace(model: Any, tokenizer: Any, text: str, seqlen: int, path: Path) -> Path:
@@ -138,8 +153,8 @@ class _Measured(NamedTuple):
 def _measure(model: Any, ids: Tensor, clock: PartClock) -> _Measured:
     """Run one to three prefills in about six seconds, take the median, then run some decode steps."""
     runs: list[Seconds] = []
-    started, cache = time.perf_counter(), None
-    while not runs or (len(runs) < 3 and time.perf_counter() - started + runs[-1].total < 6):
+    started, cache = perf_counter(), None
+    while not runs or (len(runs) < 3 and perf_counter() - started + runs[-1].total < 6):
         clock.attention_flops = clock.attention_calls = 0
         seconds, cache, parts = _timed(model, clock, partial(_prefill, model, ids))
         if not clock.attention_calls:
@@ -177,10 +192,10 @@ def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: PartClock) -> tu
 def _timed(model: Any, clock: PartClock, run: Callable[[], Any]) -> tuple[float, Any, dict[str, float]]:
     """Return the seconds, the new cache, and seconds by part."""
     synchronize(model.device)
-    started = time.perf_counter()
+    started = perf_counter()
     output = run()
     synchronize(model.device)
-    return time.perf_counter() - started, cache_of(output), clock.collect()
+    return perf_counter() - started, cache_of(output), clock.collect()
 
 
 def _prefill(model: Any, ids: Tensor) -> Any:

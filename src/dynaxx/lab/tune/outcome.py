@@ -55,16 +55,20 @@ def decide(
     again = f"Run the same command with {budget}: it continues, and on this machine now that would decide."
     if chosen is None:
         if tuned is not None and tuned.hopeless:
-            worst = max(tuned.trials, key=lambda each: each.density)
-            lost = f"at {worst.density:.0%} of the blocks perplexity rises by {worst.ratio - 1:.2%}"
-            return Outcome(ended, "dense", None, f"nothing sparse stays within {tolerance:.2%}: {lost}", "")
+            densest = max((each for each in tuned.trials if not each.passed), key=lambda each: each.aim)
+            worst = max(densest.rows, key=lambda row: row.ratio)
+            lost = f"at {densest.density:.1%} of the blocks perplexity changes by {worst.ratio - 1:+.3%}"
+            if worst.ratio - 1 <= tolerance and all(task.passed for task in densest.tasks):
+                said = f"{lost}, with a standard error of {worst.error:.3%} that is too large for {tolerance:.3%}"
+                return Outcome(ended, "undecided", None, said, "More text decides: --stretches 3, or a longer sample.")
+            return Outcome(ended, "dense", None, f"nothing sparse stays within {tolerance:.3%}: {lost}", "")
         tried = f" after {len(tuned.tried)} trials" if tuned is not None and tuned.tried else " before any trial"
         return Outcome(
             ended, "undecided", None, f"{_ENDS[ended]}{tried}; no density is known to pass or to fail", again
         )
     border, longest = dense_below(timings), max((each.seqlen for each in timings), default=0)
     more = "" if ended == "done" else f"Fewer blocks may do: the same command with {budget} continues."
-    found = f"{chosen.trial.density:.1%} of the blocks keep perplexity within {tolerance:.2%} at {tokens:,} tokens"
+    found = f"{chosen.trial.density:.1%} of the blocks keep perplexity within {tolerance:.3%} at {tokens:,} tokens"
     if not timings:
         return Outcome(ended, "undecided", None, f"{found}, but {_ENDS[ended]} before attention was timed", again)
     if border is None and not timed:

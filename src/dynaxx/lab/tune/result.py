@@ -125,7 +125,7 @@ class TuneResult:
     tokens: int
     tolerance: float
     scorer: str
-    dense_perplexity: float
+    dense_perplexity: float | None  # None if there was no time for it
     uniform: tuple[Trial, ...]
     tuned: tuple[Trial, ...]
     chosen: Trial | None  # None if no sparse trial was within the tolerance
@@ -157,6 +157,7 @@ class TuneResult:
         """Write `policy.json` and `tuning.json` to a folder, each by one rename."""
         from dynaxx.policy import save_policy
 
+        out.mkdir(parents=True, exist_ok=True)
         save_policy(self.policy, out / "policy.json")
         write_json(out / "tuning.json", self.to_dict())
         return self

@@ -24,6 +24,7 @@ from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.kinds import label
 from dynaxx.lab.models import LoadedModel, longest_prompt
+from dynaxx.lab.perplexity import measure_pace
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.texts import split_text
@@ -56,6 +57,7 @@ UNIFORM_STEPS = 6  # trials of one budget for all heads, at most
 SCORER_DENSITY = 0.25  # density at which the best scorer is determined
 FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a search ends
 UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
+CROSSOVER_PASSES = 0.5  # passes over a text that the timing of attention takes about as long as
 EXPECTED_PASSES = 16  # passes over a text until a search is done, about
 COSTS_SHARE = 0.35  # largest expected share of the time left for costs of more than one scorer
 
@@ -116,7 +118,9 @@ class Search:
         with evaluating(self.model), self.progress.task("Searching", total=SEARCH_STEPS + UNIFORM_STEPS) as task:
             try:
                 with on_device(self.model, options.search_on), fast_linears(self.model):
-                    self._search(task)
+                    measure_pace(self.model, self.tokenizer, self.text, self.time)
+                    with self.time.reserving(CROSSOVER_PASSES * self.trials.pass_seconds):
+                        self._search(task)
                 with fast_linears(self.model):
                     result = self._finished(self._result(task), task)
             except KeyboardInterrupt:
@@ -338,7 +342,7 @@ class Search:
             self.steps.store(f"{key}{timing.seqlen}", asdict(timing))
         found = tuple(sorted(known.values(), key=lambda each: each.seqlen))
         complete = bool(found) and (self.time.seconds is None or set(lengths) <= set(known))
-        self.cut |= not complete
+        self.cut |= measure and not complete
         return found, complete
 
     def _policy(self, tried: Tried) -> Policy:

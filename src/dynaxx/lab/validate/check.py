@@ -79,7 +79,7 @@ def checks_of(
     logits: LogitErrors,
     perplexity: Perplexities,
     tasks: Sequence[TaskScore],
-    repetition: Repetition,
+    repetition: Repetition | None,
     speed: Sequence[SpeedRow],
     kinds: Sequence[KindRow] = (),
     suite: SuiteResult | None = None,
@@ -89,22 +89,18 @@ def checks_of(
     With few samples (tasks, generated text), only what exceeds a standard error counts, or chance alone would fail it.
     """
     worst_task = max(tasks, key=lambda task: task.logprob_drop - task.drop_error, default=None)
-    repeated = repetition.increase - repetition.increase_error
-    drop = worst_task.logprob_drop - worst_task.drop_error if worst_task else 0.0
     at_most = [
         ("perplexity_ratio", perplexity.ratio, limits.perplexity_ratio, "", "held-out text of the sample"),
         *(("perplexity_ratio", row.ratio, limits.perplexity_ratio, "", row.label) for row in kinds),
         ("kl", logits.kl, limits.kl, "nats", ""),
         ("logits_mean_error", logits.mean_error, limits.logits_mean_error, "", ""),
-        (
-            "task_logprob_drop",
-            drop,
-            limits.task_logprob_drop,
-            "nats",
-            f"the task {worst_task.task!r}" if worst_task else "",
-        ),
-        ("repetition_increase", repeated, limits.repetition_increase, "", ""),
     ]
+    if worst_task is not None:
+        drop, where = worst_task.logprob_drop - worst_task.drop_error, f"the task {worst_task.task!r}"
+        at_most.append(("task_logprob_drop", drop, limits.task_logprob_drop, "nats", where))
+    if repetition is not None:
+        repeated = repetition.increase - repetition.increase_error
+        at_most.append(("repetition_increase", repeated, limits.repetition_increase, "", ""))
     checks = [
         Check(name, value, limit, value <= limit, unit, where)
         for name, value, limit, unit, where in at_most

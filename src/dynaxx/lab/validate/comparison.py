@@ -18,6 +18,7 @@ from dynaxx.lab.perplexity import ROWS, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
 from dynaxx.lab.tasks.run import SuitePlan, run_suite
 from dynaxx.lab.texts import with_start
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.validate.noise import Noise, measure_noise
 from dynaxx.lab.validate.result import KindRow, LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
 from dynaxx.lab.validate.tasks import TASKS, score
@@ -38,9 +39,14 @@ class Comparison:
     Attributes:
         density: density of the layouts on held-out text, including dense layers.
         layer_calls: counts of layer calls on held-out text, as in `Handle.stats`.
+        skipped: what was left out for lack of time.
     """
 
-    def __init__(self, model: Any, policy: Policy, task: Any, start: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: Any, policy: Policy, task: Any, start: Sequence[int] = (), time: TimeBudget | None = None
+    ) -> None:
+        self.time = time or TimeBudget()
+        self.skipped: list[str] = []
         self.model = model
         self.policy = policy
         self.task = task
@@ -49,6 +55,12 @@ class Comparison:
         self.layer_calls: dict[str, Any] = {}
         self.first: tuple[Tensor, Tensor] | None = None  # ids and dense losses of the first stretch of text
         self.stretches: list[float] = []  # mean dense loss of every stretch
+
+    def has_time(self, what: str, passes: float, tokens: int) -> bool:
+        """Return whether so many passes over texts of this length fit; if not, note what is skipped."""
+        fits = self.time.allows(passes * self.time.expects(PASS, tokens))
+        self.skipped += [] if fits else [what]
+        return fits
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[Any]:
@@ -65,7 +77,8 @@ class Comparison:
     @torch.no_grad()
     def hidden(self, ids: Tensor) -> Tensor:
         """Return the last hidden states (1, tokens, hidden_size) of ids (1, tokens)."""
-        out: Tensor = self.model.base_model(ids.to(self.model.device), use_cache=False)[0]
+        with self.time.work(PASS, ids.shape[1]):
+            out: Tensor = self.model.base_model(ids.to(self.model.device), use_cache=False)[0]
         check_finite(out, "hidden states")
         return out
 
@@ -77,6 +90,8 @@ class Comparison:
         stride = (len(ids) - window) // max(1, count - 1) if count > 1 else 0
         found, densities = [], []
         for index in range(count):
+            if index and not self.has_time(f"stretches {index + 1} to {count} of held-out text", 2, window):
+                break
             some = self.stretch(ids, index * stride, window)
             self.task.advance(0, f"held-out text {index + 1} of {count}: dense")
             dense = self.hidden(some[:, :-1])
@@ -117,11 +132,12 @@ class Comparison:
         """Compare the loss on one stretch of each kind of text, (1, tokens) ids by name."""
         rows = []
         for kind, ids in kinds:
+            if not self.has_time(label(kind), 2, ids.shape[1]):
+                continue
             self.task.advance(0, f"{label(kind)}: dense and sparse")
             dense = token_losses(self.model, ids)[0].double()
             with self.applied():
                 change = token_losses(self.model, ids)[0].double() - dense
-            self.stretches.append(float(dense.mean()))
             ratio, error = float(change.mean().exp()), float(change.std() / change.numel() ** 0.5)
             known = digest_of(text_of(kind))
             rows.append(KindRow(kind, label(kind), change.numel(), known, perplexity(dense), ratio, error))
@@ -136,7 +152,9 @@ class Comparison:
     def noise(self, share: float) -> Noise | None:
         """Measure the dense model's own differences, after `compare_text`."""
         self.task.advance(0, "the dense model's own noise")
-        found = measure_noise(self.model, *self.first, self.stretches) if self.first is not None else None
+        found = None
+        if self.first is not None and self.has_time("the dense model's own noise", 1, self.first[0].shape[1]):
+            found = measure_noise(self.model, *self.first, self.stretches)
         self.task.advance(share)
         return found
 
@@ -208,10 +226,12 @@ class Comparison:
         rows = []
         for seqlen in lengths:
             row = timed.get(seqlen)
+            if row is None and not self.has_time(f"the speed at {seqlen:,} tokens", 2, seqlen):
+                continue
             if row is None:
                 self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
                 prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
-                row = time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0)
+                row = time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0, self.time)
             rows.append(row)
             self.task.advance(share * seqlen / sum(lengths))
         return tuple(rows)

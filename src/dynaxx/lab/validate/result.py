@@ -146,7 +146,7 @@ class ValidationResult:
     logits: LogitErrors
     perplexity: Perplexities
     tasks: tuple[TaskScore, ...]
-    repetition: Repetition
+    repetition: Repetition | None  # None if time ended before
     speed: tuple[SpeedRow, ...]
     density: float  # visited / causally visible blocks over all layers that see the whole sequence, on held-out text
     layer_calls: dict[str, Any]  # sparse calls, and dense calls by reason, on held-out text
@@ -158,6 +158,7 @@ class ValidationResult:
     suite: SuiteResult | None = None  # long-context tasks, if requested
     noise: Noise | None = None  # differences of the dense model itself, for comparison
     tuned_kinds: tuple[str, ...] = ()  # kinds of text that the policy was tuned on, by its evidence
+    skipped: tuple[str, ...] = ()  # what was left out for lack of time
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -244,4 +245,6 @@ class ValidationResult:
             lines.append(f"prompts of fewer than {self.sparse_from:,} tokens run dense and were not timed")
         lines.append(f"density {self.density:.1%} at {self.window_tokens:,} tokens")
         lines += [self.busy] if self.busy else []
+        if self.skipped:
+            lines.append(f"not measured for lack of time: {', '.join(self.skipped)}; `dynaxx validate` measures them")
         return "\n".join([*lines, *self.advice()])

@@ -20,11 +20,12 @@ from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.texts import encode, split_text, start_of, started
+from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.tune.evidence import RATIO_ON
 from dynaxx.lab.validate.check import checks_of
-from dynaxx.lab.validate.comparison import WINDOWS, Comparison, has_sparse_rule
-from dynaxx.lab.validate.result import TaskScore, ValidationResult
+from dynaxx.lab.validate.comparison import Comparison, has_sparse_rule
+from dynaxx.lab.validate.result import Repetition, TaskScore, ValidationResult
 from dynaxx.lab.validate.tasks import make_samples
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ TOKENS = 4096  # tokens of each stretch of held-out text, if the policy's border
 TASK_TOKENS = 2048
 TASK_SAMPLES = 3  # samples per task
 PROMPT_TOKENS = 1024  # prompt tokens before generated text
+GENERATING = 15  # passes over the prompt that generated text takes about as long as
 LENGTHS = (512, 2048, 8192)  # lengths for time and memory, if the policy, the model and the text allow
 
 
@@ -50,6 +52,7 @@ def validate(
     suite: SuitePlan | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    time: TimeBudget | None = None,
 ) -> ValidationResult:
     """Compare a model under a policy with the dense model.
 
@@ -68,6 +71,7 @@ def validate(
         suite: long-context tasks to run instead of the three short retrieval tasks.
         seed: seed of the tasks.
         progress: reports each step.
+        time: the time budget. One stretch of text is always compared; what does not fit is left out, and named.
 
     Raises:
         ValueError: the text is too short, or the policy has no sparse rule or is dense at all possible lengths, so that
@@ -75,12 +79,12 @@ def validate(
         PolicyError: see `dynaxx.apply`.
         UnsupportedInputError: see `dynaxx.apply`.
     """
-    progress = progress or SilentProgress()
+    progress, time = progress or SilentProgress(), time or TimeBudget()
     setup = _set_up(model, tokenizer, policy, text, lengths, tokens, kinds, suite, seed)
     known = earlier if earlier is not None and setup.covers(earlier) else None
     ids = setup.ids
     with evaluating(model), progress.task("Validating", 100) as task:
-        run = Comparison(model, policy, task, start_of(tokenizer))
+        run = Comparison(model, policy, task, start_of(tokenizer), time)
         with run.applied():  # refuse a policy for another model before long work
             pass
         with fast_linears(model):
@@ -89,20 +93,21 @@ def validate(
                 logits, perplexity, noise, rows = known.logits, known.perplexity, known.noise, known.kinds
             else:
                 logits, perplexity = run.compare_text(ids, setup.window, share=35)
-                noise = run.noise(share=0)
                 rows = run.compare_kinds(setup.kinds, share=0)
+                noise = run.noise(share=0)
             tasks: tuple[TaskScore, ...] = ()
             answered = None
             if suite is not None:
                 answered = run.suite(tokenizer, setup.held_out, suite, seed, share=20)
             elif known is not None and setup.task_tokens == _task_tokens(setup.window, known.sparse_from or 0):
                 tasks = known.tasks
-            else:
+            elif run.has_time("retrieval tasks", 2 * len(setup.samples), setup.task_tokens):
                 tasks = run.retrieval(setup.samples, share=20)
+            repetition: Repetition | None = None
             prompt = _prompt_tokens(setup.window, setup.border)
             if known is not None and prompt == _prompt_tokens(setup.window, known.sparse_from or 0):
                 repetition = known.repetition
-            else:
+            elif run.has_time("generated text", GENERATING, prompt):
                 repetition = run.repetition(ids, prompt, share=15)
         timed = {} if known is None else {row.seqlen: row for row in known.speed if row.seqlen >= setup.border}
         speed = run.speed(ids, setup.lengths, share=30, timed=timed)
@@ -117,7 +122,7 @@ def validate(
         speed=speed,
         density=run.density,
         layer_calls=run.layer_calls,
-        windows=max(1, min(WINDOWS, len(ids) // setup.window)),
+        windows=perplexity.tokens // max(1, setup.window - 1),
         window_tokens=setup.window,
         seed=seed,
         sparse_from=setup.border if setup.sparse else None,
@@ -125,6 +130,7 @@ def validate(
         suite=answered,
         noise=noise,
         tuned_kinds=_tuned_kinds(policy),
+        skipped=tuple(run.skipped),
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
-from dynaxx.lab.time_budget import TimeBudget
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.costs import Budgets, rule_of
 from dynaxx.lab.tune.density.held_tasks import HeldTasks
 from dynaxx.lab.tune.density.search_texts import SearchTexts
@@ -36,7 +36,6 @@ ERRORS = 2  # standard errors added to the rise of perplexity before the compari
 CLEAR = 3  # standard errors by which a candidate passes before all text is used
 FUTILE = 1  # standard errors by which a candidate fails before all text is used
 DENSE = "dense text"  # name of the steps without a policy
-PASS = "pass"  # kind of work, see `TimeBudget`: a forward pass over one text
 RUN = 512  # neighbouring tokens that count as one observation, because their changes depend on each other
 LEAST_RUNS = 8  # observations per stretch, at least
 

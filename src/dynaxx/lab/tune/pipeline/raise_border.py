@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dynaxx.lab.tune.crossover import HYSTERESIS
 
 if TYPE_CHECKING:
+    from dynaxx.lab.time_budget import TimeBudget
     from dynaxx.lab.tune.result import TuneResult
     from dynaxx.lab.validate.result import ValidationResult
 
@@ -27,6 +28,7 @@ def validate_tuned(
     *,
     out: Path,
     say: Callable[[str], object] = lambda line: None,
+    time: TimeBudget | None = None,
     **options: Any,
 ) -> tuple[TuneResult, ValidationResult]:
     """Validate the policy in `out`. While only speed fails, raise its border to the next length and repeat.
@@ -38,6 +40,7 @@ def validate_tuned(
         text: sample text; only its held-out part is used.
         out: the folder that `tune` wrote to.
         say: a function that reports each raise.
+        time: the time budget; under a limit, texts are as long as those that were tuned on.
         **options: options of `validate`. Texts are at least as long as those that were tuned on.
 
     Returns:
@@ -52,11 +55,14 @@ def validate_tuned(
 
     def validated(tuned: TuneResult, earlier: ValidationResult | None = None) -> ValidationResult:
         border = tuned.policy.dense_below if tuned.policy.sparse_from is None else tuned.policy.sparse_from
-        tokens = max(TOKENS, tuned.tokens, border + 1)
-        return validate(model, tokenizer, tuned.policy, text, tokens=tokens, earlier=earlier, **options)
+        limited = time is not None and time.seconds is not None
+        tokens = max(tuned.tokens if limited else TOKENS, tuned.tokens, border + 1)
+        return validate(model, tokenizer, tuned.policy, text, tokens=tokens, earlier=earlier, time=time, **options)
 
     found = validated(tuned)
     while (border := found.later_border(timing.seqlen for timing in tuned.crossover)) is not None:
+        if border > tuned.tokens:  # the policy was not tuned there
+            break
         later = with_border(tuned, border, found)
         say(f"validate: slower than dense at {later.raised[-1].seqlen:,} tokens, so sparse from {border:,}")
         try:

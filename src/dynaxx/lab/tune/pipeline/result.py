@@ -26,6 +26,7 @@ class PipelineResult:
     )
     files: tuple[Path, ...]
     seconds: dict[str, float] = field(default_factory=dict)  # of each step of this run
+    left_out: tuple[str, ...] = ()  # steps for which no time was left
 
     @property
     def ok(self) -> bool:
@@ -53,6 +54,7 @@ class PipelineResult:
             "tuning": self.tuning,
             "validation": self.validation,
             "seconds": self.seconds,
+            "left_out": list(self.left_out),
             "files": [str(file) for file in self.files],
         }
 
@@ -69,6 +71,8 @@ class PipelineResult:
         elif self.validation_summary:
             lines.append("the policy could not be validated:")
         lines += [self.validation_summary] if self.validation_summary else []
+        if self.left_out:
+            lines.append(f"left out for lack of time: {', '.join(self.left_out)}")
         if self.seconds:
             said = ", ".join(f"{step} {_clock(seconds)}" for step, seconds in self.seconds.items())
             lines.append(f"took {_clock(sum(self.seconds.values()))}: {said}")

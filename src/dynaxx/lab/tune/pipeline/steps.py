@@ -7,20 +7,23 @@ Steps that were completed with the same settings are not repeated. A killed run 
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dynaxx.lab.about import about
 from dynaxx.lab.files import read_json, write_json
 from dynaxx.lab.kinds import kinds_of, text_of
 from dynaxx.lab.machine import machine_facts
+from dynaxx.lab.perplexity import measure_pace
 from dynaxx.lab.profile.run import default_lengths
-from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.progress import BudgetProgress, Progress, SilentProgress
 from dynaxx.lab.texts import check_tokens, split_text
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.costs import scorers_named
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.pipeline.result import PipelineResult
@@ -32,7 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dynaxx")
 
 Result = TypeVar("Result")
-SHARES = {"profile": 10, "analyze": 10, "tune": 60, "validate": 19, "report": 1}  # approximate shares of the time
+SHORTER = (2048, 1024, 512)  # lengths of texts for time budgets that are too short for longer ones
+PASSES = 14  # passes over a text that a search takes until it has a policy, with its timing and validation
+RESERVE = 4.5  # passes over a text for the validation, at least
+ANALYSIS = 4  # passes that the analysis takes about as long as
+REPORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class TuneSettings(TuneOptions):
     lengths: tuple[int, ...] = ()  # lengths to profile and validate at; empty takes defaults
     price_per_hour: float | None = None
     skip: frozenset[str] = frozenset()  # any of "profile", "analyze", "reference", "validate", "report"
+    auto_tokens: bool = False  # take shorter texts than `tokens` where the time budget is too short for them
 
 
 def run(
@@ -52,31 +60,42 @@ def run(
     *,
     progress: Progress | None = None,
     say_verdict: Callable[[str], object] = lambda line: None,
+    time: TimeBudget | None = None,
 ) -> PipelineResult:
     """Run every step of `plan` that is neither skipped nor done, and write each result at once.
 
-    `say_verdict` is called with the verdict of the profile: whether sparse attention can be worth it, and by how much.
+    The analysis comes last, since nothing else needs it. `say_verdict` is called with the verdict of the profile:
+    whether sparse attention can be worth it, and by how much. `time` is the time budget, by default that of the plan
+    from now on; it covers all steps.
 
     Raises:
         ValueError: a step refuses the settings or the text.
     """
-    steps, clock = _Steps(model, tokenizer, text, plan, progress or SilentProgress()), StepClock()
-    with steps.progress.task(f"Tuning {plan.name}", sum(SHARES.values())) as task:
+    time = time or TimeBudget(plan.time_budget)
+    progress = BudgetProgress(progress or SilentProgress(), time)
+    steps, seconds = _Steps(model, tokenizer, text, plan, progress, time), StepClock()
+    with progress.task(f"Tuning {plan.name}") as task:
         task.advance(0, "profile: where the time goes")
-        profiled = clock.timed("profile", steps.profile)
+        profiled = seconds.timed("profile", steps.profile)
         if profiled is not None:
             say_verdict(profiled["verdict"])
-        task.advance(SHARES["profile"], "analyze: where the heads attend")
-        analyzed = clock.timed("analyze", steps.analyze)
-        task.advance(SHARES["analyze"], "tune: the sparsest policy that keeps quality")
-        tuned = clock.timed("tune", steps.tune)
-        task.advance(SHARES["tune"], "validate: on held-out text")
+        steps.choose_tokens()
+        task.advance(0, "tune: the sparsest policy that keeps quality")
+        tuned = seconds.timed("tune", steps.tune)
+        stopped = tuned.ended == "interrupted"
+        task.advance(0, "validate: on held-out text")
         say = lambda line: task.advance(0, line)
-        tuned, validated, said = clock.timed("validate", lambda: steps.validate(tuned, say=say))
-        task.advance(SHARES["validate"], "report")
-        clock.timed("report", steps.report)
-        task.advance(SHARES["report"], "done")
-    return PipelineResult(profiled, analyzed, tuned.to_dict(), validated, said, tuple(steps.files), clock.seconds)
+        nothing = (tuned, None, "")
+        tuned, validated, said = nothing if stopped else seconds.timed("validate", lambda: steps.validate(tuned, say))
+        task.advance(0, "analyze: where the heads attend")
+        analyzed = None if stopped else seconds.timed("analyze", steps.analyze)
+        task.advance(0, "report")
+        seconds.timed("report", steps.report)
+        task.advance(0, "done")
+    left_out = tuple(steps.left_out)
+    return PipelineResult(
+        profiled, analyzed, tuned.to_dict(), validated, said, tuple(steps.files), seconds.seconds, left_out
+    )
 
 
 class StepClock:
@@ -87,27 +106,30 @@ class StepClock:
 
     def timed(self, name: str, step: Callable[[], Result]) -> Result:
         """Run a step and store its seconds."""
-        started = time.monotonic()
+        started = monotonic()
         found = step()
-        self.seconds[name] = time.monotonic() - started
+        self.seconds[name] = monotonic() - started
         return found
 
 
 class _Steps:
     """The steps of a run and the files written so far. The constructor raises for settings that a step would refuse."""
 
-    def __init__(self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, text: str, plan: TuneSettings, progress: Progress, time: TimeBudget
+    ) -> None:
         from dynaxx.lab.tune.decode import check_decode
         from dynaxx.lab.tune.density.held_tasks import HeldTasks
         from dynaxx.lab.tune.density.search_texts import search_texts
         from dynaxx.lab.tune.run import default_block_size
 
+        block_size = plan.block_size or default_block_size(model)
         self.model, self.tokenizer, self.text = model, tokenizer, text
-        self.plan, self.progress = plan, progress
+        self.plan, self.progress, self.time = replace(plan, block_size=block_size), progress, time
         self.lengths = plan.lengths or default_lengths(model)
-        self.block_size = plan.block_size or default_block_size(model)
         self.files: list[Path] = []
-        check_tokens(model, plan.tokens, max(as_block_size(self.block_size)))
+        self.left_out: list[str] = []  # steps for which no time was left
+        check_tokens(model, plan.tokens, max(as_block_size(block_size)))
         kinds = {kind: text_of(kind) for kind in kinds_of(plan.kinds)}
         scorers_named(plan.scorers)
         search_texts(tokenizer, text, kinds, plan.tokens, plan.stretches)
@@ -116,31 +138,49 @@ class _Steps:
         if plan.hold:
             HeldTasks(model, tokenizer, text, plan.hold, plan.tokens, plan.seed, lambda name, compute: compute())
         check_decode(model, plan.decode, plan.cuda_graph, plan.page_size)
-        self._known = _begin(model, text, plan, self.lengths)
+        self.about = about(model, text)
+        self._earlier = read_settings(plan.out / "run.json") if plan.resume else {}
+        self._known = self._earlier.get("about") == self.about
+        for stale in () if self._known else ("profile.json", "analysis.json", "validation.json", "report.html"):
+            (plan.out / stale).unlink(missing_ok=True)
 
     def profile(self) -> dict[str, Any] | None:
         from dynaxx.lab.profile.run import profile
 
         plan = self.plan
         options: dict[str, Any] = dict(lengths=self.lengths, name=plan.name, price_per_hour=plan.price_per_hour)
-        make = lambda: profile(self.model, self.tokenizer, self.text, **options, progress=self.progress)
-        return self._document("profile", "profile.json", make)
+        options |= dict(progress=self.progress, time=self.time)
+        make = lambda: profile(self.model, self.tokenizer, self.text, **options)
+        return self._document("profile", "profile.json", make, ("lengths", "price_per_hour"))
 
-    def analyze(self) -> dict[str, Any] | None:
-        from dynaxx.lab.analyze.run import analyze
+    def choose_tokens(self) -> None:
+        """Take shorter texts if the time is too short for the usual ones, and store the settings of this run.
 
-        block_size = as_block_size(self.block_size)[1]
-        options: dict[str, Any] = dict(tokens=self.plan.tokens, block_size=block_size, seed=self.plan.seed)
-        text = split_text(self.text).calibration
-        make = lambda: analyze(self.model, self.tokenizer, text, **options, progress=self.progress)
-        return self._document("analyze", "analysis.json", make)
+        A run that continues another one takes its texts, since their results are stored.
+        """
+        plan, time = self.plan, self.time
+        if plan.auto_tokens and time.seconds is not None:
+            earlier = self._earlier.get("settings", {}) if self._known else {}
+            tokens = earlier.get("tokens") if earlier.get("auto_tokens") else None
+            if tokens is None:
+                measure_pace(self.model, self.tokenizer, self.text, time)
+                fits = lambda tokens: PASSES * time.expects(PASS, tokens) <= time.left
+                lengths = [plan.tokens, *(each for each in SHORTER if each < plan.tokens)]
+                tokens = next(filter(fits, lengths), lengths[-1])
+            self.plan = replace(plan, tokens=tokens)
+        settings = {**asdict(self.plan), "out": None, "lengths": list(self.lengths), "skip": sorted(plan.skip)}
+        document = {"about": self.about, "settings": settings, "versions": machine_facts().versions}
+        write_json(plan.out / "run.json", {"model": plan.name, "command": plan.command, **document})
 
     def tune(self) -> TuneResult:
         from dynaxx.lab.tune.run import tune
 
-        plan = self.plan
-        options = replace(plan, block_size=self.block_size, reference="reference" not in plan.skip)
-        tuned = tune(self.model, self.tokenizer, self.text, options, progress=self.progress)
+        plan, time = self.plan, self.time
+        options = replace(plan, reference="reference" not in plan.skip)
+        measure_pace(self.model, self.tokenizer, self.text, time)
+        reserve = 0.0 if "validate" in plan.skip else RESERVE * time.expects(PASS, plan.tokens)
+        with time.reserving(reserve + REPORT_SECONDS if time.seconds is not None else 0.0):
+            tuned = tune(self.model, self.tokenizer, self.text, options, progress=self.progress, time=time)
         self.files += [plan.out / "tuning.json", plan.out / "policy.json"]
         return tuned
 
@@ -148,19 +188,31 @@ class _Steps:
         """Return the tuned result (with a higher border if only speed failed), the validation, and its checks."""
         from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
 
-        plan = self.plan
-        if "validate" in plan.skip or not _has_rules(tuned.to_dict()):
+        plan, path = self.plan, self.plan.out / "validation.json"
+        path.unlink(missing_ok=True)  # of an earlier policy, perhaps
+        if "validate" in plan.skip or not tuned.policy.rules:
             return tuned, None, ""
         options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed, kinds=plan.kinds)
+        options |= dict(progress=self.progress, time=self.time)
         try:
-            tuned, found = validate_tuned(
-                self.model, self.tokenizer, tuned, self.text, **options, progress=self.progress
-            )
+            with self.time.reserving(REPORT_SECONDS if self.time.seconds is not None else 0.0):
+                tuned, found = validate_tuned(self.model, self.tokenizer, tuned, self.text, **options)
         except ValueError as error:  # the policy and the report are useful without a validation
             return tuned, None, str(error)
-        validated = {**found.to_dict(), "command": plan.command}
-        self.files.append(write_json(plan.out / "validation.json", validated))
+        digests = {**self.about, **about(policy=tuned.policy)}
+        validated = {**found.to_dict(), "about": digests, "command": plan.command}
+        self.files.append(write_json(path, validated))
         return tuned, validated, found.summary()
+
+    def analyze(self) -> dict[str, Any] | None:
+        from dynaxx.lab.analyze.run import analyze
+
+        block_size = as_block_size(self.plan.block_size or 0)[1]
+        options: dict[str, Any] = dict(tokens=self.plan.tokens, block_size=block_size, seed=self.plan.seed)
+        text = split_text(self.text).calibration
+        make = lambda: analyze(self.model, self.tokenizer, text, **options, progress=self.progress)
+        seconds = ANALYSIS * self.time.expects(PASS, self.plan.tokens)
+        return self._document("analyze", "analysis.json", make, ("tokens", "block_size", "seed"), seconds)
 
     def report(self) -> None:
         from dynaxx.lab.report.run import write_report
@@ -168,16 +220,31 @@ class _Steps:
         if "report" not in self.plan.skip:
             self.files.append(write_report(self.plan.out))
 
-    def _document(self, name: str, file: str, make: Callable[[], Any]) -> dict[str, Any] | None:
-        """Return a step's document from a previous run with these settings, or run it. None if it is skipped."""
+    def _document(
+        self, name: str, file: str, make: Callable[[], Any], of: Sequence[str], seconds: float = 0.0
+    ) -> dict[str, Any] | None:
+        """Return a step's document from a previous run with these settings, or run it.
+
+        What a busy machine measured, or lack of time cut short, is made again. None if the step is skipped, or takes
+        more seconds than are left.
+        """
         if name in self.plan.skip:
             return None
         path = self.plan.out / file
-        self.files.append(path)
-        if self._known and (earlier := _earlier(path)) is not None:
+        settings = json.loads(json.dumps({each: getattr(self, each, getattr(self.plan, each)) for each in of}))
+        digests = about(**settings) | self.about
+        earlier = _earlier(path) if self.plan.resume else None
+        fits = self.time.allows(seconds)
+        whole = earlier is not None and earlier.get("about") == digests
+        if earlier is not None and whole and not (fits and (earlier.get("busy") or earlier.get("left_out"))):
+            self.files.append(path)
             return earlier
-        document: dict[str, Any] = {**make().to_dict(), "command": self.plan.command}
-        write_json(path, document)
+        if not fits:
+            self.left_out.append(name)
+            path.unlink(missing_ok=True)
+            return None
+        document: dict[str, Any] = {**make().to_dict(), "about": digests, "command": self.plan.command}
+        self.files.append(write_json(path, document))
         return document
 
 
@@ -194,43 +261,11 @@ def _earlier(path: Path) -> dict[str, Any] | None:
     return found if whole else None
 
 
-def _has_rules(tuning: dict[str, Any]) -> bool:
-    """Return whether tuning found rules that keep quality and save time, for prompts or for decoding."""
-    prompts = tuning.get("chosen") and tuning.get("dense_below") is not None
-    return bool(prompts) or (tuning.get("decode") or {}).get("dense_below") is not None
-
-
-def _begin(model: Any, text: str, plan: TuneSettings, lengths: tuple[int, ...]) -> bool:
-    """Return whether the folder holds a run of exactly these settings to continue; if not, begin one.
-
-    `tune` stores its state in the folder separately and checks it itself.
-    """
-    settings = {
-        "model": plan.name,
-        "parameters": sum(tensor.numel() for tensor in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "tokens": plan.tokens,
-        "lengths": list(lengths),
-        "block_size": list(plan.block_size) if isinstance(plan.block_size, tuple) else plan.block_size,
-        "price_per_hour": plan.price_per_hour,
-        "seed": plan.seed,
-        "versions": machine_facts().versions,
-    }
-    path = plan.out / "run.json"
-    if plan.resume and _is_of(path, settings):
-        return True
-    for stale in ("profile.json", "analysis.json", "validation.json", "report.html"):
-        (plan.out / stale).unlink(missing_ok=True)
-    write_json(path, settings)
-    return False
-
-
-def _is_of(path: Path, settings: dict[str, Any]) -> bool:
-    """Return whether a folder's run.json has these settings. An unreadable file has none."""
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return a folder's run.json; empty if there is none that can be read."""
     try:
-        return path.exists() and bool(read_json(path) == settings)
+        found = read_json(path) if path.exists() else {}
     except (ValueError, OSError) as error:
         logger.warning("%s; starting over", error)
-        return False
+        return {}
+    return found if isinstance(found, dict) else {}

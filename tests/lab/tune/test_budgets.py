@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time budgets on a simulated clock: no run says what the full run contradicts, and short runs add up to it."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import dynaxx as dx
+from dynaxx.lab.time_budget import TimeBudget
+from dynaxx.lab.tune.run import TuneOptions, tune
+from slow_clock import SlowClock
+from tiny import TEXT, save_tiny_model
+
+TOKENS = 512
+TOLERANCES = {"sparse": 0.01, "dense": 1e-9}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Return a random model whose perplexity depends on what its heads see."""
+    pytest.importorskip("transformers")
+    from dynaxx.lab.models import load_model
+
+    found = load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu")
+    with torch.no_grad():
+        for name, parameter in found.model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(12.0 if "q_proj" in name or "k_proj" in name else 5.0)
+    return found
+
+
+@pytest.fixture(scope="module")
+def full(loaded, tmp_path_factory):
+    """Return results without a time budget and the simulated seconds, by tolerance; runs are made once."""
+    found = {}
+
+    def of(tolerance):
+        if tolerance not in found:
+            clock = SlowClock()
+            out = tmp_path_factory.mktemp("full")
+            found[tolerance] = run(loaded, out, tolerance, None, clock), clock.seconds
+        return found[tolerance]
+
+    return of
+
+
+def run(loaded, out, tolerance, budget, clock):
+    options = TuneOptions("", out=out, tokens=TOKENS, block_size=16, tolerance=tolerance, reference=False)
+    return tune(*loaded, TEXT, options, time=TimeBudget(budget, clock))
+
+
+def check(found, full):
+    """Check what a run says against the full run."""
+    passed = found.chosen is not None and all(
+        math.log(row.ratio) + 2 * row.error <= math.log1p(found.tolerance) for row in found.chosen.rows
+    )
+    assert bool(found.policy.rules) == (found.verdict == "sparse")
+    if found.verdict == "sparse":
+        assert passed, "a written policy passes its tolerance"
+        assert full.verdict == "sparse"
+        assert found.dense_below <= TOKENS
+        assert found.policy.sparse_from <= TOKENS, "it runs sparse where it was tuned"
+    if found.verdict == "dense":
+        assert full.verdict == "dense"
+    if found.verdict == "undecided":
+        assert found.why
+        assert found.advice
+    values = found.policy.evidence[0].values
+    assert (values["verdict"], values["ended"]) == (found.verdict, found.ended)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 3.0, 10.0, 30.0])
+@pytest.mark.parametrize("tolerance", TOLERANCES.values(), ids=TOLERANCES)
+def test_no_budget_contradicts_the_full_run(loaded, full, tmp_path, slowness, tolerance):
+    expected, seconds = full(tolerance)
+    for number, budget in enumerate((10.0, 0.4 * seconds, seconds, 2.0 * seconds * slowness)):
+        clock = SlowClock(slowness, noise=0.1, seed=number)
+        found = run(loaded, tmp_path / str(number), tolerance, budget, clock)
+        check(found, expected)
+        assert clock.seconds <= 1.2 * budget, "at most a fifth late"
+    assert (found.ended, found.verdict) == ("done", expected.verdict), "twice the time of the full run is enough"
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES.values(), ids=TOLERANCES)
+@pytest.mark.parametrize("share", [0.35])
+def test_short_runs_add_up_to_the_full_result(loaded, full, tmp_path, share, tolerance):
+    expected, seconds = full(tolerance)
+    spent, densities = 0.0, []
+    for number in range(20):
+        clock = SlowClock(noise=0.1, seed=number)
+        found = run(loaded, tmp_path, tolerance, share * seconds, clock)
+        check(found, expected)
+        spent += clock.seconds
+        densities += [found.chosen.density] if found.chosen else []
+        if found.ended == "done":
+            break
+    assert (found.ended, found.verdict) == ("done", expected.verdict)
+    assert spent <= 1.3 * seconds
+    assert densities == sorted(densities, reverse=True), "a later run is never denser"
+    if expected.chosen is not None:
+        assert found.chosen.density <= 1.03 * expected.chosen.density
+
+
+@pytest.mark.parametrize("stop_at", [5.0, 60.0, 120.0])
+def test_an_interrupted_run_says_so_and_continues(loaded, full, tmp_path, stop_at):
+    expected, _ = full(TOLERANCES["sparse"])
+    found = run(loaded, tmp_path, TOLERANCES["sparse"], None, SlowClock(stop_at=stop_at))
+    assert (found.ended, found.verdict) == ("interrupted", "undecided")
+    assert found.policy.rules == ()
+    assert dx.load_policy(tmp_path / "policy.json") == found.policy
+    again = run(loaded, tmp_path, TOLERANCES["sparse"], None, SlowClock())
+    assert (again.ended, again.verdict) == ("done", "sparse")
+    assert again.chosen.density <= 1.03 * expected.chosen.density
+    kept = run(loaded, tmp_path, TOLERANCES["sparse"], None, SlowClock(stop_at=0.0))
+    assert kept.policy.rules == again.policy.rules, "a stopped run keeps what others found"
+
+
+def test_what_a_busy_machine_timed_is_timed_again(loaded, tmp_path):
+    again = partial(run, loaded, tmp_path, TOLERANCES["sparse"], None)
+    busy = again(SlowClock(busy=True))
+    assert busy.busy
+    assert busy.policy.evidence[0].values["busy"]
+    quiet = SlowClock()
+    found = again(quiet)
+    assert not found.busy
+    assert {kind for kind, _ in quiet.done} == {"attention", "crossover"}, "only the timing is repeated"
+    assert again(still := SlowClock()).crossover == found.crossover
+    assert still.done == []
+
+
+def test_a_dense_policy_is_not_timed(loaded, full, tmp_path):
+    found = run(loaded, tmp_path, TOLERANCES["dense"], None, clock := SlowClock())
+    assert found.crossover == ()
+    assert "attention" not in {kind for kind, _ in clock.done}
