@@ -59,7 +59,8 @@ FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a sea
 UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
 CROSSOVER_PASSES = 0.5  # passes over a text that the timing of attention takes about as long as
 EXPECTED_PASSES = 16  # passes over a text until a search is done, about
-COSTS_SHARE = 0.35  # largest expected share of the time left for costs of more than one scorer
+TRIALS = 3  # trials that the texts of early ones are sized for
+COSTS_SHARE = 0.25  # largest expected share of the time left for costs of more than one scorer
 
 
 @contextmanager
@@ -286,14 +287,21 @@ class Search:
             key = self.trials.key(candidate.budgets, self.scorer)
             self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
             trial = self._evaluated(candidate, kinds)
+            guide.rises.share = 1.0 if guide.best else self._text_share()
             if trial is not None:
                 task.advance(int(kinds is None), f"{name}: {_said(trial)}")
             return trial
 
+        guide.rises.share = self._text_share() if len(guide.tried) < 2 else 1.0
         if only_below is not None:
             start = only_below / math.sqrt(guide.fine)
         guide.run(evaluate, steps, start)
         self.cut |= any(not each.trial.decided for each in guide.tried) and not guide.done
+
+    def _text_share(self) -> float:
+        """Return the share of the text that each of the first trials can use in the time left."""
+        seconds = 2 * TRIALS * len(self.texts.search) * self.trials.pass_seconds
+        return 1.0 if seconds <= self.time.left else max(0.0, self.time.left) / seconds
 
     def _evaluated(self, candidate: Candidate, kinds: Sequence[str] | None, stored: bool = False) -> Trial | None:
         given = (candidate.aim, candidate.budgets, self.costs.layers, self.scorer)

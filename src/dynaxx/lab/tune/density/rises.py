@@ -41,6 +41,7 @@ class Rises:
 
     def __init__(self, tolerance: float, errors: float, tokens: Mapping[str, int]) -> None:
         self.limit, self._errors, self._tokens = math.log1p(tolerance), errors, dict(tokens)
+        self.share = 1.0  # share of these tokens that a trial is expected to use
         self._points: dict[str, list[Point]] = {}
 
     def again(self) -> Rises:
@@ -88,7 +89,7 @@ class Rises:
         if not points:
             return 0.0
         each = [point.error * math.sqrt(point.tokens / point.predicted) for point in points]
-        return statistics.median(each) * math.sqrt(predicted / max(1, self._tokens.get(kind, 1)))
+        return statistics.median(each) * math.sqrt(predicted / max(1.0, self.share * self._tokens.get(kind, 1)))
 
 
 def _sums(points: Sequence[Point]) -> tuple[float, float]:

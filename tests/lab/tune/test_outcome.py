@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search says that it found out."""
+
+import pytest
+
+from dynaxx.lab.tune.crossover import LengthTiming
+from dynaxx.lab.tune.density.candidates import Candidate
+from dynaxx.lab.tune.density.guide import Guide, Tried
+from dynaxx.lab.tune.density.rises import Rises
+from dynaxx.lab.tune.outcome import budget_of, decide
+from dynaxx.lab.tune.pipeline.result import PipelineResult
+from dynaxx.lab.tune.result import Trial
+
+SPARSE = Tried(Candidate(0.4, [[0.4]], {}), Trial(0.4, 11.0, 1.004, 0.001, True))
+
+
+class Any:
+    least = 0.05
+
+    def at(self, density):
+        return Candidate(density, [[density]], {})
+
+
+def guide_of(*trials):
+    guide = Guide(Any(), Rises(0.01, 2, {"sample": 1000}), 1.02)
+    for trial in trials:
+        guide.learn(Candidate(trial.aim, [[trial.aim]], {}), trial)
+    return guide
+
+
+def outcome(**changes):
+    given = dict(ended="done", tuned=None, chosen=None, timings=(), timed=True, tokens=1024, tolerance=0.01, needed=400)
+    return decide(**{**given, **changes})
+
+
+@pytest.mark.parametrize("ended", ["time", "interrupted"])
+def test_the_end_of_time_is_no_finding(ended):
+    failed = guide_of(Trial(0.6, 11.0, 1.05, 0.001, False))
+    for tuned in (None, guide_of(), failed):
+        found = outcome(ended=ended, tuned=tuned)
+        assert found.verdict == "undecided"
+        assert "--time-budget 10m" in found.advice
+    untimed = outcome(ended=ended, chosen=SPARSE, timed=False)
+    assert (untimed.verdict, untimed.border) == ("undecided", None)
+    slower = (LengthTiming(512, 1.0, 1.0), LengthTiming(1024, 1.0, 1.0))
+    assert outcome(ended=ended, chosen=SPARSE, timings=slower, timed=False).verdict == "undecided"
+    assert outcome(ended=ended, chosen=SPARSE, timings=slower).verdict == "dense", "all lengths were timed"
+
+
+def test_nothing_sparse_stays_only_where_the_densest_candidate_failed():
+    assert outcome(tuned=guide_of(Trial(0.9, 11.0, 1.014, 0.001, False))).verdict == "dense"
+    assert outcome(tuned=guide_of(Trial(0.8, 11.0, 1.05, 0.001, False))).verdict == "undecided"
+    noisy = outcome(tuned=guide_of(Trial(0.9, 11.0, 1.004, 0.005, False)))
+    assert noisy.verdict == "undecided"
+    assert "--stretches" in noisy.advice
+
+
+def test_lengths_that_were_not_tuned_are_not_called_tuned():
+    found = outcome(chosen=SPARSE, timings=[LengthTiming(n, 1.0, 1.0 if n < 2048 else 0.5) for n in (1024, 2048, 4096)])
+    assert (found.verdict, found.border) == ("undecided", None)
+    assert "--tokens 2048" in found.advice
+    found = outcome(chosen=SPARSE, timings=[LengthTiming(n, 1.0, 1.0 if n < 512 else 0.5) for n in (256, 512, 1024)])
+    assert (found.verdict, found.border, found.advice) == ("sparse", 512, "")
+
+
+def test_undecided_runs_are_not_ok():
+    said = {"verdict": "undecided", "why": "time ended", "advice": "Run again."}
+    found = PipelineResult(None, None, said, None, "", (), left_out=("analyze",))
+    assert not found.ok
+    assert found.undecided
+    assert found.summary().splitlines() == ["undecided: time ended", "Run again.", "left out for lack of time: analyze"]
+    assert PipelineResult(None, None, {"ended": "interrupted"}, None, "", ()).interrupted
+
+
+def test_budgets_are_round():
+    assert [budget_of(seconds) for seconds in (1, 61, 400, 3600, 5000)] == ["1m", "2m", "10m", "1h", "2h"]
