@@ -23,6 +23,7 @@ from dynaxx.lab.doctor import run as doctor
 from dynaxx.lab.machine import Ceilings
 from dynaxx.lab.profile import run as profile
 from dynaxx.lab.progress import LineProgress
+from dynaxx.lab.tune.crossover import LengthTiming
 from tiny import TEXT, save_tiny_model
 
 FACTS = {"model_type": "llama", "layers": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16}
@@ -69,7 +70,8 @@ class Validation(Result):
         return None
 
 
-POLICY = SimpleNamespace(dense_below=512, sparse_from=None)
+FACTS = {"model_type": "llama", "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+POLICY = dynaxx.Policy(model=FACTS, dense_below=512, rules=(dynaxx.Rule.of(dynaxx.SlidingWindow(16)),))
 
 
 CHECKED = {"TOKENS": 4096, "check_sparse": lambda policy: None}  # of the module that validates
@@ -85,6 +87,7 @@ def stand_in(monkeypatch, name, **functions):
 def tools(monkeypatch):
     """Replace the slow tools by stand-ins; return a list of their calls."""
     calls = {}
+    monkeypatch.setattr("dynaxx.lab.time_budget.watch_others", lambda: lambda: False)
 
     def call(name, result):
         def tool(*args, **kwargs):
@@ -93,11 +96,12 @@ def tools(monkeypatch):
 
         return tool
 
-    def tune(model, tokenizer, text, options, *, progress):
+    def tune(model, tokenizer, text, options, *, progress, time):
         calls.setdefault("tune", []).append(((text, options), {}))
         (options.out / "policy.json").write_text("{}")
         chosen = {"density": 0.2, "ratio": 1.004}
-        return Result(chosen=chosen, best_uniform_density=0.3, dense_below=512, crossover=(), tokens=256, policy=POLICY)
+        found = dict(chosen=chosen, best_uniform_density=0.3, dense_below=512, crossover=(), tokens=256, policy=POLICY)
+        return Result(**found, ended="done", verdict="sparse", why="20% keep perplexity")
 
     def write_report(run_dir):
         (run_dir / "report.html").write_text("<html>")
@@ -525,8 +529,11 @@ def test_tune_does_not_repeat_what_it_did(tools, tiny, tmp_path):
     assert (tmp_path / "profile.json").stat().st_mtime_ns == before
     assert len(tools["analyze"]) == 1
     assert len(tools["tune"]) == 2  # keeps its own state
-    dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1))  # other settings: nothing of before is good
-    assert (tmp_path / "profile.json").stat().st_mtime_ns > before
+    dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1))  # the sample of the analysis depends on it
+    assert (tmp_path / "profile.json").stat().st_mtime_ns == before
+    assert len(tools["analyze"]) == 2
+    settings = json.loads((tmp_path / "run.json").read_text())["settings"]
+    assert (settings["seed"], settings["tolerance"], settings["scorers"]) == (1, 0.01, ["mean", "bounds"])
     dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1, "--restart"))
     assert len(tools["analyze"]) == 3
 
@@ -541,7 +548,7 @@ def test_tune_fails_when_the_policy_does(tools, monkeypatch, tiny, tmp_path):
     stand_in(monkeypatch, "validate.run", **CHECKED, validate=lambda *args, **kwargs: Validation(passed=False))
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 1
-    assert "tuned: 20.0% of the blocks, perplexity +0.40%; one budget for all heads needs 30.0%" in shown.stdout
+    assert "tuned: 20% keep perplexity\n20.0% of the blocks, perplexity +0.40%; one budget" in shown.stdout
     assert "FAILS its validation:\nsome checks" in shown.stdout
     assert "run it" not in shown.stdout
     assert "report.html" in shown.stdout
@@ -563,16 +570,34 @@ def test_tune_has_nothing_to_validate_where_sparse_never_pays(tools, monkeypatch
     real = vars(sys.modules["dynaxx.lab.tune.run"])
 
     def dense(*args, **kwargs):
-        crossover = [{"seqlen": 128}, {"seqlen": 256}]
-        return Result(**{**vars(real["tune"](*args, **kwargs)), "dense_below": None, "crossover": crossover})
+        changed = dict(dense_below=None, verdict="dense", why="not faster here", policy=POLICY.replace(rules=()))
+        return Result(**{**vars(real["tune"](*args, **kwargs)), **changed})
 
     stand_in(monkeypatch, "tune.run", **{**real, "tune": dense})
     stand_in(monkeypatch, "validate.run", **CHECKED, validate=lambda *_, **__: pytest.fail("validated"))
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 0, shown.stderr
-    assert "sparse was not faster here at any length up to 256 tokens; prompts run dense" in shown.stdout
+    assert "dense is right here: not faster here" in shown.stdout
     assert "validation" not in shown.stdout
     assert "run it" not in shown.stdout
+
+
+@pytest.mark.parametrize(("ended", "code"), [("time", 3), ("interrupted", 130)])
+def test_tune_that_decided_nothing_says_so(tools, monkeypatch, tiny, tmp_path, ended, code):
+    real = vars(sys.modules["dynaxx.lab.tune.run"])
+
+    def undecided(*args, **kwargs):
+        said = dict(ended=ended, verdict="undecided", why="nothing was tried", advice="--time-budget 5m would decide.")
+        changed = dict(chosen=None, dense_below=None, policy=POLICY.replace(rules=()))
+        return Result(**{**vars(real["tune"](*args, **kwargs)), **said, **changed})
+
+    stand_in(monkeypatch, "tune.run", **{**real, "tune": undecided})
+    (tmp_path / "validation.json").write_text("{}")
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == code, shown.stderr
+    assert "undecided: nothing was tried\n--time-budget 5m would decide." in shown.stdout
+    assert "report.html" in shown.stdout
+    assert not (tmp_path / "validation.json").exists(), "a validation of another policy does not stay"
 
 
 def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
@@ -589,10 +614,16 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
 
 def test_tune_for_real(monkeypatch, tiny, tmp_path):
     """Run every tool on a tiny model: each can read what the one before has written."""
-    monkeypatch.setattr("dynaxx.lab.tune.search.time_lengths", lambda *_, **__: [])
-    args = tune_args(tiny, tmp_path, "--block-size", 16, "--time-budget", "5s", "--quiet")
+    timings = [LengthTiming(64, 2.0, 1.0), LengthTiming(128, 2.0, 1.0)]
+    monkeypatch.setattr("dynaxx.lab.tune.search.time_lengths", lambda *_, **__: timings)
+    args = tune_args(tiny, tmp_path, "--block-size", 16, "--tolerance", 0.5, "--time-budget", "9h", "--quiet")
     shown = dynaxx_(*args)
     assert shown.exit_code in (0, 1), shown.stderr  # whether it is fast enough depends on the machine's other work
+    digests = [json.loads((tmp_path / f"{name}.json").read_text())["about"] for name in ("tuning", "validation")]
+    assert digests[0]["policy"] == digests[1]["policy"]
+    assert (
+        digests[0]["model"] == digests[1]["model"] == json.loads((tmp_path / "run.json").read_text())["about"]["model"]
+    )
     assert {"profile.json", "analysis.json", "tuning.json", "policy.json", "report.html"} <= set(os.listdir(tmp_path))
     assert dynaxx.load_policy(tmp_path / "policy.json")
     policy = (tmp_path / "policy.json").read_bytes()
