@@ -621,9 +621,7 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
     assert shown.exit_code in (0, 1), shown.stderr  # whether it is fast enough depends on the machine's other work
     digests = [json.loads((tmp_path / f"{name}.json").read_text())["about"] for name in ("tuning", "validation")]
     assert digests[0]["policy"] == digests[1]["policy"]
-    assert (
-        digests[0]["model"] == digests[1]["model"] == json.loads((tmp_path / "run.json").read_text())["about"]["model"]
-    )
+    assert digests[0]["model"] == digests[1]["model"]
     assert {"profile.json", "analysis.json", "tuning.json", "policy.json", "report.html"} <= set(os.listdir(tmp_path))
     assert dynaxx.load_policy(tmp_path / "policy.json")
     policy = (tmp_path / "policy.json").read_bytes()

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dynaxx.lab.about import policy_digest
 from dynaxx.lab.files import write_json
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.decode import DecodeResult
@@ -151,6 +152,7 @@ class TuneResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         plain = asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
+        plain["about"] = {**self.about, "policy": policy_digest(self.policy)}  # later steps change the policy
         return {**plain, "sparse_from": None if self.dense_below is None else self.policy.sparse_from}
 
     def write(self, out: Path) -> TuneResult:

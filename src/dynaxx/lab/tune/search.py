@@ -424,7 +424,7 @@ class Search:
         dtype = str(parameter.dtype).removeprefix("torch.")
         found = with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
         given = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds, hold=options.hold)
-        digests = about(self.model, self.text, found.policy, **given, block_size=self.block_size, seed=options.seed)
+        digests = about(self.model, self.text, **given, block_size=self.block_size, seed=options.seed)
         return dataclasses.replace(found, about=digests)
 
     def _finished(self, result: TuneResult, task: Task) -> TuneResult:
