@@ -40,7 +40,9 @@ def tiny(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def calm(monkeypatch):
     """Skip the measured ceilings, which take seconds; use the reference backend only, and one thread."""
-    monkeypatch.setattr(profile, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
+    monkeypatch.setattr(
+        profile, "measure_ceilings", lambda device, dtype, **_: Ceilings(100.0, 10.0, "float32", "cpu", 2)
+    )
     monkeypatch.setattr(doctor, "BACKENDS", ("reference",))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
