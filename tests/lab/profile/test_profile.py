@@ -23,7 +23,7 @@ def loaded(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def ceilings(monkeypatch):
     """Replace the measured ceilings, which take seconds; use one thread, since a tiny model does not gain from more."""
-    monkeypatch.setattr(tool, "measure_ceilings", lambda device, dtype: Ceilings(100.0, 10.0, "float32", "cpu", 2))
+    monkeypatch.setattr(tool, "measure_ceilings", lambda device, dtype, **_: Ceilings(100.0, 10.0, "float32", "cpu", 2))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
