@@ -10,8 +10,9 @@ from small_models import INPUTS, SPARSE, close, gemma3, llama, logits, policy_fo
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import passes
-from dynaxx.integrations.transformers.calls import border, interface
+from dynaxx.integrations.transformers.calls import border
 from dynaxx.integrations.transformers.calls import layer as layers
+from dynaxx.integrations.transformers.calls.arguments import Signature
 from dynaxx.integrations.transformers.passes import Passes
 
 transformers = pytest.importorskip("transformers")
@@ -20,13 +21,13 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture
 def planned(monkeypatch):
     """List the layers whose calls are planned instead of going straight to the original attention."""
-    found, attend = [], layers.Layer.attend
+    found, plan_call = [], layers.plan_call
 
-    def watched(self, *given):
-        found.append(self.index)
-        return attend(self, *given)
+    def watched(current, index, *given):
+        found.append(index)
+        return plan_call(current, index, *given)
 
-    monkeypatch.setattr(layers.Layer, "attend", watched)
+    monkeypatch.setattr(layers, "plan_call", watched)
     return found
 
 
@@ -59,7 +60,7 @@ def test_a_known_dense_pass_asks_for_nothing(planned, monkeypatch):
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
         for _ in range(2):
             logits(model, input_ids=ids)
-        monkeypatch.setattr(interface, "key_of", lambda *given: pytest.fail("looked up"))
+        monkeypatch.setattr(Signature, "of", lambda *given: pytest.fail("looked up"))
         assert torch.equal(logits(model, input_ids=ids), dense)
         assert torch.equal(logits(model, input_ids=ids, attention_mask=padding), padded)
         assert handle.stats()["dense_calls"] == {"below dense_below": 12}
@@ -160,7 +161,7 @@ def test_scores_that_sdpa_drops_are_planned(planned):
 def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv_heads, head_dim, border):
     from dynaxx.integrations.transformers.calls.border import causal_kind, wins
 
-    q, k = (torch.empty(1, heads, 1, head_dim, device="meta") for heads in (q_heads, kv_heads))
+    q, k = (torch.Size((1, heads, 1, head_dim)) for heads in (q_heads, kv_heads))
     assert wins("cuda", causal_kind(q, k), border)
     assert not wins("cuda", causal_kind(q, k), border - 1)
     assert wins("cpu", causal_kind(q, k), 256)

@@ -153,10 +153,20 @@ def test_dense_paths_are_bit_exact_and_counted():
     for got, want in zip(hidden[:3], model(ids, output_hidden_states=True).hidden_states, strict=False):
         assert torch.equal(got, want)
     with dx.apply(model, policy_for(model)) as handle:
-        assert torch.equal(logits(model, input_ids=ids, some_new_argument=1), dense)
+        bias = torch.zeros(1, 1, 90, 90)
+        close(logits(model, input_ids=ids, position_bias=bias), dense)  # SDPA's function reads it
         assert handle.stats()["dense_calls"] == {"unknown argument": 3}
-        additive = torch.zeros(1, 1, 90, 90).masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
-        logits(model, input_ids=ids, attention_mask=additive)
+        close(logits(model, input_ids=ids, labels=ids, of_the_caller=1), dense)  # no attention reads these
+        assert handle.stats()["sparse_calls"] == 3
+        additive = bias.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
+        close(logits(model, input_ids=ids, attention_mask=additive), dense)
+        assert handle.stats()["sparse_calls"] == 6
+        additive = additive - 0.1 * torch.ones(90, 90).tril(-9)
+        with torch.no_grad():
+            handle.kill_switch.engage()
+            want = logits(model, input_ids=ids, attention_mask=additive)
+            handle.kill_switch.release()
+        assert torch.equal(logits(model, input_ids=ids, attention_mask=additive), want)
         assert handle.stats()["dense_calls"]["mask is not boolean"] == 3
 
 

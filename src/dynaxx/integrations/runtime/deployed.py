@@ -60,7 +60,7 @@ class Deployed:
         guard: the guard; None if the policy has none, or if this process has only some heads.
         was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
         decode_was_long: the same for decoding steps.
-        prepared: prepared calls of its rules, by kind of layer and form of the call.
+        prepared: prepared calls of its rules, by the signature of the call.
         steps: the same for decoding steps.
         steps_repeat: whether the last pass repeated prepared steps, so that the next step is hardly a dense pass.
     """

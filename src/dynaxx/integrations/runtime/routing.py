@@ -62,6 +62,10 @@ class DenseReason(str, enum.ReprEnum):
         "length not in the rollout",
         "The length is outside `rollout.min_tokens` to `max_tokens`. Widen them.",
     )
+    OUTSIDE = (
+        "outside of a forward pass",
+        "A layer was called by itself, or again for a backward pass whose forward pass ran before `apply`.",
+    )
     # Lengths.
     BELOW = (
         "below dense_below",
@@ -78,9 +82,13 @@ class DenseReason(str, enum.ReprEnum):
         "rank its heads' rules.",
     )
     DROPOUT = "attention dropout", "The model trains with attention dropout. Set `attention_dropout` to 0."
+    WEIGHTS = (
+        "attention weights",
+        "The caller asks for attention weights (`output_attentions`), which the kernels do not compute. Ask for none.",
+    )
     ARGUMENT = (
         "unknown argument",
-        "The attention call has an unsupported argument, such as a position bias. The log names it; pass none.",
+        "The model's attention reads an argument that dynaxx does not, such as a position bias. The log names it.",
     )
     SHAPES = "q and k of other shapes", "q, k and v do not have the shapes of self-attention. Such calls stay dense."
     NOT_CAUSAL = "not causal", "The layer also attends to later tokens. A policy serves causal layers."

@@ -19,7 +19,9 @@ from dynaxx.distributed.heads import HeadShare, attend_by_heads
 from dynaxx.distributed.rules import chooses_row_by_row
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.calls.arguments import ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.own_pattern import pattern_of
+from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.masks.lazy import LazyMask
 from dynaxx.integrations.transformers.masks.rules import MaskRule
 from dynaxx.layout import BlockLayout
@@ -52,7 +54,7 @@ class SplitLayer:
             ValueError: other tokens than `shard` gave this rank.
             UnsupportedInputError: an attention call that cannot be split.
         """
-        scores = ScoreOptions.of(kwargs)
+        scores = ScoreOptions.of(kwargs, DenseAttention(module, DENSE))
         rule = _rule_of(mask, self.index, scores, kwargs)
         split, rank, group = self._handle.split, self._handle.rank, self._handle.group
         if not q.shape[2] == k.shape[2] == split.length(rank):

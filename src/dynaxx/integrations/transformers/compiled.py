@@ -55,22 +55,20 @@ class TracedLayer:
 
     Attributes:
         number: the number of the layer, 0 in a copy of the module, which has no handle.
-        name: the name of the model's original attention.
-        dense: that attention; None in a copy.
+        dense: the model's original attention.
         dense_below: calls with fewer queries and keys run dense by the policy, whatever their mask.
         own_pattern: whether they may still run the model's own pattern on dynaxx's kernels.
     """
 
-    __slots__ = ("dense", "dense_below", "name", "number", "own_pattern")
+    __slots__ = ("dense", "dense_below", "number", "own_pattern")
 
-    def __init__(self, number: int = 0, dense: DenseAttention | None = None) -> None:
+    def __init__(self, number: int, dense: DenseAttention) -> None:
         self.number, self.dense = number, dense
-        self.name = "" if dense is None else dense.name
         self.dense_below, self.own_pattern = 0, True
 
     def __deepcopy__(self, memo: object) -> TracedLayer:
-        """Return that of a module without a handle."""
-        return TracedLayer()
+        """Return that of a module without a handle, which runs the original attention."""
+        return TracedLayer(0, self.dense)
 
     def __reduce__(self) -> tuple[type[int], tuple[()]]:
         """Pickle as 0, which other processes know; there the attribute has no meaning."""
@@ -95,12 +93,12 @@ class TracedLayer:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Trace the model's original attention."""
+        dense, need_eager = self.dense, ScoreOptions.of(kwargs, self.dense).need_eager
         found: tuple[Tensor, Tensor | None]
-        if self.name == DENSE and not ScoreOptions.of(kwargs).need_eager:  # one function for all layers: fewer guards
+        if dense.name == DENSE and dense.window is None and not need_eager:  # one function for all layers: fewer guards
             found = ORIGINAL[DENSE](module, q, k, v, plain_mask(mask, DENSE, q.dtype), **kwargs)
         else:
-            assert self.dense is not None, "a copy has no traced layer"
-            found = self.dense(module, q, k, v, mask, **kwargs)
+            found = dense(module, q, k, v, mask, **kwargs)
         return found
 
 
@@ -130,8 +128,14 @@ def attend_compiled(
         mask: (B | 1, 1, Lq, Lk), or None.
         kwargs: the other arguments of the call from `AttentionInterface`.
     """
-    scores = ScoreOptions.of(kwargs)
-    if is_exporting() or q.shape[2] == 1 or scores.unserved is not None or layer.is_dense(q, k, scores):
+    scores = ScoreOptions.of(kwargs, layer.dense)
+    if (
+        not layer.number
+        or is_exporting()
+        or q.shape[2] == 1
+        or scores.unserved is not None
+        or layer.is_dense(q, k, scores)
+    ):
         return None
     sinks = sinks_of(kwargs)
     window = kwargs.get("sliding_window")

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.policy import ModelFacts, Policy, resolve
 from dynaxx.policy.schema import explain_errors
 
@@ -43,6 +44,17 @@ def name_for(before: str) -> str:
     name = _Name(NAME)
     name.before = before
     return name
+
+
+ORIGINALS: ByIdentity[str] = ByIdentity()  # the original attention of a model, by its config
+
+
+def before_of(config: Any) -> str:
+    """Return the name of the attention that a model had before dynaxx, from its config or that of a copy."""
+    found = config._attn_implementation
+    if found == NAME:
+        found = getattr(found, "before", None) or ORIGINALS.get(config)
+    return found if found in SERVED else DENSE
 
 
 def is_exporting() -> bool:
@@ -96,14 +108,30 @@ class Decoder:
         return cls(owner, config, layers)
 
     def weak(self) -> Callable[[], Decoder | None]:
-        """Return a function that finds the decoder again, or returns None once the model is collected."""
-        owner = weakref.ref(self.owner)
+        """Return a function that returns this decoder, or None once the model is collected.
+
+        The model may have changed meanwhile (peft copies modules, layers are added or dropped): its decoder is the one
+        that was found first, without the modules that are gone.
+        """
+        owner, config = weakref.ref(self.owner), self.config
+        layers = {index: weakref.ref(module) for index, module in self.layers.items()}
 
         def again() -> Decoder | None:
-            alive = owner()
-            return None if alive is None else Decoder.of(alive)
+            alive = {index: module for index, each in layers.items() if (module := each()) is not None}
+            return None if (found := owner()) is None else Decoder(found, config, alive)
 
         return again
+
+    def implementations(self) -> list[tuple[Any, str | None]]:
+        """Return the configs of the model's modules, outer ones first, each with the name of its attention."""
+        found: dict[int, tuple[Any, str | None]] = {}
+        waiting = [config for module in self.owner.modules() if (config := getattr(module, "config", None)) is not None]
+        while waiting:
+            config = waiting.pop(0)
+            if id(config) not in found and hasattr(config, "_attn_implementation"):
+                found[id(config)] = config, config._attn_implementation
+                waiting += filter(None, (getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
+        return list(found.values())
 
     @property
     def body(self) -> nn.Module:
@@ -136,8 +164,7 @@ class Decoder:
     @property
     def implementation(self) -> str:
         """The model's attention, "sdpa" or "eager"."""
-        found = implementation(next(iter(self.layers.values())))
-        return found if found in SERVED else DENSE
+        return before_of(next(iter(self.layers.values())).config)
 
     @property
     def head_share(self) -> tuple[int, int]:

@@ -10,11 +10,13 @@ Running passes keep their policy if it is replaced, and passes in different thre
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batches.step import BatchStep
+from dynaxx.integrations.transformers.calls.arguments import Signature
 from dynaxx.integrations.transformers.calls.decode import CacheMemory
 from dynaxx.integrations.transformers.calls.own_pattern import OwnPart
 from dynaxx.integrations.transformers.calls.planning import CallPlan
@@ -61,22 +64,25 @@ class ForwardContext:
         timer: the timer of a pass over a prompt.
         memory: the summaries of the pass's cache for decoding; None if no cache is known.
         steps: in continuous batching, the steps by allocator.
-        call_plans: plans of calls by their common properties and mask, so that equal layers are planned once.
+        call_plans: plans of calls by signature, so that equal layers are planned once.
+        parts: layouts of the model's own pattern, or why there are none, by `Signature.of_pattern`.
         dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
         is_dense: whether the whole pass is certain to be dense.
         dense_pass: its calls, if they are known from an earlier pass.
-        repeats: calls that equal layers make without planning, by key; see `repeats`. Empty for unannounced passes.
+        repeats: calls that equal layers make without planning, by signature. Empty for unannounced passes.
         measures_next: whether the next call is measured, because a repeated call was drawn.
         arguments: the decoder's arguments by name, while it runs.
+        wants_weights: whether a config asks for attention weights, which only eager attention returns.
     """
 
     __slots__ = (
+        "__weakref__",
         "_compiled_masks",
         "_layouts",
         "_mask",
-        "_parts",
         "_runs",
         "_version",
+        "_visible",
         "arguments",
         "blocked",
         "call_plans",
@@ -87,11 +93,13 @@ class ForwardContext:
         "is_dense",
         "measures_next",
         "memory",
+        "parts",
         "ran_sparse",
         "repeats",
         "steps",
         "timer",
         "tokens",
+        "wants_weights",
     )
 
     def __init__(
@@ -109,16 +117,18 @@ class ForwardContext:
         self.timer: RequestTimer | None = None
         self.memory: CacheMemory | None = None
         self.steps: dict[int, BatchStep] = {}
-        self.call_plans: dict[Hashable, tuple[CallPlan, weakref.ref[Tensor] | None]] = {}
+        self.call_plans: dict[Signature, CallPlan] = {}
+        self.parts: dict[Signature, OwnParts] = {}
         self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
         self.is_dense = self.measures_next = False
         self.dense_pass: DensePass | None = None
-        self.repeats: dict[Hashable, DenseCall | RepeatedCall | RepeatedStep] = {}
+        self.repeats: dict[Signature, DenseCall | RepeatedCall | RepeatedStep] = {}
         self.arguments: dict[str, Any] = {}
+        self.wants_weights = False
+        self._visible: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         self._compiled_masks: dict[Hashable, tuple[CausalParts, LazyMask]] = {}
         self._layouts: dict[tuple[Place, int], tuple[LayerPlan, BlockLayout]] = {}  # by sequence and layer
         self._mask: weakref.ref[Tensor] | None = None
-        self._parts: dict[Hashable, tuple[OwnParts, weakref.ref[Tensor] | None]] = {}
         self._version = -1
         self._runs: list[list[MaskRun]] | None = None
 
@@ -194,13 +204,21 @@ class ForwardContext:
                 self._runs = causal_runs(mask.shape[2], mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 
-    def own_parts(self, key: Hashable, mask: Tensor | None, make: Callable[[], OwnParts]) -> OwnParts:
-        """Return the layouts of the model's own pattern, built once per mask."""
-        known, of_mask = self._parts.get(key, (None, None))
-        if known is None or (of_mask is not None and of_mask() is not mask):
-            known = make()
-            self._parts[key] = known, None if mask is None else weakref.ref(mask)
-        return known
+    def visible(self, mask: Tensor | None) -> Tensor | None:
+        """Return a mask as bools if it adds 0 or hides, and hides no row whole; other masks unchanged.
+
+        A mask is read once for all layers. Numbers that are neither 0 nor the lowest are a bias, and transformers gives
+        rows without any key their mean value, which kernels for bool masks do not.
+        """
+        if mask is None or not mask.is_floating_point():
+            return mask
+        version = 0 if mask.is_inference() else mask._version
+        known = self._visible
+        if known is None or known[0]() is not mask or known[1] != version:
+            shown = mask == 0
+            hides = (shown | (mask <= torch.finfo(mask.dtype).min)).all() & shown.any(-1).all()
+            known = self._visible = weakref.ref(mask), version, shown if bool(hides) else mask
+        return known[2]
 
 
 def _place_of(x: Tensor | None) -> Hashable:
@@ -208,8 +226,26 @@ def _place_of(x: Tensor | None) -> Hashable:
     return None if x is None else (x.data_ptr(), x.shape, x.stride(), times_written(x))
 
 
+class RunningPasses(Protocol):
+    """The threads in which passes run, namely `Running`."""
+
+    def enter(self) -> bool:
+        """Begin a pass. Return False if the policy is removed."""
+
+    def leave(self) -> None:
+        """End a pass."""
+
+
 class Starter(Protocol):
-    """An object that starts and ends the passes of a decoder, namely `Passes`."""
+    """An object that starts and ends the passes of a decoder, namely `Passes`.
+
+    Attributes:
+        running: the threads in which passes run.
+        announced: whether hooks announce passes to it.
+    """
+
+    running: RunningPasses
+    announced: bool
 
     def start_pass(self, arguments: dict[str, Any]) -> ForwardContext:
         """Begin a pass, from the decoder's arguments by name."""
@@ -288,17 +324,25 @@ class DecoderArguments(NamedTuple):
 
 
 class PassHooks:
-    """The hooks on a decoder that create a `ForwardContext` for each forward pass. `remove()` removes them."""
+    """The hooks on a decoder that create a `ForwardContext` for each forward pass. `remove()` removes them.
 
-    def __init__(self, body: nn.Module, starter: Starter) -> None:
-        self.starter = starter
+    Args:
+        body: the decoder.
+        starter: starts and ends its passes.
+        options: returns the arguments of `apply` for the same model in a process that is spawned; see `_spawned`.
+    """
+
+    def __init__(self, body: nn.Module, starter: Starter, options: Callable[[], dict[str, Any]]) -> None:
+        self.starter, self.options = starter, options
         self.arguments = DecoderArguments.of(body)
         self._hooks: list[Any] = []
-        if self.arguments.rest:  # otherwise layers call `Passes.unseen`
+        starter.announced = bool(self.arguments.rest)
+        if starter.announced:  # otherwise layers call `Passes.unseen`
             _HOOKS[body] = self
+            ForkingPickler.register(_StartHook, _spawned)
             self._hooks = [
-                body.register_forward_pre_hook(partial(_start, self.arguments), with_kwargs=True),
-                body.register_forward_hook(_end, with_kwargs=True),
+                body.register_forward_pre_hook(_StartHook(_start, self), with_kwargs=True),
+                body.register_forward_hook(_Hook(_end, self), with_kwargs=True, always_call=True),
             ]
 
     def remove(self) -> None:
@@ -310,49 +354,133 @@ class PassHooks:
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, PassHooks] = weakref.WeakKeyDictionary()
 
 
+class _Hook:
+    """A hook of a decoder. A copy of the decoder shares it; a pickle has a function that does nothing, without dynaxx.
+
+    Args:
+        run: called as `run(hooks, decoder, *arguments)`, only for the decoder of `hooks`.
+        hooks: all hooks of the decoder.
+    """
+
+    def __init__(self, run: Callable[..., Any], hooks: PassHooks) -> None:
+        self._run, self.hooks = run, weakref.ref(hooks)
+
+    def __call__(self, body: nn.Module, *given: Any) -> Any:
+        hooks = _HOOKS.get(body)
+        return None if hooks is None or hooks is not self.hooks() else self._run(hooks, body, *given)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class _StartHook(_Hook):
+    """The hook that starts passes."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        logger.warning(
+            "a model with a dynaxx handle is pickled with its original attention, without policy and window; "
+            "call dynaxx.apply where it is loaded"
+        )
+        return super().__reduce__()
+
+
+class _Spawned:
+    """The hook of a decoder that was sent to another process, which applies dynaxx there before the first pass."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options: dict[str, Any] | None = options
+
+    def __call__(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        options, self._options = self._options, None
+        if options is None:
+            return None
+        from dynaxx.integrations.transformers.apply_policy import apply
+
+        apply(body, **options)
+        return _start(_HOOKS[body], body, args, kwargs) if body in _HOOKS else None
+
+
+def _spawned(hook: _StartHook) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Reduce a hook for multiprocessing, which pickles models only for processes of the same program."""
+    hooks = hook.hooks()
+    return (_Spawned, (hooks.options(),)) if hooks is not None else _Hook.__reduce__(hook)
+
+
 def _start(
-    names: DecoderArguments, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hooks: PassHooks, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_compiling():  # layers of compiled models call `Passes.unseen`
-        return None if is_exporting() else names.with_padding(body, args, kwargs)
-    hooks = _HOOKS.get(body)
-    if hooks is None:  # a copy of a model with a policy
+        return None if is_exporting() else hooks.arguments.with_padding(body, args, kwargs)
+    if torch._C._get_tracing_state() is not None:
         return None
     running.dense = None  # a pass that failed may have left one
+    starter, entered = hooks.starter, False
     try:
-        again = None if args else hooks.starter.dense_again(kwargs)
+        again = None if args else starter.dense_again(kwargs)
         if again is not None:
             again.config, running.dense = body.config, again
             make_plain_masks(True)
             return None
-        arguments = names.by_name(args, kwargs)
-        current = hooks.starter.start_pass(arguments)
-    except Exception:  # the layers call `Passes.unseen` instead
+        entered = starter.running.enter()
+        if not entered:
+            return None
+        arguments = hooks.arguments.by_name(args, kwargs)
+        current = starter.start_pass(arguments)
+    except Exception:  # the layers call the model's original attention instead
         logger.warning("a forward pass could not be prepared", exc_info=True)
+        if entered:
+            starter.running.leave()
         return None
     current.arguments, current.dense_calls = arguments, Counter()
     make_plain_masks(current.dense_pass is not None)
     return args, {**kwargs, ARGUMENT: current}
 
 
-def _end(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    hooks, dense, done = _HOOKS.get(body), running.dense, kwargs.get(ARGUMENT)
-    if hooks is None or (done is None and dense is None):
+def _end(hooks: PassHooks, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    dense, done = running.dense, kwargs.get(ARGUMENT)
+    if torch.compiler.is_compiling() or (done is None and dense is None):
         return
     found = output if isinstance(output, tuple) else (cache_of(output),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
     make_plain_masks(False)
     try:
         if done is not None:
+            hooks.starter.running.leave()
             arguments, done.arguments = done.arguments, {}
-            hooks.starter.end_pass(done, arguments, output, cache)
+            if output is not None:  # otherwise the pass failed
+                hooks.starter.end_pass(done, arguments, output, cache)
         elif dense is not None:
             running.dense = None
-            hooks.starter.end_dense(dense, cache)
+            if output is not None:
+                hooks.starter.end_dense(dense, cache)
     except Exception:  # the output is complete, so do not fail the request
         logger.warning("the state after a forward pass could not be stored", exc_info=True)
+
+
+def refuse_recomputation(modules: Iterable[nn.Module], contexts: Iterable[ForwardContext]) -> None:
+    """Let checkpointed layers raise that run again with one of these contexts of earlier passes, while it exists."""
+    alive = list(contexts)
+    hooks = [each.register_forward_pre_hook(_refuse, with_kwargs=True) for each in modules] if alive else []
+    left = itertools.count(len(alive) - 1, -1)
+
+    def gone() -> None:
+        if next(left) == 0:
+            for hook in hooks:
+                hook.remove()
+
+    for each in alive:
+        weakref.finalize(each, gone).atexit = False
+
+
+def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if ARGUMENT in kwargs:
+        raise RuntimeError(
+            f"{type(module).__name__} runs again for a backward pass, but its dynaxx handle was removed after the "
+            "forward pass; call backward() before remove(), or inside the `with` block"
+        )
 
 
 def prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:

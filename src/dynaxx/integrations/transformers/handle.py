@@ -23,9 +23,8 @@ from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.interface import LAYERS
 from dynaxx.integrations.transformers.calls.layer import Layer
 from dynaxx.integrations.transformers.compiled import ATTRIBUTE, forget
-from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation
-from dynaxx.integrations.transformers.forward_context import PassHooks
-from dynaxx.integrations.transformers.masks.lazy import IMPLEMENTATIONS
+from dynaxx.integrations.transformers.decoder import NAME, ORIGINALS, Decoder, before_of, implementation, window_of
+from dynaxx.integrations.transformers.forward_context import PassHooks, refuse_recomputation
 from dynaxx.integrations.transformers.passes import Passes
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
@@ -70,7 +69,7 @@ class Handle:
         self._policy_events = PolicyEvents(self._numbers)
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
-        self._own_pattern, self._window = own_pattern, window
+        self._own_pattern, self._window, self._name = own_pattern, window, name
         self._head_share = decoder.head_share
         self.before = decoder.implementation
         deployed = self._ready(policy, None)
@@ -80,14 +79,22 @@ class Handle:
         self._statistics: StatisticsFile | None = None
         self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self.passes.requests.keys)
+        originals = {
+            (type(m), local): DenseAttention(m, self.before, None if local else window)
+            for m in decoder.layers.values()
+            for local in [window_of(m)]
+        }
+        self._names = [
+            (config, before_of(config) if name == NAME else name) for config, name in decoder.implementations()
+        ]
         self._layers = weakref.WeakKeyDictionary(
-            {m: Layer(self, index, m, DenseAttention(m, self.before)) for index, m in decoder.layers.items()}
+            {m: Layer(self, index, m, originals[type(m), window_of(m)]) for index, m in decoder.layers.items()}
         )
         for module in (decoder.owner, *decoder.layers.values()):
-            IMPLEMENTATIONS[id(module.config)] = self.before
+            ORIGINALS.put(module.config, self.before)
         LAYERS.update(self._layers)
         self._tell_compilers()
-        self._hooks = PassHooks(decoder.body, self.passes)
+        self._hooks = PassHooks(decoder.body, self.passes, self._options)
         self._policy_events.in_force(deployed)
 
     def __reduce__(self) -> NoReturn:
@@ -96,6 +103,11 @@ class Handle:
             "a handle cannot be copied or pickled: copy or pickle the model, and call dynaxx.apply on the result with "
             "handle.policy"
         )
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of `apply` for a copy of the model in another process."""
+        policy = self.policy if self.policy.rules or not self._own_pattern else None
+        return {"policy": policy, "own_pattern": self._own_pattern, "window": self._window, "name": self._name}
 
     @property
     def policy(self) -> Policy:
@@ -235,7 +247,27 @@ class Handle:
         return self.counts.to_dict()
 
     def remove(self) -> None:
-        """Restore the model's original attention. Further calls do nothing."""
+        """Restore the model's original attention when the passes that run have ended. Further calls do nothing.
+
+        Passes keep their policy to their end, so this waits for those of other threads. A layer that gradient
+        checkpointing runs again after the removal raises, because its attention would differ from the forward pass.
+
+        Raises:
+            RuntimeError: called within a forward pass of the model.
+        """
+        with self.passes.running.closed():
+            self._stop()
+            decoder = self._decoder()
+            for module in self._layers:
+                LAYERS.pop(module, None)
+                forget(module)
+            self._hooks.remove()
+            if decoder is not None:
+                self._restore(decoder)
+                refuse_recomputation(self._layers, self.passes.recorded)
+
+    def _stop(self) -> None:
+        """Stop the threads of the handle, and write its numbers."""
         if self._follower is not None:
             self._follower.stop()
         if self._statistics is not None:
@@ -244,16 +276,17 @@ class Handle:
         self.counts.flush()
         if self.attached:
             self._policy_events.removed()
-        configs = {id(module.config) for module in self._layers}
-        for module in self._layers:
-            LAYERS.pop(module, None)
-            forget(module)
-        self._hooks.remove()
-        shared = any(id(module.config) in configs for module in LAYERS)  # two models share one config object
-        decoder = self._decoder()
-        owner = None if decoder is None else decoder.owner
-        if owner is not None and owner.config._attn_implementation == NAME and not shared:
-            owner.set_attn_implementation(self.before)
+
+    def _restore(self, decoder: Decoder) -> None:
+        """Give each config of the model the name that it had before `apply`, also configs of copied layers."""
+        shared = {id(module.config) for module in LAYERS}  # another model's handle may share a config object
+        named = [config for config, name in decoder.implementations() if name == NAME and id(config) not in shared]
+        before = {id(config): name for config, name in self._names}
+        for config in named:
+            config._attn_implementation = before.get(id(config), self.before)
+        for module in decoder.owner.modules():
+            if module not in LAYERS:
+                forget(module)
 
     def reset_stats(self) -> None:
         """Reset the counts, and the state of the length border."""

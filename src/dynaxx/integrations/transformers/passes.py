@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+import torch
+from torch import nn
 
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
@@ -21,11 +29,75 @@ from dynaxx.integrations.transformers.calls.planning import is_dense_pass
 from dynaxx.integrations.transformers.decoder import NAME, Decoder
 from dynaxx.integrations.transformers.forward_context import ForwardContext, prompt_tokens
 from dynaxx.integrations.transformers.repeats.dense_passes import DensePass, DensePasses, dense_pass
-from dynaxx.integrations.transformers.request import UNKNOWN, TokenReader
+from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens, TokenReader
 from dynaxx.policy import KillSwitch
 from dynaxx.policy.rollout import ALL, ChosenRequests, DeclaredRequests, choose, current_request
 
 logger = logging.getLogger("dynaxx")
+
+
+class Running:
+    """The threads in which passes run, so that a policy is removed between passes."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self._changed = threading.Condition()
+        self._passes = Counter[int]()  # by thread; one that was interrupted may have left its pass here
+        self._is_open, self._is_closing = True, False
+        self._body = weakref.ref(body)
+
+    def enter(self) -> bool:
+        """Begin a pass, after a removal that is under way. Return False if the policy is removed."""
+        thread = threading.get_ident()
+        with self._changed:
+            if not self._passes[thread]:
+                self._changed.wait_for(lambda: not self._is_closing)
+            if self._is_open:
+                self._passes[thread] += 1
+            return self._is_open
+
+    def leave(self) -> None:
+        """End a pass of this thread."""
+        with self._changed:
+            self._passes[threading.get_ident()] -= 1
+            self._changed.notify_all()
+
+    def here(self) -> bool:
+        """Return whether a pass of this thread runs."""
+        return self._passes[threading.get_ident()] > 0
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Wait until no pass runs, and let none start within the block. Passes that start later run without a policy.
+
+        Raises:
+            RuntimeError: a pass of this thread runs.
+        """
+        with self._changed:
+            if threading.get_ident() in self._inside():
+                raise RuntimeError("`remove` must be called between forward passes of the model, not within one")
+            self._is_closing = True
+            while self._inside():
+                self._changed.wait(timeout=1.0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_open = self._is_closing = False
+                self._changed.notify_all()
+
+    def _inside(self) -> set[int]:
+        """Return the threads that run a pass, without those whose pass was interrupted."""
+        body, frames = self._body(), sys._current_frames()
+        return {thread for thread, count in self._passes.items() if count > 0 and _runs(frames.get(thread), body)}
+
+
+def _runs(frame: FrameType | None, module: nn.Module | None) -> bool:
+    """Return whether a thread is in a method of a module, such as its forward pass."""
+    while frame is not None:
+        if frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Passes:
@@ -43,6 +115,9 @@ class Passes:
         deployed: the policy in force for passes that start from now on; see `deploy`.
         requests: the policy and the choice of each request that is alive, by its cache.
         tokens: reads token ids, if a rule by content needs them.
+        running: the threads in which passes run.
+        announced: whether hooks announce passes to this object.
+        recorded: contexts of passes with gradients, while checkpointed layers may run again with them.
     """
 
     def __init__(
@@ -55,6 +130,9 @@ class Passes:
         background: Background,
     ) -> None:
         self._decoder, self._config = decoder.weak(), weakref.ref(decoder.config)
+        self._configs = [config for config, _ in decoder.implementations()]
+        self.running, self.announced, self._drops_argument = Running(decoder.body), False, False
+        self.recorded: weakref.WeakSet[ForwardContext] = weakref.WeakSet()
         self._kill_switch, self._counts, self._policy_events = kill_switch, counts, policy_events
         self._background = background
         self.requests: ByIdentity[tuple[Deployed, ChosenRequests]] = ByIdentity()
@@ -76,17 +154,31 @@ class Passes:
         """Create the context of a forward pass, from the decoder's arguments by name."""
         self._watch_implementation()
         if comparing():
-            return ForwardContext(self.deployed, choice=COMPARISON)
+            return self._context(self.deployed, choice=COMPARISON)
         killed, cache = self._is_killed(), arguments.get("past_key_values")
         deployed, choice = self._route_of_requests(cache)
         tokens = UNKNOWN if self.tokens is None else self.tokens.read(arguments)
-        current = ForwardContext(deployed, tokens, choice, killed=killed)
+        current = self._context(deployed, tokens, choice, killed=killed)
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
         current.is_dense, current.dense_pass = _dense_pass(current, arguments, cache)
         if count and device is not None:
             current.timer = self._counts.probe.request("dense", count, device)
+        return current
+
+    def _context(
+        self,
+        deployed: Deployed,
+        tokens: RequestTokens = UNKNOWN,
+        choice: ChosenRequests = ALL,
+        *,
+        killed: bool = False,
+    ) -> ForwardContext:
+        current = ForwardContext(deployed, tokens, choice, killed=killed)
+        current.wants_weights = any(getattr(config, "output_attentions", False) for config in self._configs)
+        if torch.is_grad_enabled():
+            self.recorded.add(current)
         return current
 
     def _route_of_requests(self, cache: Any) -> tuple[Deployed, ChosenRequests]:
@@ -144,11 +236,21 @@ class Passes:
         """
         before = getattr(self._of_thread, "backward" if backward else "current", None)
         if before is None or (layer >= before[0] if backward else layer <= before[0]):
-            current = ForwardContext(self.deployed, choice=self._choose(current_request()), killed=self._is_killed())
+            current = self._context(self.deployed, choice=self._choose(current_request()), killed=self._is_killed())
             before = (layer, current)
         setattr(self._of_thread, "backward" if backward else "current", (layer, before[1]))
         found: ForwardContext = before[1]
         return found
+
+    def is_outside(self) -> bool:
+        """Return whether a call without a context belongs to no pass of this thread that these hooks announced.
+
+        Such a call is one of a layer by itself, or one that a backward pass repeats whose forward pass ran before
+        `apply`. Decoders that drop the keyword argument make calls without a context within passes.
+        """
+        if self.running.here():
+            self._drops_argument = True
+        return self.announced and not self._drops_argument
 
     def _watch_implementation(self) -> None:
         """Warn once if the model was given another attention, so that dynaxx does not run."""

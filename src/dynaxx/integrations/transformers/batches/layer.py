@@ -78,7 +78,7 @@ class BatchCall(NamedTuple):
             return None
         if self.k.shape[1] * self.module.num_key_value_groups != self.q.shape[1]:  # type: ignore[operator]
             return DenseReason.SHARDED
-        scores = ScoreOptions.of(for_attention(self.arguments))
+        scores = ScoreOptions.of(for_attention(self.arguments), self.layer.dense)
         return scores.unserved or page_size_reason(self.allocator, plan.page_size)
 
     def _decode(self, rows: list[BatchRow], dense: Counter[DenseReason]) -> Tensor | None:
@@ -97,7 +97,7 @@ class BatchCall(NamedTuple):
             q = self.q[0].transpose(0, 1)[at][:, None]
             measured = counts.decoding(index, q)
             memory = self.layer.handle.batches.of(self.allocator)
-            scores, sinks = ScoreOptions.of(kwargs), sinks_of(kwargs)
+            scores, sinks = ScoreOptions.of(kwargs, self.layer.dense), sinks_of(kwargs)
             found = memory.decode(
                 q, self.allocator, index, step, rows, scores.scale, softcap=scores.softcap, sinks=sinks
             )

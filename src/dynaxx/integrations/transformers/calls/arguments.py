@@ -1,41 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AttentionCall` and its options: those that change the scores, those without effect, and unsupported ones."""
+"""`AttentionCall` as transformers makes it, and its `Signature`: everything that decides how it runs."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from dynaxx.integrations.runtime.routing import DenseReason
+from dynaxx.integrations.transformers.masks.lazy import LazyMask
+
+if TYPE_CHECKING:
+    from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 
 SINKS = ("s_aux", "sinks")  # the names of learned sinks
-
-# Arguments that do not change the result, or that are handled elsewhere.
-HARMLESS = frozenset(
-    {
-        "assistant_tokenizer",
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "deterministic",
-        "is_causal",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "scaling",
-        "seq_idx",
-        "shift_labels",
-        "tokenizer",  # `generate(tokenizer=...)` hands it down, as transformers' server does
-        "use_cache",
-    }
-)
 
 
 class AttentionCall(NamedTuple):
@@ -47,22 +27,6 @@ class AttentionCall(NamedTuple):
     v: Tensor  # (B, Hk, Lk, E)
     mask: Tensor | None  # (B | 1, 1, Lq, Lk), or None for a plain causal call
     kwargs: dict[str, Any]
-
-    @property
-    def seqlen_q(self) -> int:
-        """Return the number of queries of each batch entry."""
-        return self.q.shape[2]
-
-    @property
-    def seqlen_k(self) -> int:
-        """Return the number of keys of each batch entry."""
-        return self.k.shape[2]
-
-    @property
-    def causal_without_mask(self) -> bool:
-        """Return whether SDPA attends causally if it gets no mask."""
-        given = self.kwargs.get("is_causal")
-        return bool(getattr(self.module, "is_causal", True) if given is None else given)
 
 
 class ScoreOptions(NamedTuple):
@@ -76,24 +40,28 @@ class ScoreOptions(NamedTuple):
     argument: str = ""  # the name of an unsupported argument
 
     @classmethod
-    def of(cls, kwargs: dict[str, Any]) -> ScoreOptions:
-        """Read the keyword arguments of a call."""
-        softcap, has_sinks, window, unserved, argument = None, False, None, None, ""
-        for name, value in kwargs.items():
-            if value is None or value is False or name in HARMLESS:
-                continue
-            if name in SINKS:
-                has_sinks = True
-            elif name == "softcap":
-                softcap = float(value) or None
-            elif name == "sliding_window":
-                window = int(value) or None
-            elif name == "dropout":
-                unserved = DenseReason.DROPOUT if value else unserved
-            else:
-                unserved, argument = unserved or DenseReason.ARGUMENT, name
-        scale = kwargs.get("scaling")
-        return cls(None if scale is None else float(scale), softcap, has_sinks, window, unserved, argument)
+    def of(cls, kwargs: dict[str, Any], dense: DenseAttention) -> ScoreOptions:
+        """Read the keyword arguments of a call that may fall back to `dense`, which does not read all of them."""
+        unserved, argument = None, ""
+        for name in kwargs.keys() & dense.reads:
+            if kwargs[name] is not None and kwargs[name] is not False:
+                unserved, argument = DenseReason.ARGUMENT, name
+        scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+        for name, value in (("scaling", scale), ("softcap", softcap)):
+            if isinstance(value, Tensor) and value.requires_grad:  # the kernels return no gradient for it
+                unserved, argument = DenseReason.ARGUMENT, name
+        if kwargs.get("dropout"):
+            unserved, argument = DenseReason.DROPOUT, ""
+        if dense.returns_weights and kwargs.get("output_attentions"):
+            unserved, argument = DenseReason.WEIGHTS, ""
+        return cls(
+            None if scale is None else float(scale),
+            float(softcap) or None if softcap else None,
+            sinks_of(kwargs) is not None,
+            int(kwargs.get("sliding_window") or 0) or None,
+            unserved,
+            argument,
+        )
 
     @property
     def need_eager(self) -> bool:
@@ -101,23 +69,91 @@ class ScoreOptions(NamedTuple):
         return self.has_sinks or self.softcap is not None
 
 
+class Signature(NamedTuple):
+    """Everything that decides how an attention call runs, besides the values of its tensors.
+
+    Each cache of a forward pass has a `Signature` as its key, and what it holds is made from the key (and the mask)
+    alone. A new property of a call that matters is a new field here, and no cache can leave it out.
+    """
+
+    kind: int  # equal for layers with equal rules
+    dense: DenseAttention  # the model's original attention of the layer, compared by identity
+    mask: tuple[WeakIdRef, int] | None  # which mask, and how often it was written to
+    q: torch.Size  # (B, Hq, Lq, D)
+    k: torch.Size  # (B, Hk, Lk, D)
+    v: torch.Size  # (B, Hk, Lk, E)
+    dtype: torch.dtype
+    device: torch.device
+    autocast: torch.dtype | None  # the dtype of autocast, if it is on
+    causal: bool  # whether SDPA attends causally if it gets no mask
+    group_size: int | None  # q heads per kv head of the whole layer, if the module says it
+    scores: ScoreOptions
+
+    @classmethod
+    def of(cls, kind: int, dense: DenseAttention, call: AttentionCall) -> Signature:
+        """Return the signature of a call of a layer of this kind."""
+        module, q, k, v, mask, kwargs = call
+        device = q.device
+        identity = None if mask is None else (WeakIdRef(mask), 0 if mask.is_inference() else mask._version)
+        autocasts = torch.is_autocast_enabled(device.type)
+        return cls(
+            kind,
+            dense,
+            identity,
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            device,
+            torch.get_autocast_dtype(device.type) if autocasts else None,
+            is_causal(call),
+            getattr(module, "num_key_value_groups", None),
+            ScoreOptions.of(kwargs, dense),
+        )
+
+    @property
+    def batch(self) -> int:
+        """Return the number of batch entries."""
+        return self.q[0]
+
+    @property
+    def seqlen_q(self) -> int:
+        """Return the number of queries of each batch entry."""
+        return self.q[2]
+
+    @property
+    def seqlen_k(self) -> int:
+        """Return the number of keys of each batch entry."""
+        return self.k[2]
+
+    def of_pattern(self) -> Signature:
+        """Return the part on which the model's own pattern depends: equal for layers with other rules and scales."""
+        return self._replace(kind=0, scores=self.scores._replace(scale=None))
+
+    def tensors_reason(self, mask: Tensor | None) -> DenseReason | None:
+        """Return why tensors of these shapes with a bool mask cannot be served, or None if they can."""
+        if self.k[0] != self.batch or self.q[1] % self.k[1]:
+            return DenseReason.SHAPES
+        if mask is None:
+            if not self.causal:
+                return DenseReason.NOT_CAUSAL
+            return DenseReason.MORE_QUERIES if self.seqlen_q > self.seqlen_k else None
+        if isinstance(mask, LazyMask) and mask.rule.causal and not self.causal and not mask.plain_is_needed:
+            return DenseReason.NOT_CAUSAL  # transformers drops this mask, and SDPA attends both ways (PaliGemma)
+        if mask.dtype != torch.bool:
+            return DenseReason.MASK_DTYPE
+        if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[0] not in (1, self.batch):
+            return DenseReason.MASK_BY_HEAD
+        return DenseReason.MASK_LENGTHS if mask.shape[2:] != (self.seqlen_q, self.seqlen_k) else None
+
+
+def is_causal(call: AttentionCall) -> bool:
+    """Return whether SDPA attends causally if it gets no mask."""
+    asked = call.kwargs.get("is_causal")
+    return bool(getattr(call.module, "is_causal", True) if asked is None else asked)
+
+
 def sinks_of(kwargs: dict[str, Any]) -> Tensor | None:
     """Return the learned sinks of a call, (q_heads,), or None."""
     found: Tensor | None = kwargs.get(SINKS[0])
     return kwargs.get(SINKS[1]) if found is None else found
-
-
-def tensors_reason(call: AttentionCall) -> DenseReason | None:
-    """Return why the tensors of a call cannot be served, or None if they can."""
-    q, k, mask = call.q, call.k, call.mask
-    if k.shape[0] != q.shape[0] or q.shape[1] % k.shape[1]:
-        return DenseReason.SHAPES
-    if mask is None:
-        if not call.causal_without_mask:
-            return DenseReason.NOT_CAUSAL
-        return DenseReason.MORE_QUERIES if q.shape[2] > k.shape[2] else None
-    if mask.dtype != torch.bool:
-        return DenseReason.MASK_DTYPE
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[0] not in (1, q.shape[0]):
-        return DenseReason.MASK_BY_HEAD
-    return DenseReason.MASK_LENGTHS if mask.shape[2] != q.shape[2] or mask.shape[3] != k.shape[2] else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
+import torch
 
 Kind = Literal["grouped", "wide", "causal", "masked", "eager"]
 
@@ -53,8 +53,8 @@ def lowest_border(device_type: str) -> int:
     return min(found, default=1 << 62)
 
 
-def causal_kind(q: Tensor, k: Tensor) -> Kind:
-    """Return the kind of a full causal call, for q (batch, q_heads, seqlen_q, head_dim) and k likewise."""
-    if q.shape[3] > FLASH_HEAD_DIM:
+def causal_kind(q: torch.Size, k: torch.Size) -> Kind:
+    """Return the kind of a full causal call, from the shape of q (batch, q_heads, seqlen_q, head_dim) and that of k."""
+    if q[3] > FLASH_HEAD_DIM:
         return "wide"
-    return "grouped" if q.shape[1] > k.shape[1] and q.shape[3] <= GROUPED_HEAD_DIM else "causal"
+    return "grouped" if q[1] > k[1] and q[3] <= GROUPED_HEAD_DIM else "causal"

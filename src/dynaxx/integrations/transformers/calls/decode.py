@@ -234,7 +234,7 @@ class LayerSteps(NamedTuple):
         """Return what must be equal in steps that one prepared step serves, for tensors (B, L, H, D)."""
         batch, seqlen_k, heads, _ = k.shape
         pages = -(-seqlen_k // self.plan.page_size)
-        settings, queries = (self.kind, self.scale, self.softcap), (q.shape, q.dtype, q.device)
+        settings, queries = (self.kind, self.scale, self.softcap, self.sinks is None), (q.shape, q.dtype, q.device)
         return (*settings, *queries, batch, pages, heads, v.shape[3], k.dtype, summaries.low.shape)
 
 

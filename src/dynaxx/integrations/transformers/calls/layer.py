@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.routing import DenseReason, Route
-from dynaxx.integrations.transformers.calls.arguments import AttentionCall, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, Signature, sinks_of
 from dynaxx.integrations.transformers.calls.decode import LayerSteps
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.planning import CallPlan, plan_call
 from dynaxx.integrations.transformers.calls.sparse import Drawn, SparseCall, run_sparse, sample_disabled
 from dynaxx.integrations.transformers.compiled import remember
 from dynaxx.integrations.transformers.forward_context import ForwardContext
-from dynaxx.integrations.transformers.repeats.dense_calls import keep_in_dense_pass, keep_in_mixed_pass
+from dynaxx.integrations.transformers.repeats.dense_calls import dense_call, keep_dense
 from dynaxx.integrations.transformers.repeats.prepared import keep_repeated, keep_step, restore_prepared
 from dynaxx.policy.guard import Level
 
@@ -48,42 +47,56 @@ class Layer:
             return None
 
     def attend(self, current: ForwardContext | None, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Plan and run a call, and keep it for equal layers: (B, Lq, Hq, D), as in `AttentionInterface`."""
+        """Repeat an equal call, or plan and run this one and keep it: (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:
+            if current is None and self.handle.passes.is_outside():
+                self.handle.counts.dense(DenseReason.OUTSIDE, "prefill")
+                return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
             current = current or self.handle.passes.unseen(self.index)
-            scores = ScoreOptions.of(call.kwargs)
-            planned = self._plan(current, call, scores)
+            form = self._signature(current, call)
         except Exception as error:  # an error in routing must not fail the request
-            self.handle.counts.not_decided(self.index, error)
-            return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
+            return self._not_decided(call, error)
+        known = current.repeats.get(form)
+        if known is None and current.is_dense:
+            known = dense_call(current, self, call, form)
+        found = None if known is None else known.run(current, self.index, call)
+        if found is not None:
+            return found
+        try:
+            planned = self._plan(current, form, call.mask)
+        except Exception as error:
+            return self._not_decided(call, error)
         if planned.route is Route.DENSE:
             self._count_dense(current, planned)
         else:
-            out = self._run_guarded(current, planned, scores, call)
+            out = self._run_guarded(current, planned, form, call)
             if out is not None:
                 if current.dense_calls is None:  # the pass has no end, which counts its calls
                     pass
                 elif planned.route is Route.DECODE:
-                    keep_step(current, self, call)
+                    keep_step(current, self, form)
                 else:
-                    keep_repeated(current, self, call, planned)
+                    keep_repeated(current, self, form, planned)
                 return out, None
-        return self._attend_dense(current, planned, scores, call)
+        return self._attend_dense(current, planned, form, call)
 
-    def _plan(self, current: ForwardContext, call: AttentionCall, scores: ScoreOptions) -> CallPlan:
+    def _signature(self, current: ForwardContext, call: AttentionCall) -> Signature:
+        form = Signature.of(current.deployed.kind(self.index), self.dense, call)
+        if current.wants_weights and self.dense.returns_weights:
+            form = form._replace(scores=form.scores._replace(unserved=DenseReason.WEIGHTS))
+        return form
+
+    def _not_decided(self, call: AttentionCall, error: Exception) -> tuple[Tensor, Tensor | None]:
+        self.handle.counts.not_decided(self.index, error)
+        return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
+
+    def _plan(self, current: ForwardContext, form: Signature, mask: Tensor | None) -> CallPlan:
         """Return the plan of the call, which all layers with equal calls share during a pass."""
-        mask, version = call.mask, None
-        if mask is not None:
-            version = (id(mask), 0 if mask.is_inference() else mask._version)
-        kind, is_causal = current.deployed.kind(self.index), call.kwargs.get("is_causal")
-        key = (kind, call.q.shape, call.k.shape, version, scores, is_causal)
-        known, of_mask = current.call_plans.get(key, (None, None))
-        if known is not None and (of_mask is None or of_mask() is mask):  # ids of objects are reused
-            return known
-        planned = plan_call(current, self.index, call, scores)
-        current.call_plans[key] = planned, None if mask is None else weakref.ref(mask)
-        if planned.argument:
-            warn_once(f"attention calls with the unsupported argument {planned.argument!r} run dense")
+        planned = current.call_plans.get(form)
+        if planned is None:
+            planned = current.call_plans[form] = plan_call(current, self.index, form, mask)
+            if planned.argument:
+                warn_once(f"attention calls with the unsupported argument {planned.argument!r} run dense")
         return planned
 
     def _count_dense(self, current: ForwardContext, planned: CallPlan) -> None:
@@ -94,27 +107,26 @@ class Layer:
             current.dense_calls[planned.reason, planned.phase] += 1
 
     def _attend_dense(
-        self, current: ForwardContext, planned: CallPlan, scores: ScoreOptions, call: AttentionCall
+        self, current: ForwardContext, planned: CallPlan, form: Signature, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model's original attention, and keep the call if it was planned dense."""
+        if planned.plain is None:
+            planned.plain = self.dense.plain(call, causal=form.causal, need_eager=form.scores.need_eager)
         plain = planned.plain
-        if plain is None or plain.dtype is not call.q.dtype:
-            plain = planned.plain = self.dense.plain(call.mask, call.q.dtype, need_eager=scores.need_eager)
-        if planned.route is Route.DENSE and not scores.need_eager and current.dense_calls is not None:
-            keep = keep_in_dense_pass if current.is_dense else keep_in_mixed_pass
-            keep(current, self, call, planned)
+        if planned.route is Route.DENSE and current.dense_calls is not None:
+            keep_dense(current, self, form, planned)
         attend = self.dense.by_name[plain.name]
         found: tuple[Tensor, Tensor | None] = attend(call.module, call.q, call.k, call.v, plain.mask, **call.kwargs)
         return found
 
     def _run_guarded(
-        self, current: ForwardContext, planned: CallPlan, scores: ScoreOptions, call: AttentionCall
+        self, current: ForwardContext, planned: CallPlan, form: Signature, call: AttentionCall
     ) -> Tensor | None:
         """Run on dynaxx's kernels, (B, Lq, Hq, D). None if the guard or a failure makes the call dense."""
         counts, deployed = self.handle.counts, current.deployed
         guard = deployed.guard if self.index in deployed.plans else None
-        sinks = sinks_of(call.kwargs) if scores.has_sinks else None
-        sparse = SparseCall(self, current, planned, scores, guard, call.q, call.k, call.v, sinks)
+        sinks = sinks_of(call.kwargs) if form.scores.has_sinks else None
+        sparse = SparseCall(self, current, planned, form, guard, call.q, call.k, call.v, sinks)
         stopped = deployed.interruption(self.index, own_pattern=planned.route is Route.OWN_PATTERN)
         if stopped is not None:
             if stopped is DenseReason.GUARD and planned.route is Route.RULE:
@@ -179,8 +191,8 @@ class Layer:
             plan=current.deployed.decode[self.index],
             memory=current.memory,
             prepared=current.deployed.steps,
-            scale=call.scores.scale,
-            softcap=call.scores.softcap,
+            scale=call.form.scores.scale,
+            softcap=call.form.scores.softcap,
             sinks=call.sinks,
         )
         out = steps.attend(q, call.k, call.v, call.planned.rows)

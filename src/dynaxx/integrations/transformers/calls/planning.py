@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import (
     MOST_QUERIES,
@@ -18,7 +19,7 @@ from dynaxx.integrations.runtime.routing import (
     is_step,
     route,
 )
-from dynaxx.integrations.transformers.calls.arguments import AttentionCall, ScoreOptions, tensors_reason
+from dynaxx.integrations.transformers.calls.arguments import Signature
 from dynaxx.integrations.transformers.calls.border import beats_sdpa
 from dynaxx.integrations.transformers.calls.decode import StepRows
 from dynaxx.integrations.transformers.calls.dense_fallback import PlainMask
@@ -60,42 +61,55 @@ class CallPlan:
         return all(entry == part[0] for part in (self.runs, self.dense, self.plans) for entry in part)
 
 
-def plan_call(current: ForwardContext, index: int, call: AttentionCall, scores: ScoreOptions) -> CallPlan:
-    """Plan a call of layer `index`. `scores` are the options of the call, read once."""
-    deployed, seqlen_q, seqlen_k = current.deployed, call.seqlen_q, call.seqlen_k
+def plan_call(current: ForwardContext, index: int, form: Signature, mask: Tensor | None) -> CallPlan:
+    """Plan a call of layer `index` from its signature and its mask."""
+    deployed, seqlen_q, seqlen_k, scores = current.deployed, form.seqlen_q, form.seqlen_k, form.scores
     rules, state = deployed.rules_of(index), deployed.state(index, current.blocked)
     steps = not current.steps and is_step(seqlen_q, seqlen_k)
     phase = "decode" if steps and (seqlen_q == 1 or rules.decodes) else "prefill"
-    found = own_parts(current, call, scores)
+    found = own_parts(current, form, mask)
     own_pattern, no_own_pattern = ((), found) if isinstance(found, DenseReason) else (found, None)
     if not deployed.policy.rules and (reason := current.blocked or no_own_pattern):
         return CallPlan(Route.DENSE, phase, reason, argument=scores.argument)
     # No sequence is longer than the call. If a sequence of that length is dense, the mask need not be read.
-    has_window = scores.window is not None or has_own_pattern(call.mask)
+    has_window = scores.window is not None or has_own_pattern(mask)
     properties = CallProperties(scores.unserved, has_window, bool(own_pattern))
     whole = route(rules, state, properties, SequenceLengths(seqlen_q, seqlen_k, steps))
-    if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT, DenseReason.ARGUMENT, DenseReason.DROPOUT):
-        if whole.reason is DenseReason.BELOW:
-            deployed.remember_length(seqlen_k, decodes=steps)
-        return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
-    unserved = _sharded(current, index, call) or scores.unserved or tensors_reason(call)
-    if unserved is not None:
-        return CallPlan(Route.DENSE, phase, unserved, argument=scores.argument)
-    if whole.reason not in (None, DenseReason.LENGTH_LEFT_OUT):
-        return CallPlan(whole.route, phase, whole.reason, parts=own_pattern)
-    if whole.route is Route.DECODE:
-        return _plan_step(current, index, call)
-    return _plan_runs(current, index, call, phase, own_pattern)
+    if whole.reason in (None, DenseReason.LENGTH_LEFT_OUT):
+        mask = current.visible(mask)
+        unserved = _sharded(current, index, form) or scores.unserved or form.tensors_reason(mask)
+        if unserved is not None:
+            return _without_rule(current, form, phase, unserved, own_pattern)
+        if whole.route is Route.DECODE:
+            return _plan_step(current, index, form, mask)
+        return _plan_runs(current, index, form, mask, phase, own_pattern)
+    if whole.reason is DenseReason.BELOW:
+        deployed.remember_length(seqlen_k, decodes=steps)
+    return CallPlan(whole.route, phase, whole.reason, parts=own_pattern, argument=scores.argument)
+
+
+def _without_rule(
+    current: ForwardContext, form: Signature, phase: str, reason: DenseReason, own_pattern: Sequence[OwnPart]
+) -> CallPlan:
+    """Plan a call that a rule should serve and cannot: by the model's own pattern, if dynaxx serves that."""
+    chosen = all(current.choice.row(row, form.batch) for row in range(form.batch))
+    way, parts = (Route.OWN_PATTERN, own_pattern) if own_pattern and chosen else (Route.DENSE, ())
+    return CallPlan(way, phase, reason, parts=parts, argument=form.scores.argument)
 
 
 def _plan_runs(
-    current: ForwardContext, index: int, call: AttentionCall, phase: str, own_pattern: Sequence[OwnPart]
+    current: ForwardContext,
+    index: int,
+    form: Signature,
+    mask: Tensor | None,
+    phase: str,
+    own_pattern: Sequence[OwnPart],
 ) -> CallPlan:
     """Plan a call over prompts, by routing each sequence of its mask by its own lengths."""
-    content = min(call.seqlen_q, call.seqlen_k)  # a static cache is longer than its content
-    runs = _runs_of(current, call, MaskRun(0, call.seqlen_q, 0, content, True))
+    content = min(form.seqlen_q, form.seqlen_k)  # a static cache is longer than its content
+    runs = _runs_of(current, form, mask, MaskRun(0, form.seqlen_q, 0, content, True))
     if runs is None:
-        return CallPlan(Route.DENSE, phase, DenseReason.MASK_KIND)
+        return _without_rule(current, form, phase, DenseReason.MASK_KIND, own_pattern)
     dense = _why_dense(current, index, runs, bool(own_pattern))
     reasons = {reason for entry in dense for reason in entry}
     if None not in reasons:
@@ -106,8 +120,8 @@ def _plan_runs(
     plan = current.deployed.plans[index]
     if not plan.needs_tokens:
         return CallPlan(Route.RULE, phase, None, runs, dense, [[plan] * len(entry) for entry in runs])
-    if missing := current.tokens.missing(len(runs), call.seqlen_k, runs):
-        return CallPlan(Route.DENSE, phase, DenseReason.of(missing))
+    if missing := current.tokens.missing(len(runs), form.seqlen_k, runs):
+        return _without_rule(current, form, phase, DenseReason.of(missing), own_pattern)
     plans = [
         [plan if reason else current.tokens.resolve(plan, b, run) for run, reason in zip(*entry, strict=True)]
         for b, entry in enumerate(zip(runs, dense, strict=True))
@@ -115,10 +129,11 @@ def _plan_runs(
     return CallPlan(Route.RULE, phase, None, runs, dense, plans)
 
 
-def _runs_of(current: ForwardContext, call: AttentionCall, whole: MaskRun) -> list[list[MaskRun]] | None:
+def _runs_of(
+    current: ForwardContext, form: Signature, mask: Tensor | None, whole: MaskRun
+) -> list[list[MaskRun]] | None:
     """Return the runs of each batch entry, `whole` without a mask; None if the mask has none."""
-    batch = len(call.q)
-    return [[whole]] * batch if call.mask is None else current.runs(call.mask, batch)
+    return [[whole]] * form.batch if mask is None else current.runs(mask, form.batch)
 
 
 def _why_dense(
@@ -175,10 +190,10 @@ def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bo
     return all(reason not in (None, DenseReason.LENGTH_LEFT_OUT) for reason in found)  # shorter ones may be in
 
 
-def _plan_step(current: ForwardContext, index: int, call: AttentionCall) -> CallPlan:
+def _plan_step(current: ForwardContext, index: int, form: Signature, mask: Tensor | None) -> CallPlan:
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
-    deployed, batch, seqlen_q, seqlen_k = current.deployed, len(call.q), call.seqlen_q, call.seqlen_k
-    runs = _runs_of(current, call, MaskRun(0, seqlen_q, 0, seqlen_k, True))
+    deployed, batch, seqlen_q, seqlen_k = current.deployed, form.batch, form.seqlen_q, form.seqlen_k
+    runs = _runs_of(current, form, mask, MaskRun(0, seqlen_q, 0, seqlen_k, True))
     if runs is None or any(not _is_one_step(entry) for entry in runs):
         return CallPlan(Route.DENSE, "decode", DenseReason.MASK_KIND)
     if current.memory is None:
@@ -199,12 +214,11 @@ def _first(reasons: set[DenseReason | None]) -> DenseReason:
     return min((reason for reason in reasons if reason is not None), default=DenseReason.BELOW)
 
 
-def _sharded(current: ForwardContext, index: int, call: AttentionCall) -> DenseReason | None:
+def _sharded(current: ForwardContext, index: int, form: Signature) -> DenseReason | None:
     """Return a reason if the call has only a part of the layer's heads."""
     plan = current.deployed.plans.get(index)
-    groups = getattr(call.module, "num_key_value_groups", None)
-    q_heads = plan.q_heads if plan is not None else None if groups is None else call.k.shape[1] * groups
-    return None if q_heads in (None, call.q.shape[1]) else DenseReason.SHARDED
+    q_heads = plan.q_heads if plan is not None else None if form.group_size is None else form.k[1] * form.group_size
+    return None if q_heads in (None, form.q[1]) else DenseReason.SHARDED
 
 
 def _is_one_step(entry: list[MaskRun]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import Route
-from dynaxx.integrations.transformers.calls.arguments import ScoreOptions
+from dynaxx.integrations.transformers.calls.arguments import Signature
 from dynaxx.integrations.transformers.calls.dense_fallback import dense_piece
 from dynaxx.integrations.transformers.calls.planning import CallPlan
 from dynaxx.integrations.transformers.forward_context import ForwardContext, Place
@@ -45,7 +45,7 @@ class SparseCall(NamedTuple):
     layer: Layer
     current: ForwardContext
     planned: CallPlan
-    scores: ScoreOptions
+    form: Signature
     guard: LiveGuard | None
     q: Tensor  # (B, Hq, Lq, D)
     k: Tensor  # (B, Hk, Lk, D)
@@ -57,7 +57,7 @@ class SparseCall(NamedTuple):
     @property
     def options(self) -> AttentionOptions:
         """Return the keyword arguments of `sparse_attention`."""
-        return {"scale": self.scores.scale, "softcap": self.scores.softcap, "sinks": self.sinks}
+        return {"scale": self.form.scores.scale, "softcap": self.form.scores.softcap, "sinks": self.sinks}
 
     def tokens_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v as dynaxx's own functions read them, (B, L, H, D)."""
@@ -109,7 +109,7 @@ def _run_entry(call: SparseCall) -> Tensor:
 
 def _run_sequence(part: SparseCall, plan: LayerPlan) -> Tensor:
     """Run one sequence by the rule of `plan`, (B, n, Hq, D)."""
-    layer, guard, drawn, scale = part.layer, part.guard, part.drawn, part.scores.scale
+    layer, guard, drawn, scale = part.layer, part.guard, part.drawn, part.form.scores.scale
     q, k, v = part.tokens_first()
     widened = plan if guard is None else guard.plan(layer.index, plan)  # the guard may have widened it
     meter = layer.handle.counts.probe
@@ -168,4 +168,4 @@ def sample_disabled(call: SparseCall) -> None:
         return
     b, i = next((b, i) for b, entry in enumerate(planned.dense) for i, reason in enumerate(entry) if not reason)
     q, k, v = call.entry(b).part(planned.runs[b][i]).tokens_first()
-    guard.take(call.layer.index, q, k, v, call.scores.scale, planned.plans[b][i], None, None)
+    guard.take(call.layer.index, q, k, v, call.form.scores.scale, planned.plans[b][i], None, None)

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dynaxx.integrations.transformers.decoder import is_exporting
+from dynaxx.integrations.transformers.decoder import before_of, is_exporting
 from dynaxx.integrations.transformers.masks.rules import MaskRule, read_rule
 from dynaxx.integrations.transformers.masks.traced import CausalParts, traced_mask
-
-IMPLEMENTATIONS: dict[int, str] = {}  # original attention of a model, by id of its config
 
 
 class _Thread(threading.local):
@@ -154,7 +152,8 @@ def mask_maker() -> Callable[..., Tensor | None]:
             causal = is_known and request.get("mask_function", causal_mask_function) is causal_mask_function
             return traced_mask(sdpa_mask(**request), request, causal=causal)
         if is_exporting() or torch._C._get_tracing_state() is not None:
-            return AttentionMaskInterface()[IMPLEMENTATIONS.get(id(request.get("config")), "sdpa")](**request)
+            config = request.get("config")
+            return AttentionMaskInterface()["sdpa" if config is None else before_of(config)](**request)
         if _thread.makes_plain_masks or request["q_length"] == 1:
             return sdpa_mask(**request)
         rule = read_rule(request.get("mask_function", causal_mask_function))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense calls that equal layers of a pass repeat without planning.
 
-In a pass that is certain to be dense, the outcome of a kind of layer is also kept for later passes. In a mixed pass,
-whose other calls may be sparse, only calls with an equal plan are repeated.
+In a pass that is certain to be dense, the outcome of a kind of layer is also kept for later passes.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.routing import DenseReason
-from dynaxx.integrations.transformers.calls.arguments import AttentionCall, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, Signature
 from dynaxx.integrations.transformers.masks.lazy import has_own_pattern
-from dynaxx.integrations.transformers.repeats.keys import Attended, keep, may_repeat, plan_key
+from dynaxx.integrations.transformers.repeats.keep import Attended, keep
 
 if TYPE_CHECKING:
     from dynaxx.integrations.transformers.calls.dense_fallback import PlainMask
@@ -45,24 +43,15 @@ class DenseCall:
     """The model's original attention, repeated by equal layers of a pass."""
 
     attention: Callable[..., Any]
-    mask: Tensor | None  # the mask of transformers, kept so that its id stays unique
     plain: Tensor | None  # the mask that the original attention expects
-    dtype: torch.dtype  # dtype of the queries
     outcome: Outcome
     form: DenseForm
-    plan_key: Hashable = None  # see `plan_key`; None if every call of the pass is certain to be dense
     calls: int = 0
 
-    def run(
-        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
-    ) -> Attended | None:
-        """Attend as in `AttentionInterface`; None if the call must be planned."""
-        if q.dtype is not self.dtype or not _sdpa_computes(kwargs):
-            return None
-        if self.plan_key is not None and self.plan_key != plan_key(q, k, kwargs):
-            return None
+    def run(self, current: ForwardContext, layer: int, call: AttentionCall) -> Attended:
+        """Attend as in `AttentionInterface`."""
         self.calls += 1
-        found: Attended = self.attention(module, q, k, v, self.plain, **kwargs)
+        found: Attended = self.attention(call.module, call.q, call.k, call.v, self.plain, **call.kwargs)
         return found
 
     def count(self, counts: Counts) -> None:
@@ -70,55 +59,38 @@ class DenseCall:
         counts.dense(*self.outcome, self.calls)
 
 
-def keep_in_dense_pass(current: ForwardContext, layer: Layer, call: AttentionCall, planned: CallPlan) -> None:
-    """Keep a call that was planned in a pass that is certain to be dense, and its outcome for later passes."""
+def keep_dense(current: ForwardContext, layer: Layer, form: Signature, planned: CallPlan) -> None:
+    """Keep a call that was planned dense, and for later passes its outcome, if this pass is certain to be dense."""
     assert planned.reason is not None, "a dense call has a reason"
     assert planned.plain is not None, "its mask was made"
     outcome = planned.reason, planned.phase
-    known = current.deployed.outcomes
-    if len(known) >= MOST_OUTCOMES:
-        known.clear()
-    known[_outcome_key(current, layer, call)] = outcome
-    _keep(current, layer, call, planned.plain, outcome)
+    if current.is_dense:
+        known = current.deployed.outcomes
+        if len(known) >= MOST_OUTCOMES:
+            known.clear()
+        known[_outcome_key(current, form)] = outcome
+    _keep(current, layer, form, planned.plain, outcome)
 
 
-def keep_in_mixed_pass(current: ForwardContext, layer: Layer, call: AttentionCall, planned: CallPlan) -> None:
-    """Keep a call that was planned dense in a pass whose other calls may be sparse, for calls with an equal plan."""
-    if planned.reason is None or planned.plain is None or not may_repeat(call):
-        return
-    key = plan_key(call.q, call.k, call.kwargs)
-    _keep(current, layer, call, planned.plain, (planned.reason, planned.phase), key)
-
-
-def dense_call(current: ForwardContext, layer: Layer, call: AttentionCall) -> DenseCall | None:
+def dense_call(current: ForwardContext, layer: Layer, call: AttentionCall, form: Signature) -> DenseCall | None:
     """Return the call of a dense pass, if an earlier pass had the same; None if it must be planned."""
-    outcome = current.deployed.outcomes.get(_outcome_key(current, layer, call))
-    if outcome is None or not _sdpa_computes(call.kwargs):
+    outcome = None if form.scores.need_eager else current.deployed.outcomes.get(_outcome_key(current, form))
+    if outcome is None:
         return None
-    plain = layer.dense.plain(call.mask, call.q.dtype, need_eager=False)
-    return _keep(current, layer, call, plain, outcome)
+    plain = layer.dense.plain(call, causal=form.causal, need_eager=False)
+    return _keep(current, layer, form, plain, outcome)
 
 
-def _keep(
-    current: ForwardContext,
-    layer: Layer,
-    call: AttentionCall,
-    plain: PlainMask,
-    outcome: Outcome,
-    plan_key: Hashable = None,
-) -> DenseCall:
+def _keep(current: ForwardContext, layer: Layer, form: Signature, plain: PlainMask, outcome: Outcome) -> DenseCall:
     """Return the model's original attention as a `DenseCall`, kept for equal layers of the pass."""
-    form = DenseForm(plain.name, call.q.device.type, call.seqlen_q, call.seqlen_k)
-    attention = layer.dense.by_name[plain.name]
-    found = DenseCall(attention, call.mask, plain.mask, call.q.dtype, outcome, form, plan_key)
-    keep(current, layer, call, found)
+    kind = DenseForm(plain.name, form.device.type, form.seqlen_q, form.seqlen_k)
+    found = DenseCall(layer.dense.by_name[plain.name], plain.mask, outcome, kind)
+    keep(current, layer, form, found)
     return found
 
 
-def _outcome_key(current: ForwardContext, layer: Layer, call: AttentionCall) -> Hashable:
-    own = has_own_pattern(call.mask) or call.kwargs.get("sliding_window") is not None
-    return current.deployed.kind(layer.index), call.seqlen_q, own, current.blocked
-
-
-def _sdpa_computes(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("softcap") is None and sinks_of(kwargs) is None
+def _outcome_key(current: ForwardContext, form: Signature) -> Hashable:
+    """Return what an outcome depends on in passes that are certain to be dense, whatever the number of keys."""
+    mask = None if form.mask is None else form.mask[0]()
+    own = has_own_pattern(mask) or form.scores.window is not None
+    return form.kind, form.seqlen_q, own, form.scores.unserved, current.blocked

@@ -8,18 +8,17 @@ the layout if it runs the model's own pattern.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import Route
-from dynaxx.integrations.transformers.calls.arguments import AttentionCall, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, Signature, sinks_of
 from dynaxx.integrations.transformers.calls.decode import StepTaken, repeat_step
-from dynaxx.integrations.transformers.repeats.keys import Attended, keep, layer_number, may_repeat, options_of
+from dynaxx.integrations.transformers.repeats.keep import Attended, keep
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.prepared.layer import LayerReplay, Prepared, prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
@@ -36,26 +35,20 @@ MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new 
 
 
 class RepeatCondition(NamedTuple):
-    """When an equal layer of the same pass may repeat a call."""
+    """When a layer of the same pass may repeat a call with an equal signature."""
 
     handle: Handle
-    mask: Tensor | None  # the mask of transformers, kept so that its id stays unique
-    names: tuple[str, ...]  # of the keyword arguments
-    options: tuple[Any, ...]  # see `options_of`
     by_rule: bool  # False for the model's own pattern
     measures: bool  # whether telemetry may measure a call of this pass
 
     @classmethod
-    def of(cls, layer: Layer, call: AttentionCall, *, by_rule: bool) -> RepeatCondition:
-        """Return the condition for calls that equal `call`."""
-        measures = by_rule and layer.handle.counts.probe.may_want()
-        return cls(layer.handle, call.mask, tuple(call.kwargs), options_of(call.kwargs), by_rule, measures)
+    def of(cls, layer: Layer, *, by_rule: bool) -> RepeatCondition:
+        """Return the condition for calls that equal one of `layer`."""
+        return cls(layer.handle, by_rule, by_rule and layer.handle.counts.probe.may_want())
 
-    def holds(self, current: ForwardContext, layer: int, q: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Return whether a layer may repeat the call: equal options, no earlier failure, and no measurement."""
-        if layer < 0 or self.handle.faults or not current.deployed.breakers[layer].healthy:
-            return False
-        if tuple(kwargs) != self.names or options_of(kwargs) != self.options:
+    def holds(self, current: ForwardContext, layer: int, q: Tensor) -> bool:
+        """Return whether a layer may repeat the call: no earlier failure, and no measurement."""
+        if self.handle.faults or not current.deployed.breakers[layer].healthy:
             return False
         if self.measures and self.handle.counts.probe.wants(q.device):
             current.measures_next = True
@@ -73,11 +66,10 @@ class RepeatedCall:
     replay: LayerReplay | None = None  # the call of the layer before, if it can be repeated from addresses
     calls: int = 0
 
-    def run(
-        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
-    ) -> Attended | None:
+    def run(self, current: ForwardContext, layer: int, call: AttentionCall) -> Attended | None:
         """Attend as in `AttentionInterface`; None if the call must be planned."""
-        if self.condition.handle.watchers or not self.condition.holds(current, layer_number(module), q, kwargs):
+        _, q, k, v, _, kwargs = call
+        if self.condition.handle.watchers or not self.condition.holds(current, layer, q):
             return None
         sinks = sinks_of(kwargs)
         try:
@@ -111,12 +103,10 @@ class RepeatedStep:
     deployed: Deployed
     calls: int = 0
 
-    def run(
-        self, current: ForwardContext, module: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]
-    ) -> Attended | None:
+    def run(self, current: ForwardContext, layer: int, call: AttentionCall) -> Attended | None:
         """Attend as in `AttentionInterface`; None if the step must be planned."""
-        layer, memory = module.layer_idx, current.memory
-        if memory is None or not self.condition.holds(current, layer, q, kwargs):
+        (_, q, k, v, _, kwargs), memory = call, current.memory
+        if memory is None or not self.condition.holds(current, layer, q):
             return None
         try:
             out = repeat_step(self.step, memory, layer, q, k, v, sinks_of(kwargs))
@@ -135,22 +125,22 @@ class RepeatedStep:
             self.deployed.steps_repeat = True
 
 
-def keep_repeated(current: ForwardContext, layer: Layer, call: AttentionCall, planned: CallPlan) -> None:
+def keep_repeated(current: ForwardContext, layer: Layer, form: Signature, planned: CallPlan) -> None:
     """Keep a call that was prepared, unless each of its layers needs a decision of its own."""
     if planned.prepared is None or (current.deployed.guard is not None and planned.route is Route.RULE):
         return
-    if may_repeat(call):
-        condition = RepeatCondition.of(layer, call, by_rule=planned.route is not Route.OWN_PATTERN)
-        keep(current, layer, call, RepeatedCall(condition, planned.prepared, planned.phase))
+    if form.autocast is None:
+        condition = RepeatCondition.of(layer, by_rule=planned.route is not Route.OWN_PATTERN)
+        keep(current, layer, form, RepeatedCall(condition, planned.prepared, planned.phase))
 
 
-def keep_step(current: ForwardContext, layer: Layer, call: AttentionCall) -> None:
+def keep_step(current: ForwardContext, layer: Layer, form: Signature) -> None:
     """Keep a decoding step that was repeated, unless each of its layers needs a decision of its own."""
     assert current.memory is not None, "a decoding step has a memory"
     step, current.memory.repeated = current.memory.repeated, None
-    if step is not None and current.deployed.guard is None and may_repeat(call):
-        condition = RepeatCondition.of(layer, call, by_rule=True)
-        keep(current, layer, call, RepeatedStep(condition, step, current.deployed))
+    if step is not None and current.deployed.guard is None and form.autocast is None:
+        condition = RepeatCondition.of(layer, by_rule=True)
+        keep(current, layer, form, RepeatedStep(condition, step, current.deployed))
 
 
 def restore_prepared(call: SparseCall) -> None:
@@ -159,7 +149,7 @@ def restore_prepared(call: SparseCall) -> None:
     if call.layer.index in deployed.sources or not _is_whole(planned, q, k):
         planned.may_prepare = False
         return
-    scale, softcap = call.scores.scale, call.scores.softcap
+    scale, softcap = call.form.scores.scale, call.form.scores.softcap
     if planned.route is Route.OWN_PATTERN:
         layout = planned.parts[0].layout
         assert layout is not None, "a whole part has a layout"
@@ -168,13 +158,13 @@ def restore_prepared(call: SparseCall) -> None:
         layout = planned.plans[0][0].layout(q, k, scale=scale)
         planned.prepared = prepared_layout(layout, q, k, v, scale=scale, softcap=softcap)
     else:
-        planned.prepared = deployed.prepared.get(_key(call))
+        planned.prepared = deployed.prepared.get(call.form._replace(mask=None))
 
 
 def prepare(call: SparseCall, layout: BlockLayout, plan: LayerPlan | None = None) -> None:
     """Prepare a call that just ran over `layout`: by the rule of `plan`, or the model's own pattern if it is None."""
     planned, deployed, (q, k, v) = call.planned, call.current.deployed, call.tokens_first()
-    scale, softcap = call.scores.scale, call.scores.softcap
+    scale, softcap = call.form.scores.scale, call.form.scores.softcap
     planned.may_prepare = False
     if plan is None or plan.is_static:
         planned.prepared = prepare_layout(layout, q, k, v, scale=scale, softcap=softcap)
@@ -188,7 +178,7 @@ def prepare(call: SparseCall, layout: BlockLayout, plan: LayerPlan | None = None
         kept = deployed.prepared
         if len(kept) >= MOST_CALLS:
             kept.clear()
-        kept[_key(call)] = planned.prepared
+        kept[call.form._replace(mask=None)] = planned.prepared
 
 
 def _is_whole(planned: CallPlan, q: Tensor, k: Tensor) -> bool:
@@ -198,10 +188,3 @@ def _is_whole(planned: CallPlan, q: Tensor, k: Tensor) -> bool:
     if planned.route is not Route.RULE or not planned.entries_are_equal or len(planned.runs[0]) > 1:
         return False
     return planned.dense[0][0] is None and planned.runs[0][0] == (0, q.shape[1], 0, k.shape[1], True)
-
-
-def _key(call: SparseCall) -> Hashable:
-    """Return what must be equal in calls that one prepared call serves."""
-    q, k, v = call.tokens_first()
-    kind = call.current.deployed.kind(call.layer.index)
-    return (kind, call.scores.scale, call.scores.softcap, q.shape, k.shape, v.shape, q.dtype, q.device)
