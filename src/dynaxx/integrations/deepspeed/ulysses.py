@@ -222,7 +222,8 @@ def _mask_refusals(local: Tensor | None) -> list[str]:
     if local is not None and not isinstance(local, LazyMask):
         return ["masks given as tensors are not served"]
     if isinstance(local, LazyMask) and (
-        not local.rule.causal or local.rule.chunk is not None or local.rule.after is not None
+        not local.rule.causal
+        or any(each is not None for each in (local.rule.chunk, local.rule.after, local.rule.blocks))
     ):
         return ["only causal attention, windows and packed documents are served"]
     return []

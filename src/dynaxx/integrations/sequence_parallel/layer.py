@@ -112,7 +112,7 @@ def _rule_of(mask: Tensor | None, index: int, scores: ScoreOptions, kwargs: dict
         reasons.append("its mask is not made of the parts that dynaxx reads: causal, windows, chunks")
     elif mask.rule.documents is not None:
         reasons.append("packed documents: pass one sequence per row, from `handle.shard`, with its attention_mask")
-    elif not mask.rule.causal:
+    elif not mask.rule.causal or mask.rule.blocks is not None:
         reasons.append("it attends to later tokens")
     if reasons:
         raise UnsupportedInputError(f"layer {index} with the sequence split over ranks", {"transformers": reasons})

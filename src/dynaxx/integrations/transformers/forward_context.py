@@ -200,7 +200,7 @@ class ForwardContext:
     def _runs_of_lazy(self, mask: LazyMask, batch: int) -> list[list[MaskRun]] | None:
         if self._mask is None or self._mask() is not mask:
             rule, self._mask, self._version, self._runs = mask.rule, weakref.ref(mask), 0, None
-            if rule.causal and not mask.is_local:
+            if rule.causal and rule.blocks is None and not mask.is_local:
                 self._runs = causal_runs(mask.shape[2], mask.offset, mask.padding, rule.documents, batch)
         return self._runs
 

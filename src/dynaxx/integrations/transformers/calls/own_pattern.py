@@ -59,8 +59,10 @@ def parts_of_mask(mask: LazyMask, device: torch.device, window: Window | None = 
     shown = None if padding is None else padding[:, :used].cpu()
     if shown is not None and bool(shown.all()):
         shown = None
-    alone = rule.documents is not None or (rule.chunk is not None and shown is not None)
     start = int(mask.request.get("kv_offset", 0))
+    if rule.blocks is not None and not _are_contiguous(rule.blocks[:, start:], used, seqlen_k):
+        return None
+    alone = rule.documents is not None or rule.blocks is not None or (rule.chunk is not None and shown is not None)
     if not alone:
         layout = _layout(pattern_of(rule, used, start), rule, seqlen_q, used, shown, device)
         return [OwnPart(None, queries, keys, layout)]
@@ -116,7 +118,20 @@ def pattern_of(rule: MaskRule, used: int, start: int = 0, entry: int = 0) -> Pat
         ends |= _starts_of_documents(rule.documents[entry])
     if rule.chunk is not None:
         ends |= _starts_of_chunks(rule, start, entry, sorted(ends))
-    return found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
+    found = found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
+    if rule.blocks is None or not bool((blocks := rule.blocks[entry, start : start + used]).amax() >= 0):
+        return found
+    single = (blocks.diff() != 0) | (blocks[1:] < 0)  # a token without a block is a document of its own
+    alike: Pattern = Documents((0, *(single.nonzero().flatten() + 1).tolist(), used))
+    return found | (alike if rule.block_window is None else alike & SlidingWindow((rule.block_window - 1, -1)))
+
+
+def _are_contiguous(blocks: Tensor, used: int, seqlen_k: int) -> bool:
+    """Return whether each block is one run of tokens, which ends with the first `used` of `seqlen_k` keys."""
+    if blocks.shape[1] < seqlen_k or bool((blocks[:, used:seqlen_k] >= 0).any()):
+        return False
+    starts = torch.nn.functional.pad(blocks[:, :used].diff() != 0, (1, 0), value=True) & (blocks[:, :used] >= 0)
+    return all(len(row[at].unique()) == int(at.sum()) for row, at in zip(blocks[:, :used], starts, strict=True))
 
 
 def _layout_of_run(run: MaskRun, device: torch.device, window: int | None) -> BlockLayout | None:
@@ -131,7 +146,8 @@ def _layout(
 ) -> BlockLayout:
     block = BLOCK[device.type]
     where = device if shown is None else torch.device("cpu")  # `hide_keys` reads the layout back
-    layout = pattern.layout(seqlen_q, seqlen_k, causal=rule.causal, block_size=block, device=where)
+    causal = rule.causal and rule.blocks is None
+    layout = pattern.layout(seqlen_q, seqlen_k, causal=causal, block_size=block, device=where)
     return layout if shown is None else hide_keys(layout, shown).to(device)
 
 

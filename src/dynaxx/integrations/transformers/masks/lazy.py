@@ -87,8 +87,8 @@ class LazyMask(Tensor):
 
     @property
     def plain_is_needed(self) -> bool:
-        """Return whether SDPA needs a mask: windows, chunks, documents, padding, queries that follow cached keys."""
-        if self.is_local or self.rule.documents is not None:
+        """Return whether SDPA needs a mask: windows, chunks, documents, blocks, padding, queries after cached keys."""
+        if self.is_local or self.rule.documents is not None or self.rule.blocks is not None:
             return True
         if self.rule.causal and self.offset > 0:
             return True

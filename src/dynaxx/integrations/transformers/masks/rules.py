@@ -35,6 +35,9 @@ class MaskRule:
         chunk_start: (batch,) position of the first chunk.
         documents: (batch, seqlen) the document of each packed token; None for one document.
         positions: (batch, seqlen) positions within the documents.
+        blocks: (batch, seqlen_k or more) the block of each token, such as an image, -1 for none. Tokens of one block
+            see each other, whatever the other fields hide,
+        block_window: if query - key < block_window; None means no limit.
     """
 
     causal: bool = False
@@ -44,11 +47,15 @@ class MaskRule:
     chunk_start: Tensor | None = None
     documents: Tensor | None = None
     positions: Tensor | None = None
+    blocks: Tensor | None = None
+    block_window: int | None = None
 
     def both(self, other: MaskRule) -> MaskRule | None:
         """Return the rule for the pairs that both rules show, or None if no rule expresses it."""
         if any(getattr(self, name) is not None and getattr(other, name) is not None for name in ("chunk", "documents")):
             return None
+        if self.blocks is not None or other.blocks is not None:
+            return self._with_window(other) if other.blocks is None else other._with_window(self)
         one = self if self.chunk is not None else other
         packed = self if self.documents is not None else other
         return MaskRule(
@@ -60,6 +67,14 @@ class MaskRule:
             documents=packed.documents,
             positions=other.positions if self.positions is None else self.positions,
         )
+
+    def _with_window(self, other: MaskRule) -> MaskRule | None:
+        """Return this rule with blocks in the window of another rule; None if that hides keys in another way."""
+        others = (other.after, other.chunk, other.documents, other.positions, other.blocks)
+        if other.causal or any(each is not None for each in others):
+            return None
+        window, block_window = _least(self.window, other.window), _least(self.block_window, other.window)
+        return replace(self, window=window, block_window=block_window)
 
 
 def _least(one: int | None, other: int | None) -> int | None:
@@ -85,9 +100,25 @@ def _read_all(free: dict[str, Any]) -> MaskRule | None:
     return found
 
 
+def _read_any(free: dict[str, Any]) -> MaskRule | None:
+    from transformers.masking_utils import blockwise_overlay
+
+    rule, *overlays = free["mask_functions"]
+    base, known = read_rule(rule), blockwise_overlay(_IDS).__code__
+    if base is None or base.documents is not None or base.positions is not None or base.blocks is not None:
+        return None
+    if [getattr(each, "__code__", None) for each in overlays] != [known]:
+        return None
+    return replace(base, blocks=_closure(overlays[0])["block_sequence_ids"])
+
+
 def _read_remapped(free: dict[str, Any]) -> MaskRule | None:
     rule = read_rule(free["mask_function"])
-    return None if rule is None or rule.documents is not None else replace(rule, positions=free["position_ids"])
+    return (
+        None
+        if rule is None or rule.documents is not None or rule.blocks is not None
+        else replace(rule, positions=free["position_ids"])
+    )
 
 
 def _read_window(free: dict[str, Any]) -> MaskRule | None:
@@ -147,6 +178,11 @@ _EXAMPLES: dict[str, tuple[Callable[[Any], MaskFunction], Reader, Tensor]] = {
         lambda made: made.and_masks(made.causal_mask_function, made.sliding_window_overlay(4)),
         _read_all,
         (_K <= _Q) & (_Q - _K < 4),
+    ),
+    "or_masks": (
+        lambda made: made.or_masks(made.causal_mask_function, made.blockwise_overlay(_IDS - 1)),
+        _read_any,
+        (_K <= _Q) | ((_Q >= 5) & (_K >= 5)),
     ),
     "sliding_window_overlay": (lambda made: made.sliding_window_overlay(4), _read_window, _Q - _K < 4),
     "sliding_window_bidirectional_overlay": (
