@@ -98,6 +98,11 @@ class Pattern(ABC):
         """Return whether the visibility of a pair depends only on the distance from key to query."""
         return False
 
+    @property
+    def by_blocks(self) -> bool:
+        """Return whether the visibility of a pair depends on where the query's block starts."""
+        return False
+
     def hides_future(self, grid: BlockGrid) -> bool:
         """Return whether the rule itself shows no key after the query on a causal grid."""
         return False
@@ -244,6 +249,11 @@ class Combined(Pattern):
     @override
     def by_distance(self) -> bool:
         return all(part.by_distance for part in self.parts)
+
+    @property
+    @override
+    def by_blocks(self) -> bool:
+        return any(part.by_blocks for part in self.parts)
 
     @override
     def resolve(self, input_ids: Tensor | Sequence[int]) -> Pattern:

@@ -19,6 +19,8 @@ from dynaxx.patterns.kinds import Blocks, Kinds, whole_or_nothing
 from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs, Visited
 
+ROW_FACTOR = 0x9E3779B1  # of the hash of random blocks; core/source has it too
+
 
 @typed
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class LocalBlocks(Pattern):
         object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
         if self.blocks < 1:
             raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
+
+    @property
+    @override
+    def by_blocks(self) -> bool:
+        return True
 
     @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -73,7 +80,8 @@ class LocalBlocks(Pattern):
 class RandomBlocks(Pattern):
     """Random kv blocks (BigBird): `blocks` per q block, one from each of as many equal shares of the visible blocks.
 
-    A counter-based hash of (seed, row, share) draws them, so they are the same on every device and machine.
+    A counter-based hash of (seed, row, share) draws them, so they are the same on every device and machine. Rows count
+    from the first key, so that a chunk of a prompt, if it starts with a block, has the blocks of the whole prompt.
     """
 
     blocks: int
@@ -85,6 +93,11 @@ class RandomBlocks(Pattern):
         object.__setattr__(self, "seed", as_integer("seed", self.seed))
         if self.blocks < 0:
             raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
+
+    @property
+    @override
+    def by_blocks(self) -> bool:
+        return True
 
     @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -104,7 +117,7 @@ class RandomBlocks(Pattern):
 
     @override
     def program(self, grid: BlockGrid) -> list[int]:
-        return [Op.RANDOM_BLOCKS, min(self.blocks, grid.kv_blocks), _hash_start(self.seed)]
+        return [Op.RANDOM_BLOCKS, min(self.blocks, grid.kv_blocks), _hash_start(self.seed, grid)]
 
     def _holds(self, grid: BlockGrid, rows: Ints, cols: Ints) -> NDArray[np.bool_]:
         """Return whether each row drew the block in `cols`, for rows and columns of any shapes that broadcast."""
@@ -126,17 +139,19 @@ def drawn_blocks(rule: RandomBlocks, grid: BlockGrid) -> Ints:
     available = last // grid.block_size[1] + 1 if grid.causal else np.full_like(last, grid.kv_blocks)
     available = np.minimum(np.maximum(available, 0), grid.kv_blocks)[:, None]
     low, high = slot * available // max(1, blocks), (slot + 1) * available // max(1, blocks)
-    col = low + _hash(rule.seed, np.arange(grid.q_blocks)[:, None], slot) % np.maximum(high - low, 1)
+    col = low + _hash(_hash_start(rule.seed, grid), np.arange(grid.q_blocks)[:, None], slot) % np.maximum(high - low, 1)
     return np.where(high > low, col, -1)
 
 
-def _hash(seed: int, rows: Ints, slot: Ints) -> Ints:
+def _hash(start: int, rows: Ints, slot: Ints) -> Ints:
     """Return a well-mixed 31-bit integer per (row, slot): three rounds of multiply and xor-shift in wrapping int64."""
-    x = rows * 0x9E3779B1 + slot * 0x85EBCA77 + _hash_start(seed)
+    x = rows * ROW_FACTOR + slot * 0x85EBCA77 + start
     for _ in range(3):
         x = (x ^ (x >> 29)) * 0x1B873593CC9E2D51
     return (x >> 32) & 0x7FFFFFFF
 
 
-def _hash_start(seed: int) -> int:
-    return (seed * 0xC2B2AE3D + 0x27D4EB2F + 2**63) % 2**64 - 2**63
+def _hash_start(seed: int, grid: BlockGrid) -> int:
+    """Return the int64 from which the first row of a grid hashes. Rows count from the block of the first key."""
+    row = grid.offset // grid.block_size[0]
+    return (seed * 0xC2B2AE3D + 0x27D4EB2F + row * ROW_FACTOR + 2**63) % 2**64 - 2**63

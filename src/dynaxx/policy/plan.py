@@ -44,6 +44,17 @@ class LayerPlan:
         """Return whether visibility depends on positions only, so that layouts can be cached."""
         return all(isinstance(group.rule, Pattern) for group in self.groups)
 
+    def lead(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Return how many queries to put in front of a chunk, so that its blocks start where the whole prompt's do.
+
+        0 for rules that do not depend on it, and for rules over data, which choose anew for each chunk.
+        """
+        return (seqlen_k - seqlen_q) % self.block_size[0] if self._by_blocks else 0
+
+    @lazy
+    def _by_blocks(self) -> bool:
+        return self.is_static and any(isinstance(g.rule, Pattern) and g.rule.by_blocks for g in self.groups)
+
     @lazy
     def needs_tokens(self) -> bool:
         """Return whether a rule depends on token ids, so that `resolve` must be called first."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dynaxx.apply` on encoders that use AttentionInterface: their own pattern, or a requested window."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 
@@ -106,6 +109,75 @@ def test_a_window_by_request(window, sides, arguments):
     shown = arguments.get("attention_mask", torch.ones(3, 150)).bool()
     torch.testing.assert_close(got[shown], want[shown], atol=1e-4, rtol=1e-4)
     assert (got - dense)[shown].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_every_dense_call_keeps_the_window(implementation):
+    """Dropout, weights, masks of pairs, the kill switch, copies, tracing and export attend in the window."""
+    torch.manual_seed(0)
+    names = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    config = transformers.BertConfig(**names, num_hidden_layers=2, initializer_range=0.2, hidden_dropout_prob=0.0,
+                                     attention_probs_dropout_prob=0.3, attn_implementation=implementation)  # fmt: skip
+    model, arguments = transformers.BertModel(config).eval(), batches()[1]
+    ids, padding = arguments["input_ids"], arguments["attention_mask"]
+    distance = torch.arange(150)[:, None] - torch.arange(150)
+    shown = padding[:, None, None].bool().expand(-1, 1, 150, -1)
+    lowest = torch.finfo(torch.float32).min
+    given = lambda mask: mask if implementation == "sdpa" else torch.zeros(mask.shape).masked_fill(~mask, lowest)
+
+    @torch.no_grad()
+    def hidden(mask, model=model, **others):
+        torch.manual_seed(1)  # of dropout
+        return model(input_ids=ids, attention_mask=mask, **others)["last_hidden_state"][padding.bool()]
+
+    in_window = given(shown & (distance.abs() <= 8))
+    want = hidden(in_window)
+    dropped = hidden(in_window, model.train())
+    model.eval()
+    with dx.apply(model, window=9) as handle:
+        torch.testing.assert_close(hidden(padding), want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden(given(shown)), want)
+        torch.testing.assert_close(hidden(given(shown), output_attentions=True), want)
+        handle.kill_switch.engage()
+        torch.testing.assert_close(hidden(padding), want)
+        handle.kill_switch.release()
+        torch.testing.assert_close(hidden(padding, copy.deepcopy(model)), want)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(model, (ids, padding), strict=False, check_trace=False)
+        torch.testing.assert_close(traced(ids, padding)["last_hidden_state"][padding.bool()], want)
+        exported = torch.export.export(model, (), arguments).module()
+        torch.testing.assert_close(hidden(padding, exported), want)
+        torch.testing.assert_close(hidden(padding, model.train()), dropped)
+        assert handle.stats()["dense_calls"]["attention dropout"] == 2
+
+
+def test_a_window_beside_layers_with_their_own_is_kept_by_dense_calls():
+    """EmbeddingGemma's masks have no rule that dynaxx reads."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, sliding_window=40, initializer_range=0.2, use_bidirectional_attention=True,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Gemma3TextModel(config).eval()
+    near = (torch.arange(150)[:, None] - torch.arange(150)).abs() <= 8
+
+    def in_window(module, q, k, v, mask, **others):
+        if module.sliding_window is None:
+            mask = near[None, None] if mask is None else mask & near
+        return transformers.AttentionInterface()["sdpa"](module, q, k, v, mask, **others)
+
+    transformers.AttentionInterface.register("in_window", in_window)
+    transformers.AttentionMaskInterface.register("in_window", transformers.masking_utils.sdpa_mask)
+    for arguments in batches():
+        shown = arguments.get("attention_mask", torch.ones(3, 150)).bool()
+        with torch.no_grad():
+            model.set_attn_implementation("in_window")
+            want = model(**arguments).last_hidden_state[shown]
+            model.set_attn_implementation("sdpa")
+            with dx.apply(model, window=9):
+                torch.testing.assert_close(model(**arguments).last_hidden_state[shown], want)
 
 
 def test_a_window_leaves_layers_with_their_own_alone():

@@ -20,7 +20,7 @@ from dynaxx.integrations.runtime.routing import (
 )
 from dynaxx.policy import Rollout
 
-RULES = LayerRules(q_block=16, decodes=True, borders=(100, 200), decode_borders=(50, None))
+RULES = LayerRules(least_q=16, decodes=True, borders=(100, 200), decode_borders=(50, None))
 LONG, STEP = SequenceLengths(300, 300), SequenceLengths(1, 300, decoding=True)
 
 
@@ -30,7 +30,7 @@ LONG, STEP = SequenceLengths(300, 300), SequenceLengths(1, 300, decoding=True)
         (RULES, PassState(), CallProperties(), LONG, None),
         (LayerRules(), PassState(), CallProperties(), LONG, "no rule"),
         (LayerRules(decodes=True), PassState(), CallProperties(), LONG, "no rule"),
-        (LayerRules(q_block=16), PassState(), CallProperties(), STEP, "decode"),
+        (LayerRules(least_q=16), PassState(), CallProperties(), STEP, "decode"),
         (RULES, PassState(), CallProperties(), SequenceLengths(15, 300), "fewer queries than one block"),
         (RULES, PassState(), CallProperties(own_pattern=True), LONG, "layer has its own window"),
         (RULES, PassState(DenseReason.KILLED), CallProperties(), LONG, "kill switch"),
@@ -67,7 +67,7 @@ def test_a_step_follows_the_decode_rule():
     assert route(RULES, PassState(), CallProperties(), STEP) == Decision(Route.DECODE)
     few = SequenceLengths(4, 300, decoding=is_step(4, 300))
     assert route(RULES, PassState(), CallProperties(), few).route is Route.DECODE
-    assert route(LayerRules(q_block=4), PassState(), CallProperties(), few).route is Route.RULE
+    assert route(LayerRules(least_q=4), PassState(), CallProperties(), few).route is Route.RULE
 
 
 @pytest.mark.parametrize("reason", DenseReason)
@@ -80,7 +80,7 @@ def test_the_models_own_pattern_follows_where_no_rule_runs(reason):
 
 
 def test_only_what_arrived_decides_on_dense_for_every_combination():
-    rules = (LayerRules(), RULES, LayerRules(q_block=16), LayerRules(decodes=True))
+    rules = (LayerRules(), RULES, LayerRules(least_q=16), LayerRules(decodes=True))
     states = [PassState(blocked) for blocked in (None, DenseReason.KILLED, DenseReason.GUARD)]
     arrivals = [CallProperties(unserved, own) for unserved in (None, DenseReason.SHAPES) for own in (False, True)]
     for layer, state, call, sequence in itertools.product(rules, states, arrivals, (LONG, STEP)):

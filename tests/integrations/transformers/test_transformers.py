@@ -83,7 +83,8 @@ def in_chunks(model, ids, sizes, cache=None):
 
 @pytest.mark.parametrize("make", [llama, gemma3])
 def test_chunked_prefill_and_decode(make):
-    """A static pattern gives the same result however a prompt is cut; decoding and short chunks run dense."""
+    """A static pattern gives the same result however a prompt is cut; decoding, and chunks of fewer queries than a
+    block under a rule by data, run dense."""
     model, ids = make(), tokens(2, 140)
     dense = logits(model, input_ids=ids)
     with dx.apply(model, policy_for(model)) as handle:
@@ -95,7 +96,8 @@ def test_chunked_prefill_and_decode(make):
     windowed = policy_for(model, dx.Rule.of(dx.SlidingWindow(30)))
     with dx.apply(model, windowed):
         whole = logits(model, input_ids=ids)
-        close(in_chunks(model, ids, (64, 60, 16)), whole)
+        for sizes in ((64, 60, 16), (64, 71, 5), (50, 60, 13, 15, 2), (3, 4, 123, 10)):
+            close(in_chunks(model, ids, sizes), whole)
     assert (whole - dense).abs().max() > 0.01
 
 

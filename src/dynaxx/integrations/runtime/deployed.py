@@ -147,7 +147,7 @@ class Deployed:
     def _rules_of(self, layer: int) -> LayerRules:
         plan, policy = self.plans.get(layer), self.policy
         return LayerRules(
-            None if plan is None else plan.block_size[0],
+            None if plan is None else 1 if plan.is_static else plan.block_size[0],
             layer in self.decode,
             (policy.dense_below, policy.sparse_from),
             policy.decode_borders,

@@ -145,6 +145,7 @@ class SequenceRow:
     start: int  # index of its first query among the step's tokens
     seqlen_q: int
     seqlen_k: int
+    of_prompt: bool = False  # whether the engine says that the queries are a prompt's, however few they are
 
     @property
     def tokens(self) -> slice:
@@ -160,15 +161,29 @@ class Sequences:
         seqused_k: (num_seqs,) int32 number of keys of each sequence, including those of this step, on the device.
         starts: (num_seqs + 1,) index of each sequence's first query.
         seqlens_k: `seqused_k` on the host; for sequences with one query an upper bound suffices.
+        of_prompt: whether each sequence's queries are a prompt's, if the engine says it.
     """
 
-    def __init__(self, page_table: Tensor, seqused_k: Tensor, starts: Sequence[int], seqlens_k: Sequence[int]) -> None:
+    def __init__(
+        self,
+        page_table: Tensor,
+        seqused_k: Tensor,
+        starts: Sequence[int],
+        seqlens_k: Sequence[int],
+        of_prompt: Sequence[bool] | None = None,
+    ) -> None:
         self.page_table = page_table
         self.seqused_k = seqused_k
         self._parts: dict[tuple[tuple[SequenceRow, ...], int], Part] = {}
         self._places: dict[tuple[int, int, int, int], tuple[Tensor, MovedLayouts]] = {}
         self.rows = tuple(
-            SequenceRow(index, starts[index], starts[index + 1] - starts[index], seqlen_k)
+            SequenceRow(
+                index,
+                starts[index],
+                starts[index + 1] - starts[index],
+                seqlen_k,
+                of_prompt is not None and of_prompt[index],
+            )
             for index, seqlen_k in enumerate(seqlens_k)
             if starts[index + 1] > starts[index]  # skip padding
         )

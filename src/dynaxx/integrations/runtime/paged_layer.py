@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
@@ -118,7 +119,8 @@ class Step:
         by_route: dict[Route, list[SequenceRow]] = {each: [] for each in Route}
         reasons = Counter[DenseReason]()
         for row in self.sequences.rows:
-            lengths = SequenceLengths(row.seqlen_q, row.seqlen_k, is_step(row.seqlen_q, row.seqlen_k))
+            decodes = not row.of_prompt and is_step(row.seqlen_q, row.seqlen_k)
+            lengths = SequenceLengths(row.seqlen_q, row.seqlen_k, decodes)
             found = route(rules, state, CallProperties(), lengths)
             by_route[found.route].append(row)
             if found.reason is not None:
@@ -222,6 +224,9 @@ class PagedLayer:
     def _sparse_row(self, q: Tensor, pages: AnyPages, step: Step, row: SequenceRow, out: Tensor) -> None:
         queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
         runs, scale = plan if guard is None else guard.plan(self.index, plan), self.softmax.scale
+        lead = runs.lead(row.seqlen_q, row.seqlen_k)
+        if lead:
+            queries = torch.nn.functional.pad(queries, (0, 0, 0, 0, lead, 0))
         call = self.counts.probe.start(self.index, queries)
         keys, layout = step.sequences.keys_in_place(pages, row, runs.block_size[1]), None
         if keys is not None and serves_in_place(queries, keys, runs.block_size, self.softmax.softcap):
@@ -232,12 +237,14 @@ class PagedLayer:
             keys = step.sequences.keys(pages, row, q.dtype)
             layout = runs.layout(queries, keys.k, scale=scale)
         call.selected(layout)
-        found = out[None, row.tokens]
+        found = torch.empty_like(queries, dtype=out.dtype) if lead else out[None, row.tokens]
         backend = attend_in_place(queries, keys, layout, found, **self.softmax.arguments)
         call.done(keys.k[:, : row.seqlen_k], keys.v[:, : row.seqlen_k], backend=backend)
         for watcher in self.watchers:
             watcher(self.index, layout)
-        if guard is not None and guard.wants_call():
+        if lead:
+            out[None, row.tokens] = found[:, lead:]
+        elif guard is not None and guard.wants_call():
             k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
             guard.take(self.index, queries, k, v, scale, plan, runs, found)
 

@@ -62,14 +62,14 @@ def powers_between(least: int, most: int) -> list[int]:
     return sorted({min(least, most), *powers, most})
 
 
-def prefill_shapes(q_block: int, sparse_from: int, chunk: int, longest: int) -> list[tuple[int, int]]:
+def prefill_shapes(least_q: int, sparse_from: int, chunk: int, longest: int) -> list[tuple[int, int]]:
     """Return (queries, keys) of prompts and chunks: doubling sizes, and sizes that are not multiples of 16."""
     shapes = set()
-    for keys in powers_between(max(sparse_from, q_block), longest):
-        for queries in powers_between(q_block, min(chunk, keys)):
+    for keys in powers_between(max(sparse_from, least_q), longest):
+        for queries in powers_between(least_q, min(chunk, keys)):
             for q in (queries, queries - 1):
                 for k in (keys, keys - 1):
-                    if q_block <= q <= k and k >= sparse_from:
+                    if least_q <= q <= k and k >= sparse_from:
                         shapes.add((q, k))
     return sorted(shapes, reverse=True)  # the largest first, so that later ones reuse its memory
 

@@ -43,7 +43,7 @@ class DenseReason(str, enum.ReprEnum):
     )
     FEW_QUERIES = (
         "fewer queries than one block",
-        "The prompt, or its part after a cached prefix, has fewer queries than `block_size`. It is too short to gain.",
+        "The rule chooses by data, and the prompt, or its part after a cached prefix, has fewer queries than a block.",
     )
     OWN_PATTERN = (
         "layer has its own window",
@@ -207,7 +207,7 @@ class Decision(NamedTuple):
 class LayerRules(NamedTuple):
     """A policy's rules for one layer. Layers with equal rules are routed alike."""
 
-    q_block: int | None = None  # queries per block of the prefill rule; None without a rule
+    least_q: int | None = None  # queries from which the prefill rule runs, 1 for a static rule; None without a rule
     decodes: bool = False  # whether it has a decode rule
     borders: tuple[int, int | None] = (0, None)  # `dense_below` and `sparse_from`
     decode_borders: tuple[int, int | None] = (0, None)  # the same for decoding steps
@@ -216,7 +216,7 @@ class LayerRules(NamedTuple):
     @property
     def any(self) -> bool:
         """Return whether the layer has a rule in any phase."""
-        return self.q_block is not None or self.decodes
+        return self.least_q is not None or self.decodes
 
 
 class PassState(NamedTuple):
@@ -267,9 +267,9 @@ def _why_no_rule(
         return DenseReason.NO_RULE
     if decodes and not layer.decodes:
         return DenseReason.DECODE
-    if not decodes and layer.q_block is None:
+    if not decodes and layer.least_q is None:
         return DenseReason.NO_RULE
-    if not decodes and sequence.seqlen_q < (layer.q_block or 0):
+    if not decodes and sequence.seqlen_q < (layer.least_q or 0):
         return DenseReason.FEW_QUERIES if sequence.causal else DenseReason.PADDING
     if call.own_pattern:
         return DenseReason.OWN_PATTERN

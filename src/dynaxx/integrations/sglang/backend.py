@@ -118,7 +118,8 @@ class PolicyBackend:
         longest = -(-max(lengths) // self._page_size) * self._page_size
         slots = self._tokens[batch.req_pool_indices[:count].long(), : longest : self._page_size]
         table = torch.div(slots, self._page_size, rounding_mode="floor").to(torch.int32)
-        return Sequences(table, batch.seq_lens[:count].to(torch.int32), starts, lengths)
+        of_prompt = [True] * count if batch.forward_mode == ForwardMode.EXTEND else None  # mixed steps do not say it
+        return Sequences(table, batch.seq_lens[:count].to(torch.int32), starts, lengths, of_prompt)
 
 
 @lru_cache(maxsize=4)

@@ -68,6 +68,6 @@ def rules_of(text: str, layer: int) -> tuple[LayerPlan | None, LayerRules]:
         raise ValueError(f"a plugin of TensorRT cannot serve {', '.join(reasons)}: remove them from the policy")
     if not policy.rollout.covers_layer(layer):
         plan = None
-    block = None if plan is None else plan.block_size[0]
+    least = None if plan is None else 1 if plan.is_static else plan.block_size[0]
     borders = policy.dense_below, policy.sparse_from
-    return plan, LayerRules(block, False, borders, policy.decode_borders, policy.rollout)
+    return plan, LayerRules(least, False, borders, policy.decode_borders, policy.rollout)

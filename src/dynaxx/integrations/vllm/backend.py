@@ -239,5 +239,7 @@ def sequences_of(common: CommonAttentionMetadata) -> Sequences:
     lengths = common.seq_lens_cpu_upper_bound  # exact for sequences with more than one query
     if lengths is None:
         lengths = common.seq_lens
-    starts = common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]
-    return Sequences(common.block_table_tensor, common.seq_lens, starts, lengths.tolist()[: common.num_reqs])
+    count, prompts = common.num_reqs, common.is_prefilling
+    starts = common.query_start_loc_cpu.tolist()[: count + 1]
+    of_prompt = None if prompts is None or prompts.is_cuda else prompts.tolist()
+    return Sequences(common.block_table_tensor, common.seq_lens, starts, lengths.tolist()[:count], of_prompt)

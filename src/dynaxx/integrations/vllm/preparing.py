@@ -56,7 +56,9 @@ def prepare_prefill(
         return
     kind, chunk, longest = kind_of(plan), query.shape[0], config.model_config.max_model_len
     below, start = engine.policy.dense_below, engine.policy.sparse_from
-    shapes = prefill_shapes(plan.block_size[0], below if start is None else start, chunk, longest)
+    shapes = prefill_shapes(
+        1 if plan.is_static else plan.block_size[0], below if start is None else start, chunk, longest
+    )
     if kind in engine.prepared:
         shapes = shapes[:LARGEST]
     else:

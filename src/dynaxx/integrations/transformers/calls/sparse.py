@@ -114,6 +114,8 @@ def _run_sequence(part: SparseCall, plan: LayerPlan) -> Tensor:
     widened = plan if guard is None else guard.plan(layer.index, plan)  # the guard may have widened it
     meter = layer.handle.counts.probe
     probe = meter.measured(layer.index, q) if drawn and drawn.measured else meter.start(layer.index, q)
+    lead = widened.lead(q.shape[1], k.shape[1])
+    q = torch.nn.functional.pad(q, (0, 0, 0, 0, lead, 0)) if lead else q
     read = part.current.layout(layer.index, part.place, widened)  # the blocks that another layer chose
     layout = read or widened.layout(q, k, scale=scale)
     part.current.keep(layer.index, part.place, widened, layout)
@@ -122,6 +124,8 @@ def _run_sequence(part: SparseCall, plan: LayerPlan) -> Tensor:
     probe.done(k, v)
     for watcher in layer.handle.watchers:
         watcher(layer.index, layout)
+    if lead:
+        return out[:, lead:]
     if part.planned.may_prepare and widened is plan:
         prepare(part, layout, plan)
     if guard is not None and (drawn.sampled if drawn else guard.wants_call()):

@@ -187,4 +187,6 @@ def _is_whole(planned: CallPlan, q: Tensor, k: Tensor) -> bool:
         return len(planned.parts) == 1 and planned.parts[0].layout is not None and planned.parts[0].covers(q, k)
     if planned.route is not Route.RULE or not planned.entries_are_equal or len(planned.runs[0]) > 1:
         return False
+    if planned.plans[0][0].lead(q.shape[1], k.shape[1]):
+        return False
     return planned.dense[0][0] is None and planned.runs[0][0] == (0, q.shape[1], 0, k.shape[1], True)
