@@ -201,6 +201,35 @@ def test_images_are_served_too():
             assert not handle.stats()["dense_calls"]
 
 
+def speech():
+    """Yield encoders of speech and their inputs; those of encoder-decoders run alone."""
+    torch.manual_seed(0)
+    whisper = transformers.WhisperConfig(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, pad_token_id=0,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=150,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    wav2vec2 = transformers.Wav2Vec2Config(
+        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
+        conv_dim=(16, 16), conv_stride=(2, 2), conv_kernel=(3, 3), num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+    )  # fmt: skip
+    model = transformers.WhisperModel(whisper).eval()
+    with pytest.raises(dx.UnsupportedInputError, match=r"get_encoder\(\)"):
+        dx.apply(model)
+    yield model.get_encoder(), torch.randn(2, 8, 300)
+    yield transformers.Wav2Vec2Model(wav2vec2).eval(), torch.randn(2, 800)
+
+
+def test_speech_is_served_too():
+    for model, sound in speech():
+        with torch.no_grad():
+            wanted = model(sound).last_hidden_state
+            with dx.apply(model) as handle:
+                torch.testing.assert_close(model(sound).last_hidden_state, wanted, atol=1e-4, rtol=1e-4)
+                assert handle.stats()["own_pattern_calls"] == 2
+
+
 def test_unserved_windows_are_refused():
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                                       num_attention_heads=4)  # fmt: skip

@@ -74,6 +74,23 @@ def test_a_mixed_step_is_each_sequence_alone(telemetry, contiguous, fp8):
     }
 
 
+def test_a_static_rule_serves_a_prompt_however_it_is_cut(telemetry):
+    """The engine says whose queries are a prompt's: a cached prefix leaves any number of them, also one."""
+    batch = Batch([(300, 300)])
+    for rule in (dx.SlidingWindow(24) | dx.Sink(4), dx.LocalBlocks(2) | dx.RandomBlocks(1, seed=3)):
+        ready = deployed(policy_of(dx.Rule.of(rule, layers=[0]), DECODE), telemetry)
+        whole, _ = run(batch, Step(batch.sequences, ready), layer_of(telemetry))
+        for queries in (1, 2, 5, 15, 16, 17, 100, 299):
+            table, used = batch.sequences.page_table, batch.sequences.seqused_k
+            step = Step(Sequences(table, used, [0, queries], [300], [True]), ready)
+            assert len(step.split(0).sparse) == 1
+            out = torch.full_like(batch.q[:queries], torch.nan)
+            assert layer_of(telemetry).sparse(batch.q[300 - queries : 300], batch.pages, step, out)
+            torch.testing.assert_close(out, whole[300 - queries : 300], **CLOSE)
+    step = Step(Sequences(table, used, [0, 1], [300], [False]), ready)
+    assert len(step.split(0).decode) == 1
+
+
 def contiguous(batch, row, drop=0):
     k, v = (x[row.index][None, : row.seqlen_k - drop] for x in (batch.keys, batch.values))
     return dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))

@@ -98,10 +98,14 @@ class Decoder:
         layers: dict[int, nn.Module] = {}
         for index, module in _numbered(list(filter(_is_attention, owner.modules()))):
             if index in layers:
-                raise _refusal(model, f"layer {index} has two attention modules; cross attention is not supported")
+                advice = "; use apply(model.get_encoder())" if getattr(config, "is_encoder_decoder", False) else ""
+                reason = f"layer {index} has two attention modules; cross attention is not supported{advice}"
+                raise _refusal(model, reason)
             layers[index] = module
         if not layers:
             raise _refusal(model, why_no_attention(owner))
+        if all(map(_is_of_encoder, layers.values())):
+            config = next(iter(layers.values())).config
         if max(layers) >= config.num_hidden_layers:
             raise _refusal(model, f"it has an attention layer {max(layers)} beyond its {config.num_hidden_layers}")
         layers = dict(sorted(layers.items()))
@@ -195,8 +199,8 @@ class Decoder:
             reasons.append(
                 f"its attention is {sorted(map(str, before))}; call model.set_attn_implementation({DENSE!r}) first"
             )
-        if getattr(config, "is_encoder_decoder", False):
-            reasons.append("encoder-decoder attention is not supported")
+        if getattr(config, "is_encoder_decoder", False) and not all(map(_is_of_encoder, self.layers.values())):
+            reasons.append("encoder-decoder attention is not supported; use apply(model.get_encoder())")
         rules = [index for index in sparse if index in self.layers]
         reasons += why_masks_differ(self.owner, self.layers.values())
         if rules and getattr(config, "kv_lora_rank", None):
@@ -273,8 +277,18 @@ def _numbered(modules: list[nn.Module]) -> Iterator[tuple[int, nn.Module]]:
     numbered = [module for module in modules if isinstance(getattr(module, "layer_idx", None), int)]
     if numbered:
         yield from ((int(module.layer_idx), module) for module in numbered)  # type: ignore[arg-type]
-    elif not any(OTHER_SEQUENCE & set(inspect.signature(type(module).forward).parameters) for module in modules):
+    elif all(map(_is_of_encoder, modules)) or not any(map(_may_cross, modules)):
         yield from enumerate(modules)
+
+
+def _may_cross(module: nn.Module) -> bool:
+    """Return whether an attention module may attend to another sequence."""
+    return bool(OTHER_SEQUENCE & set(inspect.signature(type(module).forward).parameters))
+
+
+def _is_of_encoder(module: nn.Module) -> bool:
+    """Return whether an attention module says that it belongs to an encoder, as those of Whisper and wav2vec 2 do."""
+    return getattr(module, "is_decoder", None) is False
 
 
 def implementation(module: Any) -> str:

@@ -129,7 +129,7 @@ class Passes:
         policy_events: PolicyEvents,
         background: Background,
     ) -> None:
-        self._decoder, self._config = decoder.weak(), weakref.ref(decoder.config)
+        self._decoder, self._config = decoder.weak(), weakref.ref(next(iter(decoder.layers.values())).config)
         self._configs = [config for config, _ in decoder.implementations()]
         self.running, self.announced, self._drops_argument = Running(decoder.body), False, False
         self.recorded: weakref.WeakSet[ForwardContext] = weakref.WeakSet()
