@@ -9,12 +9,13 @@
     4  an equal call was prepared           the call is planned; its recording is replayed
     5  nothing equal is known               the call is planned and run, and kept for steps 1 to 4
 
-Step 2 finds a call by `key_of`: kind of layer, mask and window. What else may differ is compared by `run`, which
-returns None if anything does; the call is then planned. No step changes a result.
+Steps 2 and 3 find a call by its `Signature` (`calls/arguments.py`), as all caches of a pass do. What else matters, such
+as measurements and failures, is asked by `run`, which returns None if the call must be planned. No step changes a
+result.
 
 The files:
 
-    keys          which calls of a pass are equal
+    keep          where a pass keeps its calls
     dense_calls   dense calls that equal layers of a pass repeat
     dense_passes  passes whose calls are all dense, repeated by later passes of the same length
     prepared      sparse calls and decoding steps that equal layers repeat as one recording
