@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
-from dynaxx.integrations.transformers.forward_context import PassHooks
+from dynaxx.integrations.transformers.forward_context import DecoderArguments
 from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
 from dynaxx.layout.nsa import NsaSizes
 from tiny import llama, tokens
@@ -28,7 +28,7 @@ class Older(nn.Module):
 
 @pytest.mark.parametrize("body", [Newer, Older])
 def test_arguments_have_the_cache_under_one_name(body):
-    named, cache = PassHooks(body(), None).arguments.by_name, DynamicCache()
+    named, cache = DecoderArguments.of(body()).by_name, DynamicCache()
     name = "cache" if body is Newer else "past_key_values"
     assert named((1,), {name: cache})["past_key_values"] is cache
     assert named((1, cache), {})["past_key_values"] is cache

@@ -366,6 +366,8 @@ class _Hook:
         self._run, self.hooks = run, weakref.ref(hooks)
 
     def __call__(self, body: nn.Module, *given: Any) -> Any:
+        if torch.compiler.is_compiling():  # layers of compiled models call `Passes.unseen`
+            return None
         hooks = _HOOKS.get(body)
         return None if hooks is None or hooks is not self.hooks() else self._run(hooks, body, *given)
 
@@ -378,6 +380,15 @@ class _Hook:
 
 class _StartHook(_Hook):
     """The hook that starts passes."""
+
+    def __init__(self, run: Callable[..., Any], hooks: PassHooks) -> None:
+        super().__init__(run, hooks)
+        self._arguments = hooks.arguments
+
+    def __call__(self, body: nn.Module, *given: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None if is_exporting() else self._arguments.with_padding(body, *given)
+        return super().__call__(body, *given)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         logger.warning(
@@ -412,8 +423,6 @@ def _spawned(hook: _StartHook) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _start(
     hooks: PassHooks, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():  # layers of compiled models call `Passes.unseen`
-        return None if is_exporting() else hooks.arguments.with_padding(body, args, kwargs)
     if torch._C._get_tracing_state() is not None:
         return None
     running.dense = None  # a pass that failed may have left one
@@ -441,7 +450,7 @@ def _start(
 
 def _end(hooks: PassHooks, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     dense, done = running.dense, kwargs.get(ARGUMENT)
-    if torch.compiler.is_compiling() or (done is None and dense is None):
+    if done is None and dense is None:
         return
     found = output if isinstance(output, tuple) else (cache_of(output),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
