@@ -108,7 +108,7 @@ def apply(
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
     masks.register(NAME, mask_maker())
-    handle = Handle(policy, decoder, name, own_pattern=own_pattern, window=sides)
+    handle = Handle(policy, decoder, name, own_pattern=own_pattern, window=sides, apply=apply)
     try:
         _ask_for_dynaxx(decoder, handle)
     except BaseException:

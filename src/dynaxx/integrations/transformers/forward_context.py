@@ -329,11 +329,11 @@ class PassHooks:
     Args:
         body: the decoder.
         starter: starts and ends its passes.
-        options: returns the arguments of `apply` for the same model in a process that is spawned; see `_spawned`.
+        again: returns a function that applies the same to a copy of the decoder in another process; see `_spawned`.
     """
 
-    def __init__(self, body: nn.Module, starter: Starter, options: Callable[[], dict[str, Any]]) -> None:
-        self.starter, self.options = starter, options
+    def __init__(self, body: nn.Module, starter: Starter, again: Callable[[], Callable[[nn.Module], Any]]) -> None:
+        self.starter, self.again = starter, again
         self.arguments = DecoderArguments.of(body)
         self._hooks: list[Any] = []
         starter.announced = bool(self.arguments.rest)
@@ -401,23 +401,21 @@ class _StartHook(_Hook):
 class _Spawned:
     """The hook of a decoder that was sent to another process, which applies dynaxx there before the first pass."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options: dict[str, Any] | None = options
+    def __init__(self, apply: Callable[[nn.Module], Any]) -> None:
+        self._apply: Callable[[nn.Module], Any] | None = apply
 
     def __call__(self, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options, self._options = self._options, None
-        if options is None:
+        apply, self._apply = self._apply, None
+        if apply is None:
             return None
-        from dynaxx.integrations.transformers.apply_policy import apply
-
-        apply(body, **options)
+        apply(body)
         return _start(_HOOKS[body], body, args, kwargs) if body in _HOOKS else None
 
 
 def _spawned(hook: _StartHook) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Reduce a hook for multiprocessing, which pickles models only for processes of the same program."""
     hooks = hook.hooks()
-    return (_Spawned, (hooks.options(),)) if hooks is not None else _Hook.__reduce__(hook)
+    return (_Spawned, (hooks.again(),)) if hooks is not None else _Hook.__reduce__(hook)
 
 
 def _start(

@@ -60,6 +60,7 @@ class Handle:
         *,
         own_pattern: bool = True,
         window: tuple[int, int] | None = None,
+        apply: Callable[..., Any],
     ) -> None:
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.watchers: list[Watcher] = []
@@ -69,7 +70,7 @@ class Handle:
         self._policy_events = PolicyEvents(self._numbers)
         self.counts = Counts(self._numbers)
         self.background = Background(partial(self._numbers.failed, "guard"))
-        self._own_pattern, self._window, self._name = own_pattern, window, name
+        self._own_pattern, self._window, self._name, self._apply = own_pattern, window, name, apply
         self._head_share = decoder.head_share
         self.before = decoder.implementation
         deployed = self._ready(policy, None)
@@ -94,7 +95,7 @@ class Handle:
             ORIGINALS.put(module.config, self.before)
         LAYERS.update(self._layers)
         self._tell_compilers()
-        self._hooks = PassHooks(decoder.body, self.passes, self._options)
+        self._hooks = PassHooks(decoder.body, self.passes, self._again)
         self._policy_events.in_force(deployed)
 
     def __reduce__(self) -> NoReturn:
@@ -104,10 +105,11 @@ class Handle:
             "handle.policy"
         )
 
-    def _options(self) -> dict[str, Any]:
-        """Return the arguments of `apply` for a copy of the model in another process."""
+    def _again(self) -> Callable[[Any], Any]:
+        """Return a function that applies the same to a copy of the model in another process."""
         policy = self.policy if self.policy.rules or not self._own_pattern else None
-        return {"policy": policy, "own_pattern": self._own_pattern, "window": self._window, "name": self._name}
+        options = {"own_pattern": self._own_pattern, "window": self._window, "name": self._name}
+        return partial(self._apply, policy=policy, **options)
 
     @property
     def policy(self) -> Policy:
