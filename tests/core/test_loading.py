@@ -138,6 +138,17 @@ def test_an_empty_home_is_none(monkeypatch, first_use):
     assert said.stdout.strip() not in ("/.cache/dynaxx", ".cache/dynaxx")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [("{sh}", ["{sh}"]), ("'{sh}' -x", ["{sh}", "-x"]), ("{sh} '", None), ("''", None), ("no-such-compiler -x", None)],
+)
+def test_the_compiler_is_a_path_or_a_command(chosen, found, tmp_path, monkeypatch):
+    program = tmp_path / "a compiler"
+    program.symlink_to(shutil.which("sh"))
+    monkeypatch.setenv("CXX", chosen.format(sh=program))
+    assert build.find_compiler() == (found and [each.format(sh=program) for each in found])
+
+
 def test_compilers_fit_the_control_groups(tmp_path):
     group = tmp_path / "groups" / "outer" / "inner"
     group.mkdir(parents=True)

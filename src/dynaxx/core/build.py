@@ -151,9 +151,12 @@ def library_name(isa: str) -> str:
 
 def find_compiler() -> list[str] | None:
     """Return the C++ compiler command: $CXX, which may include arguments, or the first of c++, g++, clang++ found."""
-    chosen = os.environ.get("CXX")
+    chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        command = [chosen] if shutil.which(chosen) else shlex.split(chosen)
+        try:
+            command = [chosen] if shutil.which(chosen) else shlex.split(chosen)
+        except ValueError:  # an open quotation
+            return None
         return command if shutil.which(command[0]) else None
     return next(([name] for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
 
