@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz the CPU core under the compiler's sanitizers: `make sanitize`.
+"""Fuzz the CPU core and the operator for ONNX Runtime under the compiler's sanitizers: `make sanitize`.
 
 An instrumented core is compiled into a copy of the package. `dynaxx doctor --fuzz` runs on it, then `exports.py`, which
 passes extreme integers and changes page tables and layouts from another thread. Before each run the tool proves
-itself: the fuzzer must fail on a core with a planted bug.
+itself: the fuzzer must fail on a core with a planted bug. `operator.cpp` fuzzes the operator with any attributes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dynaxx.core import build
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 CORE = Path("dynaxx/core/source")
+FLAGS = ("-O1", "-g", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fno-omit-frame-pointer")
+OPERATOR_CASES = 20  # for each case of the core, which takes as long
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,25 @@ def check(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace) -> boo
             return True
         print(f"{sanitizer.name}: found the planted bug ({sanitizer.finds})", flush=True)
     status, said = run(sanitizer, compiler, asked, cases=asked.cases, bug=False)
+    if sanitizer.name == "address":
+        done = fuzz_operator(sanitizer, compiler, asked)
+        status, said = status or done.returncode, said + done.stdout + done.stderr
     print(f"{sanitizer.name}: {'clean' if status == 0 else f'FAILED, exit code {status}'}\n{said[-6000:]}", flush=True)
     return status != 0
+
+
+def fuzz_operator(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace) -> subprocess.CompletedProcess[str]:
+    """Compile the operator with a stand-in for ONNX Runtime, and fuzz it."""
+    core = ROOT / "src" / CORE
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "operator"
+        sources = [HERE / "operator.cpp", *sorted(core.rglob("*.cpp"))]
+        command = [*shlex.split(compiler), *FLAGS, *build.ISAS[asked.isa], *sanitizer.flags, "-fvisibility=hidden"]
+        command += ["-pthread", f"-I{core}", f"-I{core}/onnx", "-o", str(program), *map(str, sources)]
+        subprocess.run(command, check=True)
+        words = [str(asked.cases * OPERATOR_CASES), str(asked.seed)]
+        options = {**os.environ, **sanitizer.options}
+        return subprocess.run([str(program), *words], env=options, capture_output=True, text=True)
 
 
 def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: int, bug: bool) -> tuple[int, str]:
@@ -152,8 +171,7 @@ def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: i
 def compile_core(sanitizer: Sanitizer, compiler: str, core: Path, isa: str) -> Path:
     """Compile an instrumented core to the path of the package's prebuilt one."""
     target = core.parent / runpy.run_path(str(core.parent / "build.py"))["library_name"](isa)
-    flags = ["-O1", "-g", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fno-omit-frame-pointer"]
-    command = [*shlex.split(compiler), *flags, *build.ISAS[isa], *sanitizer.flags, "-fvisibility=hidden", "-shared"]
+    command = [*shlex.split(compiler), *FLAGS, *build.ISAS[isa], *sanitizer.flags, "-fvisibility=hidden", "-shared"]
     command += [f"-I{core}", *map(str, sorted(core.rglob("*.cpp")))]
     command.append(str(HERE / "writer.cpp"))
     subprocess.run([*command, "-o", str(target)], check=True)

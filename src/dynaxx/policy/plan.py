@@ -39,6 +39,12 @@ class LayerPlan:
     kv_heads: int
     block_size: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        """Check the heads of the groups."""
+        heads = sorted(head for group in self.groups for head in group.heads)
+        if heads != list(range(self.q_heads)):
+            raise ValueError(f"`groups` must hold each of {self.q_heads} q heads once, got {heads}")
+
     @lazy
     def is_static(self) -> bool:
         """Return whether visibility depends on positions only, so that layouts can be cached."""

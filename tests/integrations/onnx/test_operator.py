@@ -113,9 +113,37 @@ def test_nothing_to_do_and_bad_inputs():
             run(session, *wrong)
     with pytest.raises(Exception, match="export the model again"):
         operator((64, 64, 1, 99))
-    heads = LayerPlan((HeadGroup((0,), dx.SlidingWindow(5)), HeadGroup((1, 8), dx.Sink(2))), 9, 3, (64, 64))
-    with pytest.raises(Exception, match="q head 8 of 6"):
-        run(operator(_plan(heads, 0).plan), q, torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16))
+
+
+@pytest.mark.parametrize("rules", [[dx.Sink(2)], [dx.TopK(0.5)], [dx.Sink(2), dx.TopK(1)]], ids=repr)
+def test_each_head_must_be_in_one_group(rules):
+    """Other lists wrote outside of memory, or left heads without a result."""
+    q, k = torch.randn(1, 200, 4, 16), torch.randn(1, 200, 2, 16)
+    lists = [(0, 1, 2, 3)] if len(rules) == 1 else [(0, 3), (1, 2)]
+    groups = tuple(HeadGroup(heads, rule) for heads, rule in zip(lists, rules, strict=True))
+    numbers = _plan(LayerPlan(groups, 4, 2, (64, 64)), 0).plan
+    changed = lambda *heads: operator((*numbers[:3], len(heads), *heads, *numbers[4 + len(lists[0]) :]))
+    run(changed(*lists[0]), q, k, k)
+    for wrong in ((*lists[0], *range(4, 8)), lists[0][:1] if len(rules) == 1 else (0, 3, 4)):
+        with pytest.raises(Exception, match=r"`plan` is for \d q heads, got 4"):
+            run(changed(*wrong), q, k, k)
+    for wrong in ((0, 0), (0, 1, 2, 9), (-1, 3), (0, 2**40), (3, 0), (1, 2, 3)):
+        with pytest.raises(Exception, match="export the model again"):
+            changed(*wrong)
+    with pytest.raises(ValueError, match="must hold each of 4 q heads once"):
+        LayerPlan(groups[:1] * 2, 4, 2, (64, 64))
+
+
+@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_infinity_reach_the_output(scorer, value):
+    q, k = torch.randn(1, 600, 6, 16), torch.randn(1, 600, 2, 16)
+    session = operator(_plan(LayerPlan((HeadGroup(ALL, dx.TopK(1, scorer)),), 6, 2, (64, 64)), 0).plan)
+    k[0, 130] = value
+    found = run(session, q, k, k)
+    assert not (found == 0).all(-1).any()
+    if value != value:
+        assert found[0, 200:].isnan().all()
 
 
 def test_rules_that_it_does_not_have_are_refused_with_the_fix():

@@ -193,8 +193,7 @@ def _layout(called: Attributes, q: Tensor, k: Tensor) -> BlockLayout:
         return everything.layout(seqlen_q, seqlen_k, block_size=EXACT_BLOCK, causal=called.causal, device="cpu")
     block_size, groups = _rules(called.spec)
     if called.causal:
-        plan = LayerPlan(groups, sum(len(group.heads) for group in groups), k.shape[2], block_size)
-        return plan.layout(q, k, scale=called.scale)
+        return LayerPlan(groups, q.shape[2], k.shape[2], block_size).layout(q, k, scale=called.scale)
     (group,) = groups
     assert isinstance(group.rule, Pattern), "encoders have one window for all heads"
     return group.rule.layout(seqlen_q, seqlen_k, block_size=block_size, causal=False, device="cpu")

@@ -134,8 +134,8 @@ class Chooser {
         for (int64_t row = 0; row < R_; row++) {
           Row& to = entry(b, head, row);
           const int32_t first = pattern.indptr[row], last = pattern.indptr[row + 1];
-          to.blocks.assign(&pattern.indices[0] + first, &pattern.indices[0] + last);
-          to.mask_ids.assign(&pattern.mask_ids[0] + first, &pattern.mask_ids[0] + last);
+          to.blocks.assign(pattern.indices.data() + first, pattern.indices.data() + last);
+          to.mask_ids.assign(pattern.mask_ids.data() + first, pattern.mask_ids.data() + last);
         }
   }
 
@@ -177,6 +177,8 @@ class Chooser {
       score_keys(b, cluster.kv_head, first_row, rows, heads, width, queries.data(), scores.data());
     else
       score_summaries(summaries, first_row, rows, heads, queries.data(), scores.data());
+    for (float& score : scores)  // NaN ranks first, so that it reaches the output of attention
+      if (!(score <= FLT_MAX)) score = FLT_MAX;
     for (int64_t r = 0; r < rows; r++) keep_best(g, cluster, b, first_row + r, scores.data() + r * heads * C_);
   }
 
@@ -200,7 +202,8 @@ class Chooser {
   // The log of the sum over each kv block's visible keys of exp(query . key).
   void score_keys(int64_t b, int64_t h, int64_t first_row, int64_t rows, int64_t heads, int64_t width,
                   const float* queries, float* scores) const {
-    const bool in_place = width == k_.dim;
+    const int64_t by_token = k_.strides().token;
+    const bool in_place = width == k_.dim && width == by_token;
     std::vector<float> copy(in_place ? 0 : grid_.kv_block * width);
     float products[QUERY_ROWS * CHUNK], all[QUERY_ROWS][128];
     for (int64_t c = 0; c < grid_.limit(first_row + rows - 1); c++) {
@@ -208,7 +211,7 @@ class Chooser {
       const int keys = int(std::min(grid_.kv_block, grid_.seqlen_k - first));
       const float* block = k_.row(b, h, first);
       if (!in_place) {
-        for (int j = 0; j < keys; j++) std::copy_n(block + j * k_.dim, k_.dim, copy.data() + j * width);
+        for (int j = 0; j < keys; j++) std::copy_n(block + j * by_token, k_.dim, copy.data() + j * width);
         block = copy.data();
       }
       int64_t start = 0;  // rows before it see nothing of the block
@@ -229,6 +232,8 @@ class Chooser {
   }
 
   static float log_sum(float* x, int count) {
+    for (int j = 0; j < count; j++)
+      if (std::isnan(x[j])) return x[j];
     const int whole = (count + LANES - 1) / LANES * LANES;
     std::fill(x + count, x + whole, NEG_INF);
     vec largest = splat(NEG_INF);

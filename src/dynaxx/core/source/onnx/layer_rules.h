@@ -44,6 +44,7 @@ struct Group {
 
 struct LayerRules {
   int64_t q_block, kv_block;
+  int64_t q_heads = 0;  // each of them is in one group
   std::vector<Group> groups;
 
   // Read `plan`; throws BadInput where it is not one.

@@ -72,13 +72,13 @@ std::vector<int64_t> placed(std::vector<int64_t> program, const Grid& grid) {
   while (!from.done()) {
     const int64_t op = from.next();
     if (op == QUERIES) {
-      const int64_t runs = from.next();
+      const int64_t runs = from.next_count();
       for (int64_t run = 0; run < runs; run++, from.next()) {
         starts.push_back(from.at());
         from.next();
       }
     } else if (op == KEYS || op == DOCUMENTS) {
-      const int64_t numbers = from.next() * (op == KEYS ? 2 : 1);
+      const int64_t numbers = from.next_count() * (op == KEYS ? 2 : 1);
       for (int64_t i = 0; i < numbers; i++) from.next();
     } else {
       from.next();
@@ -110,6 +110,21 @@ Parts layout_of(const std::vector<int64_t>& numbers, const Grid& grid) {
 
 }  // namespace
 
+namespace {
+
+// Whether the ascending heads of all groups together are 0 .. heads - 1, each once.
+bool covers(const std::vector<Group>& groups, int64_t heads) {
+  std::vector<bool> seen(heads);
+  for (const Group& group : groups)
+    for (const int64_t head : group.heads) {
+      if (!within(head, 0, heads - 1) || seen[head]) return false;
+      seen[head] = true;
+    }
+  return true;  // as many different heads as there are
+}
+
+}  // namespace
+
 LayerRules LayerRules::read(const std::vector<int64_t>& numbers) {
   Reader from(numbers);
   LayerRules rules;
@@ -120,7 +135,8 @@ LayerRules LayerRules::read(const std::vector<int64_t>& numbers) {
   require(!rules.groups.empty());
   for (Group& group : rules.groups) {
     group.heads = from.next_list();
-    require(!group.heads.empty() && std::is_sorted(group.heads.begin(), group.heads.end()) && group.heads[0] >= 0);
+    require(!group.heads.empty() && std::is_sorted(group.heads.begin(), group.heads.end()));
+    rules.q_heads += int64_t(group.heads.size());
     group.program = from.next_list();
     group.chooses = from.next() != 0;
     require(group.chooses || !group.program.empty());
@@ -129,14 +145,19 @@ LayerRules LayerRules::read(const std::vector<int64_t>& numbers) {
     choice.scorer = from.next();
     require(within(choice.scorer, MEAN_QUERY, MIN_MAX));
     choice.parameter = from.next_real();
+    require(std::isfinite(choice.parameter));
     choice.shares = from.next() != 0;
     choice.together = from.next() != 0;
     choice.floor = from.next();
+    require(within(choice.floor, 0, INT32_MAX));
     choice.budgets.resize(from.next_count());
-    for (double& budget : choice.budgets) budget = from.next_real();
+    for (double& budget : choice.budgets) {
+      budget = from.next_real();
+      require(budget >= 0 && budget <= (choice.shares ? 1 : INT32_MAX));  // and no NaN
+    }
     require(choice.budgets.size() == 1 || choice.budgets.size() == group.heads.size());
   }
-  require(from.done());
+  require(from.done() && covers(rules.groups, rules.q_heads));
   return rules;
 }
 
@@ -198,6 +219,7 @@ std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& gri
     for (const int64_t head : rules.groups[g].heads) of_head[head] = &made->patterns[g];
   for (const Static* pattern : of_head) {
     const int32_t before = int32_t(made->indices.size());
+    if (made->indices.size() + pattern->indices.size() > INT32_MAX) throw std::bad_alloc();
     for (const int32_t end : pattern->indptr) made->indptr.push_back(before + end);
     made->indices.insert(made->indices.end(), pattern->indices.begin(), pattern->indices.end());
     made->masks.insert(made->masks.end(), pattern->mask_ids.begin(), pattern->mask_ids.end());

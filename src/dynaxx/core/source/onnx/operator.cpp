@@ -108,7 +108,8 @@ class Kernel {
     if (ort::Status* status = api.attribute(info, "plan", nullptr, &count)) api.release(status);
     plan_.resize(count);
     if (count) check(api.attribute(info, "plan", plan_.data(), &count));
-    if (plan_.empty()) plan_ = all_keys();
+    any_heads_ = plan_.empty();
+    if (any_heads_) plan_ = all_keys();
     rules_ = LayerRules::read(plan_);
     all_rules_ = LayerRules::read(all_keys());
     if (!causal_ && !rules_.is_static()) throw Refused("`plan` chooses blocks, which needs `causal` = 1");
@@ -122,6 +123,8 @@ class Kernel {
           "q (batch, q_heads, seqlen_q, head_dim), k and v (batch, kv_heads, seqlen_k, head_dim) must fit each other, "
           "with q_heads a multiple of kv_heads and no more queries than keys, got " +
           said(q) + ", " + said(k) + " and " + said(v));
+    if (!any_heads_ && q.heads != rules_.q_heads)
+      throw Refused("`plan` is for " + std::to_string(rules_.q_heads) + " q heads, got " + std::to_string(q.heads));
     const int64_t sizes[4] = {q.batch, q.seqlen, q.heads, v.dim};
     ort::Value* value = nullptr;
     check(api_.output(context, 0, sizes, 4, &value));
@@ -190,17 +193,18 @@ class Kernel {
     if (ort::Status* status = api_.input(context, 3, &value)) api_.release(status);
     if (!value) return {};
     int64_t sizes[2] = {};
-    const auto* mask = static_cast<const bool*>(read(value, 2, "mask", sizes));
+    const auto* mask = static_cast<const uint8_t*>(read(value, 2, "mask", sizes));  // bytes other than 0 and 1 are true
     if (sizes[0] != k.batch || sizes[1] != k.seqlen || q.seqlen != k.seqlen)
       throw Refused("mask must be (batch, seqlen) of q and k, got (" + std::to_string(sizes[0]) + ", " +
                     std::to_string(sizes[1]) + ") for " + said(q) + " and " + said(k));
     std::vector<Run> runs(k.batch);
     bool whole = true;
     for (int64_t b = 0; b < k.batch; b++, mask += k.seqlen) {
-      const bool* end = mask + k.seqlen;
-      const bool* first = std::find(mask, end, true);
-      const bool* last = std::find(first, end, false);
-      if (std::find(last, end, true) != end)
+      const auto is_token = [](uint8_t shown) { return shown != 0; };
+      const uint8_t* end = mask + k.seqlen;
+      const uint8_t* first = std::find_if(mask, end, is_token);
+      const uint8_t* last = std::find(first, end, 0);
+      if (std::any_of(last, end, is_token))
         throw Refused("mask has holes in sequence " + std::to_string(b) +
                       ": hide tokens at the ends only, or export with form='portable'");
       runs[b] = {first - mask, last - mask};
@@ -225,9 +229,6 @@ class Kernel {
     if (q.seqlen == 1 && !always_ && causal_) return decode(q, k, v, out, lse.data(), threads);
     const bool sparse = always_ || k.seqlen >= sparse_from_;
     const LayerRules& rules = sparse ? rules_ : all_rules_;
-    for (const Group& group : rules.groups)
-      if (group.heads.back() >= q.heads && rules.groups.size() > 1)
-        throw Refused("`plan` names q head " + std::to_string(group.heads.back()) + " of " + std::to_string(q.heads));
     const Grid grid{q.seqlen, k.seqlen, rules.q_block, rules.kv_block, causal_ != 0};
     const auto prepared = Prepared::of(rules, sparse ? plan_ : all_keys(), grid, q.heads);
     Plan plan{};
@@ -313,6 +314,7 @@ class Kernel {
   const ort::Api& api_;
   double scale_ = 0;
   int64_t sparse_from_ = 0, always_ = 0, causal_ = 1, tokens_first_ = 0;
+  bool any_heads_ = false;  // there is no `plan`
   std::vector<int64_t> plan_;
   LayerRules rules_, all_rules_;
 };
