@@ -2,23 +2,31 @@
 """Read untrusted files with a limit, and write files whole or not at all.
 
 A path can name a pipe that never ends, a device, a file of any size, or a planted link. Readers here accept regular
-files up to a size; writers create a new file or folder beside the target, follow no link, and rename it.
+files up to a size; writers create a new file or folder beside the target, follow no link, and rename it. They lock it
+meanwhile, so that the next writer of the target knows what a killed one has left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from dynaxx.printable import printable
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 MOST_DEPTH = 32
 MOST_OBJECTS, MOST_LISTS = 1 << 18, 1 << 20
@@ -26,6 +34,7 @@ MOST_OBJECTS, MOST_LISTS = 1 << 18, 1 << 20
 _FLAGS_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _FLAGS_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 _FLAGS_BINARY = getattr(os, "O_BINARY", 0)
+_LEFTOVER_SECONDS = 24 * 3600  # age from which a temporary file is a leftover where files cannot be locked
 
 
 def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
@@ -67,25 +76,18 @@ def write_whole_file(path: str | os.PathLike[str], fill: Callable[[IO[bytes]], o
     target = Path(path)
     if not target.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
     try:
-        descriptor = os.open(temporary, _FLAGS_NEW | _FLAGS_BINARY, 0o666)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                _keep_permissions(descriptor, target)
-                fill(file)
-                file.flush()
-                if sync:
-                    os.fsync(descriptor)
+        with _temporary_file(target) as (file, temporary):
+            _keep_permissions(file.fileno(), target)
+            fill(file)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+            if fcntl is None:  # Windows renames closed files only
+                file.close()
             os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
     except OSError as error:
-        if error.errno is None or error.filename not in (None, os.fspath(temporary)):
-            raise
-        raise OSError(error.errno, error.strerror, str(target)) from None  # name the caller's file, not the temporary
+        raise _about(target, error) from None
     if sync:
         sync_folder(target.parent)
 
@@ -104,26 +106,129 @@ def check_new_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder, which becomes `path` in one step at the end, or is removed after an error.
 
+    Its files are flushed to the disk first.
+
     Raises:
-        ValueError: `path` exists and is not an empty folder; nothing was changed.
+        ValueError: `path` exists and is not an empty folder, or another process made it meanwhile; it is unchanged.
         OSError: the folder cannot be written, for example on a full disk; nothing is left.
     """
     check_new_folder(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(path) as temporary:
+            yield temporary
+            sync_tree(temporary)
+            try:
+                temporary.rename(path)
+            except OSError:
+                check_new_folder(path)
+                raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"no space left to write {path}; free some, or choose another folder"
             raise OSError(error.errno, message) from error
-        if error.filename == os.fspath(temporary):  # name the caller's folder, not the temporary
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
+        raise _about(path, error) from None
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target` under a name that nobody can predict. It is removed at the end.
+
+    What earlier processes have left of the same target is removed too.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    remove_leftovers(target)
+    descriptor, held = None, False
+    while not held:
+        temporary = _temporary_name(target)
+        temporary.mkdir()
+        if fcntl is None:  # Windows cannot open folders
+            break
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        held = _hold(descriptor)
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def remove_leftovers(target: Path, paths: Iterable[Path] | None = None) -> None:
+    """Remove temporary files and folders whose process was killed: those of `target`, or `paths`."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp") if paths is None else paths:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, _FLAGS_READ | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                if not _is_leftover(descriptor):
+                    continue
+                if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    os.unlink(path)
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _temporary_file(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """Yield a new file beside `target`, open for writing, and its path. It is removed unless it was renamed."""
+    remove_leftovers(target)
+    while True:
+        temporary = _temporary_name(target)
+        descriptor = os.open(temporary, _FLAGS_NEW | _FLAGS_BINARY, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            if not _hold(descriptor):
+                continue
+            try:
+                yield file, temporary
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+            return
+
+
+def _temporary_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
+
+
+def _hold(descriptor: int) -> bool:
+    """Lock a new file or folder until its descriptor is closed. Return False if another process has removed it."""
+    if fcntl is not None:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _is_leftover(descriptor: int) -> bool:
+    """Return whether no process holds a temporary file or folder, and hold it if so."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return time.time() - os.fstat(descriptor).st_mtime > _LEFTOVER_SECONDS
+
+
+def _about(target: Path, error: OSError) -> OSError:
+    """Return an error that names the caller's file instead of the temporary one."""
+    of_temporary = error.filename is None or Path(os.fsdecode(error.filename)).name.startswith(f".{target.name}.")
+    return OSError(error.errno, error.strerror, str(target)) if error.errno is not None and of_temporary else error
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file below `folder`, and the folders themselves, to the disk."""
+    for base, _, names in os.walk(folder):
+        for name in names:
+            with open(Path(base) / name, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(base))
 
 
 def sync_folder(folder: Path) -> None:

@@ -284,19 +284,6 @@ def test_a_folder_that_takes_no_files_is_found_out_before(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_later_write_removes_the_rest_of_a_killed_one(tmp_path):
-    path = files.write_text(tmp_path / "a[1].json", "0")
-    old, young, other = (
-        tmp_path / name for name in (".a[1].json.1.00.tmp", ".a[1].json.2.00.tmp", ".a1.json.1.00.tmp")
-    )
-    for each in (old, young, other):
-        each.write_text("half of")
-    for each in (old, other):
-        os.utime(each, (0, 0))
-    files.write_text(path, "1")
-    assert set(tmp_path.iterdir()) == {path, young, other}
-
-
 @pytest.mark.parametrize("content", [None, "{", b"\xff"])
 def test_files_that_are_not_json_are_named(tmp_path, content):
     path = tmp_path / "a.json"

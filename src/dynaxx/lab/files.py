@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import glob
 import json
 import os
-import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +18,6 @@ from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 MOST_BYTES = 256 * 1024 * 1024  # limit on a result file; an analysis of 16,000 heads takes 100 MB
 MOST_OBJECTS = 1 << 22
 ROOM = 1 << 20  # free bytes that a disk must have before long work starts
-LEFTOVER_SECONDS = 600  # age from which a temporary file is a leftover; no write pauses that long
 
 
 class OutOfSpaceError(OSError):
@@ -45,14 +40,9 @@ def write_bytes(path: Path | str, data: bytes) -> Path:
 
 
 def write_file(path: Path | str, fill: Callable[[IO[bytes]], object]) -> Path:
-    """Write a binary file with `fill` in one step; return its path. Raises as `write_text` and `fill` do.
-
-    Leftovers of killed writes of this file are removed.
-    """
+    """Write a binary file with `fill` in one step; return its path. Raises as `write_text` and `fill` do."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        _remove_leftover(leftover)
     with explain_full_disk(path):
         write_whole_file(path, fill)
     return path
@@ -108,17 +98,9 @@ def read_json(path: Path | str) -> Any:
         raise ValueError(f"{path} {error}") from None
 
 
-def sync_tree(folder: Path) -> None:
-    """Flush every file below `folder`, and the folders themselves, to the disk."""
-    for base, _, names in os.walk(folder):
-        for name in names:
-            _sync_path(Path(base) / name)
-        _sync_path(Path(base))
-
-
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Do what `storage.new_folder` does, and flush the folder to the disk before it appears.
+    """Do what `storage.new_folder` does.
 
     Raises:
         ValueError: `path` exists and is not an empty folder; nothing was changed.
@@ -126,26 +108,6 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     with explain_full_disk(path), storage.new_folder(path) as temporary:
         yield temporary
-        sync_tree(temporary)
-
-
-@contextmanager
-def temporary_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `target`, removed at the end unless it was renamed."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    remove(temporary)
-    try:
-        yield temporary
-    finally:
-        remove(temporary)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -161,22 +123,3 @@ def explain_full_disk(path: Path | str) -> Iterator[None]:
             raise
         message = f"no space left to write {path}; free some, or choose another folder (the old file is untouched)"
         raise OutOfSpaceError(error.errno, message) from error
-
-
-def _remove_leftover(path: Path) -> None:
-    """Remove a leftover file unless it is young, since its writer may still be running, here or elsewhere."""
-    with contextlib.suppress(OSError):
-        if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
-            path.unlink()
-
-
-def _sync_path(path: Path) -> None:
-    """Flush a file to disk (fsync), or a folder if the system can."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows cannot open folders, and journals renames
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,12 +23,12 @@ import torch
 
 from dynaxx.core.library import cache_directory
 from dynaxx.integrations.transformers.loading import from_folder
-from dynaxx.lab.files import explain_full_disk, remove, sync_tree, temporary_file
+from dynaxx.lab.files import explain_full_disk
 from dynaxx.lab.finite import check_weights
 from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.storage import remove_leftovers, sync_tree, temporary_folder
 
 CACHE_FORMAT = "v1"  # part of every cached folder's path; increase it when the format changes
-LEFTOVER_SECONDS = 24 * 3600  # age from which an unfinished folder is a leftover
 
 
 class LoadedModel(NamedTuple):
@@ -171,12 +170,13 @@ def _package_folder(name: str, progress: Progress) -> Path:
     if entry.file:
         return _converted(Path(spec.submodule_search_locations[0]) / entry.file, name, progress)
     joined.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_file(joined) as temporary, explain_full_disk(joined), progress.task(f"Joining the parts of {name}"):
+    task = progress.task(f"Joining the parts of {name}")
+    with explain_full_disk(joined), temporary_folder(joined) as temporary, task:
         try:
-            importlib.import_module(entry.module).assemble(temporary)
+            importlib.import_module(entry.module).assemble(temporary / joined.name)
         except ModuleNotFoundError as error:
             raise ImportError(f"parts of {name!r} are not installed: pip install {entry.package}") from error
-        os.replace(temporary, joined)
+        os.replace(temporary / joined.name, joined)
     return _converted(joined, name, progress)
 
 
@@ -188,12 +188,12 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target.parent.parent)
-    with temporary_file(target) as temporary, explain_full_disk(target):
-        _convert(gguf, temporary, progress)
+    remove_leftovers(target, target.parent.parent.glob("*/.*.tmp"))
+    with explain_full_disk(target), temporary_folder(target) as temporary:
+        _convert(gguf, temporary / name, progress)
         sync_tree(temporary)
         try:
-            temporary.rename(target)
+            (temporary / name).rename(target)
         except OSError:
             if not target.is_dir():  # another process was faster, so use its folder
                 raise
@@ -225,17 +225,6 @@ def _fingerprint(path: Path) -> str:
     """Return a hash of the whole file, so that different files never share a folder."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
-
-
-def _sweep(folder: Path) -> None:
-    """Remove leftovers of killed conversions."""
-    for leftover in folder.glob("*/.*.tmp"):
-        try:
-            old = time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS
-        except FileNotFoundError:
-            continue
-        if old:
-            remove(leftover)
 
 
 def _safetensors_error() -> type[Exception]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -95,10 +96,11 @@ class Steps:
             found = parse_json(head)
             if found["format"] != FORMAT:
                 raise ValueError(f"format {FORMAT} is expected")
+            key = found["key"]
         except (ValueError, KeyError, TypeError, OSError):
             logger.warning("%s cannot be read, or is of another version of dynaxx; starting over", self._path)
             return
-        if found["key"] != self._key:
+        if key != self._key:
             logger.warning("%s belongs to another model, text or setting; starting over", self._path)
             return
         for index, line in enumerate(lines):
@@ -136,14 +138,31 @@ class Steps:
         """Store the JSON result of a step, in place of an earlier one."""
         self._results[name] = result
         if self._whole:
-            with explain_full_disk(self._path), self._path.open("ab") as file:
-                file.write(self._line(name).encode())
-                file.flush()
-                os.fsync(file.fileno())
+            self._append(self._line(name).encode())
         else:
             head = json.dumps({"format": FORMAT, "key": self._key}) + "\n"
             write_text(self._path, head + "".join(self._line(each) for each in self._results))
             self._whole = True
+
+    def _append(self, line: bytes) -> None:
+        """Add a line to the file, or nothing: then the next step writes the file anew, with this one.
+
+        Raises:
+            OutOfSpaceError: the disk is full.
+            OSError: the file cannot be written.
+        """
+        self._whole = False
+        with explain_full_disk(self._path), self._path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(before)
+                raise
+        self._whole = True
 
     def _line(self, name: str) -> str:
         """Return the line of a step."""

@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from dynaxx.integrations.transformers.apply_policy import refusals
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.lab.attention_route import evaluating
-from dynaxx.lab.files import explain_full_disk, temporary_file
+from dynaxx.lab.files import explain_full_disk
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.profile.clock import PartClock, find_parts, instrumented
@@ -32,6 +32,7 @@ from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import encode
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.decode_speed import NO_PLANS
+from dynaxx.storage import temporary_folder
 
 RULE_OF_THUMB = 0.20  # below this share of the time, sparse attention is seldom worth its complexity
 DECODE_STEPS = 5
@@ -224,8 +225,7 @@ def _write_trace(path: Path, run: Callable[[], Any]) -> None:
     with profiler as recorded:
         run()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_file(path) as folder, explain_full_disk(path):
-        folder.mkdir()
+    with explain_full_disk(path), temporary_folder(path) as folder:
         trace = folder / "trace.json"
         recorded.export_chrome_trace(str(trace))
         if not trace.exists():  # the profiler only logs its errors

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynaxx.core.build import processors
 from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Precision, Prefill
+from dynaxx.storage import temporary_folder
 
 FILE_TYPES: dict[Precision, tuple[int, str]] = {"fp32": (0, "F32"), "bf16": (32, "BF16"), "int8": (7, "Q8_0")}
 BATCH = 512  # tokens per step, llama.cpp's default
@@ -65,9 +66,10 @@ def _written(llama_cpp: Any, source: Path, folder: Path, precision: Precision) -
         return path
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize, params.nthread = number, True, processors()
-    temporary = path.with_suffix(".tmp")
-    failed = llama_cpp.llama_model_quantize(str(source).encode(), str(temporary).encode(), ctypes.byref(params))
-    if failed:
-        raise NotHereError(f"llama.cpp could not write the weights as {name} (status {failed})")
-    temporary.rename(path)
+    with temporary_folder(path) as temporary:
+        made = temporary / path.name
+        failed = llama_cpp.llama_model_quantize(str(source).encode(), str(made).encode(), ctypes.byref(params))
+        if failed:
+            raise NotHereError(f"llama.cpp could not write the weights as {name} (status {failed})")
+        made.rename(path)
     return path
