@@ -19,6 +19,7 @@ ROOMS = (
     "storage",
     "arguments",
     "lazy",
+    "forks",
     "derivatives",
     "core",
     "layout",
@@ -229,6 +230,28 @@ LOADING = ("from_pretrained", "from_config", "pipeline")
 def own_files(*folders):
     """Return the Python files of folders of the repository, without what was installed or built there."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier", "Queue", "LifoQueue",
+         "PriorityQueue", "SimpleQueue", "cached_property", "register_at_fork"}  # fmt: skip
+LOCKS_OF = {"threading", "queue", "multiprocessing", "functools", "os", "_thread"}
+RENEWED = {"integrations/runtime/background.py": {"Queue"}}  # a child makes another
+
+
+def test_locks_come_from_one_place_that_frees_them_in_a_forked_child():
+    wrong = []
+    for path in own_files("src"):
+        name = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            taken = set()
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                module = node.func.value
+                taken = {node.func.attr} if isinstance(module, ast.Name) and module.id in LOCKS_OF else set()
+            elif isinstance(node, ast.ImportFrom) and node.module in LOCKS_OF:
+                taken = {alias.name for alias in node.names}
+            if name != "forks.py":
+                wrong += [f"{name}:{node.lineno} {each}" for each in taken & LOCKS - RENEWED.get(name, set())]
+    assert not wrong, f"take locks and events from dynaxx.forks: {wrong}"
 
 
 def test_models_are_loaded_by_one_function_that_never_runs_their_code():

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Annotated
 
 import typer
@@ -42,6 +41,7 @@ def serve_metrics(
       PROMETHEUS_MULTIPROC_DIR=/var/run/workers dynaxx serve-metrics
     """
     with running(False) as finish:
+        from dynaxx.forks import new_event
         from dynaxx.telemetry.prometheus import serve_source
 
         where = source or os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")
@@ -50,6 +50,6 @@ def serve_metrics(
         with serve_source(where, port, host=host) as server:
             echo(f"metrics of {where} at {server.url} (press Ctrl-C to stop)", err=True)
             try:
-                threading.Event().wait()
+                new_event().wait()
             except KeyboardInterrupt:
                 finish({})

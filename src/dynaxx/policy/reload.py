@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynaxx.errors import PolicyError
+from dynaxx.forks import in_child, new_event, new_lock
 from dynaxx.policy.files import MOST_BYTES, parse_policy
 from dynaxx.policy.schema import Policy
 from dynaxx.printable import printable
@@ -49,14 +50,15 @@ class PolicyFollower:
         self.path = os.fspath(path)
         self._accept, self._refused = _weak(accept), _weak(refused)
         self._interval = interval
-        self._stopped = threading.Event()
-        self._checking = threading.Lock()
+        self._stopped, self._checking = new_event(), new_lock()
+        self._started = False
+        in_child(self, PolicyFollower._continue_after_fork)
         self._seen: str | None = None
         self._bad = False
 
     def start(self) -> None:
         """Check every `interval` seconds in a daemon thread, until `stop`."""
-        _STARTED.add(self)
+        self._started = True
         threading.Thread(
             target=_follow,
             args=(weakref.ref(self), self._stopped, self._interval),
@@ -66,7 +68,7 @@ class PolicyFollower:
 
     def stop(self) -> None:
         """Stop the thread."""
-        _STARTED.discard(self)
+        self._started = False
         self._stopped.set()
 
     def check(self) -> bool:
@@ -109,12 +111,10 @@ class PolicyFollower:
             return f"cannot be read: {error.strerror or error}"
 
     def _continue_after_fork(self) -> None:
-        """Create new locks and a thread in a forked child, where the parent's threads no longer exist."""
-        self._stopped, self._checking = threading.Event(), threading.Lock()
-        self.start()
-
-
-_STARTED: weakref.WeakSet[PolicyFollower] = weakref.WeakSet()  # followers with a running thread
+        """Start a thread in a forked child, and read the file anew: another thread may have been within a check."""
+        self._seen = None
+        if self._started:
+            self.start()
 
 
 def _follow(follower: weakref.ref[PolicyFollower], stopped: threading.Event, interval: float) -> None:
@@ -130,12 +130,3 @@ def _weak(function: Callable[..., Any]) -> Callable[[], Callable[..., Any] | Non
     if hasattr(function, "__self__") and hasattr(function, "__func__"):
         return weakref.WeakMethod(function)
     return lambda: function
-
-
-def _after_fork() -> None:
-    for follower in list(_STARTED):
-        follower._continue_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
+from dynaxx.forks import new_event
 from dynaxx.telemetry.overview import Overview, Watch, concerns_of
 
 LATE = 3  # intervals after which an unfinished reading counts as late
@@ -26,7 +27,7 @@ class BackgroundWatch:
         self._watch, self._interval = watch, interval
         self._seen = watch.look()
         self._began = time.monotonic()  # start of the last reading
-        self._closed = threading.Event()
+        self._closed = new_event()
         self._thread = threading.Thread(target=self._run, name="dynaxx watch", daemon=True)
         self._thread.start()
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from dynaxx.forks import new_event, new_lock
 from dynaxx.printable import printable
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 from dynaxx.telemetry.recorder import Recorder, recorder
@@ -47,7 +48,7 @@ class SnapshotFile:
         self._numbers = recorder() if numbers is None else numbers
         self._interval = interval
         self._process = os.getpid()
-        self._closed, self._writing = threading.Event(), threading.Lock()
+        self._closed, self._writing = new_event(), new_lock()
         self._thread = threading.Thread(target=self._run, name="dynaxx snapshot", daemon=True)
         self._thread.start()
 

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any, NamedTuple
 
+from dynaxx.forks import in_child, new_event, new_lock
 from dynaxx.printable import printable
 
 MOST_CONNECTIONS = 64  # concurrent connections; further ones are closed at once
@@ -71,9 +72,10 @@ class HttpServer:
         self._hosts = _own_names(host, self.port)
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self.port}"
-        self._closed = threading.Event()
+        self._closed = new_event()
         self._thread = threading.Thread(target=self._server.serve_forever, name=f"dynaxx {what}", daemon=True)
         self._thread.start()
+        in_child(self, HttpServer._leave_to_parent)
         if not is_loopback(host):
             logger.warning(
                 "%s at %s can be read by everyone who can reach this address: there is no password", what, self.address
@@ -102,6 +104,11 @@ class HttpServer:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+
+    def _leave_to_parent(self) -> None:
+        """Give up the port in a forked child, where no thread serves it."""
+        self._server.socket.close()
+        self._closed.set()
 
     def __enter__(self) -> HttpServer:
         """Return the server. The end of the block closes it."""
@@ -134,7 +141,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, owner: HttpServer, port: int, host: str) -> None:
         self.owner = owner
         self._open: dict[socket.socket, float] = {}  # start time of each connection
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], found[0][4]
         super().__init__(address, _Handler)  # type: ignore[arg-type]

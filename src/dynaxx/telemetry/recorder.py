@@ -225,12 +225,3 @@ def use(other: Recorder) -> Iterator[Recorder]:
         yield other
     finally:
         _default = before
-
-
-def _after_fork() -> None:
-    """Reset the counts of a forked child, with a new lock. The parent keeps its counts."""
-    _default._store.restart()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import deque
 from typing import Any, Protocol
 
+from dynaxx.forks import in_child, new_lock
 from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG, Metric
 
@@ -53,7 +53,7 @@ class Store:
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self.sinks: tuple[Sink, ...] = ()
         self.sources: weakref.WeakSet[Source] = weakref.WeakSet()
         self.events: deque[Any] = deque(maxlen=RECENT_EVENTS)
@@ -61,6 +61,7 @@ class Store:
         self._by_name: dict[str, dict[tuple[str, ...], Series]] = {}
         self._logged: set[str] = set()
         self._lines: dict[str, tuple[float, int]] = {}  # time of the last log line, events since
+        in_child(self, Store.restart)  # the parent keeps its counts
 
     def unlogged(self, event: str) -> int | None:
         """Return the number of unlogged events since the last line, or None if this event must not be logged."""
@@ -80,8 +81,7 @@ class Store:
             return known.setdefault(labels, Series(metric, labels))
 
     def restart(self) -> None:
-        """Reset everything to zero with a new lock. Views stay valid."""
-        self.lock = threading.Lock()
+        """Reset everything to zero. Views stay valid."""
         self.started = time.monotonic()
         self.events.clear()
         self._logged.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from dynaxx.forks import new_lock
 from dynaxx.integrations.onnx.packages import require
 from dynaxx.kernels import cpu
 from dynaxx.layout import BlockLayout
@@ -34,7 +34,7 @@ NAMES = {3: "DynaxxSparseAttention", 4: "DynaxxMaskedSparseAttention"}  # by num
 EXACT_BLOCK = (64, 64)
 FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 
-_one_run = threading.Lock()
+_one_run = new_lock()
 _failures: list[Exception] = []  # exceptions of the current run
 _of_data: TypeAdapter[Any] = TypeAdapter(AttentionSpec)
 

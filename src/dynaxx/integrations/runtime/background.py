@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from dynaxx.forks import in_child, new_lock
 
 Job = Callable[[], Any]
 Jobs = queue.Queue[Job | None]
@@ -39,12 +40,12 @@ class Background:
         self._failed = failed
         self._depth = depth
         self._start()
+        in_child(self, Background._continue_after_fork)
 
     def _start(self) -> None:
-        self._pid = os.getpid()
         self._queue: Jobs = queue.Queue(self._depth)
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._starting = new_lock()
         self._finalizer = weakref.finalize(self, _end_after_this_job, self._queue)
         self._finalizer.atexit = False  # `_leave` ends the threads and joins them
 
@@ -52,8 +53,6 @@ class Background:
         """Queue a job. Return False if it was dropped because the queue is full or the thread has stopped."""
         if not self._finalizer.alive:
             return False
-        if os.getpid() != self._pid:  # threads do not survive a fork
-            self._start()
         if self._thread is None:
             with self._starting:
                 if self._thread is None and not _leaving:
@@ -80,8 +79,14 @@ class Background:
         """Stop the thread after its current job, and join it. Waiting jobs are dropped."""
         self._finalizer()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _continue_after_fork(self) -> None:
+        """Forget, in a forked child, the parent's thread, and its queue, whose lock that thread may hold."""
+        _running.clear()
+        if self._finalizer.detach() is not None:  # it was not stopped
+            self._start()
 
 
 _running: dict[threading.Thread, Jobs] = {}  # threads that may be running
@@ -128,12 +133,3 @@ def _work(jobs: Jobs, failed: Callable[[Exception], Any]) -> None:
                 jobs.task_done()
     finally:
         _running.pop(threading.current_thread(), None)
-
-
-def _forget_threads() -> None:
-    """Forget the parent's threads in a forked child, where they do not run."""
-    _running.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from dynaxx.forks import new_lock
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.policy.guard import failure_reason
 from dynaxx.telemetry import Recorder
@@ -32,7 +32,7 @@ class Counts:
     def __init__(self, numbers: Recorder) -> None:
         self.numbers = numbers
         self.probe = Probe(numbers)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._sparse = self._own_pattern = 0
         self._count_own_pattern: dict[str, Callable[[int], None]] = {}
         self._dense: Counter[DenseReason] = Counter()

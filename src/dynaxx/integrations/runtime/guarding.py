@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.forks import new_lock
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.measure import CallMeasure, dense_rows, measure, most_rows
 from dynaxx.layout import BlockLayout
@@ -77,7 +77,7 @@ class LiveGuard:
         self._background = background
         self._records = {layer: LayerRecord(plan.q_heads) for layer, plan in plans.items()}
         self._random = random.Random(policy.rollout.seed)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._requests = 0
         self._stream: Any = None
         self.worst = Level.OK

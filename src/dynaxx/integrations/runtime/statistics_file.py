@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from dynaxx.forks import in_child, new_event
 from dynaxx.policy import Profile, save_profile
 from dynaxx.telemetry import Recorder
 
@@ -30,7 +31,8 @@ class StatisticsFile:
         self.path = os.fspath(path)
         self._statistics = weakref.WeakMethod(statistics)
         self._numbers = numbers
-        self._stopped = threading.Event()
+        self._stopped = new_event()
+        in_child(self, lambda file: file._stopped.set())  # the file is the parent's
         self._logged = False
         threading.Thread(target=_write_on, args=(weakref.ref(self), self._stopped, interval), daemon=True).start()
 

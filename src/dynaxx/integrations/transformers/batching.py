@@ -11,7 +11,6 @@ the prefill rules, single tokens by the decode rules over the pages of the cache
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.forks import new_lock
 from dynaxx.integrations.transformers.batches.layer import BatchCall, for_attention
 from dynaxx.integrations.transformers.calls.arguments import AttentionCall
 from dynaxx.integrations.transformers.calls.interface import LAYERS
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
-_lock = threading.Lock()
+_lock = new_lock()
 _blocks = 0  # number of open `with` blocks
 _own: Attention | None = None  # the function of transformers that is replaced meanwhile
 _own_update: Callable[..., tuple[Tensor, Tensor]] | None = None  # the method of its paged cache, if it is replaced

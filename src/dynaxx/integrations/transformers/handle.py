@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
+from dynaxx.forks import new_lock
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
@@ -75,7 +75,7 @@ class Handle:
         self.before = decoder.implementation
         deployed = self._ready(policy, None)
         self.passes = Passes(decoder, deployed, self.kill_switch, self.counts, self._policy_events, self.background)
-        self._deploying = threading.Lock()
+        self._deploying = new_lock()
         self._follower: PolicyFollower | None = None
         self._statistics: StatisticsFile | None = None
         self.batches = BatchMemories()

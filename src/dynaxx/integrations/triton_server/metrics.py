@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from dynaxx.forks import new_event
 from dynaxx.telemetry.catalog import CATALOG, Metric
 from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.store import Series
@@ -44,7 +45,7 @@ class TritonMetrics:
         self._utils, self._numbers, self._interval = utils, numbers, interval
         self._families: dict[str, Any] = {}
         self._shown: dict[tuple[str, ...], tuple[Any, float]] = {}
-        self._stopped = threading.Event()
+        self._stopped = new_event()
         self._thread = threading.Thread(target=self._run, name="dynaxx triton metrics", daemon=True)
         self._thread.start()
 

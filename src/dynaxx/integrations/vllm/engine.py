@@ -7,7 +7,6 @@ This module uses vLLM's configuration by field names and does not import vLLM.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from dynaxx.errors import PolicyError, UnsupportedInputError
+from dynaxx.forks import new_lock
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.paged import Softmax
@@ -66,7 +66,7 @@ class Engine(ServedPolicy):
         self._config = weakref.ref(vllm_config)
         self._shard = (rank, vllm_config.parallel_config.tensor_parallel_size)
         self._background = Background(partial(self._numbers.failed, "guard"))
-        self._deploying = threading.Lock()
+        self._deploying = new_lock()
         self._in_force: Deployed | None = None
         self._in_force = self._ready(policy)
         self._follower: PolicyFollower | None = None
