@@ -256,7 +256,21 @@ def test_bound_beyond_loopback_is_a_warning(caplog):
         assert not caplog.records
         with HttpServer(lambda path: Answer(200, "text/plain", b"x"), 0, "0.0.0.0", "numbers") as server:
             assert "no password" in caplog.text
-            assert "200 OK" in ask(server.port, "GET / HTTP/1.0\r\nHost: whatever\r\n\r\n")
+            assert "200 OK" in ask(server.port, "GET / HTTP/1.0\r\nHost: 192.0.2.7:80\r\n\r\n")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_names_on_all_interfaces_are_this_machines(host, monkeypatch):
+    """A page of a foreign name that resolves to this machine reads nothing."""
+    monkeypatch.setenv("DYNAXX_HOSTS", "metrics, Node-7.example")
+    own = ["192.0.2.7", "[2001:db8::1]", "localhost", socket.gethostname()] if host == "0.0.0.0" else []
+    with HttpServer(lambda path: Answer(200, "text/plain", b"x"), 0, host, "numbers") as server:
+        for name in ("metrics", "NODE-7.example.", *own):
+            assert server.accepts(f"{name}:9100"), name
+            assert server.accepts(name), name
+        for name in ("evil.example", "metrics.evil.example", "192.0.2.7.evil.example", "2130706433", "[::1", "", "]"):
+            assert not server.accepts(f"{name}:{server.port}"), name
+        assert not server.accepts(None)
 
 
 def test_idle_and_slow_clients_are_dropped_and_others_served(monkeypatch, capfd):

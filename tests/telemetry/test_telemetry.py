@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -242,8 +243,11 @@ def test_the_memory_of_live_caches(telemetry):
 def test_a_forked_child_starts_from_zero_even_while_a_thread_counts(telemetry):
     view = telemetry.bind(model_name="m")
     view.add(CALLS, 5, backend="cpu", phase="prefill")
-    with telemetry._store.lock:  # as if another thread were in the middle of an update
+    with ThreadPoolExecutor(1) as pool:  # another thread is in the middle of an update
+        pool.submit(telemetry._store.lock.acquire).result()
         child = os.fork()
+        if child:
+            telemetry._store.lock.release()
     if child == 0:
         view.add(CALLS, backend="cpu", phase="prefill")
         os._exit(0 if telemetry.value(CALLS) == 1 else 1)

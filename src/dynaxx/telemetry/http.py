@@ -10,6 +10,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from dynaxx.printable import printable
 
 MOST_CONNECTIONS = 64  # concurrent connections; further ones are closed at once
 CONNECTION_SECONDS = 15.0  # limit on sending a request and reading its response
+HOSTS_VARIABLE = "DYNAXX_HOSTS"
 SILENT_SECONDS = 5.0  # limit on the time without a byte from the client
 
 logger = logging.getLogger("dynaxx")
@@ -45,7 +47,7 @@ class HttpServer:
 
     The server refuses requests whose Host header is not its own address. This prevents DNS rebinding, in which a
     foreign web page reads the responses through a name that resolves to this machine. A server on all interfaces
-    cannot know its names, so it accepts any Host.
+    accepts every address and this machine's name. `DYNAXX_HOSTS` lists further names, separated by commas.
 
     Args:
         respond: a function that returns the response for a path without its query. An exception is logged and becomes
@@ -69,7 +71,10 @@ class HttpServer:
         except OSError as error:
             raise _explained(error, port, host) from None
         self.port = int(self._server.server_port)
-        self._hosts = _own_names(host, self.port)
+        self._everywhere = host.strip("[]") in ("", "0.0.0.0", "::")
+        self._own = _own_headers(host, self.port)
+        self._names = {name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")} - {""}
+        self._names |= {"localhost", socket.gethostname().lower()} if self._everywhere else set()
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self.port}"
         self._closed = new_event()
@@ -83,7 +88,10 @@ class HttpServer:
 
     def accepts(self, host_header: str | None) -> bool:
         """Return whether requests with this Host header are served."""
-        return self._hosts is None or (host_header or "").lower() in self._hosts
+        header = (host_header or "").lower()
+        name = header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+        named = name.rstrip(".") in self._names or (self._everywhere and _is_address(name))
+        return header in self._own or named
 
     def answer(self, path: str) -> Answer:
         """Return the response for a path."""
@@ -192,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
         if owner.accepts(self.headers.get("Host")):
             self._send(owner.answer(self.path))
         else:
-            message = b"this is served under its own address only\n"
+            message = f"this is served under its own address only; {HOSTS_VARIABLE} lists more names\n".encode()
             self._send(Answer(403, "text/plain; charset=utf-8", message))
 
     do_HEAD = do_GET
@@ -216,14 +224,21 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing, since the terminal shows the output of the command."""
 
 
-def _own_names(host: str, port: int) -> frozenset[str] | None:
-    """Return the Host headers that name this server, or None if it serves all interfaces and accepts any."""
+def _own_headers(host: str, port: int) -> frozenset[str]:
+    """Return the Host headers that name a server on one interface."""
     bare = host.strip("[]").lower()
-    if bare in ("", "0.0.0.0", "::"):
-        return None
     names = {bare, *(("127.0.0.1", "localhost", "::1") if is_loopback(bare) else ())}
     names = {f"[{name}]" if ":" in name else name for name in names}
     return frozenset({f"{name}:{port}" for name in names} | (names if port == 80 else set()))
+
+
+def _is_address(name: str) -> bool:
+    """Return whether a host is an address. A foreign page has a name, so its requests carry one."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _explained(error: OSError, port: int, host: str) -> OSError:

@@ -4,6 +4,7 @@
 The files:
 
     apply_policy, handle       what users call
+    loading                    loads from folders without running their code
     decoder                    reads a model: its config, its layers, and why it cannot be served
     passes, forward_context    one forward pass; `request` reads its token ids
     calls/                     one attention call: planned, then run by a rule, by the model's own pattern, or dense
