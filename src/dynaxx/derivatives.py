@@ -4,17 +4,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 
 def transforms_active() -> bool:
     """Return whether a transform of `torch.func` (grad, vjp, vmap, jvp) is active, so that tensors may be wrapped."""
     return torch._C._are_functorch_transforms_active()
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """Leave all transforms of `torch.func` within the block, so that new tensors are plain and may be kept."""
+    if torch.compiler.is_compiling() or not transforms_active():
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def refuse_compiled_transforms(name: str, *tensors: Tensor) -> None:
+    """Raise NotImplementedError if a compiler traces an operation within `torch.func`.
+
+    Without `fullgraph`, the compiler then leaves the transformed function to Python, which computes it.
+    """
+    if transforms_active() or any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+        raise NotImplementedError(
+            f"{name} within torch.func (grad, vjp, vmap) cannot be compiled into one graph; use fullgraph=False, or "
+            "compile the function itself and take gradients by backward"
+        )
 
 
 def refuse_forward_mode(*tensors: Tensor | None) -> None:

@@ -125,7 +125,7 @@ def forget():
     """Drop cached layouts and tables."""
     base._cached_layout.clear()
     packed._cached.clear()
-    simhash._planes.cache_clear()
+    simhash._planes.clear()
 
 
 @pytest.fixture

@@ -5,11 +5,15 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 import dynaxx as dx
+from dynaxx.patterns.base import _cached_layout
+from dynaxx.patterns.packed import _cached
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap over SDPA warns, not our code
 SEQLEN = 40
@@ -133,3 +137,77 @@ def test_operations_without_rules_refuse_transforms():
     used = torch.full((2,), SEQLEN, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="`sparse_decode` has no rules for torch"):
         vmap(lambda q: dx.sparse_decode(q[:, :1], dx.PagedCache(k[0], v[0], used, page_size=16)))(q)
+
+
+MADE = {
+    "a pattern": lambda: (dx.SlidingWindow(9) | dx.Sink(3)).layout(SEQLEN, block_size=16),
+    "documents": lambda: dx.Documents((0, 11, SEQLEN)).layout(SEQLEN, block_size=16),
+    "a mask": lambda: dx.BlockLayout.from_dense(torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril(), block_size=16),
+    "indices": lambda: dx.BlockLayout.from_block_indices(torch.zeros(1, 1, 3, 1).long(), SEQLEN, block_size=16),
+    "heads": lambda: dx.BlockLayout.stack_heads([CAUSAL] * 4),
+    "other heads": lambda: dx.BlockLayout.stack_heads([CAUSAL] * 4).take_heads((3, 2, 1, 0)),
+    "packed": lambda: dx.packed_layout(dx.Causal(), (0, 11, SEQLEN), block_size=16),
+}
+TRANSFORMS = {
+    "grad": lambda f: grad(f),
+    "vjp": lambda f: lambda q, k, v: vjp(f, q, k, v)[1](torch.ones(()))[0],
+    "vmap": lambda f: lambda *given: vmap(f)(*(x[None] for x in given))[0],
+    "vmap of grad": lambda f: lambda *given: vmap(grad(f))(*(x[None] for x in given))[0],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("made", MADE)
+def test_layouts_may_be_made_within_a_transform(made, transform):
+    """The first call makes the layout; what it keeps serves calls outside."""
+    _cached_layout.clear()
+    _cached.clear()
+    make, given, kept = MADE[made], inputs(batch=1), []
+
+    def run(q, k, v):
+        layout = make()
+        kept.append(layout)
+        assert 0 < layout.density() <= 1
+        return dx.sparse_attention(q, k, v, layout).square().sum()
+
+    found = TRANSFORMS[transform](run)(*given)
+    (layout,) = kept
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (*layout.tensors, layout.kv_num_blocks))
+    fixed = lambda q, k, v: dx.sparse_attention(q, k, v, layout).square().sum()
+    close(found, TRANSFORMS[transform](fixed)(*given))
+    leaf = given[0].requires_grad_()
+    fixed(leaf, *given[1:]).backward()
+    assert leaf.grad.isfinite().all()
+
+
+def test_a_layout_of_mapped_tensors_is_refused():
+    blocks = torch.zeros(2, 1, 1, 3, 1, dtype=torch.int32)
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"torch.func|vmap"):
+        vmap(lambda x: dx.BlockLayout.from_block_indices(x, SEQLEN, block_size=16).kv_indices)(blocks)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_compiled_transforms_compute_or_are_refused_in_words(transform):
+    run = TRANSFORMS[transform](loss(ours))
+    given = inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler warns of caches in the code that it leaves to Python
+        torch._dynamo.reset()
+        close(torch.compile(run, backend="aot_eager")(*given), run(*given))
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"within torch.func .* cannot be compiled into one graph; use fullgraph"):
+            torch.compile(run, backend="aot_eager", fullgraph=True)(*given)
+
+
+def test_operations_are_counted():
+    q, k, v = inputs()
+    q.requires_grad_()
+    pairs = CAUSAL.nnz * 16 * 16 * 2 * 4
+    with FlopCounterMode(display=False) as counter:
+        out = ours(q, k, v)
+        assert counter.get_total_flops() == 2 * pairs * (16 + 16)
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (2 + 5) * 16
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        ours(*(torch.randn(x.shape) for x in (q, k, v)))
+    assert counter.get_total_flops() == 2 * pairs * (16 + 16)

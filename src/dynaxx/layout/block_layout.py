@@ -141,6 +141,7 @@ class BlockLayout(LayoutTensors):
 
     @classmethod
     @typed
+    @on_host
     def stack_heads(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
         """Concatenate layouts along the heads. All layouts must have the same lengths, block size, batch and device.
 
@@ -168,6 +169,7 @@ class BlockLayout(LayoutTensors):
         return known
 
     @typed
+    @on_host
     def to(self, device: torch.device | str) -> BlockLayout:
         """Return this layout on another device. The call does not wait for a copy to a GPU to finish."""
         if torch.device(device) == self.device:
@@ -182,6 +184,7 @@ class BlockLayout(LayoutTensors):
         return there
 
     @typed
+    @on_host
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
         """Return the layout of the given heads, in their order. A layout that all heads share is returned unchanged.
 
@@ -190,6 +193,7 @@ class BlockLayout(LayoutTensors):
         """
         return self if self.layout_heads == 1 else BlockLayout._of(self.grid(), entries_of_heads(self, heads))
 
+    @on_host
     def take_heads(self, heads: tuple[int, ...], capacity: int | None = None) -> BlockLayout:
         """Return a layout whose heads read the blocks of the given heads; a head may occur several times.
 

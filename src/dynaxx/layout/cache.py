@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dynaxx.derivatives import untransformed
 from dynaxx.layout.host import never_traced
 
 MOST_BYTES = 256 * 1024 * 1024
@@ -72,9 +73,10 @@ class LayoutCache(Generic[P, T]):
     def _made(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return a new value, outside of modes whose tensors later callers could not use.
 
-        Such modes are FakeTensorMode, and inference mode, whose tensors cannot be saved for a backward pass.
+        Such modes are FakeTensorMode, transforms of `torch.func`, and inference mode, whose tensors cannot be saved
+        for a backward pass.
         """
-        with torch.inference_mode(False):
+        with untransformed(), torch.inference_mode(False):
             if not torch._C._len_torch_dispatch_stack():
                 return self._make(*args, **kwargs)
             with _disable_current_modes():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.derivatives import untransformed
 from dynaxx.layout.grid import BlockGrid, as_integer
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_mask_ids, causal_masks
 
@@ -208,5 +209,5 @@ def taken_rows(layout: LayoutTensors, heads: tuple[int, ...], capacity: int | No
 
 @lru_cache(maxsize=256)
 def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+    with untransformed(), torch.inference_mode(False):
         return torch.tensor(heads, device=device, dtype=torch.int64)

@@ -12,25 +12,46 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaxx.derivatives import transforms_active, untransformed
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def on_host(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that tensors it creates without a device are created on the CPU.
+    """Decorate a function so that tensors it creates without a device are created on the CPU, and are plain tensors.
 
     Layouts are computed on the CPU from host integers. Under a user's `torch.set_default_device`, their tensors would
-    silently land on another device or be mixed with tensors there.
+    silently land on another device or be mixed with tensors there; within `torch.func`, they would belong to the
+    transform. A function that gets a transformed tensor stays within the transform.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if transforms_active():
+            plain: Any = [without_gradient(x) for x in args], {name: without_gradient(x) for name, x in kwargs.items()}
+            if not any(map(_is_transformed, (*plain[0], *plain[1].values()))):
+                with untransformed():
+                    return run(*plain[0], **plain[1])
+        if not torch._C._len_torch_function_stack():
             return function(*args, **kwargs)
         with torch.device("cpu"):
             return function(*args, **kwargs)
 
     return run
+
+
+def without_gradient(x: Any) -> Any:
+    """Return a tensor of integers or booleans without the wrappers of `torch.func.grad`, which mean nothing there."""
+    while isinstance(x, Tensor) and not x.is_floating_point() and torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def _is_transformed(x: object) -> bool:
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def never_traced(function: Callable[P, R]) -> Callable[P, R]:

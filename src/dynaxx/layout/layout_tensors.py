@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import untransformed
 from dynaxx.layout.dense import visible_pairs
 from dynaxx.layout.derived import DerivedValues, Unset
 from dynaxx.layout.grid import BlockGrid
@@ -123,7 +124,8 @@ class LayoutTensors:
             ValueError: offsets decrease, a count or index is out of range, or a row names a block twice.
         """
         self.drop_stale()
-        check_values(self)
+        with untransformed():
+            check_values(self)
         self.derived.validated = True
         return self
 
@@ -145,7 +147,8 @@ class LayoutTensors:
         """Number of visited blocks over all rows. The first access reads it back from the device."""
         known = self.derived.nnz
         if known is None:
-            known = self.derived.nnz = int(self.kv_indptr.flatten()[-1]) if self.q_blocks else 0
+            with untransformed():
+                known = self.derived.nnz = int(self.kv_indptr.flatten()[-1]) if self.q_blocks else 0
         return known
 
     @property
@@ -153,7 +156,8 @@ class LayoutTensors:
         """Number of visited kv blocks per row, partial and full: (layout_batch, layout_heads, q_blocks) int32."""
         known = self.derived.kv_num_blocks
         if known is None:
-            known = self.derived.kv_num_blocks = self.kv_indptr.diff(dim=-1)
+            with untransformed():
+                known = self.derived.kv_num_blocks = self.kv_indptr.diff(dim=-1)
         return known
 
     @property
@@ -165,7 +169,8 @@ class LayoutTensors:
         """
         known = self.derived.kv_order
         if isinstance(known, Unset):
-            known = self.derived.kv_order = self._longest_first()
+            with untransformed():
+                known = self.derived.kv_order = self._longest_first()
         return known
 
     def _longest_first(self) -> Tensor | None:
@@ -186,7 +191,8 @@ class LayoutTensors:
         """Number of rows that visit each kv block: (layout_batch, layout_heads, kv_blocks) int64. For host layouts."""
         known = self.derived.column_counts
         if known is None:
-            known = self.derived.column_counts = self._count_columns()
+            with untransformed():
+                known = self.derived.column_counts = self._count_columns()
         return known
 
     @property
@@ -217,7 +223,8 @@ class LayoutTensors:
         """
         known = self.derived.transposed
         if known is None:
-            known = self.derived.transposed = transposed_on_gpu(self) or transpose(self)
+            with untransformed():
+                known = self.derived.transposed = transposed_on_gpu(self) or transpose(self)
         return known
 
     def with_transposed(self) -> Self:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaxx.derivatives import untransformed
 from dynaxx.layout.grid import BlockGrid
 
 FULL = -1  # mask id of a block without an element mask
@@ -122,7 +123,7 @@ def _causal_masks(grid: BlockGrid) -> ElementMasks:
     q_block, kv_block = grid.block_size
     if not grid.causal:
         return ElementMasks.empty(grid.block_size)
-    with torch.inference_mode(False):  # cached tensors must also be usable in training
+    with untransformed(), torch.inference_mode(False):  # cached tensors must also be usable in training
         first, step = causal_mask_id_terms(grid)
         distances = torch.arange(first, kv_block - 1, step, device="cpu")
         r, c = torch.arange(q_block, device="cpu")[:, None], torch.arange(kv_block, device="cpu")[None, :]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynaxx.core.library import present_library
 from dynaxx.core.status import OK
+from dynaxx.derivatives import transforms_active
 from dynaxx.layout.grid import as_block_size
 from dynaxx.layout.host import address, never_traced
 from dynaxx.layout.masks import FULL, ElementMasks
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 def check_form(layout: LayoutTensors) -> None:
     """Check shapes, dtypes and devices; raises like `BlockLayout`."""
     as_block_size(layout.block_size)
+    if transforms_active() and any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in layout.tensors):
+        raise NotImplementedError(
+            "a layout cannot be made of tensors that a transform of torch.func (grad, vjp, vmap) maps; make it before "
+            "the transformed function"
+        )
     tensors = {"kv_indptr": 3, "kv_num_partial": 3, "kv_indices": 1, "kv_masks": 1}
     for name, rank in tensors.items():
         tensor: Tensor = getattr(layout, name)

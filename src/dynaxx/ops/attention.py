@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dynaxx.arguments import number, typed
-from dynaxx.derivatives import transforms_active
+from dynaxx.derivatives import refuse_compiled_transforms, transforms_active
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
@@ -19,7 +19,7 @@ from dynaxx.ops.autocast import follow_autocast
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
 from dynaxx.ops.dispatch import backend_for, load_backend, score_options
-from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
+from dynaxx.ops.library import attention_forward, count_operations, is_traced, layout_tensors
 
 
 class SparseAttentionOutput(NamedTuple):
@@ -140,6 +140,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Check the inputs, choose a backend, and call it directly, or through its registered op if something traces."""
     if is_traced(q):
+        if torch.compiler.is_compiling():
+            refuse_compiled_transforms("`sparse_attention`", q, k, v)
+        else:
+            count_operations()
         ATTENTION.check_name(backend)
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
         tensors, scale = layout_tensors(layout, q), q.shape[-1] ** -0.5 if scale is None else scale

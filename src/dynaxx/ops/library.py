@@ -8,6 +8,8 @@ calls the backend directly if nothing traces.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -28,6 +30,14 @@ def is_traced(q: Tensor) -> bool:
         or (type(q) is not Tensor and type(q) is not torch.nn.Parameter)
         or q.is_meta
     )
+
+
+def count_operations() -> None:
+    """Let an active `FlopCounterMode` count the ops. Its module takes long to load, so it is left to who uses it."""
+    if "torch.utils.flop_counter" in sys.modules and torch._C._len_torch_dispatch_stack():
+        from dynaxx.ops.flops import teach_counters
+
+        teach_counters()
 
 
 def layout_tensors(layout: BlockLayout, q: Tensor) -> list[Tensor]:

@@ -17,6 +17,7 @@ from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.host import moved_together
 from dynaxx.layout.host_metadata import set_form
@@ -224,7 +225,7 @@ def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.devi
     return StaticEntries(layout, mask_ids, same, ElementMasks(bits, bands, part.masks.kv_block))
 
 
-@lru_cache(maxsize=256)
+@LayoutCache
 def _amounts(amounts: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(amounts, dtype=torch.float32, device=device)
 

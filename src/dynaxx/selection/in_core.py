@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynaxx.kernels.cpu import best_blocks, block_scores
 from dynaxx.layout import FULL, BlockGrid, BlockLayout, ElementMasks
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_mask_ids
 from dynaxx.patterns.base import Pattern
@@ -85,7 +86,7 @@ def _packed(flags: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
 
 
-@lru_cache(maxsize=256)
+@LayoutCache
 @on_host
 def _counts(choice: ChoiceSettings, grid: BlockGrid, q_heads: int) -> Tensor:
     """Return (Hq, R) int32 numbers of blocks that each row takes, as `TopK.choose` has them."""

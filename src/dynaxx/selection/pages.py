@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging import PagedCache
 from dynaxx.lazy import lazy
@@ -134,12 +135,10 @@ def _bound_of(scorer: MeanQuery | MeanPool | MinMax) -> float:
     return 0.75 if isinstance(scorer, MeanQuery) else 0.0
 
 
-@lru_cache(maxsize=256)
-@on_host
+@LayoutCache
 def _wanted(counts: tuple[float, ...], shares: tuple[float, ...], kv_heads: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        table = torch.tensor([counts, shares], dtype=torch.float32)
-        return table.expand(2, kv_heads).contiguous().to(device)
+    table = torch.tensor([counts, shares], dtype=torch.float32, device="cpu")
+    return table.expand(2, kv_heads).contiguous().to(device)
 
 
 def _unequal(rule: object) -> ValueError:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
+from dynaxx.layout.cache import LayoutCache
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
     Scorer,
@@ -108,13 +108,11 @@ def pairs(of_queries: Tensor, of_keys: Tensor) -> Tensor:
     return found.view(batch, q_heads, rows, of_keys.shape[-1])
 
 
-@lru_cache(maxsize=16)
+@LayoutCache
 def _planes(head_dim: int, count: int, seed: int, device: torch.device) -> Tensor:
     """Return random projections, (head_dim, count) fp32, the same on every device."""
-    with torch.inference_mode(False):
-        return torch.randn(
-            head_dim, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
-        ).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(head_dim, count, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 def _mean_token(x: Tensor) -> Tensor:
