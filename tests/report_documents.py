@@ -6,7 +6,20 @@ import json
 import math
 from pathlib import Path
 
+from dynaxx.lab.about import policy_digest
+from dynaxx.lab.validate.check import Check, _slowdown
+from dynaxx.lab.validate.result import (
+    LogitErrors,
+    Perplexities,
+    Repetition,
+    SpeedRow,
+    TaskScore,
+    ValidationResult,
+)
+from dynaxx.policy import Policy
+
 LAYERS, HEADS = 30, 9
+MODEL, TEXT = "0123456789abcdef", "fedcba9876543210"  # digests
 
 
 def profile() -> dict:
@@ -31,6 +44,8 @@ def profile() -> dict:
         )
     versions = {"dynaxx": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"}
     return {
+        "about": {"model": MODEL, "text": TEXT},
+        "command": "dynaxx profile smollm2 --out run",
         "machine": {
             "system": "Linux x86_64",
             "cpu": "AMD EPYC 9R14",
@@ -82,6 +97,8 @@ def analysis(layers: int = LAYERS, heads: int = HEADS, size: int = 64) -> dict:
             )
     rule = lambda *recall: {"attention": ["a", "b", "c"], "density": [0.1, 0.3, 0.5], "recall": list(recall)}
     return {
+        "about": {"model": MODEL, "text": TEXT},
+        "command": "dynaxx analyze smollm2 --out run",
         "model": "SmolLM2-135M-Instruct",
         "tokens": 4096,
         "block_size": 64,
@@ -105,19 +122,45 @@ def analysis(layers: int = LAYERS, heads: int = HEADS, size: int = 64) -> dict:
     }
 
 
+def about(policy_document: dict, text: str = TEXT) -> dict:
+    return {"model": MODEL, "text": text, "policy": policy_digest(Policy(**policy_document))}
+
+
 def _trial(density: float, change: float) -> dict:
-    return {"density": density, "perplexity": 14.49 * (1 + change), "ratio": 1 + change, "error": 0.0004}
+    passed = change + 2 * 0.0004 <= 0.01
+    return {"density": density, "perplexity": 14.49 * (1 + change), "ratio": 1 + change, "error": 0.0004} | {
+        "passed": passed,
+        "decided": True,
+    }
 
 
-def tuning() -> dict:
+def tuning(verdict: str = "sparse", ended: str = "done", of: dict | None = None) -> dict:
+    """Return the result of a search with this verdict, about a policy (by default the one of that verdict)."""
     tuned = [_trial(0.5, 0.0003), _trial(0.3, 0.0021), _trial(0.21, 0.006), _trial(0.17, 0.0131), _trial(0.13, 0.031)]
     uniform = [
         _trial(0.5, 0.0016),
         _trial(0.4, 0.0048),
-        _trial(0.33, 0.0094),
+        _trial(0.33, 0.0091),
         _trial(0.27, 0.0163),
         _trial(0.15, 0.101),
     ]
+    if verdict == "undecided":
+        tuned, uniform = [_trial(0.239, 0.0105) | {"decided": False}], []
+    if verdict == "dense":
+        tuned, uniform = [_trial(0.9, 0.021)], []
+    found = {
+        "sparse": ("21.0% of the blocks keep perplexity within 1.00% at 4,096 tokens", ""),
+        "dense": ("nothing sparse stays within 1.00%: at 90% of the blocks perplexity rises by 2.10%", ""),
+        "undecided": (
+            "time ended after 1 trials; no density is known to pass or to fail",
+            "Run the same command with --time-budget 15m: it continues, and on this machine now that would decide.",
+        ),
+    }
+    if verdict == "sparse" and ended != "done":
+        found["sparse"] = (
+            found["sparse"][0],
+            "Fewer blocks may do: the same command with --time-budget 15m continues.",
+        )
     crossover = [(64, 0.02, 0.0204), (256, 0.06, 0.0602), (1024, 0.31, 0.29), (4096, 2.1, 1.62), (8192, 6.4, 4.0)]
     return {
         "model": "SmolLM2-135M-Instruct",
@@ -126,18 +169,36 @@ def tuning() -> dict:
         "dense_perplexity": 14.49,
         "uniform": uniform,
         "tuned": tuned,
-        "chosen": tuned[2],
-        "best_uniform_density": 0.33,
-        "crossover": [{"seqlen": n, "dense_seconds": d, "sparse_seconds": s} for n, d, s in crossover],
-        "dense_below": 512,
+        "chosen": tuned[2] if verdict == "sparse" else None,
+        "best_uniform_density": 0.33 if verdict == "sparse" else None,
+        "crossover": [
+            {
+                "seqlen": n,
+                "dense_seconds": d,
+                "sparse_seconds": s,
+                "low": 0.9 * d / s,
+                "high": 1.1 * d / s,
+                "busy": False,
+            }
+            for n, d, s in (crossover if verdict == "sparse" else ())
+        ],
+        "dense_below": 512 if verdict == "sparse" else None,
+        "ended": ended,
+        "verdict": verdict,
+        "why": found[verdict][0],
+        "advice": found[verdict][1],
+        "busy": False,
+        "about": about(of or policy(verdict == "sparse")),
         "layers": list(range(LAYERS)),
-        "budgets": [[((layer * 13 + head * 29) % 17) / 40 for head in range(HEADS)] for layer in range(LAYERS)],
+        "budgets": []
+        if verdict != "sparse"
+        else [[((layer * 13 + head * 29) % 17) / 40 for head in range(HEADS)] for layer in range(LAYERS)],
         "seconds": 310.0,
         "command": "dynaxx tune smollm2 --out run",
     }
 
 
-def policy() -> dict:
+def policy(sparse: bool = True) -> dict:
     return {
         "format": "dynaxx.policy",
         "version": 1,
@@ -145,39 +206,44 @@ def policy() -> dict:
         "block_size": 64,
         "dense_below": 512,
         "sparse_from": 563,
-        "rules": [{"layers": [0], "heads": "all", "attention": {"kind": "full"}}],
+        "rules": [{"layers": [0], "heads": "all", "attention": {"kind": "full"}}] * sparse,
         "tolerances": {"perplexity_ratio": 1.01, "kl": None},
         "measured_on": {"device": "cpu", "hardware": "AMD EPYC 9R14", "versions": {"torch": "2.13.0"}},
         "evidence": [],
     }
 
 
-def validation(passed: bool = True, speedup: float = 1.6) -> dict:
+def validation(passed: bool = True, speedup: float = 1.6, spread: float = 0.05, of: dict | None = None) -> dict:
+    """Return a validation about a policy; `spread` is half the interval of the speed-ups."""
     checks = [
-        ("perplexity_ratio", 1.006, 1.01, True, ""),
-        ("task_logprob_drop", 0.02, 0.1, True, "nats"),
-        ("repetition_increase", 0.31 if not passed else 0.0, 0.1, passed, ""),
-        ("slowdown", 1.012, 1.03, True, ""),
+        Check("perplexity_ratio", 1.006, 1.01, True, "", "held-out text of the sample"),
+        Check("task_logprob_drop", 0.02, 0.1, True, "nats", "the task 'needle'"),
+        Check("repetition_increase", 0.0 if passed else 0.31, 0.1, passed),
     ]
-    speed = [(512, 0.9, 0.9), (2048, 3.6, 3.2), (4096, 8.3, 6.3), (8192, 20.9, 20.9 / speedup)]
-    return {
-        "passed": passed,
-        "model": "SmolLM2-135M-Instruct",
-        "checks": [dict(zip(("name", "value", "limit", "passed", "unit"), check, strict=True)) for check in checks],
-        "logits": {"max_error": 3.1, "mean_error": 0.11, "top1_agreement": 0.973, "kl": 0.0041},
-        "perplexity": {"dense": 15.02, "sparse": 15.11, "ratio": 1.006},
-        "tasks": [
-            {"task": "needle", "dense": 0.92, "sparse": 0.91, "logprob_drop": 0.02},
-            {"task": "several keys", "dense": 0.81, "sparse": 0.8, "logprob_drop": 0.01},
-        ],
-        "repetition": {"dense": 0.04, "sparse": 0.04},
-        "speed": [
-            {"seqlen": n, "dense_seconds": d, "sparse_seconds": s, "speedup": d / s, "dense_peak_mb": 900.0 + n / 8}
-            | {"sparse_peak_mb": 880.0 + n / 8}
-            for n, d, s in speed
-        ],
-        "density": 0.21,
-    }
+    times = [(640, 0.9, 0.88), (2048, 3.6, 3.2), (4096, 8.3, 6.3), (8192, 20.9, 20.9 / speedup)]
+    speed = [
+        SpeedRow(n, d, s, d / s, 5, 900.0 + n / 8, 880.0 + n / 8, d / s - spread, d / s + spread, 2 * d, 2 * s)
+        for n, d, s in times
+    ]
+    checks.append(_slowdown(speed, 1.03))
+    found = ValidationResult(
+        passed=all(check.passed for check in checks),
+        checks=tuple(checks),
+        logits=LogitErrors(3.1, 0.11, 0.973, 0.0041),
+        perplexity=Perplexities(15.02, 15.11, 1.006, 1.007, 2.7094, 2.7154, 12285),
+        tasks=(TaskScore("needle", 0.92, 0.91, -0.2, -0.22, 0.02, 0.01),),
+        repetition=Repetition(0.04, 0.04, 0.0 if passed else 0.31, 0.01, 0.9),
+        speed=tuple(speed),
+        density=0.223,
+        layer_calls={"sparse_calls": 90},
+        windows=3,
+        window_tokens=4096,
+        seed=0,
+        sparse_from=563,
+    )
+    document = json.loads(json.dumps(found.to_dict()))
+    command = "dynaxx validate smollm2 run/policy.json"
+    return document | {"model": "SmolLM2-135M-Instruct", "about": about(of or policy()), "command": command}
 
 
 DOCUMENTS = {

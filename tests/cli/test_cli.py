@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,11 +18,13 @@ from typer.testing import CliRunner
 import dynaxx
 from dynaxx import cli
 from dynaxx.cli import options
+from dynaxx.lab.about import about
 from dynaxx.lab.doctor import run as doctor
 from dynaxx.lab.machine import Ceilings
 from dynaxx.lab.profile import run as profile
 from dynaxx.lab.progress import LineProgress
 from dynaxx.lab.tune.crossover import LengthTiming
+from dynaxx.policy import save_policy
 from tiny import TEXT, save_tiny_model
 
 FACTS = {"model_type": "llama", "layers": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16}
@@ -421,14 +422,13 @@ def test_analyze(tools, tiny, tmp_path):
 
 
 def test_validate(tools, monkeypatch, tiny, tmp_path):
-    policy = tmp_path / "policy.json"
-    policy.write_text("{}")
-    monkeypatch.setattr("dynaxx.policy.load_policy", lambda path: f"policy of {Path(path).name}")
+    chosen, policy = dynaxx.Policy(model=FACTS), tmp_path / "policy.json"
+    save_policy(chosen, policy)
     args = ("validate", tiny, policy, "--lengths", "64,128")
     assert dynaxx_(*args).exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {"policy.json", "validation.json"}, "beside the policy"
     (_, _, document, text), options = tools["validate"][0]
-    assert document == "policy of policy.json"
+    assert document == chosen
     assert len(text) > 300_000
     assert options["lengths"] == (64, 128)
     stand_in(monkeypatch, "validate.run", **CHECKED, validate=lambda *args, **kwargs: Validation(passed=False))
@@ -437,6 +437,7 @@ def test_validate(tools, monkeypatch, tiny, tmp_path):
     assert failed.exit_code == 1
     found = json.loads(failed.stdout)
     assert found["passed"] is False
+    assert found["about"] == about(AutoModelForCausalLM.from_pretrained(tiny), text, chosen)
     assert found["command"] == "dynaxx validate 'a model' --json"
     (tmp_path / "report.html").write_text("the page of what was validated before")
     assert f"wrote {tmp_path / 'report.html'}" in dynaxx_(*args).stdout, "a page never outlives its results"

@@ -61,7 +61,8 @@ def analyze(
         progress = progress_of(quiet)
         check_targets(out / "analysis.json", bertviz)
         chosen = {"layers": numbers("--layers", layers) or None, "heads": numbers("--heads", heads) or None}
-        sample = split_text(read_text(text)).calibration
+        whole = read_text(text)
+        sample = split_text(whole).calibration
         loaded = load(model, device, dtype, progress)
         found = run_analysis(
             *loaded,
@@ -72,7 +73,7 @@ def analyze(
             seed=seed,
             progress=progress,
         )
-        document = document_of(found)
+        document = document_of(found, loaded.model, whole)
         write = [lambda: write_json(out / "analysis.json", document)]
         if bertviz:
             from dynaxx.lab.analyze.bertviz_view import write_bertviz

@@ -73,7 +73,7 @@ def profile(
             price_per_hour=price_per_hour,
             progress=progress,
         )
-        document = document_of(found)
+        document = document_of(found, loaded.model, sample)
         write = [lambda: write_json(out / "profile.json", document), *renewed_report(out)] if out else []
         if trace:
             write.append(lambda: write_trace(*loaded, sample, max(asked), trace))

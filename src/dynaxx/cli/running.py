@@ -27,6 +27,7 @@ from dynaxx.printable import printable
 if TYPE_CHECKING:
     from dynaxx.lab.models import LoadedModel
     from dynaxx.lab.progress import Progress
+    from dynaxx.policy import Policy
 
 LOADED = time.monotonic()
 UNDECIDED, INTERRUPTED = 3, 130  # exit codes
@@ -206,9 +207,11 @@ def command_line() -> str:
     return shlex.join(["dynaxx", *sys.argv[1:]])
 
 
-def document_of(result: Reportable) -> dict[str, Any]:
-    """Return a result as written to files and stdout, with the command that made it."""
-    return {**result.to_dict(), "command": command_line()}
+def document_of(result: Reportable, model: Any, text: str, policy: Policy | None = None) -> dict[str, Any]:
+    """Return a result as written to files and stdout, with what it is about and the command that made it."""
+    from dynaxx.lab.about import about
+
+    return {**result.to_dict(), "about": about(model, text, policy), "command": command_line()}
 
 
 def _message(error: Exception) -> str:

@@ -103,7 +103,7 @@ def validate(
             seed=seed,
             progress=progress,
         )
-        document = document_of(found)
+        document = document_of(found, loaded.model, sample, chosen)
         write = [lambda: write_json(folder / "validation.json", document), *renewed_report(folder)]
         finish(document, found.summary(), ok=found.passed, write=write)
 

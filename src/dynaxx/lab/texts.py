@@ -15,6 +15,7 @@ from dynaxx.lab.kinds import KINDS, prose_text, text_of
 from dynaxx.storage import read_regular_file
 
 MOST_BYTES = 256 * 1024 * 1024
+SHORTEST = 64  # tokens; shorter stretches tell nothing
 SECTION_CHARS = 65_536  # about 16k tokens of English, so that a section contains a whole long context
 
 
@@ -131,20 +132,31 @@ def with_start(ids: Tensor, start: Sequence[int]) -> Tensor:
 
 
 def encode(
-    tokenizer: Any, text: str, tokens: int, *, skip: int = 0, part: str = "text", most: int | None = None
+    tokenizer: Any,
+    text: str,
+    tokens: int,
+    *,
+    skip: int = 0,
+    part: str = "text",
+    most: int | None = None,
+    stretches: int = 0,
 ) -> Tensor:
     """Return the token ids `skip` to `skip + tokens` of a text, (1, tokens) int64, without special tokens.
 
-    With `most`, return as many as the text has, from `tokens` to `most`.
+    With `most`, return as many as the text has, from `tokens` to `most`. With `stretches`, the text is one half of a
+    sample, and the tokens are for that many stretches, which the error says.
 
     Raises:
         ValueError: the text is too short; the message names it by `part` and gives its length.
     """
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < skip + tokens:
-        raise ValueError(
-            f"{part} must have at least {skip + tokens:,} tokens, got {len(ids):,}; give more text or fewer tokens"
-        )
+        need, fix = f"{skip + tokens:,} tokens", "give more text or fewer tokens"
+        if stretches:
+            fits = (len(ids) - 1) // stretches // SHORTEST * SHORTEST
+            need += f" (the whole text about {2 * tokens:,})"
+            fix = f"give more text, or --tokens {fits}" if fits else "give more text"
+        raise ValueError(f"{part} must have at least {need}, got {len(ids):,}; {fix}")
     import torch
 
     return torch.tensor([ids[skip : skip + max(tokens, most or 0)]], dtype=torch.int64, device="cpu")

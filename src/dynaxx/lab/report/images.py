@@ -10,8 +10,8 @@ import zlib
 from typing import Any
 
 LEVELS = 24  # shades of a heat map; more are invisible and cost bytes
-INK = (9, 60, 56)  # colour of a full cell; the page inverts it in dark mode
-PALE = (64, 190, 172)  # colour of an almost empty cell
+INK = (20, 26, 78)  # colour of a full cell; the page inverts it in dark mode
+PALE = (125, 143, 224)  # colour of an almost empty cell
 TOKENS = 1024  # tokens that a picture shows
 MOST_PICTURES = 3
 

@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the report: one self-contained HTML page from the results in a folder.
 
-Each section shows one file that another tool wrote. If the file is missing, the section names the command that writes
-it. If the file has an unknown form, the section says so. The rest of the page is not affected.
+Each section shows one file that another tool wrote. If the file is missing, damaged, or about another policy, model or
+text than the others, the section says so and names the command that writes it. The rest of the page is not affected.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dynaxx import __version__
 from dynaxx.lab.files import read_json, write_text
 from dynaxx.lab.report import sections as parts
+from dynaxx.lab.report.matching import mismatches
 from dynaxx.lab.report.verdict import Verdict, change, duration, percent, times, verdict
 from dynaxx.printable import printable
 
 FILES = {name: f"{name}.json" for name in ("profile", "analysis", "tuning", "policy", "validation")}
 COMMANDS = {
-    "profile": "dynaxx profile {model} --out {folder}",
-    "analysis": "dynaxx analyze {model} --out {folder}",
-    "tuning": "dynaxx tune {model} --out {folder}",
-    "policy": "dynaxx tune {model} --out {folder}",
-    "validation": "dynaxx validate {model} {folder}/policy.json --out {folder}",
+    "profile": "profile {model}{text} --out {folder}",
+    "analysis": "analyze {model}{text} --out {folder}",
+    "tuning": "tune {model}{text} --out {folder}",
+    "policy": "tune {model}{text} --out {folder}",
+    "validation": "validate {model} {folder}/policy.json{text}",
 }
 KIND_WORDS = {
     "local": "a window and the first tokens suffice",
@@ -42,9 +46,11 @@ class Section:
     """One file's section of the page: its data, or why there is none."""
 
     name: str
-    command: str
+    command: str  # writes the file
+    made: str = ""  # the command that wrote it, as the file says
     shown: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
+    moot: str = ""  # why there is nothing to run for it
 
 
 def write_report(run_dir: Path) -> Path:
@@ -61,6 +67,28 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise ValueError(f"`run_dir` must be a folder with results of dynaxx tools, got {run_dir}")
+    template, template_error = _template()
+    odd = (*ODD, template_error)
+    documents, problems = _read(run_dir)
+    problems |= (others := mismatches(documents))
+    documents = {name: document for name, document in documents.items() if name not in others}
+    try:
+        page = template.render(_page(documents, problems, run_dir))
+    except odd:  # a file differs from what this version writes; find it, and write the page without it
+        for name in list(documents):
+            try:
+                template.render(_page({name: documents[name]}, {}, run_dir))
+            except odd as error:
+                said = f"{type(error).__name__}: {printable(error, most=200)}"
+                problems[name] = f"{FILES[name]} does not have the form that this version writes ({said})."
+                del documents[name]
+        page = template.render(_page(documents, problems, run_dir))
+    return write_text(run_dir / "report.html", page)
+
+
+@cache
+def _template() -> tuple[Any, type[Exception]]:
+    """Return the compiled template of the page, and the error that it raises for what it cannot show."""
     try:
         import jinja2
     except ImportError as error:
@@ -79,27 +107,12 @@ def write_report(run_dir: Path) -> Path:
         "times": times,
         "number": parts.number,
     }
-    template = environment.get_template("report.html.j2")
-    odd = (*ODD, jinja2.TemplateError)
-    documents, problems = _read(run_dir)
-    folder = run_dir.resolve().name
-    try:
-        page = template.render(_page(documents, problems, folder))
-    except odd:  # a file differs from what this version writes; find it, and write the page without it
-        for name in list(documents):
-            try:
-                template.render(_page({name: documents[name]}, {}, folder))
-            except odd as error:
-                said = f"{type(error).__name__}: {printable(error, most=200)}"
-                problems[name] = f"{FILES[name]} does not have the form that this version writes ({said})."
-                del documents[name]
-        page = template.render(_page(documents, problems, folder))
-    return write_text(run_dir / "report.html", page)
+    return environment.get_template("report.html.j2"), jinja2.TemplateError
 
 
-def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> dict[str, Any]:
+def _page(documents: dict[str, Any], problems: dict[str, str], folder: Path) -> dict[str, Any]:
     """Return the data that the template shows."""
-    model = next((str(each["model"]) for each in documents.values() if isinstance(each.get("model"), str)), "MODEL")
+    model = next((str(each["model"]) for each in documents.values() if isinstance(each.get("model"), str)), "")
     makers: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
         "profile": parts.profile_section,
         "analysis": parts.analysis_section,
@@ -107,33 +120,68 @@ def _page(documents: dict[str, Any], problems: dict[str, str], folder: str) -> d
         "policy": parts.policy_section,
         "validation": parts.validation_section,
     }
-    usual = {name: command.format(model=model, folder=folder) for name, command in COMMANDS.items()}
+    usual = _commands(documents, folder, model or "MODEL")
     sections = {}
     for name, make in makers.items():
         document = documents.get(name)
-        known = (document or {}).get("command") or (
-            documents.get("tuning", {}).get("command") if name == "policy" else ""
-        )
-        section = Section(name, str(known or usual[name]))
+        section = Section(name, usual[name], _maker(document))
         section.problem = problems.get(name, "")
+        if name == "validation" and documents.get("policy", {}).get("rules") == []:
+            section.moot = (
+                "The policy has no rules and runs everything dense, so there is nothing to validate or to time."
+            )
         if document is not None:
             section.shown = make(document, documents)
         sections[name] = section
     try:
         judged = verdict(documents)
     except ODD as error:
-        judged = Verdict("open", "The results do not fit together.", f"{type(error).__name__}: {error}")
+        judged = Verdict("open", "Open", "The results do not fit together.", f"{type(error).__name__}: {error}")
+    if not documents:
+        judged = replace(judged, sentence=f"Run {usual['tuning']} to fill this page.")
     return {
-        "title": "" if model == "MODEL" else model,
+        "title": model,
         "today": date.today().isoformat(),
         "verdict": judged,
+        "problems": list(problems.values()),
         "kind_words": KIND_WORDS,
         "version": __version__,
+        "policy_file": str(folder / FILES["policy"]),
         "validate_it": usual["validation"],
         "machine": parts.machine_facts(documents),
-        "commands": list(dict.fromkeys(sections[name].command for name in documents)),
+        "commands": list(dict.fromkeys(each.made for each in sections.values() if each.made)),
         **sections,
     }
+
+
+def _commands(documents: dict[str, Any], folder: Path, model: str) -> dict[str, str]:
+    """Return the command that writes each file: for the model and the text of the shown results, into their folder."""
+    text = ""
+    for name in ("tuning", "profile", "analysis", "validation"):
+        words = _words(documents.get(name, {}).get("command"))
+        if len(words) > 2 and not words[2].startswith("-"):
+            model = words[2]
+            text = next((after for word, after in pairwise(words) if word == "--text"), "")
+            text = text or next((word.removeprefix("--text=") for word in words if word.startswith("--text=")), "")
+            break
+    filled = {"model": shlex.quote(model), "folder": shlex.quote(str(folder)), "text": ""}
+    filled["text"] = f" --text {shlex.quote(text)}" if text else ""
+    return {name: f"dynaxx {form}".format(**filled) for name, form in COMMANDS.items()}
+
+
+def _maker(document: dict[str, Any] | None) -> str:
+    """Return the command that a document names: its own, or for a policy the first one of its evidence."""
+    document = document or {}
+    named = [document, *(each for each in document.get("evidence") or () if isinstance(each, dict))]
+    return next((str(each["command"]) for each in named if each.get("command")), "")
+
+
+def _words(command: Any) -> list[str]:
+    """Return the words of a command line; none if it cannot be read."""
+    try:
+        return shlex.split(command) if isinstance(command, str) else []
+    except ValueError:
+        return []
 
 
 def _read(run_dir: Path) -> tuple[dict[str, Any], dict[str, str]]:

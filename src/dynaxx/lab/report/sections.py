@@ -14,7 +14,7 @@ from dynaxx.lab.kinds import label
 from dynaxx.lab.report import charts
 from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
 from dynaxx.lab.report.images import TOKENS, heatmap_uri, pattern_pictures
-from dynaxx.lab.report.verdict import change, duration, percent, times
+from dynaxx.lab.report.verdict import change, duration, is_busy, percent, times
 
 RULE_NAMES = {
     "oracle": "best possible",
@@ -53,6 +53,8 @@ def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict
     )
     return {
         "verdict": document["verdict"],
+        "busy": is_busy(document),
+        "left_out": [f"{length:,}" for length in document.get("left_out") or ()],
         "chart": chart,
         "lengths": [
             {**_picked(each, "seqlen attention_share attention_gflops_per_s of_gemm_ceiling max_speedup"), **each}
@@ -137,25 +139,32 @@ def _recall_chart(document: dict[str, Any]) -> str:
 
 def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
     """Return quality against density, budgets, and attention alone against dense."""
+    chosen, timings = document["chosen"], document["crossover"] if document["verdict"] != "undecided" else []
     return {
-        **{key: document[key] for key in ("tokens", "tolerance", "dense_perplexity", "chosen", "best_uniform_density")},
+        **_picked(document, "tokens tolerance dense_perplexity chosen best_uniform_density why advice ended verdict"),
         "seconds": document.get("seconds"),
+        "busy": is_busy(document),
         "trials": [
-            {**_picked(trial, "density perplexity ratio"), "kind": kind, "is_chosen": trial == document["chosen"]}
+            {
+                **_picked(trial, "density ratio error passed"),
+                "kind": kind,
+                "is_chosen": kind == "tuned" and trial == chosen,
+                "result": "passed" if trial["passed"] else "failed" if trial.get("decided", True) else "undecided",
+            }
             for kind in ("tuned", "uniform")
             for trial in document[kind]
         ],
         "kinds": _tuned_kinds_table(document),
         "quality": _quality_chart(document),
         "crossover": _speed_chart(
-            document.get("crossover") or [],
+            timings,
             "attention",
             "Speed of attention alone against dense, by prompt length",
-            document.get("dense_below"),
+            document["dense_below"],
+            "dense below",
         ),
-        "timings": [_picked(each, "seqlen dense_seconds sparse_seconds") for each in document.get("crossover") or []],
-        "dense_below": document.get("dense_below"),
-        "budgets": _budget_matrix(document) if document.get("budgets") else "",
+        "dense_below": document["dense_below"],
+        "budgets": _budget_matrix(document) if document.get("budgets") and chosen else "",
     }
 
 
@@ -184,6 +193,7 @@ def _tuned_kinds_table(document: dict[str, Any]) -> dict[str, Any]:
 
 def _quality_chart(document: dict[str, Any]) -> str:
     tolerance, chosen = document["tolerance"], document["chosen"]
+    shown = max(tolerance, 0.002)  # a tolerance of 0 has no scale
     series = []
     for kind, name, style in (("uniform", "uniform", "soft"), ("tuned", "tuned", "accent")):
         points = [
@@ -199,7 +209,7 @@ def _quality_chart(document: dict[str, Any]) -> str:
     if not any(each.points for each in series):
         return ""
     changes = [point.y for each in series for point in each.points]
-    top = min(max(*changes, 200 * tolerance), 600 * tolerance)
+    top = min(max(*changes, 200 * shown), 600 * shown)
     axes = Axes(
         "density, % of blocks visited",
         "perplexity, % above dense",
@@ -211,14 +221,15 @@ def _quality_chart(document: dict[str, Any]) -> str:
     return charts.line_chart(series, axes, alt="Perplexity against density, tuned and uniform budgets")
 
 
-def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int | None = None) -> str:
-    """Draw dense over sparse seconds by length. `border` is the length from which the policy is sparse."""
+def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int | None, words: str) -> str:
+    """Draw dense over sparse seconds by length. `words` and `border` mark a border of the policy."""
     if not timings:
         return ""
     points = []
     for timing in sorted(timings, key=lambda timing: timing["seqlen"]):
         speedup = timing["dense_seconds"] / timing["sparse_seconds"]
         seconds = f"{duration(timing['dense_seconds'])} dense, {duration(timing['sparse_seconds'])} sparse"
+        seconds += ", machine busy" if timing.get("busy") else ""
         points.append(Point(timing["seqlen"], speedup, f"{timing['seqlen']:,} tokens: {times(speedup)}, {seconds}"))
     inside = border and points[0].x < border < points[-1].x
     axes = Axes(
@@ -229,7 +240,7 @@ def _speed_chart(timings: list[dict[str, Any]], name: str, alt: str, border: int
         log_x=True,
         y_range=(0.0, 1.1 * max(1.0, *(point.y for point in points))),
         y_lines=(Line(1.0, "dense"),),
-        x_lines=(Line(border, f"sparse from {border:,}"),) if border and inside else (),
+        x_lines=(Line(border, f"{words} {border:,}"),) if border and inside else (),
     )
     return charts.line_chart([ChartLine(name, points, "accent")], axes, alt=alt)
 
@@ -250,6 +261,7 @@ def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
     """Return the policy, its size, and pictures of its patterns."""
     return {
         "rules": len(document["rules"]),
+        "sparse_prompts": any(rule.get("phase", "prefill") == "prefill" for rule in document["rules"]),
         "model": _picked(document["model"], "model_type layers q_heads"),
         "dense_below": document.get("dense_below"),
         "sparse_from": document.get("sparse_from"),
@@ -262,29 +274,29 @@ def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
 
 def validation_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[str, Any]:
     """Return the checks, the tasks, and the whole prefill against dense."""
-    speed = [
-        {"dense_peak_mb": None, "sparse_peak_mb": None, **row, "speedup": row["dense_seconds"] / row["sparse_seconds"]}
-        for row in document.get("speed") or []
-    ]
+    speed = sorted(document["speed"], key=lambda row: row["seqlen"])
     details = {name: document[name] for name in ("logits", "perplexity", "repetition") if document.get(name)}
+    policy = documents.get("policy") or {}
     return {
         "passed": bool(document["passed"]),
+        "tokens": document["window_tokens"],
+        "text_differs": document["about"].get("text") != ((documents.get("tuning") or document)["about"].get("text")),
         "checks": [
-            {
-                **_picked(check, "name value limit passed"),
-                "unit": check.get("unit") or "",
-                "where": check.get("where") or "",
-            }
-            for check in document["checks"]
+            {**_picked(check, "name said passed"), "unclear": check.get("unclear")} for check in document["checks"]
         ],
-        "speed": sorted(speed, key=lambda row: row["seqlen"]),
+        "speed": [
+            {**_picked(row, "seqlen dense_seconds sparse_seconds speedup low high pairs busy"), **row} for row in speed
+        ],
+        "busy": document["busy"],
         "chart": _speed_chart(
             speed,
             "prefill",
             "Speed of the whole prefill against dense, by prompt length",
-            (documents.get("policy") or {}).get("sparse_from") or (documents.get("tuning") or {}).get("dense_below"),
+            policy.get("sparse_from"),
+            "sparse from",
         ),
         "with_memory": any(row.get("dense_peak_mb") for row in speed),
+        "with_cpu": any(row.get("dense_cpu_seconds") for row in speed),
         "tasks": _table(document.get("tasks")),
         "kinds": _kinds_table(document.get("kinds")),
         "suite": _suite_table(document.get("suite")),

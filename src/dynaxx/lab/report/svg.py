@@ -13,8 +13,8 @@ CHAR = 6.4  # mean width of a character at 12 px
 def document(width: float, height: float, parts: Sequence[str], alt: str) -> str:
     """Return a chart as SVG; `alt` describes it for readers who cannot see it."""
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
-        f'aria-label="{escape(alt)}">{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" style="--w:{width:g}" '
+        f'role="img" aria-label="{escape(alt)}">{"".join(parts)}</svg>'
     )
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the verdict at the top of a report from the measurements that exist."""
+"""Write the verdict at the top of a report. Every sentence repeats what a document says; nothing is concluded here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from dynaxx.lab.validate.check import apart
 
 NBSP = "\N{NO-BREAK SPACE}"
 FASTER = 1.05  # smallest speed-up that counts
@@ -23,7 +25,8 @@ class Stat:
 class Verdict:
     """The verdict at the top of the page: title, text and figures."""
 
-    mark: str  # "yes", "no", "open"
+    mark: str  # "yes", "no", "open": the colour of the badge
+    badge: str
     headline: str
     sentence: str
     stats: tuple[Stat, ...] = ()
@@ -34,9 +37,9 @@ def percent(value: float, digits: int = 0) -> str:
     return f"{100 * value:.{digits}f}{NBSP}%"
 
 
-def change(ratio: float) -> str:
-    """Format a ratio to dense as a signed change: 1.006 gives "+0.6 %"."""
-    return f"{100 * (ratio - 1):+.{2 if abs(ratio - 1) < 0.001 else 1}f}{NBSP}%"
+def change(ratio: float, digits: int = 2) -> str:
+    """Format a ratio to dense as a signed change: 1.006 gives "+0.60 %"."""
+    return f"{100 * (ratio - 1):+.{digits}f}{NBSP}%"
 
 
 def times(factor: float) -> str:
@@ -51,133 +54,159 @@ def duration(seconds: float) -> str:
 
 
 def verdict(documents: dict[str, Any]) -> Verdict:
-    """Return the verdict from the last step that was run.
+    """Return the verdict of the last step that was run.
 
     Args:
-        documents: any of "profile", "analysis", "tuning", "validation", as written by the tools.
+        documents: any of "profile", "analysis", "tuning", "policy", "validation", as the tools write them, about one
+            policy.
     """
     profile, tuning, validation = (documents.get(name) for name in ("profile", "tuning", "validation"))
-    stats = _stats(documents)
-    sentence = _sentence(documents)
-    if validation:
-        return _validated(validation, sentence, stats)
-    if tuning:
-        return _tuned(tuning, sentence, stats)
-    if profile:
-        best = max(profile["lengths"], key=lambda length: length["attention_share"])
-        share = f"{percent(best['attention_share'])} of the prefill at {best['seqlen']:,} tokens"
-        if profile.get("refused"):
-            return Verdict("no", "No policy can run in this model.", sentence, stats)
-        if profile["worth_it"]:
-            headline = f"Worth trying: attention is {share}."
-            return Verdict("open", headline, f"{sentence} Nothing has been tuned yet.", stats)
-        return Verdict("no", f"Not worth it here: attention is only {share}.", sentence, stats)
-    if documents.get("analysis"):
-        return Verdict("open", "Attention is mapped; nothing has been timed or tuned yet.", sentence, stats)
-    return Verdict("open", "Nothing has been measured yet.", "Run dynaxx tune MODEL --out DIR to fill this page.")
-
-
-def _validated(validation: dict[str, Any], sentence: str, stats: tuple[Stat, ...]) -> Verdict:
-    failed = [check["name"].replace("_", " ") for check in validation["checks"] if not check["passed"]]
-    density, speedup = validation.get("density"), _speed(validation.get("speed"))
-    if not validation["passed"]:
-        several = f"{len(failed)} of its {len(validation['checks'])} checks" if failed else "its validation"
-        said = " ".join([sentence, f"Failed: {', '.join(failed)}.", *validation.get("advice", ())])
-        return Verdict("no", f"Not yet: the policy fails {several}.", said, stats)
-    enough = f"{percent(density)} of the attention is enough" if density is not None else "the policy keeps its quality"
-    if speedup is None:
-        return Verdict("yes", f"Yes: {enough}.", f"{sentence} Speed was not measured.", stats)
-    if speedup[1] < FASTER:
-        return Verdict("no", f"Quality holds: {enough}. But it is not faster on this machine.", sentence, stats)
-    return Verdict("yes", f"Yes: {enough}.", sentence, stats)
-
-
-def _tuned(tuning: dict[str, Any], sentence: str, stats: tuple[Stat, ...]) -> Verdict:
-    if not tuning["chosen"]:
-        limit = percent(tuning["tolerance"], 1)
-        return Verdict("no", f"No: nothing sparse stayed within {limit} of dense perplexity.", sentence, stats)
-    if tuning.get("crossover") and tuning.get("dense_below") is None:
-        return Verdict("no", "Quality would hold, but sparse attention is never faster here.", sentence, stats)
-    headline = f"Tuned to {percent(tuning['chosen']['density'])} of the attention, not validated yet."
-    return Verdict("open", headline, f"{sentence} Validate it before you rely on it.", stats)
-
-
-def _sentence(documents: dict[str, Any]) -> str:
-    """Describe model, density, perplexity and speed in one line, if they are known."""
     model = next((document["model"] for document in documents.values() if document and document.get("model")), "")
-    parts = []
-    density = _density(documents)
-    if density is not None:
-        parts.append(f"attention sparse at {percent(density)} density")
-    ratio, limit = _perplexity(documents)
-    if ratio is not None:
-        parts.append(f"perplexity {change(ratio)}" + (f" (limit {percent(limit, 1)})" if limit is not None else ""))
-    what, speed = _any_speed(documents)
-    if speed is not None:
-        words = f"{times(speed[1])} faster" if speed[1] >= 1 else f"{times(1 / speed[1])} slower"
-        parts.append(f"{what} at {speed[0]:,} tokens {words}")
-    if not parts and documents.get("profile"):
-        parts.append(documents["profile"]["verdict"])
-    if not parts and documents.get("analysis"):
+    said, stats = f"{model}: " if model else "", _stats(documents)
+    if validation:
+        return _validated(validation, tuning, said, stats)
+    if tuning:
+        return _tuned(tuning, said, stats)
+    if documents.get("policy"):
+        return _unproven(documents["policy"], stats)
+    if profile:
+        return _profiled(profile, said, stats)
+    if documents.get("analysis"):
         totals = documents["analysis"]["summary"]
-        parts.append(
-            f"{percent(totals['mean_recommended_density'])} of the blocks hold {percent(totals['target_recall'])} "
-            f"of the attention, averaged over {totals['heads']} heads"
+        said += (
+            f"{percent(totals['mean_recommended_density'])} of the blocks hold {percent(totals['target_recall'])} of "
+            f"the attention, averaged over {totals['heads']} heads."
         )
-    return (f"{model}: " if model else "") + "; ".join(parts) + "." if parts else ""
+        return Verdict("open", "Open", "Attention is mapped; nothing has been timed or tuned yet.", said, stats)
+    return Verdict("open", "Open", "Nothing has been measured yet.", "")
+
+
+def _validated(
+    validation: dict[str, Any], tuning: dict[str, Any] | None, model: str, stats: tuple[Stat, ...]
+) -> Verdict:
+    checks, density = validation["checks"], validation["density"]
+    where = f"at {validation['window_tokens']:,} tokens"
+    kept = f"{percent(density, 1)} of the attention is enough {where}"
+    failed = [check["said"] for check in checks if not check["passed"]]
+    unclear = [check["said"] for check in checks if check.get("unclear")]
+    row = _longest(validation)
+    quality = max((c for c in checks if c["name"] == "perplexity_ratio"), key=lambda c: c["value"], default=None)
+    parts = [f"{model}{percent(density, 1)} of the attention blocks are visited {where}"]
+    parts[0] += f"; {quality['said']}." if quality and quality["passed"] else "."
+    parts += [f"Failed: {'; '.join(failed)}."] if failed else []
+    parts += [f"Unclear: {'; '.join(unclear)}."] if unclear else []
+    if row is None:
+        parts.append("Speed was not measured.")
+    else:
+        said = f"at {row['speedup']:.2f} times the speed of dense ({row['low']:.2f} to {row['high']:.2f} measured)"
+        parts.append(f"A prefill of {row['seqlen']:,} tokens runs {said}.")
+    parts += validation["advice"]
+    parts += [validation["busy"]] if validation["busy"] else []
+    if tuning and tuning["about"].get("text") != validation["about"].get("text"):
+        parts.append("It was validated on another text than it was tuned on.")
+    parts += (
+        [f"Not measured for lack of time: {', '.join(validation['skipped'])}."] if validation.get("skipped") else []
+    )
+    if not validation["passed"]:
+        headline = f"The policy fails {len(failed)} of its {len(checks)} checks."
+        return Verdict("no", "\N{BALLOT X} Failed", headline, " ".join(parts), stats)
+    parts += [tuning["advice"]] if tuning and tuning["advice"] else []
+    if validation["sparse_from"] is None:
+        headline = "Yes: decoding under the policy keeps quality. Prompts run dense."
+    elif row is not None and row["high"] < 1:
+        headline = f"Quality holds: {kept}. But it is slower than dense on this machine."
+    elif row is not None and (row["low"] <= 1 or row["speedup"] < FASTER):
+        headline = f"Quality holds: {kept}. But it is not clearly faster on this machine."
+    else:
+        headline = f"Yes: {kept}."
+    return Verdict("yes", "\N{CHECK MARK} Passed", headline, " ".join(parts), stats)
+
+
+def _tuned(tuning: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> Verdict:
+    why = tuning["why"][:1].upper() + tuning["why"][1:]
+    sentence = " ".join(part for part in (f"{model}{why}.", tuning["advice"]) if part)
+    sentence += f" Decoding: {tuning['decode']['said']}." if tuning.get("decode") else ""
+    sentence += " The machine was busy while attention was timed." if tuning.get("busy") else ""
+    if tuning["verdict"] == "dense":
+        what = "Dense attention is right here" + (" for prompts" if tuning.get("decode") else "")
+        return Verdict("no", "Dense", f"{what}.", sentence, stats)
+    if tuning["verdict"] == "undecided":
+        ends = {"time": "time ended first", "interrupted": "the search was stopped"}
+        headline = f"Undecided: {ends.get(tuning['ended'], 'more has to be measured')}."
+        return Verdict("open", "Undecided", headline, sentence, stats)
+    density = f"{percent(tuning['chosen']['density'], 1)} of the attention at {tuning['tokens']:,} tokens"
+    sentence += " Validate it before you rely on it."
+    return Verdict("open", "Not validated", f"Tuned to {density}, not validated yet.", sentence, stats)
+
+
+def _unproven(policy: dict[str, Any], stats: tuple[Stat, ...]) -> Verdict:
+    count = len(policy["rules"])
+    if not count:
+        return Verdict("open", "Dense", "The policy runs everything dense.", "No result here says why.", stats)
+    sentence = f"It has {count} rule{'' if count == 1 else 's'}. Validate it before you rely on it."
+    return Verdict("open", "Not validated", "No result here is about this policy.", sentence, stats)
+
+
+def _profiled(profile: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> Verdict:
+    best = max(profile["lengths"], key=lambda length: length["attention_share"])
+    share = f"{percent(best['attention_share'])} of the prefill at {best['seqlen']:,} tokens"
+    sentence = f"{model}{profile['verdict']}." + (f" {BUSY}" if is_busy(profile) else "")
+    if profile.get("refused"):
+        return Verdict("no", "Not here", "No policy can run in this model.", sentence, stats)
+    if profile["worth_it"]:
+        sentence += " Nothing has been tuned yet."
+        return Verdict("open", "Open", f"Worth trying: attention is {share}.", sentence, stats)
+    return Verdict("no", "Not here", f"Not worth it here: attention is only {share}.", sentence, stats)
+
+
+BUSY = "The machine was busy while this was timed."
+
+
+def is_busy(document: dict[str, Any]) -> bool:
+    """Return whether a document says that other processes disturbed its times."""
+    rows = [row for name in ("lengths", "crossover", "speed") for row in document.get(name) or []]
+    return bool(document.get("busy")) or any(row.get("busy") for row in rows)
 
 
 def _stats(documents: dict[str, Any]) -> tuple[Stat, ...]:
-    stats = []
-    density = _density(documents)
-    if density is not None:
-        uniform = (documents.get("tuning") or {}).get("best_uniform_density")
-        note = f"the best uniform budget needs {percent(uniform)}" if uniform else "of the attention blocks are visited"
-        stats.append(Stat(percent(density), "density", note))
-    ratio, limit = _perplexity(documents)
-    if ratio is not None:
-        note = f"limit {percent(limit, 1)}, " if limit is not None else ""
-        where = "held-out text" if documents.get("validation") else "tuning text"
-        stats.append(Stat(change(ratio), "perplexity", note + where))
-    what, speed = _any_speed(documents)
-    if speed is not None:
-        stats.append(Stat(times(speed[1]), f"{what} speed", f"at {speed[0]:,} tokens, against dense"))
+    """Return the figures of the policy, each with its length and its text, and attention's share of the time."""
+    tuning, validation, stats = documents.get("tuning") or {}, documents.get("validation") or {}, []
+    chosen = tuning.get("chosen") if tuning.get("verdict") == "sparse" else None
+    if validation or chosen:
+        density, tokens = (
+            (validation["density"], validation["window_tokens"])
+            if validation
+            else (chosen["density"], tuning["tokens"])
+        )
+        note, uniform = f"of the blocks at {tokens:,} tokens", tuning.get("best_uniform_density")
+        if uniform and not validation:  # both on the texts of the search
+            note += f"; one budget for all heads needs {percent(uniform, 1)}"
+        stats.append(Stat(percent(density, 1), "density", note))
+    perplexity = [check for check in validation.get("checks", ()) if check["name"] == "perplexity_ratio"]
+    if perplexity:
+        worst = max(perplexity, key=lambda check: check["value"])
+        stats.append(_perplexity(worst["value"], worst["limit"], worst["where"]))
+    elif chosen:
+        stats.append(_perplexity(chosen["ratio"], 1 + tuning["tolerance"], "the tuning text"))
+    row = _longest(validation)
+    if row is not None:
+        note = f"of dense at {row['seqlen']:,} tokens, {row['low']:.2f} to {row['high']:.2f} measured"
+        stats.append(Stat(times(row["speedup"]), "prefill speed", note + (", machine busy" if row["busy"] else "")))
     profile = documents.get("profile")
     if profile and profile["lengths"]:
         longest = max(profile["lengths"], key=lambda length: length["seqlen"])
         note = f"of the prefill at {longest['seqlen']:,} tokens, dense"
+        note += ", machine busy" if is_busy(profile) else ""
         stats.append(Stat(percent(longest["attention_share"]), "attention's share", note))
     return tuple(stats)
 
 
-def _density(documents: dict[str, Any]) -> float | None:
-    validation, tuning = documents.get("validation") or {}, documents.get("tuning") or {}
-    density = validation.get("density")
-    return density if density is not None else (tuning.get("chosen") or {}).get("density")
+def _perplexity(ratio: float, limit: float, where: str) -> Stat:
+    value, most = apart(100 * (ratio - 1), 100 * (limit - 1), 1)
+    sign = "" if value.startswith("-") else "+"
+    return Stat(f"{sign}{value}{NBSP}%", "perplexity", f"limit {most}{NBSP}%, on {where}")
 
 
-def _perplexity(documents: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the ratio to dense and the tolerance."""
-    validation, tuning = documents.get("validation") or {}, documents.get("tuning") or {}
-    ratio = (validation.get("perplexity") or tuning.get("chosen") or {}).get("ratio")
-    limit = tuning.get("tolerance")
-    for check in validation.get("checks") or []:
-        if limit is None and "perplexity" in check["name"] and check["limit"] is not None:
-            limit = check["limit"] - 1 if check["limit"] > 0.5 else check["limit"]
-    return ratio, limit
-
-
-def _any_speed(documents: dict[str, Any]) -> tuple[str, tuple[int, float] | None]:
-    """Return the timing of the whole prefill if it was validated, otherwise of attention alone."""
-    validation, tuning = documents.get("validation") or {}, documents.get("tuning") or {}
-    if validation.get("speed"):
-        return "prefill", _speed(validation["speed"])
-    return "attention alone", _speed(tuning.get("crossover"))
-
-
-def _speed(timings: list[dict[str, Any]] | None) -> tuple[int, float] | None:
-    """Return the longest measured length, and dense over sparse seconds there."""
-    if not timings:
-        return None
-    longest = max(timings, key=lambda timing: timing["seqlen"])
-    return longest["seqlen"], longest["dense_seconds"] / longest["sparse_seconds"]
+def _longest(validation: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the timing of the longest prompt."""
+    return max(validation.get("speed") or (), key=lambda row: row["seqlen"], default=None)

@@ -41,29 +41,29 @@ class Check:
     def to_text(self) -> str:
         """Return the check in words, with as many decimals as tell the value from its limit."""
         if self.name == "perplexity_ratio":
-            value, limit = _apart(100 * (self.value - 1), 100 * (self.limit - 1), 2)
+            value, limit = apart(100 * (self.value - 1), 100 * (self.limit - 1), 2)
             return f"perplexity {_signed(value)} % (limit {_signed(limit)} %) on {self.where or 'held-out text'}"
         if self.name == "top1_agreement":
-            value, limit = _apart(100 * self.value, 100 * self.limit, 1)
+            value, limit = apart(100 * self.value, 100 * self.limit, 1)
             return f"the most likely next token is the same for {value} % of the tokens (at least {limit} %)"
         if self.name == "slowdown":
-            value, limit = _apart(self.value, self.limit, 2)
+            value, limit = apart(self.value, self.limit, 2)
             at = f" of {self.where}" if self.where else ""
             within = "" if self.low is None or self.high is None else f"; {self.low:.2f} to {self.high:.2f} measured"
             return f"prefill{at} takes {value} times as long as dense (limit {limit}{within})"
         if self.name == "repetition_increase":
-            value, limit = _apart(100 * self.value, 100 * self.limit, 1)
+            value, limit = apart(100 * self.value, 100 * self.limit, 1)
             return f"repeated 4-grams in generated text {_signed(value)} points (limit {_signed(limit)})"
         if self.name == "task_logprob_drop":
-            value, limit = _apart(self.value, self.limit, 3)
+            value, limit = apart(self.value, self.limit, 3)
             return f"{value} nats lost per answer token (limit {limit}) on {self.where or 'retrieval tasks'}"
         if self.name == "suite":
             return f"{self.value:g} informative long-context tasks fail (limit {self.limit:g}){self.where}"
-        value, limit = _apart(self.value, self.limit, 4)
+        value, limit = apart(self.value, self.limit, 4)
         return f"{self.name.replace('_', ' ')}: {value} {self.unit}".rstrip() + f" (limit {limit})"
 
 
-def _apart(value: float, limit: float, digits: int) -> tuple[str, str]:
+def apart(value: float, limit: float, digits: int) -> tuple[str, str]:
     """Return both with the same decimals, more of them while they look the same and are not."""
     while value != limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MOST_DIGITS:
         digits += 1

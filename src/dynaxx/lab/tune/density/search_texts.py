@@ -70,7 +70,8 @@ def search_texts(tokenizer: Any, text: str, kinds: Mapping[str, str], tokens: in
     for kind, each in {SAMPLE: text, **kinds}.items():
         part = f"the half of {kind!r} to tune on" if kind != SAMPLE else "the half of the text to tune on"
         room = (1 + fewest) * tokens + 1, most * tokens + 1
-        ids = encode(tokenizer, split_text(each).calibration, room[0], part=part, most=room[1])
+        half = split_text(each).calibration
+        ids = encode(tokenizer, half, room[0], part=part, most=room[1], stretches=1 + fewest)
         count = (ids.shape[1] - 1) // tokens
         made = [
             Stretch(kind, started(tokenizer, ids[:, start : start + tokens + 1]))
