@@ -199,7 +199,8 @@ FOREIGN = {
 def test_a_result_about_something_else_is_not_shown(tmp_path, name, about):
     """Whatever else is in the folder, a stale file adds a notice and no figure."""
     documents = {each: make() for each, make in DOCUMENTS.items()} | {"analysis": SMALL}
-    documents[name] |= FOREIGN[name] if about == "another" else {"about": {} if about == "none" else None}
+    changed = FOREIGN[name] if about == "another" else {"about": {} if about == "none" else None}
+    documents[name] = documents[name] | changed
     page = page_of(tmp_path / "run", **documents)
     without = page_of(tmp_path / "without", **documents | {name: None})
     reason = "is about another" if about == "another" else "does not say what it is about"
@@ -241,8 +242,8 @@ def test_a_busy_machine_is_said_with_every_time(tmp_path):
     page = page_of(tmp_path, profile=profile, tuning=tuning, validation=validation)
     assert page.text.count("The machine was busy while this was timed, so times are too long.") == 2
     assert validation["busy"] in page.text
-    assert page.text.count(", machine busy") == 2
-    page = page_of(tmp_path, profile=profile, tuning=tuning, validation=None)
+    assert page.text.count(", machine busy") == 3, "beside two figures, and on a mark of a chart"
+    page = page_of(tmp_path / "tuned", profile=profile, tuning=tuning, validation=None)
     assert "The machine was busy while attention was timed." in page.text
 
 
@@ -262,7 +263,7 @@ def test_a_policy_for_decoding_alone_claims_nothing_about_prompts(tmp_path):
     assert "Yes: decoding under the policy keeps quality. Prompts run dense." in page.text
     assert "decoding over long contexts runs sparse" in page.text
     assert "long prompts run sparse" not in page.text
-    page = page_of(tmp_path, policy=policy, tuning=tuning, validation=None)
+    page = page_of(tmp_path / "tuned", policy=policy, tuning=tuning, validation=None)
     assert "Dense attention is right here for prompts." in page.text
     assert "Decoding: steps are 1.3x as fast at 8,192 tokens." in page.text
 
@@ -278,7 +279,8 @@ def test_commands_name_the_folder_the_model_and_the_text(tmp_path):
     assert f"dynaxx analyze ./my-model {source} --out '{folder}'" in text
     assert f'dynaxx.load_policy("{folder}/policy.json")' in text
     odd = made.tuning() | {"command": "dynaxx tune --tokens 'unclosed"}
-    assert "dynaxx validate SmolLM2-135M-Instruct" in page_of(folder, tuning=odd, validation=None).text
+    page = page_of(tmp_path / "odd", tuning=odd, profile=None, analysis=None, validation=None)
+    assert "dynaxx validate SmolLM2-135M-Instruct" in page.text
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.0005, 0.5])

@@ -13,6 +13,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.lab import prefill_speed
+from dynaxx.lab.about import policy_digest
 from dynaxx.lab.kinds import digest_of, text_of
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.texts import pydoc_text, split_text
@@ -233,6 +234,7 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
     assert (later.policy.dense_below, later.policy.sparse_from, later.dense_below) == (409, 512, 512)
     assert dx.load_policy(tmp_path / "policy.json") == later.policy
     document = json.loads((tmp_path / "tuning.json").read_text())
+    assert document["about"]["policy"] == policy_digest(later.policy), "results follow a border that was raised"
     assert (document["dense_below"], document["sparse_from"], len(document["raised"])) == (512, 512, 2)
     assert [each.values["tokens"] for each in later.policy.evidence] == [250, 256]
     assert [(each.before, each.after, each.seqlen) for each in later.raised] == [(250, 256, 250), (256, 512, 256)]

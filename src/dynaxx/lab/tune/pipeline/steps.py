@@ -141,8 +141,10 @@ class _Steps:
         self.about = about(model, text)
         self._earlier = read_settings(plan.out / "run.json") if plan.resume else {}
         self._known = self._earlier.get("about") == self.about
-        for stale in () if self._known else ("profile.json", "analysis.json", "validation.json", "report.html"):
-            (plan.out / stale).unlink(missing_ok=True)
+        for stale in ("report.html", *(() if self._known else ("profile.json", "analysis.json", "validation.json"))):
+            (plan.out / stale).unlink(
+                missing_ok=True
+            )  # a page never outlives its results, also of a run that is killed
 
     def profile(self) -> dict[str, Any] | None:
         from dynaxx.lab.profile.run import profile
