@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dynaxx.telemetry import Recorder, files
-from dynaxx.telemetry.overview import MOST_HISTORY, SILENT_AFTER, LayerEstimates, Overview, Watch, concerns_of
+from dynaxx.telemetry.overview import MOST_HISTORY, SILENT_AFTER, Concern, LayerEstimates, Overview, Watch, concerns_of
 from dynaxx.telemetry.snapshot import Snapshot
 from dynaxx.telemetry.sources import parse_text, read_endpoint, source_of
 from dynaxx.telemetry.web import WatchPage
@@ -124,6 +124,19 @@ def test_concerns(change, level, words):
     found = concerns_of(Overview("here", **change))
     assert [concern.level for concern in found] == ([level] if level else [])
     assert not words or words in found[0].text
+
+
+def test_the_kill_switch_comes_first_with_its_reason(telemetry):
+    telemetry.set("dynaxx_kill_switch", True)
+    telemetry.set("dynaxx_guard_level", 3)
+    telemetry.event("kill_switch_on", reason="file")
+    seen = watch_of(telemetry).look()
+    assert seen.concerns[0] == Concern("bad", "the kill switch is on (file), so everything runs dense")
+    assert len(seen.concerns) == 2
+    assert "on file" in as_text(seen)
+    telemetry.set("dynaxx_kill_switch", False)
+    telemetry.event("kill_switch_off", reason="file")
+    assert not watch_of(telemetry).look().killed_by
 
 
 def test_a_reading_that_fails_later_keeps_the_numbers_and_says_so(telemetry, tmp_path):

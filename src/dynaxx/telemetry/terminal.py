@@ -159,9 +159,9 @@ def _faithful(seen: Overview) -> list[tuple[str, str]]:
 def _in_force(seen: Overview) -> list[tuple[str, str]]:
     digest = str(seen.policy.get("digest", "-"))
     return [
+        ("kill switch", f"on {seen.killed_by}".strip() if seen.kill_switch else "off"),
         ("policy", digest[:12] + (" (stale)" if seen.policy.get("stale") else "")),
         ("rollout", share(seen.rollout)),
-        ("kill switch", "on" if seen.kill_switch else "off"),
         ("guard", GUARD[seen.guard_level]),
         ("kv cache", number(seen.kv_cache_bytes, "B")),
     ]

@@ -117,9 +117,9 @@ function drawFacts(seen) {
       ["fall back", share(seen.fallback_share)],
     ]),
     facts("In force", [
+      ["kill switch", seen.kill_switch ? `on ${seen.killed_by}`.trim() : "off"],
       ["policy", seen.policy.digest ? seen.policy.digest.slice(0, 12) : "–"],
       ["rollout", share(seen.rollout)],
-      ["kill switch", seen.kill_switch ? "on" : "off"],
       ["guard", GUARD[seen.guard_level]],
     ]),
   ];
