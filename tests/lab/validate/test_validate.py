@@ -213,7 +213,7 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
     tuned = TuneResult("m", 5000, 0.01, "", 1.0, (), (), None, None, timings, 200, (), (), 1.0, "dynaxx tune", policy)
     slow_until, seen = 300, []
 
-    def validate(model, tokenizer, policy, text, *, lengths, tokens, earlier=None):
+    def validate(model, tokenizer, policy, text, *, lengths, tokens, earlier=None, time=None):
         assert tokens == 5000, "texts are as long as those that were tuned on"
         assert (earlier is None) == (not seen or policy.sparse_from == 250), "what was validated before is handed on"
         if policy.sparse_from > 600:
