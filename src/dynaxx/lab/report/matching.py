@@ -28,7 +28,7 @@ def mismatches(documents: dict[str, Any]) -> dict[str, str]:
         try:
             known["policy"] = _digest_of(documents["policy"])
         except ValueError as error:
-            line = printable(str(error).splitlines()[0], most=200)
+            line = printable(str(error).partition("\n")[0], most=200)
             problems["policy"] = f"policy.json is no policy of this version ({line})."
     for name, keys in SAME.items():
         if name not in documents:

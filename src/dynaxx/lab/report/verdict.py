@@ -172,16 +172,13 @@ def _stats(documents: dict[str, Any]) -> tuple[Stat, ...]:
     """Return the figures of the policy, each with its length and its text, and attention's share of the time."""
     tuning, validation, stats = documents.get("tuning") or {}, documents.get("validation") or {}, []
     chosen = tuning.get("chosen") if tuning.get("verdict") == "sparse" else None
-    if validation or chosen:
-        density, tokens = (
-            (validation["density"], validation["window_tokens"])
-            if validation
-            else (chosen["density"], tuning["tokens"])
-        )
-        note, uniform = f"of the blocks at {tokens:,} tokens", tuning.get("best_uniform_density")
-        if uniform and not validation:  # both on the texts of the search
-            note += f"; one budget for all heads needs {percent(uniform, 1)}"
-        stats.append(Stat(percent(density, 1), "density", note))
+    if validation:
+        note = f"of the blocks at {validation['window_tokens']:,} tokens"
+        stats.append(Stat(percent(validation["density"], 1), "density", note))
+    elif chosen:
+        note, uniform = f"of the blocks at {tuning['tokens']:,} tokens", tuning.get("best_uniform_density")
+        note += f"; one budget for all heads needs {percent(uniform, 1)}" if uniform else ""
+        stats.append(Stat(percent(chosen["density"], 1), "density", note))
     perplexity = [check for check in validation.get("checks", ()) if check["name"] == "perplexity_ratio"]
     if perplexity:
         worst = max(perplexity, key=lambda check: check["value"])
