@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -71,6 +72,7 @@ def compile_kernels(start: Callable[[], object], names: str, gpu: Gpu = RECORDED
         gpu: what they are compiled for.
     """
     found: list[Compiled] = []
+    known: dict[str, Compiled] = {}
 
     def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         name = kernel.__name__
@@ -78,11 +80,14 @@ def compile_kernels(start: Callable[[], object], names: str, gpu: Gpu = RECORDED
             patch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
             with redirect_stdout(io.StringIO()) as log:
                 compiled = kernel.warmup(*arguments, grid=grid, **named)
-            read = read_log if gpu.vendor == "nvidia" else read_assembly
-            text = log.getvalue() if gpu.vendor == "nvidia" else compiled.asm["amdgcn"]
-            found.append(read(name, text, compiled.metadata.shared))
+            if compiled.hash not in known:
+                read = read_log if gpu.vendor == "nvidia" else read_assembly
+                text = log.getvalue() if gpu.vendor == "nvidia" else compiled.asm["amdgcn"]
+                known[compiled.hash] = read(name, text, compiled.metadata.shared)
+            found.append(known[compiled.hash])
 
-    with compiling(compile_only, gpu) as patch:
+    with compiling(compile_only, gpu) as patch, knobs.cache.scope(), tempfile.TemporaryDirectory() as folder:
+        knobs.cache.dir, knobs.compilation.always_compile = folder, False  # compiles equal launches once
         knobs.nvidia.dump_ptxas_log = True
         start()
     return found

@@ -118,10 +118,37 @@ def results_page() -> str:
     return str(render["all_results"]())
 
 
+def gpus_page() -> str:
+    """Return the Markdown of the table of GPUs, as `dynaxx doctor --gpus` prints it."""
+    from dynaxx.kernels.gpu.proven import reasons, table
+
+    header, *rows = ("| " + " | ".join(row) + " |" for row in table())
+    lines = [
+        "# GPUs",
+        "",
+        "What was shown for each kind of GPU: *measured* has benchmarks, *tests passed* ran there, *compiled, never",
+        "run* has machine code that fits the GPU, and *unknown* was not even compiled. The Hopper kernels run on sm_90",
+        "alone; all others run the portable ones. `dynaxx doctor --gpus` prints this table, and `dx.explain` says it",
+        "of a call.",
+        "",
+        header,
+        "|" + "---|" * len(table()[0]),
+        *rows,
+        "",
+        *(f"- {line}" for line in reasons()),
+        "",
+        "On a GPU without measurements, `dynaxx doctor --device cuda` checks the kernels against fp64, and",
+        "`dx.autotune` measures tile sizes. It stores them in a file that names the GPU and the versions; please send",
+        "us that file.",
+    ]
+    return "\n".join(lines)
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the generated pages, the decision records and pages that the navigation forgot."""
     nav: list[Any] = config["nav"]
     (reference,) = (section["Reference"] for section in nav if "Reference" in section)
+    reference.insert(-1, {"GPUs": "gpus.md"})
     reference[-1] = {"API": ["api.md", *({ROOMS[page][0]: f"api/{page}.md"} for page in ROOMS)]}
     docs = Path(config["docs_dir"])
     (decisions,) = (section["Decisions"] for section in nav if "Decisions" in section)
@@ -159,7 +186,7 @@ def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> s
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the build."""
-    pages = {"cli.md": cli_page(), "benchmarks/results.md": results_page(), **api_pages()}
+    pages = {"cli.md": cli_page(), "gpus.md": gpus_page(), "benchmarks/results.md": results_page(), **api_pages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files

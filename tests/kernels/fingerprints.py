@@ -184,11 +184,11 @@ def nsa_backward() -> None:
     operators.fused.branch_rows(q, operators.fused.Branches(q, q, q, lse, lse, lse), gates, plan, layout)
 
 
-def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True) -> None:
+def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True, head_dim: int = 64) -> None:
     """Run a decode step of 4 sequences over pages of 16 tokens: all pages, or selected ones."""
     from dynaxx.kernels.triton.decode import launch
 
-    k = torch.zeros(64, 16, 2, 64).to(cache_dtype) if paged else torch.zeros(4, 256, 2, 64).to(cache_dtype)
+    k = torch.zeros(*((64, 16) if paged else (4, 256)), 2, head_dim).to(cache_dtype)
     used = torch.full((4,), 200, dtype=torch.int32)
     table = torch.arange(64, dtype=torch.int32).view(4, 16) if paged else None
     scales = {}
@@ -196,7 +196,7 @@ def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True
         scale = torch.ones(*((64, 2) if paged else (4, 16, 2)))
         scales = {"k_scale": scale, "v_scale": scale}
     cache = PagedCache(k, k, used, table, 16, **scales)
-    q = torch.zeros(4, 1, 8, 64, dtype=torch.bfloat16)
+    q = torch.zeros(4, 1, 8, head_dim, dtype=torch.bfloat16)
     if not choose:
         launch.attend_pages(q, cache, None, None, 0.1)
         launch.attend_pages(q, cache, torch.zeros(4, 2, 5, dtype=torch.int32), None, 0.1)
@@ -210,7 +210,7 @@ def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True
     launch.select_and_attend(q, cache, wanted, 1, 16, 6, 0.1)
 
 
-def selection(scorer: str) -> None:
+def selection(scorer: str, head_dim: int = 64) -> None:
     """Run the scores of blocks and the selection among them."""
     from dynaxx.kernels.triton.selection import int8_scores, pool, query_scores
     from dynaxx.kernels.triton.selection.hash_counts import hash_counts
@@ -220,16 +220,16 @@ def selection(scorer: str) -> None:
     from dynaxx.selection import TopK, TopP
     from dynaxx.selection.device import select_on_device
 
-    q, k = (torch.zeros(1, TOKENS, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    q, k = (torch.zeros(1, TOKENS, heads, head_dim, dtype=torch.bfloat16) for heads in (4, 2))
     grid = BlockGrid(TOKENS, TOKENS, (64, 64), True)
-    queries = torch.zeros(1, 4, grid.q_blocks, 64)
+    queries = torch.zeros(1, 4, grid.q_blocks, head_dim)
     if scorer == "query":
         query_scores.query_scores(queries.to(k.dtype), k, 0, grid)
     elif scorer == "query in pages":
         places = torch.zeros(grid.kv_blocks, dtype=torch.int32)
         query_scores.query_scores(queries.to(k.dtype), k, 0, grid, places=places)
     elif scorer == "int8":
-        keys = int8_scores.quantised_keys(k, torch.zeros(1, 2, 64), 64)
+        keys = int8_scores.quantised_keys(k, torch.zeros(1, 2, head_dim), 64)
         int8_scores.int8_scores(queries, keys, 0, grid)
     elif scorer == "lines":
         line_scores(*probe_lines(q[:, -64:], k, grid, 0.25), 0, 4, grid)
@@ -238,7 +238,7 @@ def selection(scorer: str) -> None:
         tile_mass(q[:, ::8].contiguous(), k[:, ::8].contiguous(), 0, mass, grid, (8, 8))
         tile_mass(q, k, 0, mass, grid, (8, 8), parts=8, scale=0.01)
     elif scorer == "hashes":
-        hash_counts(q, 64, torch.zeros(64, 16), torch.zeros(1, 4, 64), 2, 8)
+        hash_counts(q, 64, torch.zeros(head_dim, 16), torch.zeros(1, 4, 64), 2, 8)
     elif scorer == "pool":
         pool.pool_blocks(k, 64, "mean")
         pool.pool_blocks(k, 64, "largest")

@@ -35,6 +35,9 @@ def doctor(
     full: Annotated[
         bool, typer.Option("--full", help="Check the whole prompt length, which may take minutes.")
     ] = False,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="Print what was shown for every kind of GPU, and check nothing.")
+    ] = False,
     fuzz: Annotated[
         str, typer.Option("--fuzz", metavar="TIME", help="Check random problems instead, for this long: 90, 10m or 2h.")
     ] = "",
@@ -62,10 +65,16 @@ def doctor(
       dynaxx doctor
       dynaxx doctor --q-heads 32 --kv-heads 8 --head-dim 128 --seqlen 8192 --dtype bfloat16
       dynaxx doctor --json | jq .chosen
+      dynaxx doctor --gpus
       dynaxx doctor --fuzz 10m
       dynaxx doctor --fuzz-cases 10000 --isa x86-64-v3 --isa baseline
     """
     with running(as_json, threads) as finish:
+        if gpus:
+            from dynaxx.lab.doctor.gpu import GpuTable
+
+            finish(GpuTable(), GpuTable().summary(), ok=True)
+            return
         if fuzz or fuzz_cases is not None or fuzz_seed is not None:
             from dynaxx.lab.doctor.fuzz import fuzz as run_fuzz
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.gpu.device import gpu_of
+from dynaxx.kernels.gpu.proven import never_ran
 from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
 from dynaxx.kernels.registry import ATTENTION, DECODE, SELECTION
 from dynaxx.layout import BlockLayout, PackedLayout
@@ -28,6 +30,14 @@ class Explanation:
     chosen: str
     reasons: Mapping[str, list[str]]  # by backend; empty list if the backend could serve
     density: float | None = None  # visited / causally visible blocks of the layout, if there is one
+    operation: str = field(default="attention", kw_only=True)  # of `kernels.gpu.proven.OPERATIONS`
+
+    @property
+    def unproven(self) -> str:
+        """Return a warning if the chosen GPU kernels never ran on a GPU like this one; "" if they did."""
+        if self.chosen != "triton":
+            return ""
+        return never_ran(gpu_of(self.problem.device), self.operation)
 
     def __str__(self) -> str:
         """Return a line per backend: whether it would run, or the reasons against it."""
@@ -37,7 +47,7 @@ class Explanation:
         for name, why in self.reasons.items():
             verdict = "would run" if name == self.chosen else "; ".join(why) or "could serve, but is less preferred"
             lines.append(f"  {name:<10} {verdict}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.unproven])])
 
 
 @typed
@@ -81,7 +91,7 @@ def explain_decode(q: Tensor, cache: PagedCache, *, backend: str = "auto") -> Ex
     check_cache(cache)
     check_queries(q, cache)
     problem = decode_problem(cache, q)
-    return Explanation(problem, DECODE.resolve(problem, backend), DECODE.explain(problem))
+    return Explanation(problem, DECODE.resolve(problem, backend), DECODE.explain(problem), operation="decode")
 
 
 @typed
@@ -103,4 +113,5 @@ def explain_selection(
     selector = rule.selector if isinstance(rule, Hybrid) else rule
     problem = selection_problem(q, selection_grid(q, k, block_size, causal), selector)
     reasons: dict[str, list[str]] = {**SELECTION.explain(problem), "torch": []}
-    return Explanation(problem, next(name for name, why in reasons.items() if not why), reasons)
+    chosen = next(name for name, why in reasons.items() if not why)
+    return Explanation(problem, chosen, reasons, operation="selection")

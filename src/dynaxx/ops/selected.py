@@ -157,7 +157,7 @@ class SelectedExplanation(Explanation):
         for name, why in self.reasons.items():
             verdict = f"would run, {self.schedule}" if name == self.chosen else "; ".join(why) or "could serve too"
             lines.append(f"  {name:<10} {verdict}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.unproven])])
 
 
 @typed
@@ -187,12 +187,14 @@ def explain_selected(
         check_tokens(block_indices, packed, TokenSpans(spans.ends_q, spans.ends_k, block_size))
         tokens = packed_problem(packed.q, packed.k, packed.v, block_size)
         name, schedule = TOKENS.resolve(tokens, backend), "token by token, each query its own list"
-        return SelectedExplanation(tokens, name, TOKENS.explain(tokens), None, schedule, _overlap(block_indices))
+        reasons, operation = TOKENS.explain(tokens), "tokens"
+        return SelectedExplanation(tokens, name, reasons, None, schedule, _overlap(block_indices), operation=operation)
     check_indices(block_indices, packed, spans)
     chosen = nsa_backend(packed.q, packed.k, packed.v, block_size, backend)
     problem = packed_problem(packed.q, packed.k, packed.v, block_size)
     schedule = NSA.kernels(chosen).schedule_of(q.shape[2] // block_indices.shape[2], block_size)
-    return SelectedExplanation(problem, chosen, NSA.explain(problem), None, schedule, _overlap(block_indices))
+    reasons, operation = NSA.explain(problem), "native sparse attention"
+    return SelectedExplanation(problem, chosen, reasons, None, schedule, _overlap(block_indices), operation=operation)
 
 
 def _overlap(block_indices: Tensor) -> float:

@@ -12,6 +12,7 @@ import torch
 
 import dynaxx as dx
 from cuda_graphs import check_replay
+from dynaxx.kernels.gpu.device import CARDS, described_as
 from dynaxx.kernels.problem import AttentionProblem
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.ops.dispatch import load_backend, unsupported_reasons
@@ -102,6 +103,19 @@ def test_head_dim_512(block, head_dim_v, dtype):
     reports = check_forward(attend, q, k, v, layout)
     if dtype == torch.float16 or DEVICE == "cuda":  # exact fp32 takes the interpreter half a minute
         reports += check_gradients(attend, q, k, v, layout)
+    assert all(report.ok for report in reports), "\n".join(map(str, reports))
+
+
+@runs_here
+@pytest.mark.parametrize(
+    ("card", "head_dim", "block"),
+    [("A100", 64, 64), ("A100", 200, 32), ("RTX 5090", 128, 128), ("B200", 80, 128), ("MI300X", 64, 128)],
+)
+def test_tiles_of_gpus_on_which_none_were_measured(card, head_dim, block):
+    q, k, v = make_qkv(1, 90, 130, 2, 1, head_dim, dtype=torch.float16, device=DEVICE)
+    layout = (dx.SlidingWindow(70) | dx.Sink(3)).layout(90, 130, block_size=block, device=DEVICE)
+    with described_as(CARDS[card]):
+        reports = check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout)
     assert all(report.ok for report in reports), "\n".join(map(str, reports))
 
 

@@ -94,6 +94,10 @@ class Gpu:
         """Return whether instructions convert to float8_e4m3fn. AMD's GPUs before CDNA 4 have another 8-bit format."""
         return self.capability >= (8, 9) or self.architecture == "gfx950"
 
+    def limit_registers(self, most: int | None) -> dict[str, int]:
+        """Return the launch option for at most `most` registers per thread; AMD's compiler chooses on its own."""
+        return {} if most is None or self.vendor == "amd" else {"maxnreg": most}
+
     def __str__(self) -> str:
         """Return the name and the architecture."""
         return f"{self.name} ({self.architecture})"

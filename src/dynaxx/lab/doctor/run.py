@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.lab.doctor.gpu import GpuStatus, gpu_status
 from dynaxx.lab.machine import Machine, machine_facts
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.layout import BlockLayout
@@ -68,6 +69,7 @@ class DoctorResult:
     chosen_gradients: str
     checked_seqlen: int  # length of the checks; the oracle is quadratic, so it may be shorter than the problem
     checks: tuple[OracleCheck, ...]
+    gpu: GpuStatus | None  # of the problem's GPU
     full: bool = True  # whether everything was checked, or the shortest problems that exercise each backend
 
     @property
@@ -82,6 +84,7 @@ class DoctorResult:
             "ok": self.ok,
             "machine": self.machine.to_dict(),
             "problem": str(self.problem),
+            "gpu": self.gpu.to_dict() if self.gpu else None,
             "backends": [
                 {
                     "name": backend.name,
@@ -117,6 +120,7 @@ class DoctorResult:
             f"{machine.memory_gib} GiB, {', '.join(machine.gpus) or 'no GPU'}",
             f"versions  python {machine.python}, {versions}",
             f"problem   {self.problem}",
+            *(self.gpu.lines() if self.gpu else ()),
             "",
         ]
         for backend in self.backends:
@@ -195,6 +199,7 @@ def diagnose(
         checks=_run_checks(
             replace(problem, seqlen_q=checked_seqlen, seqlen_k=checked_seqlen), backends, seed, progress
         ),
+        gpu=gpu_status(problem.device),
         full=full,
     )
 

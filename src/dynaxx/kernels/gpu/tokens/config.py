@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dynaxx.kernels.gpu.device import padded, power_of_two
+from dynaxx.kernels.gpu.device import Gpu, padded, power_of_two
 
+SMALLEST = 16  # keys of a matrix instruction
 MOST_MARKS = 32  # queries of a tile: bits of a mark
 WIDE = 256  # head_dim above which a backward goes in steps: `wide.py`
 MOST_BY_PRODUCTS = 256  # columns of rows that are added by products; wider ones are read as fast without
@@ -36,12 +37,18 @@ class LaunchSizes:
     prefetch: int  # iterations that rows of k and v are loaded ahead; 0: not
     max_registers: int | None = None  # per thread
 
-    @property
-    def options(self) -> dict[str, int]:
+    def within(self, gpu: Gpu, row_bytes: int) -> LaunchSizes:
+        """Return sizes whose tiles of streamed rows, those loaded ahead included, fit in the GPU's shared memory."""
+        block_n = self.block_n
+        while block_n > SMALLEST and (self.prefetch + 1) * block_n * row_bytes > gpu.shared_memory:
+            block_n //= 2
+        return replace(self, block_n=block_n)
+
+    def options(self, gpu: Gpu) -> dict[str, int]:
         """Return the launch options of the kernel."""
-        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         sizes = {"BLOCK_N": self.block_n, "PREFETCH": self.prefetch}
-        return sizes | {"num_warps": self.num_warps, "num_stages": self.prefetch + 1} | limit
+        warps = {"num_warps": self.num_warps, "num_stages": self.prefetch + 1}
+        return sizes | warps | gpu.limit_registers(self.max_registers)
 
 
 @lru_cache(maxsize=256)
@@ -66,8 +73,13 @@ def widths(width: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def forward_launch(widest: int, itemsize: int, latent: bool) -> LaunchSizes:
+def forward_launch(gpu: Gpu, widest: int, itemsize: int, latent: bool) -> LaunchSizes:
     """Return the launch of the forward. On an H100 the best of several, by up to 1.6x: `docs/benchmarks/tokens.md`."""
+    row = sum(widths(widest)) * itemsize * (1 if latent else 2)
+    return _forward_launch(widest, itemsize, latent).within(gpu, row)
+
+
+def _forward_launch(widest: int, itemsize: int, latent: bool) -> LaunchSizes:
     if itemsize == 4:
         return LaunchSizes(16 if widest > WIDE else 32, 8 if widest > WIDE else 4, 0)
     if widest > WIDE:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.device import padded, processors
+from dynaxx.kernels.gpu.device import gpu_of, padded, processors
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.tokens.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.kernels.gpu.tokens.config import MOST_BY_PRODUCTS, WIDE, backward_launch, sum_launch, wide_launches, widths
@@ -212,7 +212,7 @@ def narrow_rows(
         first_unit=heads.start * own,
         dq_strides=packed_strides_of(dq),
         **arguments,
-        **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize).options,
+        **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize).options(gpu_of(q.device)),
     )
     return GradientRows(rows, parts)
 
@@ -237,7 +237,7 @@ def write_scores(
         first_tile=tiles.start,
         first_unit=heads.start * own,
         **arguments,
-        **wide_launches(q.itemsize, portion.latent)[0].options,
+        **wide_launches(q.itemsize, portion.latent)[0].options(gpu_of(q.device)),
     )
 
 
@@ -290,7 +290,7 @@ def write_dq(
         HALVES=2,
         first_tile=tiles.start,
         first_unit=heads.start * own,
-        **wide_launches(q.itemsize, v.shape[2] < q.shape[2])[1].options,
+        **wide_launches(q.itemsize, v.shape[2] < q.shape[2])[1].options(gpu_of(q.device)),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.gpu.device import gpu_of
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.gpu.tokens.config import WIDE, forward_launch, widths
 from dynaxx.kernels.gpu.tokens.forward import _token_fwd_kernel
@@ -33,7 +34,7 @@ def forward(
     q, k, v = (unit_stride(x) for x in (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    latent = shares_rows(k, v)
+    latent, gpu = shares_rows(k, v), gpu_of(q.device)
     if q.shape[0]:
         _token_fwd_kernel[(len(plan.tiles), plan.units, plan.rows.parts)](
             q,
@@ -44,7 +45,7 @@ def forward(
             out_strides=packed_strides_of(out),
             LATENT=latent,
             **shared_arguments(q, k, v, plan, scale, softcap),
-            **forward_launch(max(q.shape[2], v.shape[2]), q.itemsize, latent).options,
+            **forward_launch(gpu, max(q.shape[2], v.shape[2]), q.itemsize, latent).options(gpu),
         )
     if sinks is not None:
         out, lse = (x[0] for x in include_sinks(out[None], lse[None], sinks))

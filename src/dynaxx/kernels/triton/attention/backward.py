@@ -164,7 +164,7 @@ def _start_dq(
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        maxnreg=tiles.max_registers,
+        **gpu_of(q.device).limit_registers(tiles.max_registers),
     )
 
 
@@ -208,7 +208,7 @@ def _start_dkv(
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        maxnreg=tiles.max_registers,
+        **gpu_of(q.device).limit_registers(tiles.max_registers),
     )
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes: pure functions of shapes, dtype and the device's shared memory, unless `dynaxx.autotune` was run.
+"""Tile sizes: pure functions of shapes, dtype and the GPU's description, unless `dynaxx.autotune` was run.
 
-The sizes for head_dim up to 128 are the fastest ones found by `benchmarks/kernels/gpu_tiles.py` on an H200.
+The sizes for Hopper with head_dim up to 128 are the fastest ones found by `benchmarks/kernels/gpu_tiles.py` on an
+H200. Other GPUs were not measured: `unmeasured_tiles` has the largest tiles whose registers a compiler does not spill.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from dynaxx.kernels.gpu.device import Gpu, interpreted, padded
 from dynaxx.kernels.triton.attention.tuned_tiles import kind_of_launch, tuned_values
+from dynaxx.kernels.triton.attention.unmeasured_tiles import unmeasured_tiles
 
 SPAN = 16  # tiles of a head that start in succession, before those of the next head
 WHOLE_HEAD = 1 << 20
@@ -41,6 +43,8 @@ def tunable(choose: Callable[..., TileSizes]) -> Callable[..., TileSizes]:
     @wraps(choose)
     def chosen(gpu: Gpu, *shape: Any) -> TileSizes:
         values = tuned_values(kind_of_launch(choose.__name__, *shape), gpu)
+        if values is None and not gpu.has_wgmma:
+            values = unmeasured_tiles(gpu, choose.__name__, *shape)
         return choose(gpu, *shape) if values is None else TileSizes(*values)  # type: ignore[arg-type]
 
     return chosen
@@ -55,8 +59,7 @@ def forward_tiles(
     if dtype == torch.float32:  # no matrix unit computes exact fp32, so tiles live in registers
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
-        large = min(block_size) >= 128 and gpu.has_wgmma
-        tiles = TileSizes(128, 128, 4, 2, 255) if large else TileSizes(64, 64, 4, 2, 128)
+        tiles = TileSizes(128, 128, 4, 2, 255) if min(block_size) >= 128 else TileSizes(64, 64, 4, 2, 128)
     elif wide > 256 and tma and padded(head_dim_v) <= 256 and block_size[0] >= 128:
         tiles = TileSizes(128, 64, 8, 1)  # 3.41 ms; 3.70 with 32 keys, two stages and the order "ahead"
     elif wide > 256:  # sums of 64 queries fill half of the registers of eight warps
@@ -71,12 +74,13 @@ def forward_tiles(
     return _fit(tiles, block_size, dtype, stay, move, gpu.shared_memory, tma)
 
 
-def forward_loop(tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
+def forward_loop(gpu: Gpu, tiles: TileSizes, head_dim: int, head_dim_v: int, tma: bool) -> Loop:
     """Return the order of products (see `forward_row`); few warps per multiprocessor must each overlap their own work.
 
-    Above 256 columns of v, sums and scores of two tiles would not fit into registers.
+    Only Hopper's products run while the warp continues. Above 256 columns of v, sums and scores of two tiles would not
+    fit into registers.
     """
-    if not tma or (max(padded(head_dim), padded(head_dim_v)) > 256 and tiles.block_m < 128):
+    if not tma or not gpu.has_wgmma or (max(padded(head_dim), padded(head_dim_v)) > 256 and tiles.block_m < 128):
         return "in turn"
     return "ahead" if tiles.max_registers else "overlapped"
 
@@ -100,11 +104,8 @@ def backward_dq_tiles(
         tiles = TileSizes(32 if wide <= 64 else 16, 32, 4, 1)
     elif tma and wide <= 64:
         tiles = TileSizes(64, 64, 4, 3, 168)  # three programs per multiprocessor
-    elif tma and wide <= 128 and gpu.has_wgmma:
-        tiles = TileSizes(64, 64, 4, 3)  # two programs, because q and do are in registers
     elif tma and wide <= 128:
-        roomy = block_size[0] >= 128 and gpu.shared_memory >= 164 << 10
-        tiles = TileSizes(128, 64, 8, 3) if roomy else TileSizes(64, 64, 4, 2)  # the former reads half as much from L2
+        tiles = TileSizes(64, 64, 4, 3)  # two programs, because q and do are in registers
     elif wide > 256:
         tiles = TileSizes(64, 32, 8, 1)  # tiles of 16 keys give wrong sums of dq
     elif tma:

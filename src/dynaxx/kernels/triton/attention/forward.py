@@ -279,10 +279,10 @@ def _start_forward(
         CAPPED=softcap is not None,
         ORDERED=ordered and maxima != AGAIN.value,
         TMA=tma,
-        LOOP=forward_loop(tiles, head_dim, head_dim_v, tma),
+        LOOP=forward_loop(gpu_of(q.device), tiles, head_dim, head_dim_v, tma),
         V_PARTS=parts,
         MAXIMA=maxima,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        maxnreg=tiles.max_registers,
+        **gpu_of(q.device).limit_registers(tiles.max_registers),
     )

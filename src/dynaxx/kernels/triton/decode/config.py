@@ -3,7 +3,7 @@
 
 import torch
 
-from dynaxx.kernels.gpu.device import gpu_of
+from dynaxx.kernels.gpu.device import Gpu, gpu_of, padded
 from dynaxx.layout.paging import PagedCache
 
 KEYS_PER_TILE = 64
@@ -24,9 +24,19 @@ def is_crowded(cache: PagedCache) -> bool:
 
 def keys_per_tile(cache: PagedCache, dtype: torch.dtype) -> int:
     """Return the keys that a program multiplies at a time, for queries of this dtype; a page has whole tiles."""
-    wide = max(cache.head_dim, cache.head_dim_v) > 256  # then shared memory cannot hold tiles of 64 keys in flight
+    row = (padded(cache.head_dim) + padded(cache.head_dim_v)) * cache.k.dtype.itemsize
+    half = gpu_of(cache.device).shared_memory // 2  # so that two tiles are in flight
+    wide = max(cache.head_dim, cache.head_dim_v) > 256 or KEYS_PER_TILE * row > half
     tile = KEYS_PER_TILE if dtype != torch.float32 and not wide else 32
     return max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
+
+
+def stages(gpu: Gpu, dtype: torch.dtype, loads: int) -> int:
+    """Return the pipeline stages of a program whose tiles are found by `loads` dependent loads.
+
+    AMD's compiler has a buffer per stage, for which its GPUs have too little shared memory.
+    """
+    return 1 if dtype == torch.float32 or gpu.vendor == "amd" else 1 + TILES_AHEAD * loads
 
 
 def reads_pairs(cache: PagedCache) -> bool:

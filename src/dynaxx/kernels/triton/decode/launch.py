@@ -206,8 +206,8 @@ def _attend(
         CAPPED=softcap is not None,
         WINDOW=left is not None,
         num_warps=config.NUM_WARPS,
-        num_stages=1 + config.TILES_AHEAD * loads if q.dtype != torch.float32 else 1,
-        **({"maxnreg": config.CROWDED_REGISTERS} if config.is_crowded(cache) else {}),
+        num_stages=config.stages(gpu_of(q.device), q.dtype, loads),
+        **gpu_of(q.device).limit_registers(config.CROWDED_REGISTERS if config.is_crowded(cache) else None),
         **gpu_of(q.device).overlap,
     )
     _merge(acc, state, counts, out, lse, sink_logits, cache, programs, scale)

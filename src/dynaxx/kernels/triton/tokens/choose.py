@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.device import padded, power_of_two, processors
+from dynaxx.kernels.gpu.device import gpu_of, padded, power_of_two, processors
 from dynaxx.kernels.gpu.tokens.plan import query_places, query_tiles
 from dynaxx.kernels.gpu.tokens.rounding import to_fp8, to_int8
 from dynaxx.kernels.triton.tokens.indexer import _index_scores_kernel, _index_tokens_kernel
@@ -89,7 +89,7 @@ def index_tokens(
         HEADS=q.shape[1] if held else 0,
         PREFETCH=int(held),
         num_stages=2 if fits else 1,
-        **({} if MOST_REGISTERS is None else {"maxnreg": MOST_REGISTERS}),
+        **gpu_of(q.device).limit_registers(MOST_REGISTERS),
     )
     return chosen
 

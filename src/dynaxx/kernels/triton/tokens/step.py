@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.gpu.device import padded, power_of_two, processors
+from dynaxx.kernels.gpu.device import gpu_of, padded, power_of_two, processors
 from dynaxx.kernels.gpu.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
-from dynaxx.kernels.gpu.tokens.config import WIDE, widths
+from dynaxx.kernels.gpu.tokens.config import SMALLEST, WIDE, widths
 from dynaxx.kernels.triton.decode.pages import cache_arguments
 from dynaxx.kernels.triton.tokens.decode import _token_decode_kernel, _token_merge_kernel
 from dynaxx.layout.paging import PagedCache
@@ -131,6 +131,9 @@ def _tiles(q: Tensor, cache: PagedCache, units: int, keys: int, latent: bool) ->
     part = max(16, min(16 if fp32 else 64, power_of_two(group_size)))
     parts = -(-group_size // part)
     block_n = 16 if wide and fp32 else 64 if latent or (not wide and not fp32) else 32
+    row = (sum(widths(dim)) + (0 if latent else sum(widths(cache.head_dim_v)))) * cache.k.dtype.itemsize
+    while block_n > SMALLEST and 2 * block_n * row > gpu_of(q.device).shared_memory:
+        block_n //= 2
     pieces = PROGRAMS_PER_PROCESSOR * processors(q.device) // (batch * seqlen_q * units * parts)
     pieces = max(1, min(pieces, MOST_PIECES, -(-keys // block_n)))
     stages = 1 if fp32 or cache.k_scale is not None else 4 if cache.is_paged else 3
