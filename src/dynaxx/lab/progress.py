@@ -106,7 +106,10 @@ class BudgetProgress:
         """Begin a task."""
         outermost = self._outer is None
         limited = self._time.seconds is not None
-        with self._progress.task(description, self._time.seconds if outermost else None if limited else total) as task:
+        if outermost:
+            self._shown = self._time.spent
+            total = self._time.seconds - self._shown if self._time.seconds is not None else None
+        with self._progress.task(description, total if outermost or not limited else None) as task:
             if outermost:
                 self._outer = task
             try:

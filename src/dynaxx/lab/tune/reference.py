@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dynaxx.lab.models import LoadedModel
 from dynaxx.lab.progress import Progress
 from dynaxx.lab.resume import Steps
-from dynaxx.lab.time_budget import TimeBudget
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.result import TuneResult
 
 if TYPE_CHECKING:
@@ -32,13 +32,14 @@ def with_reference(
 
     If the reference cannot be recorded (no time, too little text, or a dense policy), `reference` says why.
     """
-    from dynaxx.lab.tune.retune import record
+    from dynaxx.lab.tune.retune import FEWEST_REQUESTS, record
     from dynaxx.policy import Guard, Profile, rules_digest
 
     policy = result.policy
     if all(rule.phase == "decode" for rule in policy.rules):
         return dataclasses.replace(result, reference="none: prompts run dense")
-    if not time.allows(1.0):
+    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    if not time.allows(FEWEST_REQUESTS * time.expects(PASS, max(2, border))):
         return dataclasses.replace(result, reference="none: no time was left to record it")
 
     def recorded() -> dict[str, Any]:

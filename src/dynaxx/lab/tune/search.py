@@ -38,7 +38,7 @@ from dynaxx.lab.tune.density.guide import FIRST, Guide, Tried
 from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS, SearchTexts, search_texts
-from dynaxx.lab.tune.density.trials import DENSE, ERRORS, Trials, mean_and_error
+from dynaxx.lab.tune.density.trials import ERRORS, Trials, mean_and_error
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.outcome import Outcome, decide
@@ -153,8 +153,8 @@ class Search:
             self.held_out = self._leave_one_out(costs, of_tasks, rises, task)
 
     def _has_time(self, seconds: float) -> bool:
-        """Return whether work of so many seconds fits; if not, the search is cut short."""
-        fits = self.time.allows(seconds)
+        """Return whether work of so many seconds fits; if not, the search is cut short. Stored work takes none."""
+        fits = seconds == 0.0 or self.time.allows(seconds)
         self.cut |= not fits
         return fits
 
@@ -296,7 +296,7 @@ class Search:
         if only_below is not None:
             start = only_below / math.sqrt(guide.fine)
         guide.run(evaluate, steps, start)
-        self.cut |= any(not each.trial.decided for each in guide.tried) and not guide.done
+        self.cut |= guide.unsettled is not None
 
     def _text_share(self) -> float:
         """Return the share of the text that each of the first trials can use in the time left."""
@@ -402,7 +402,7 @@ class Search:
             tokens=options.tokens,
             tolerance=options.tolerance,
             scorer=repr(self.scorer),
-            dense_perplexity=self.trials.dense_perplexity() if f"{DENSE} 0" in self.steps else None,
+            dense_perplexity=self.trials.dense_perplexity(),
             uniform=tuple(self.uniform.trials) if self.uniform else (),
             tuned=tuple(self.tuned.trials) if self.tuned else (),
             chosen=chosen.trial if chosen else None,
@@ -445,7 +445,7 @@ class Search:
         options = self.options
         page_size = options.page_size or as_block_size(self.block_size)[1]
         stretches = options.stretches if len(self.texts.kinds) > 1 else max(SEARCH_TEXTS, options.stretches)
-        if not self._has_time(0.0):
+        if not self.time.allows():
             said = "no rule: no time was left to search for one"
             none = DecodeResult((), None, (), (), options.cuda_graph, None, said)
             return dataclasses.replace(result, decode=none, ended="time")

@@ -103,7 +103,8 @@ class TextCosts:
                     self._steps.store(_key(name, scorer, budgets, costs.layer), plain)
                 task.advance(1, f"layer {costs.layer}")
 
-            with self._time.work(GRADIENT, tokens):
+            began = self._time.spent
+            with self._time.clock.work(GRADIENT, tokens):
                 measure_head_costs(
                     self._model,
                     ids,
@@ -116,6 +117,8 @@ class TextCosts:
                     layer_work=lambda: self._time.work(LAYERS, tokens),
                     go_on=lambda: self._time.allows(self._time.expects(LAYERS, tokens)),
                 )
+            passes = self._time.spent - began - len(found) * self._time.expects(LAYERS, tokens)
+            self._time.learn(GRADIENT, tokens, max(0.0, passes))
         return len(found) == len(layers)
 
     def of(self, name: str, scorers: Sequence[Scorer], budgets: Sequence[float]) -> Costs | None:

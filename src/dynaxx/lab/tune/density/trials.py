@@ -98,9 +98,11 @@ class Trials:
             self._dense[index] = torch.tensor(losses, dtype=torch.float32, device="cpu")
         return self._dense[index]
 
-    def dense_perplexity(self) -> float:
-        """Return the dense perplexity over the first stretch of each kind."""
+    def dense_perplexity(self) -> float | None:
+        """Return the dense perplexity over the first stretch of each kind; None unless all were evaluated."""
         first = {stretch.kind: index for index, stretch in reversed(list(enumerate(self.texts.search)))}
+        if any(f"{DENSE} {index}" not in self.steps for index in first.values()):
+            return None
         return perplexity(torch.cat([self.dense(index) for index in sorted(first.values())]))
 
     def rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
