@@ -105,7 +105,8 @@ class ProfileResult:
         for share, length in zip(shares, self.lengths, strict=True):
             worth = length.attention_share >= self.threshold
             said.append(f"{share}: " + (f"up to {length.max_speedup:.1f}x" if worth else "not worth it"))
-        return f"{subject} {'; '.join(said)} (rule of thumb: from {self.threshold:.0%})"
+        notes = "; longer prompts were not timed" * bool(self.left_out) + "; the machine was busy" * self.busy
+        return f"{subject} {'; '.join(said)} (rule of thumb: from {self.threshold:.0%}){notes}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""

@@ -37,6 +37,7 @@ from dynaxx.storage import temporary_folder
 RULE_OF_THUMB = 0.20  # below this share of the time, sparse attention is seldom worth its complexity
 DECODE_STEPS = 5
 BRIEF = 0.3  # seconds per ceiling of the machine under a time budget
+WARM_UP = 64  # tokens of the first prompt under a time budget
 SHARE_OF_TIME = 0.05  # largest share of the time left for one prefill of a longer prompt
 
 
@@ -84,9 +85,9 @@ def profile(
     with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), evaluating(model):
         ceilings = measure_ceilings(device, model.dtype, seconds=brief)
         task.advance(1, f"machine reaches {ceilings.gemm_gflops:,.0f} GFLOP/s")
-        measured = []
+        measured: list[_Measured] = []
         with instrumented(model) as clock:
-            _prefill(model, ids[:, : lengths[0]])  # first calls allocate
+            _prefill(model, ids[:, : lengths[0] if time.seconds is None else WARM_UP])  # first calls allocate
             clock.collect()
             for length in lengths:
                 if measured and time.expects(PASS, length) > SHARE_OF_TIME * time.left:
@@ -95,7 +96,8 @@ def profile(
                 seconds = measured[-1].seconds
                 time.learn(PASS, length, seconds.total)
                 task.advance(length, f"{length:,} tokens: attention {seconds.attention / seconds.total:.0%}")
-        ceilings = ceilings.best_of(measure_ceilings(device, model.dtype, seconds=brief))
+        if time.seconds is None:
+            ceilings = ceilings.best_of(measure_ceilings(device, model.dtype))
     if trace is not None:
         write_trace(model, tokenizer, text, lengths[-1], trace)
     found = tuple(run.against(ceilings) for run in measured)

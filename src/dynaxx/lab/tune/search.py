@@ -105,8 +105,7 @@ class Search:
         limits = (options.tokens, self.block_size, options.tolerance)
         self.trials = Trials(model, self.texts, self.steps, *limits, self.hold, self.time)
         layers = full_attention_layers(model)
-        given = (self.steps, self.time, self.progress, self.block_size, options.seed)
-        self.costs = TextCosts(model, layers, *given)
+        self.costs = TextCosts(model, layers, self.steps, self.time, self.progress, self.block_size, options.seed)
         self.scorer = self.scorers[0]
         self.tuned: Guide | None = None
         self.uniform: Guide | None = None
@@ -361,7 +360,10 @@ class Search:
         if task is not None:
             task.advance(0, "crossover against dense")
         passing = sparsest([self.tuned, self.uniform])
-        chosen, policy, timings, complete = None, None, (), False
+        chosen: Tried | None = None
+        policy: Policy | None = None
+        timings: tuple[LengthTiming, ...] = ()
+        complete = False
         for each in reversed(passing[1:]):
             timed, whole = self._timings(self._policy(each), measure=False)
             if timed:
@@ -423,7 +425,8 @@ class Search:
         )
         dtype = str(parameter.dtype).removeprefix("torch.")
         found = with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
-        given = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds, hold=options.hold)
+        given: dict[str, Any] = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds)
+        given |= dict(hold=options.hold)
         digests = about(self.model, self.text, **given, block_size=self.block_size, seed=options.seed)
         return dataclasses.replace(found, about=digests)
 
