@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from dynaxx.lab.tune.crossover import HYSTERESIS
 
+SHORT = 1024  # tokens of the texts under a time budget, at least; retrieval tasks need some room
+
 if TYPE_CHECKING:
     from dynaxx.lab.time_budget import TimeBudget
     from dynaxx.lab.tune.result import TuneResult
@@ -40,7 +42,7 @@ def validate_tuned(
         text: sample text; only its held-out part is used.
         out: the folder that `tune` wrote to.
         say: a function that reports each raise.
-        time: the time budget; under a limit, texts are as long as those that were tuned on.
+        time: the time budget; under a limit, texts are hardly longer than those that were tuned on.
         **options: options of `validate`. Texts are at least as long as those that were tuned on.
 
     Returns:
@@ -56,7 +58,7 @@ def validate_tuned(
     def validated(tuned: TuneResult, earlier: ValidationResult | None = None) -> ValidationResult:
         border = tuned.policy.dense_below if tuned.policy.sparse_from is None else tuned.policy.sparse_from
         limited = time is not None and time.seconds is not None
-        tokens = max(tuned.tokens if limited else TOKENS, tuned.tokens, border + 1)
+        tokens = max(SHORT if limited else TOKENS, tuned.tokens, border + 1)
         return validate(model, tokenizer, tuned.policy, text, tokens=tokens, earlier=earlier, time=time, **options)
 
     found = validated(tuned)
