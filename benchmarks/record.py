@@ -20,21 +20,51 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dynaxx.lab.machine import machine_facts
 
 ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "benchmarks" / "runs"  # of tests, written by `pytest --record FILE`
 KEPT_VERSIONS = ("torch", "triton", "transformers", "vllm")
 
 
 def commit() -> str:
-    """Return the short hash of HEAD, with `+changes` if tracked files differ from it."""
+    """Return the short hash of HEAD, with `+changes` if tracked files differ from it; "" outside a repository."""
     git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
+    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        return ""
     status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+
+
+def place() -> tuple[str, dict[str, str]]:
+    """Return the device, and the versions that a result depends on, with those of Python and of the CUDA driver."""
+    here = machine_facts()
+    versions = {"python": here.python} | {name: here.versions[name] for name in KEPT_VERSIONS if name in here.versions}
+    if here.gpus:
+        version = torch._C._cuda_getDriverVersion()
+        versions["CUDA driver"] = f"{version // 1000}.{version % 1000 // 10}"
+    return ", ".join(here.gpus) or f"{here.cpu}, {here.cores} cores", versions
+
+
+def run_of(arguments: Sequence[str], counts: Mapping[str, int]) -> str:
+    """Return the record of a run of tests as JSON."""
+    device, versions = place()
+    shown = [each for each in arguments if not each.startswith("--record")]
+    run = {"command": shlex.join(["pytest", *shown]), "commit": commit(), "date": today(), "device": device,
+           "versions": versions, **counts}  # fmt: skip
+    return json.dumps(run, indent=1) + "\n"
+
+
+def today() -> str:
+    """Return the date."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def text_of(value: Any) -> str:
@@ -62,17 +92,16 @@ def result_of(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
         for each in found.get("targets", found.get("bars", []))
         if each["ok"] is not None
     ]
-    here = machine_facts()
-    versions = {name: here.versions[name] for name in KEPT_VERSIONS if name in here.versions}
+    device, versions = place()
     if args.source:
         versions = dict(each.split("=", 1) for each in args.version)
     return {
         "title": args.title,
         "command": shlex.join(args.command),
         "commit": args.commit or commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": today(),
         "recorded": "measured",
-        "device": args.device or ", ".join(here.gpus) or f"{here.cpu}, {here.cores} cores",
+        "device": args.device or device,
         "versions": versions,
         "setting": args.setting,
         "columns": list(columns.values()),

@@ -20,7 +20,13 @@ A sentence asks for one cell by file, row (its first cell, or the start of it) a
 
     <!-- value: prefill_llama8b; 131,072; speed-up -->2.57x<!-- /value -->
 
-`benchmarks/record.py` makes result files.
+What ran where, from all records, is a table, and a sentence asks for the releases of a package that ran on a place:
+
+    <!-- ran -->
+    <!-- /ran -->
+    vLLM <!-- ran: vllm; CPU -->0.32<!-- /ran -->
+
+`benchmarks/record.py` makes result files, `pytest --record` those of tests.
 """
 
 from __future__ import annotations
@@ -34,11 +40,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import ran
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- /results -->", flags=re.DOTALL)
 MORE = re.compile(r"<!-- more: ([\w ]+) -->\n.*?<!-- /more -->", flags=re.DOTALL)
 VALUE = re.compile(r"<!-- value: (\w+); ([^;]+); ([^;]+?) -->.*?<!-- /value -->")
+RAN = re.compile(r"<!-- ran: ([^;]+); (GPU|CPU) -->.*?<!-- /ran -->")
+RAN_TABLE = re.compile(r"<!-- ran -->\n.*?<!-- /ran -->", flags=re.DOTALL)
 # Every result file has exactly these fields.
 FIELDS = {
     "title": str,  # what the table shows
@@ -143,13 +154,15 @@ def rendered_page(text: str) -> str:
     """Return a page's text with everything between markers made anew."""
     text = VALUE.sub(lambda v: f"<!-- value: {v[1]}; {v[2]}; {v[3]} -->{cell(v[1], v[2], v[3])}<!-- /value -->", text)
     text = MORE.sub(lambda more: links(more[1]), text)
+    text = RAN.sub(lambda v: f"<!-- ran: {v[1]}; {v[2]} -->{ran.versions(v[1], v[2])}<!-- /ran -->", text)
+    text = RAN_TABLE.sub(lambda _: "\n".join(["<!-- ran -->", *table(ran.COLUMNS, ran.rows()), "<!-- /ran -->"]), text)
     return BLOCK.sub(lambda block: f"<!-- results: {block[1]} -->\n{render(block[1])}\n<!-- /results -->", text)
 
 
 def pages() -> list[Path]:
     """Return every page that shows results."""
     every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
-    return [page for page in every if re.search("<!-- (results|more|value): ", page.read_text(encoding="utf-8"))]
+    return [page for page in every if re.search("<!-- (results|more|value|ran)\\b", page.read_text(encoding="utf-8"))]
 
 
 def main() -> int:

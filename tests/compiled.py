@@ -20,6 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from dynaxx.kernels.compat import OPTIONS
 from dynaxx.kernels.gpu.device import CARDS, Gpu, described_as
 from dynaxx.kernels.gpu.runtime.launcher import KernelLauncher
 
@@ -98,7 +99,7 @@ def compiling(launch_instead: Callable[..., None], gpu: Gpu = RECORDED) -> Itera
     """Call `launch_instead(kernel, grid, arguments, named)` instead of launching; let Triton compile for a GPU."""
 
     def launched(kernel: KernelLauncher, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **named: launch_instead(kernel.kernel, grid, arguments, named)
+        return lambda *arguments, **named: launch_instead(kernel.kernel, grid, arguments, {**named, **OPTIONS})
 
     scopes = knobs.nvidia.scope(), knobs.compilation.scope()
     with pytest.MonkeyPatch.context() as patch, scopes[0], scopes[1], described_as(gpu):

@@ -6,7 +6,9 @@ Slow tests are skipped unless requested: `pytest -m slow`, or `-m "slow or not s
 
 import os
 import warnings
+from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,20 @@ import torch
 from dynaxx.core.build import processors
 from dynaxx.telemetry import Recorder, use
 from interpreter import DEVICE, INTERPRETED, NAME, start_interpreted, stop_interpreted
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", type=Path, help="write what passed, and on what, for benchmarks/render.py")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Keep what ran where: docs/where.md is rendered from these records."""
+    path = config.getoption("--record")
+    if path is not None:
+        from benchmarks.record import run_of
+
+        counts = Counter({name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "error")})
+        path.write_text(run_of(config.invocation_params.args, counts))
 
 
 def pytest_configure(config):

@@ -40,7 +40,6 @@ from dynaxx.patterns import GlobalTokens, SlidingWindow
 FILE = Path(__file__).with_suffix(".json")
 VERSION = ".".join(triton.__version__.split(".")[:2])
 TOKENS = 512
-HOPPER = "3.6"  # the version of Triton whose Gluon the Hopper kernels are written for
 
 
 def attention(
@@ -338,11 +337,6 @@ for scorer in ("query", "query in pages", "int8", "lines", "tiles", "hashes", "p
     add(f"triton selection {scorer}", selection, scorer)
 
 
-def served(name: str) -> bool:
-    """Return whether the installed Triton compiles a case."""
-    return VERSION == HOPPER or not name.startswith("hopper")
-
-
 def machine_code(case: Callable[[], None]) -> list[str]:
     """Compile all kernels that a case launches, each variant once, in order; return "instructions hash" for each."""
     return _each_form(case, lambda compiled: of_code(compiled.asm["cubin"]))
@@ -422,7 +416,7 @@ def main() -> None:
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     of_version = known.setdefault(VERSION, {})
     for name in CASES:
-        if served(name) and name in (given.cases or CASES):
+        if name in (given.cases or CASES):
             of_version.setdefault("intermediate", {})[name] = intermediate(CASES[name])
             if given.machine_code:
                 of_version.setdefault("machine code", {})[name] = machine_code(CASES[name])

@@ -17,7 +17,6 @@ from triton.backends import backends
 
 from compiled import RECORDED, compile_kernels
 from dynaxx.kernels.gpu.device import RESERVED
-from dynaxx.kernels.hopper.support import TRITON
 from dynaxx.kernels.triton.attention import backward, forward
 from dynaxx.kernels.triton.attention.config import TileSizes
 from dynaxx.kernels.triton.selection.pool import pool_blocks
@@ -32,10 +31,7 @@ VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter"),
     pytest.mark.skipif("nvidia" not in backends, reason="this triton has no compiler for NVIDIA's GPUs"),
-    # Triton 3.9 announces what becomes the default in 3.10.
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
 ]
-gluon = pytest.mark.skipif(VERSION != TRITON, reason=f"is written for Gluon of triton {TRITON}, got {VERSION}")
 
 HEADS = (8, 2)
 TOKENS = 512
@@ -128,8 +124,7 @@ def test_portable_head_dim_512():
     assert all(each.shared <= RECORDED.shared_memory for each in found)
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "block", "softcap", "spilled"),
     [
@@ -149,8 +144,7 @@ def test_hopper_forward(head_dim, block, softcap, spilled):
     check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd"), [spilled])
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "block", "given", "spilled"),
     [
@@ -168,8 +162,7 @@ def test_hopper_forward_with_one_consumer_or_with_maxima(head_dim, block, given,
     check(compile_kernels(forward_of(head_dim, block, attention_forward, **given), "hopper_fwd"), [spilled])
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 128), (128, 64), (128, 128)])
 def test_hopper_scores(head_dim, block):
     from dynaxx.kernels.hopper.selection.query_scores import query_scores
@@ -181,8 +174,7 @@ def test_hopper_scores(head_dim, block):
     check(compile_kernels(lambda: query_scores(queries, k, 0, grid, None, places), "scores"), [0])
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "block", "one_pass", "softcap", "spilled"),
     [
@@ -204,8 +196,7 @@ def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, monkeypatc
     check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|dkv_head_dim_256_|fused_)kernel"), spilled)
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "spilled"), [(80, 80, 150), (192, 128, 150), (160, 160, 1300)])
 def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled):
     """A forward with tiles of 256 columns spills when it stores some of them, once per row of blocks."""
@@ -219,8 +210,7 @@ def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled):
     assert max(each.shared for each in found) <= RECORDED.shared_memory
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "spilled"), [(16, [0, 0, 8, 48]), (4, [0, 0, 8]), (1, [0])])
 def test_selected(group, spilled):
     """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
@@ -240,8 +230,7 @@ def test_selected(group, spilled):
     check(compile_kernels(start, "selected_hopper"), spilled)
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "spilled"), [((32, 16, 64), 0), ((16, 16, 16), 8)])
 def test_scores(sizes, spilled):
     """Scores of blocks of several compressed tokens, and of one, whose scores take the most shared memory."""
@@ -256,8 +245,7 @@ def test_scores(sizes, spilled):
     assert found[0].shared <= RECORDED.shared_memory
 
 
-@pytest.mark.gpu
-@gluon
+@pytest.mark.slow
 def test_latent_attention():
     """Forward, and the steps of the backward that have kernels for Hopper: nothing waits, and nothing spills."""
     from dynaxx.kernels.hopper.tokens import operators
@@ -299,6 +287,7 @@ def scores_of(kind):
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tiles", "anti-diagonals", "lines", "query", "means"])
 def test_scores_compile_for_fp64_tokens(kind):
     assert compile_kernels(scores_of(kind), "kernel")

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dynaxx.kernels.compat import barrier
 from dynaxx.kernels.hopper.attention.forward import barriers
 from dynaxx.kernels.hopper.primitives.signals import NUMBERS, get, put
 
@@ -23,7 +24,7 @@ def _produce(numbers, full, empty, count, ORDERED: gl.constexpr):
         if ORDERED:
             mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
         put(numbers, slot, i)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(full.index(slot), count=1)
 
 

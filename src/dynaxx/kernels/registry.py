@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.kernels import trials
 from dynaxx.kernels.contract import (
     AttentionKernels,
     DecodeKernels,
@@ -73,7 +74,7 @@ class Operation(Generic[P, K]):
             ask: Callable[[P], list[str]] = getattr(_imported(module), function)
         except ImportError as error:
             return [f"not available: {error}"]
-        return ask(problem)
+        return ask(problem) or trials.reasons(self.name, backend, problem)
 
     def explain(self, problem: P) -> dict[str, list[str]]:
         """Return the reasons of all backends."""

@@ -8,6 +8,7 @@ pytest.importorskip("triton.experimental.gluon")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dynaxx.kernels.compat import OPTIONS
 from dynaxx.kernels.hopper.primitives.softcap import capped
 from interpreter import on_hopper
 
@@ -22,7 +23,7 @@ def capped_kernel(p_x, p_t, rate, BLOCK: gl.constexpr):
 
 def tanh(x):
     out = torch.empty_like(x)
-    capped_kernel[(x.numel() // BLOCK,)](x, out, 1.0, BLOCK=BLOCK, num_warps=4)
+    capped_kernel[(x.numel() // BLOCK,)](x, out, 1.0, BLOCK=BLOCK, num_warps=4, **OPTIONS)
     return out
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_launcher import Driver, Utils, started  # noqa: F401
+from test_launcher import ONE_LAUNCHER, Driver, Utils, started  # noqa: F401
 
 from dynaxx.kernels.gpu.runtime import launch_cache, launch_list, launcher
 from dynaxx.kernels.gpu.runtime.launch_list import CudaLibrary, compiled_code
@@ -187,7 +187,7 @@ def standin(started, monkeypatch, request):  # noqa: F811
         PTX[self.kernel] = self.asm["ptx"]
         loaded.append(self)
 
-    fill = "fill_tma_descriptor" if triton.__version__.startswith("3.6.") else "fill_tma_descriptor_tiled"
+    fill = "fill_tma_descriptor_tiled" if ONE_LAUNCHER else "fill_tma_descriptor"
     monkeypatch.setattr(triton.compiler.CompiledKernel, "__init__", remember)
     monkeypatch.setattr(Utils, "load_binary", load_binary)
     monkeypatch.setattr(Utils, fill, lambda self, *arguments: struct.pack("=Q", arguments[0]) * 16, raising=False)

@@ -13,14 +13,12 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
+from dynaxx.kernels.compat import OPTIONS  # noqa: E402
 from dynaxx.kernels.gpu.device import interpreted  # noqa: E402
 from dynaxx.kernels.gpu.runtime import compile_ahead as ahead  # noqa: E402
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(interpreted(), reason="compiles"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-]
+pytestmark = pytest.mark.skipif(interpreted(), reason="compiles")
 
 
 class Hopper:
@@ -96,7 +94,7 @@ def test_a_kernel_that_does_not_compile_raises_at_its_launch(cache):
     x = torch.zeros(64)
     assert ahead.compile_ahead(lambda: _wrong_kernel[(1,)](x), 2) == 1
     with pytest.raises(Exception, match="wrong on purpose"):
-        _wrong_kernel.kernel.warmup(x, grid=(1,))
+        _wrong_kernel.kernel.warmup(x, grid=(1,), **OPTIONS)
 
 
 def test_an_error_of_the_call_is_raised_and_its_kernels_are_compiled(cache):

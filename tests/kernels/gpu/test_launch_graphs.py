@@ -23,12 +23,10 @@ from driver_standin import (
     simple,
     standin,
 )
-from test_launcher import launches_directly, started
+from test_launcher import started
 
 from dynaxx.kernels.gpu.runtime import launch_cache, launch_list, launcher
 from dynaxx.kernels.gpu.runtime.launch_list import compiled_code
-
-pytestmark = [pytestmark, launches_directly]
 
 
 def three_kernels(given, x):
@@ -119,7 +117,6 @@ def test_errors_of_a_launched_graph(fresh):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="lists ran with triton 3.6")
 def test_graphs_launch_on_a_gpu(monkeypatch):
     monkeypatch.setenv(launch_list.ENVIRONMENT, "1")
     monkeypatch.setattr(launch_cache, "_by_form", {})

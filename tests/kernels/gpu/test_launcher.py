@@ -12,16 +12,14 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import dynaxx as dx  # noqa: E402
-from dynaxx.kernels.gpu.runtime import launcher  # noqa: E402
+from dynaxx.kernels.compat import OPTIONS  # noqa: E402
+from dynaxx.kernels.gpu.runtime import launcher, recorder  # noqa: E402
 from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay  # noqa: E402
-
-launches_directly = pytest.mark.skipif(
-    not launcher.version_is_checked(), reason="calls of this Triton version go through its own launcher"
-)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -91,7 +89,6 @@ class Driver:
 @pytest.fixture
 def started(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # otherwise 3.9 warns
     STARTED.clear()
     return STARTED
 
@@ -138,7 +135,7 @@ def calls_of_values():
 def test_starts_what_triton_starts(started, jitted, calls):
     given = list(calls())
     for arguments, named in given:
-        jitted[(3, 2)](*arguments, **named)
+        jitted[(3, 2)](*arguments, **named, **OPTIONS)
     expected = started.copy()
     kernel = launcher.kernel_launcher(jitted)
     for _ in range(3):
@@ -149,7 +146,6 @@ def test_starts_what_triton_starts(started, jitted, calls):
     assert len({name for name, *_ in expected}) > 7  # the calls are in fact different
 
 
-@launches_directly
 def test_known_launches_do_not_ask_triton(started, monkeypatch):
     kernel = launcher.kernel_launcher(_kernel)
     arguments, named = next(calls())
@@ -159,9 +155,8 @@ def test_known_launches_do_not_ask_triton(started, monkeypatch):
     assert len(started) == 2
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git"])
-def test_versions_that_were_not_read_go_through_triton(started, monkeypatch, version):
-    monkeypatch.setattr(triton, "__version__", version)
+def test_versions_that_fail_their_trial_go_through_triton(started, monkeypatch):
+    monkeypatch.setattr(launcher, "launches_directly", lambda: False)
     kernel = launcher.kernel_launcher(_kernel)
     asked = []
     run = type(_kernel).run
@@ -173,22 +168,45 @@ def test_versions_that_were_not_read_go_through_triton(started, monkeypatch, ver
 
 
 class WithDescriptors:
-    """Imitate a launcher that encodes descriptors in Python, like those of triton 3.6."""
+    """Imitate a launcher that encodes descriptors in Python, in the form of the installed Triton."""
 
     def __init__(self, src, metadata):
         from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
-        record = lambda *arguments: STARTED.append(arguments)
-        self.launch = wrap_handle_tensordesc(record, src.signature, metadata.tensordesc_meta)
+        self.launch = wrap_handle_tensordesc(self.record, src.signature, metadata.tensordesc_meta)
         self.global_scratch_size = self.profile_scratch_size = 0
         self.launch_cooperative_grid = self.launch_pdl = False
+        if ONE_LAUNCHER:
+            self.arg_annotations, self.kernel_signature = ["annotations"], b"signature"
 
-    def __call__(self, grid_x, grid_y, grid_z, stream, function, *arguments):
-        values = (x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments)
-        self.launch(grid_x, grid_y, grid_z, stream, function, False, False, None, None, *values)
+    @staticmethod
+    def record(*arguments):
+        STARTED.append((*arguments[:-1], *arguments[-1]) if ONE_LAUNCHER else arguments)
+
+    def __call__(self, grid_x, grid_y, grid_z, stream, function, packed, *arguments):
+        hooks, values = arguments[:3], [address(x) for x in arguments[3:]]
+        before = (grid_x, grid_y, grid_z, stream, function, False, False)
+        if ONE_LAUNCHER:
+            self.launch(*before, packed, *hooks, None, None, self.arg_annotations, self.kernel_signature, values)
+        else:
+            self.launch(*before, None, None, packed, *hooks, *values)
 
 
-@launches_directly
+ONE_LAUNCHER = not hasattr(nvidia, "make_launcher")  # since 3.7, one launcher in C starts all kernels
+HOOKS = slice(8, 11) if ONE_LAUNCHER else slice(10, 13)
+FIRST = 15 if ONE_LAUNCHER else 13  # position of the first argument of the kernel
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """Let launchers encode descriptors, as ("map", address, ...)."""
+    fill = "fill_tma_descriptor_tiled" if ONE_LAUNCHER else "fill_tma_descriptor"
+    monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
+    monkeypatch.setattr(Utils, fill, lambda self, *arguments: ("map", *arguments), raising=False)
+    if ONE_LAUNCHER:
+        monkeypatch.setattr(Utils, "launch", staticmethod(WithDescriptors.record), raising=False)
+
+
 def test_repeats_launch_the_tensors_of_the_layout(started):
     """Cached launches read NamedTuples of a layout's tensors from the layout at hand."""
     kernel = launcher.kernel_launcher(_kernel_of_values)
@@ -207,10 +225,7 @@ def test_repeats_launch_the_tensors_of_the_layout(started):
     assert started[0][-1][0][1] != expected[1]
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="of triton 3.6")
-def test_repeats_launch_what_triton_launches(started, monkeypatch):
-    monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
-    monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *arguments: ("map", *arguments), raising=False)
+def test_repeats_launch_what_triton_launches(started, described, monkeypatch):
     kernel = launcher.kernel_launcher(_kernel)
 
     def start(layout, x, out, _, count):
@@ -220,20 +235,19 @@ def test_repeats_launch_what_triton_launches(started, monkeypatch):
 
     layout = dx.SlidingWindow(16).layout(64, block_size=16)
     batches = [(torch.randn(1, 64), torch.empty(64)) for _ in range(3)]
-    monkeypatch.setattr(launcher, "MOST_ADDRESSES", 2)
+    monkeypatch.setattr(recorder, "MOST_ADDRESSES", 2)
     for x, out in batches * 3:
         record_or_replay(start, layout, (x, out), True, 64)
     again = started.copy()
     started.clear()
     for x, out in batches * 3:
         start(layout, x, out, True, 64)
-    of_kernel = lambda calls: [arguments[:10] + arguments[13:] for arguments in calls]  # without the hooks in between
+    of_kernel = lambda calls: [arguments[: HOOKS.start] + arguments[HOOKS.stop :] for arguments in calls]
     assert of_kernel(again) == of_kernel(started)
-    assert len({str(arguments[13]) for arguments in again}) == 3  # the encoded addresses
+    assert len({str(arguments[FIRST]) for arguments in again}) == 3  # the encoded addresses
     assert len(again) == 9
 
 
-@launches_directly
 def test_strides_are_not_taken_for_tensors_of_a_layout(started):
     """Small integers are shared objects, so strides may be the very integers of the layout, such as its lengths."""
     kernel = launcher.kernel_launcher(_kernel_of_values)

@@ -9,7 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
 
-from test_launcher import launches_directly, started  # noqa: E402, F401
+from test_launcher import started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.runtime import launch_cache  # noqa: E402
@@ -50,7 +50,6 @@ def steps_in(kept):
     return [len(known.launches) for (call, *_), known in kept.items() if call is nsa_decode._step]
 
 
-@launches_directly
 @pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled for the driver that writes down would stay")
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_only_launches_are_left(started, kept, monkeypatch, page_size):  # noqa: F811

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
 
 import triton.language as tl  # noqa: E402
-from test_launcher import Driver, Utils, WithDescriptors, launches_directly, started  # noqa: E402, F401
+from test_launcher import FIRST, described, started  # noqa: E402, F401
 from test_launcher import _kernel as of_descriptors  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -58,7 +58,6 @@ def counted(kept):
     return sum(value not in (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE) for value in kept.values())
 
 
-@launches_directly
 def test_the_same_launches_over_other_tensors(started, kept):  # noqa: F811
     for _ in range(3):
         cache, x = small_cache(), torch.randn(64)
@@ -74,7 +73,6 @@ def test_the_same_launches_over_other_tensors(started, kept):  # noqa: F811
     assert counted(kept) == 1
 
 
-@launches_directly
 def test_another_form_is_another_call(started, kept):  # noqa: F811
     memory = torch.randn(200)
     for x in [torch.randn(64), torch.randn(128)[::2], memory[1:65], memory[2:66], memory[:64], torch.randn(64)] * 3:
@@ -86,7 +84,6 @@ def test_another_form_is_another_call(started, kept):  # noqa: F811
     assert counted(kept) == 4
 
 
-@launches_directly
 def test_two_tensors_that_are_one_are_not_what_is_kept(started, kept):  # noqa: F811
     cache, x = small_cache(), torch.randn(64)
     both = small_cache(cache.k, cache.k)
@@ -146,7 +143,6 @@ def test_calls_that_do_more_than_launch_are_not_replayed(call, started, kept):  
     assert counts == [counts[0]] * 3
 
 
-@launches_directly
 def test_inference_mode_and_calls_within_calls(started, kept):  # noqa: F811
     def outer(cache, x, scale):
         return launch_cache.record_or_replay(two_launches, cache, (x.contiguous().to(torch.float32),), scale)
@@ -175,7 +171,6 @@ def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
     assert 0 < len(kept) <= 3
 
 
-@launches_directly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_every_part_of_a_step_is_kept(dtype, started, kept):  # noqa: F811
     from dynaxx.kernels.triton.decode import launch as decode
@@ -301,25 +296,22 @@ class Growing(NamedTuple):
         return (self.k,)
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="descriptors of triton 3.6")
-def test_descriptors_and_sizes_of_a_call(started, kept, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
-    monkeypatch.setattr(Utils, "fill_tma_descriptor", lambda self, *arguments: ("map", *arguments), raising=False)
+def test_descriptors_and_sizes_of_a_call(started, described, kept, monkeypatch):  # noqa: F811
     kernel = kernel_launcher(triton.jit(of_descriptors.fn, do_not_specialize=["count"]))  # not cached for others
 
     def call(cache, x):
         between, out = torch.empty(1, 64), torch.empty(64)
         for each in (x, between):
-            described = TensorDescriptor(each, [1, 64], [64, 1], [1, 64])
+            descriptor = TensorDescriptor(each, [1, 64], [64, 1], [1, 64])
             stride = cache.k.stride(0)
-            kernel[(3, 2)](described, out, cache.k, count=64, stride=stride, scale=0.5, BIASED=True, BLOCK=64)
+            kernel[(3, 2)](descriptor, out, cache.k, count=64, stride=stride, scale=0.5, BIASED=True, BLOCK=64)
         return (out,)
 
     for width in (24, 40, 56, 24, 32, 48, 32):  # multiples of 16 are another form
         cache, x = Growing(torch.randn(64, width)), torch.randn(1, 64)
         started.clear()
         (out,) = launch_cache.record_or_replay(call, cache, (x,), at_once=True, sizes={"stride": width})
-        (*_, first), (*_, second) = ([*arguments[:3], arguments[13:]] for arguments in started)
+        (*_, first), (*_, second) = ([*arguments[:3], arguments[FIRST:]] for arguments in started)
         assert first[0][:2] == ("map", x.data_ptr())
         assert first[5:10] == second[5:10]
         assert first[5:10] == (out.data_ptr(), cache.k.data_ptr(), 64, width, 0.5)

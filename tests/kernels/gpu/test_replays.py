@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from test_launcher import Driver, Utils, WithDescriptors, address, launches_directly, started  # noqa: E402, F401
+from test_launcher import Driver, Utils, WithDescriptors, address, started  # noqa: E402, F401
 
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.gpu.device import CARDS, described_as  # noqa: E402
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(INTERPRETED, reason="compiles"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="imitates a GPU"),
-    launches_directly,
 ]
 
 

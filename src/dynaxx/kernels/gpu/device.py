@@ -10,7 +10,6 @@ Importing this module loads no Triton.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
@@ -209,13 +208,3 @@ def padded(head_dim: int) -> int:
 def power_of_two(least: int) -> int:
     """Return the smallest power of two >= `least` >= 1. Triton's own function takes 3 us of host time."""
     return 1 << (least - 1).bit_length()
-
-
-@lru_cache(maxsize=1)
-def triton_version() -> tuple[int, ...] | None:
-    """Return (major, minor) of the installed Triton; None if it is not installed."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return tuple(int(part) for part in version.split(".")[:2])

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from dynaxx.kernels.gpu.device import gpu_of, triton_version
+from dynaxx.kernels.gpu.device import gpu_of
 from dynaxx.kernels.hopper.attention.config import tile_width
 from dynaxx.kernels.problem import AttentionProblem, IndexerProblem, QueryScoresProblem
+from dynaxx.kernels.trials import triton_version
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(64, 257, 8)  # head_dim of q and k; TMA needs rows that are multiples of 16 bytes
@@ -22,7 +23,6 @@ INDEX_HEADS, MANY_INDEX_HEADS = 4, (8, 16, 32, 64)  # of indexers: at most so ma
 INDEX_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.int8)
 INDEX_DIMS, INDEX_SLOTS = (32, 64, 128), 4096
 INDEX_QUERIES = 2048  # below, too few tiles of queries fill a GPU
-TRITON = (3, 6)  # the tested version; Gluon's interface changes with every release
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -46,9 +46,7 @@ def device_reasons(device: torch.device) -> list[str]:
         return [f"runs on a Hopper GPU, got tensors on {device}"]
     if not gpu_of(device).has_wgmma:
         return [f"runs on NVIDIA Hopper (sm_90), got {gpu_of(device)}"]
-    if triton_version() != TRITON:
-        return [f"needs the Gluon of triton {TRITON[0]}.{TRITON[1]}, got {triton_version()}"]
-    return []
+    return [] if triton_version() else ["triton is not installed: pip install triton"]
 
 
 def _fits_v(head_dim: int, head_dim_v: int) -> bool:

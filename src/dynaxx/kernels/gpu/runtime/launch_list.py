@@ -26,15 +26,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from dynaxx.kernels.compat import encoded_map, is_plain_map, needs_wrapper
 from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch
+from dynaxx.kernels.trials import launches_directly
 
 ENVIRONMENT = "DYNAXX_LAUNCH_LISTS"  # "0": recordings launch through Triton's launchers
 GRAPHS = "DYNAXX_LAUNCH_GRAPHS"  # "0": lists launch kernel by kernel
-RAN_WITH = ("3.6",)  # versions of Triton whose kernels were launched by lists on a GPU
 FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "f32": "f", "fp64": "d",
@@ -113,7 +113,7 @@ class LaunchPacker:
         compiled, first = launch.compiled, len(self._positions)
         meta = compiled.metadata
         warps, ctas, shared = compiled.packed_metadata[:3]
-        if meta.global_scratch_size or meta.profile_scratch_size or getattr(meta, "gsan", False) or ctas > MOST_CTAS:
+        if needs_wrapper(meta) or ctas > MOST_CTAS:
             raise Unpackable(f"{compiled.name} needs scratch memory or a large cluster")
         maps = iter(getattr(meta, "tensordesc_meta", None) or ())
         values = dict(zip(launch.names, launch.arguments, strict=True))
@@ -148,9 +148,9 @@ class LaunchPacker:
 
     def _add_descriptor(self, x: Any, meta: Any) -> None:
         """Pack a descriptor: an encoded map, its shape and its strides."""
-        if meta is None or meta["fp4_padded"] or meta.get("is_im2col") or getattr(x, "round_f32_to_tf32", False):
+        if not is_plain_map(meta) or getattr(x, "round_f32_to_tf32", False):
             raise Unpackable("its descriptor is of another kind")
-        encoded = _encoded_map(x, meta)
+        encoded = map_bytes(encoded_map(x.base.data_ptr(), x, meta))
         self._packed += bytes(-len(self._packed) % MAP_ALIGNMENT)
         self._add_gap("maps", *self._found(x.base))
         self._positions.append(len(self._packed))
@@ -195,20 +195,6 @@ def _format(kind: str) -> str:
     if form is None:
         raise Unpackable(f"it has a parameter of type {kind}")
     return "=" + form
-
-
-def _encoded_map(x: Any, meta: dict[str, Any]) -> bytes:
-    """Return the tensor map that Triton encodes for a descriptor."""
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    utils = driver.active.utils
-    fill = getattr(utils, "fill_tma_descriptor", None) or utils.fill_tma_descriptor_tiled
-    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    made = fill(
-        x.base.data_ptr(), meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(x.shape),
-        list(x.strides), int(x.padding == "nan"),
-    )  # fmt: skip
-    return map_bytes(made)
 
 
 def map_bytes(made: Any) -> bytes:
@@ -271,8 +257,8 @@ def prepare_lists() -> None:
 
 def _code() -> Any:
     """Return the module of `launch_list.c`; None if lists are off or cannot be made."""
-    ran = ".".join(triton.__version__.split(".")[:2]) in RAN_WITH
-    if not ran or os.environ.get(ENVIRONMENT) == "0" or type(driver.active).__name__ != "CudaDriver":
+    off = os.environ.get(ENVIRONMENT) == "0" or not launches_directly()
+    if off or type(driver.active).__name__ != "CudaDriver":
         return None
     return _loaded_code()
 

@@ -6,9 +6,9 @@ takes tens of microseconds, as long as a short call computes. This launcher keys
 specializes on: constants, dtypes, whether an integer is 1 or a multiple of 16, and whether a tensor's address is a
 multiple of 16 bytes. Integers above 31 bits are rare and go through Triton.
 
-The launcher relies on internals of `JITFunction.run`, `CompiledKernel` and Triton's launchers, which were checked for
-the versions in `CHECKED`. `run` itself handles scratch memory, clusters and overlapping launches. Other versions of
-Triton use Triton's own dispatch.
+The launcher relies on what `JITFunction.run` specializes kernels on and on `CompiledKernel.run`, which itself handles
+scratch memory, clusters and overlapping launches. `kernels.trials` says with which versions of Triton that was proven;
+a version that fails its trial uses Triton's own dispatch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-CHECKED = ("3.6", "3.9")
-MOST_ADDRESSES = 256  # cached encodings per descriptor
+from dynaxx.kernels.compat import OPTIONS
+from dynaxx.kernels.trials import launches_directly
+
 DESCRIPTORS: set[type] = {TensorDescriptor}
 
 
@@ -58,7 +57,7 @@ class KernelLauncher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._bypasses_triton = isinstance(kernel, JITFunction) and torch.version.hip is None and version_is_checked()
+        self._can_bypass = isinstance(kernel, JITFunction) and torch.version.hip is None
         self._signatures: dict[tuple[Any, ...], CallSignature] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -70,7 +69,9 @@ class KernelLauncher:
         """Return a function that launches the kernel on this grid."""
         if compiles_only():
             return partial(self._compile, grid)
-        return partial(self._launch, (*grid, 1, 1)[:3]) if self._bypasses_triton else self.kernel[grid]
+        if self._can_bypass and launches_directly():
+            return partial(self._launch, (*grid, 1, 1)[:3])
+        return partial(self.kernel[grid], **OPTIONS)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> Launch | None:
         bind_context()
@@ -105,19 +106,19 @@ class KernelLauncher:
             key += [(x.dtype, x.data_ptr() & 15 == 0) for x in ordered[i]]
             ordered[i] = tuple([x.data_ptr() for x in ordered[i]])
         if wide:
-            self.kernel[grid](*arguments, **named)
+            self.kernel[grid](*arguments, **named, **OPTIONS)
             return _record_launch(None)
         kind = tuple(key)
         compiled = self._compiled.get(kind)
         if compiled is None:
-            compiled = self._compiled[kind] = self.kernel[grid](*arguments, **named)
+            compiled = self._compiled[kind] = self.kernel[grid](*arguments, **named, **OPTIONS)
         else:
             run(compiled, grid, ordered, device)
         return _record_launch(Launch(compiled, grid, in_order, self.kernel.arg_names))
 
     def _compile(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
         """Compile the kernel of a launch, without the launch."""
-        self.kernel.warmup(*arguments, grid=grid, **named)
+        self.kernel.warmup(*arguments, grid=grid, **named, **OPTIONS)
 
     def _signature_of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> CallSignature:
         """Sort the arguments of a call by type; anything else that Triton may specialize on counts as a constant."""
@@ -211,73 +212,6 @@ def has_launch_hooks() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
-class DirectLauncher(NamedTuple):
-    """A compiled kernel's C launcher, which is called without Triton's Python wrapper."""
-
-    launch: Callable[..., None]
-    grid: tuple[int, ...]
-    function: int
-    between: tuple[Any, ...]  # launcher arguments between the function and the kernel's arguments
-    maps: Sequence[dict[str, Any]]  # metadata for encoding each descriptor, in order
-
-    def start(self, arguments: list[Any], device: int) -> None:
-        """Start the kernel.
-
-        Args:
-            arguments: arguments in the order of parameters: an address per tensor; encoding, shape and strides per
-                descriptor.
-            device: index of the GPU.
-        """
-        stream = driver.active.get_current_stream(device)
-        self.launch(*self.grid, stream, self.function, *self.between, *arguments)
-
-    def described(self, descriptor: Any, number: int) -> Callable[[Tensor, int], Any]:
-        """Return a function that encodes the descriptor with this number for a tensor at an address."""
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-        meta = self.maps[number]
-        how = (
-            meta["swizzle"],
-            meta["elem_size"],
-            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
-            meta["block_size"],
-            descriptor.shape,
-            descriptor.strides,
-            int(descriptor.padding == "nan"),
-        )
-        fill = driver.active.utils.fill_tma_descriptor
-        known: dict[int, Any] = {}
-
-        def encoded(x: Tensor, address: int) -> Any:
-            found = known.get(address)
-            if found is None:
-                if len(known) >= MOST_ADDRESSES:
-                    known.clear()
-                found = known[address] = fill(address, *how)
-            return found
-
-        return encoded
-
-
-def direct_launcher(compiled: Any, grid: tuple[int, ...]) -> DirectLauncher | None:
-    """Return the direct launcher; None outside Triton 3.6, and for kernels with scratch memory or other descriptors."""
-    launcher = compiled.run
-    launch = getattr(launcher, "launch", None)
-    if launch is None or not triton.__version__.startswith("3.6."):
-        return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None
-    maps: Sequence[dict[str, Any]] = ()
-    if isinstance(launch, FunctionType):  # a wrapper that encodes descriptors and calls the actual launcher
-        names = launch.__code__.co_freevars
-        held = {name: cell.cell_contents for name, cell in zip(names, launch.__closure__ or (), strict=True)}
-        launch, maps = held.get("launcher"), held.get("tensordesc_meta", ())
-        if launch is None or any(meta is None or meta["fp4_padded"] for meta in maps):
-            return None
-    options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-    return DirectLauncher(launch, grid, compiled.function, (*options, compiled.packed_metadata, None, None, None), maps)
-
-
 class _Thread(threading.local):
     """State of a thread. Its defaults are attributes of the class, because a missing attribute is slow to look up."""
 
@@ -295,11 +229,6 @@ def bind_context() -> None:
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().query()
         _thread.bound = True
-
-
-def version_is_checked() -> bool:
-    """Return whether the installed Triton is one of `CHECKED`."""
-    return ".".join(triton.__version__.split(".")[:2]) in CHECKED
 
 
 def kernel_launcher(kernel: Any) -> Any:

@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
+from dynaxx.kernels.compat import direct_launcher, encoded_map
 from dynaxx.kernels.gpu.runtime.arguments import rebased
 from dynaxx.kernels.gpu.runtime.launch_list import LaunchList, launch_list
-from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch, direct_launcher, recording_launches
+from dynaxx.kernels.gpu.runtime.launcher import DESCRIPTORS, Launch, recording_launches
 
 ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
+MOST_ADDRESSES = 256  # cached encodings per descriptor
 
 Sizes = Mapping[str, "int | tuple[int, ...]"]
 Inputs = tuple["Tensor | None", ...]
@@ -248,13 +250,12 @@ class _Template:
 
     def __init__(self, launch: Launch, given: int) -> None:
         compiled = launch.compiled
-        self._given, self._below = given, direct_launcher(compiled, launch.grid)
+        self._given, self._below = given, direct_launcher(compiled)
         if self._below is None:
             self._start = compiled.run
             between = (compiled.function, compiled.packed_metadata, None, None, None)
         else:
-            self._start = self._below.launch
-            between = (self._below.function, *self._below.between)
+            self._start, between, _ = self._below
         self.arguments: list[Any] = [*launch.grid, None, *between]
         self._addresses: list[tuple[int, int, int]] = []
         self._tables: list[tuple[int, Addresses]] = []
@@ -281,7 +282,7 @@ class _Template:
         which, offset = place
         encode: Encode
         if self._below is not None:
-            encode = self._below.described(x, len(self._descriptors))
+            encode = _encoder(rebased(x, None), self._below.maps[len(self._descriptors)])
         elif which < self._given and not offset:  # Triton encodes a descriptor of an input itself
             encode = partial(_rebased, rebased(x, None), which)
         else:
@@ -300,6 +301,21 @@ class _Template:
             tuple(self._descriptors),
             tuple(self._sizes),
         )
+
+
+def _encoder(template: Any, meta: dict[str, Any]) -> Encode:
+    """Return a function that encodes a descriptor without data, for the data at an address."""
+    known: dict[int, Any] = {}
+
+    def encoded(inputs: Any, address: int) -> Any:
+        found = known.get(address)
+        if found is None:
+            if len(known) >= MOST_ADDRESSES:
+                known.clear()
+            found = known[address] = encoded_map(address, template, meta)
+        return found
+
+    return encoded
 
 
 def _addresses_at(places: list[Place]) -> Addresses:

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.arguments import transposed_arguments
 from dynaxx.kernels.gpu.runtime.launch_cache import RecordedCall, record_or_replay
@@ -142,8 +143,8 @@ def store_columns(
             store_part(outputs.p_sums, column.slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
         i_col = gl.where(column.slot == WHOLE, i_col, column.kv_blocks)  # past the end, where TMA stores nothing
     at = [column.i_b, column.i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
-    tma.async_copy_shared_to_global(outputs.dk_desc, at, fed.k.index(CONSUMER))
-    tma.async_copy_shared_to_global(outputs.dv_desc, at, fed.v.index(CONSUMER))
+    tma_store(outputs.dk_desc, at, fed.k.index(CONSUMER))
+    tma_store(outputs.dv_desc, at, fed.v.index(CONSUMER))
     tma.store_wait(0)
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.hopper.attention.backward_columns import read_column
 from dynaxx.kernels.hopper.attention.backward_consume import keep
 from dynaxx.kernels.hopper.attention.backward_produce import FIELDS, RING
@@ -131,7 +132,7 @@ def _store(
             store_part(p_sums, column.slot, x, AT, first_key, KV_BLOCK)
         i_col = gl.where(column.slot == WHOLE, i_col, column.kv_blocks)  # past the end, where TMA stores nothing
     at = [column.i_b, column.i_piece, i_col * KV_BLOCK + first_key, 0]
-    tma.async_copy_shared_to_global(desc, at, buffer)
+    tma_store(desc, at, buffer)
     tma.store_wait(0)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dynaxx.kernels.compat import barrier, tma_load
 from dynaxx.kernels.gpu.runtime.arguments import layout_arguments, order_argument
 from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
@@ -53,8 +54,8 @@ def _produce(
     mbarrier.expect(buffers.q_full.index(0), 2 * CONSUMERS * q_desc.block_type.nbytes)
     for u in gl.static_range(CONSUMERS):
         at = [row.i_b, row.i_h + u * STEP_HEADS, row.i_row * Q_BLOCK + u * STEP_ROWS, 0]
-        tma.async_copy_global_to_shared(q_desc, at, buffers.q_full.index(0), buffers.q.index(u))
-        tma.async_copy_global_to_shared(do_desc, at, buffers.q_full.index(0), buffers.do.index(u))
+        tma_load(q_desc, at, buffers.q_full.index(0), buffers.q.index(u))
+        tma_load(do_desc, at, buffers.q_full.index(0), buffers.do.index(u))
     i_hk = row.i_h // group_size
     for i in range(row.tiles):
         stage = i % K_STAGES
@@ -70,17 +71,13 @@ def _produce(
             put(numbers, stage * FIELDS + 1, gl.where(lo > hi, 0, hi + part))
             put(numbers, stage * FIELDS + 2, seqlen_k - first_key)
             put(numbers, stage * FIELDS + 3, mask_id)
-            gl.thread_barrier()
+            barrier()
         mbarrier.expect(buffers.k_full.index(stage), k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, [row.i_b, i_hk, first_key, 0], buffers.k_full.index(stage), buffers.k.index(stage)
-        )
+        tma_load(k_desc, [row.i_b, i_hk, first_key, 0], buffers.k_full.index(stage), buffers.k.index(stage))
         v_stage = i % V_STAGES
         mbarrier.wait(buffers.v_empty.index(v_stage), ((i // V_STAGES) & 1) ^ 1)
         mbarrier.expect(buffers.v_full.index(v_stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            v_desc, [row.i_b, i_hk, first_key, 0], buffers.v_full.index(v_stage), buffers.v.index(v_stage)
-        )
+        tma_load(v_desc, [row.i_b, i_hk, first_key, 0], buffers.v_full.index(v_stage), buffers.v.index(v_stage))
 
 
 @kernel_launcher

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.primitives.signals import none, pin
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
@@ -138,5 +139,5 @@ def consume(
         i_row = gl.where(part >= 0, q_blocks, i_row)  # past the end, where TMA stores nothing
     buffers.q.index(CONSUMER).reshape([ROWS, D]).store((dq * scale).to(dq_desc.dtype))  # q is not read again
     fence_async_shared()
-    tma.async_copy_shared_to_global(dq_desc, [i_b, i_h, i_row * Q_BLOCK + first_row, 0], buffers.q.index(CONSUMER))
+    tma_store(dq_desc, [i_b, i_h, i_row * Q_BLOCK + first_row, 0], buffers.q.index(CONSUMER))
     tma.store_wait(0)

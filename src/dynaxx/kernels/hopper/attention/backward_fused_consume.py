@@ -28,11 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import tma_add
 from dynaxx.kernels.hopper.attention.backward_columns import read_column, store_columns
 from dynaxx.kernels.hopper.attention.backward_consume import keep
 from dynaxx.kernels.hopper.attention.backward_produce import FIELDS, NOWHERE, RING
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
-from dynaxx.kernels.hopper.primitives.signals import add_tile, get, none
+from dynaxx.kernels.hopper.primitives.signals import get, none
 from dynaxx.kernels.hopper.primitives.softcap import capped, sloped
 
 
@@ -77,7 +78,7 @@ def _add_dq(dq, shared, tile, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
     by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
     dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
     fence_async_shared()
-    add_tile(shared.sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
+    tma_add(shared.sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
 
 
 @gluon.jit

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dynaxx.kernels.compat import barrier, tma_load
 from dynaxx.kernels.hopper.attention.backward_columns import read_column
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.attention.forward_produce import band_of
@@ -83,8 +84,8 @@ def produce(
     mbarrier.expect(fed.kv_full.index(0), 2 * BUFFERS * given.k_desc.block_type.nbytes)
     for u in gl.static_range(BUFFERS):
         at = [column.i_b, column.i_hk, column.i_col * KV_BLOCK + first_key + u * ROWS, 0]
-        tma.async_copy_global_to_shared(given.k_desc, at, fed.kv_full.index(0), fed.k.index(u))
-        tma.async_copy_global_to_shared(given.v_desc, at, fed.kv_full.index(0), fed.v.index(u))
+        tma_load(given.k_desc, at, fed.kv_full.index(0), fed.k.index(u))
+        tma_load(given.v_desc, at, fed.kv_full.index(0), fed.v.index(u))
     done = 0
     before = 0
     for i_group in range(column.heads):
@@ -113,11 +114,11 @@ def produce(
                 put(numbers, at_tile + 1, lo - part * ROWS)
                 put(numbers, at_tile + 2, hi - part * ROWS)
                 put(numbers, at_tile + 3, mask_id)
-            gl.thread_barrier()
+            barrier()
             mbarrier.expect(full.index(stage), 2 * given.q_desc.block_type.nbytes)
             at = [column.i_b, i_h, block * Q_BLOCK + part * ROWS, 0]
-            tma.async_copy_global_to_shared(given.q_desc, at, full.index(stage), fed.q.index(stage))
-            tma.async_copy_global_to_shared(given.do_desc, at, full.index(stage), fed.do.index(stage))
+            tma_load(given.q_desc, at, full.index(stage), fed.q.index(stage))
+            tma_load(given.do_desc, at, full.index(stage), fed.do.index(stage))
             done += 1
     if ENDING:  # consumers wait for the tile after the last one, but do not use it
         mbarrier.wait(empty.index(done % STAGES), ((done // STAGES) & 1) ^ 1)

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.hopper.attention.forward_lazy_softmax import (
     rescaled_where_grown,
     unchecked,
@@ -284,7 +285,7 @@ def _attend(
     if SLOTS == 2:
         q.store(acc.to(given.out_desc.dtype))  # q is not read again
         fence_async_shared()
-        tma.async_copy_shared_to_global(
+        tma_store(
             given.out_desc, [i_b, i_h, row_q, 0], buffers.q.index(slot * CONSUMERS + CONSUMER)
         )  # fmt: skip
     else:  # the buffer may contain the next row's q already

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dynaxx.kernels.compat import barrier, tma_load
 from dynaxx.kernels.hopper.attention.forward_lazy_softmax import unchecked
 from dynaxx.kernels.hopper.primitives.parts import read_row, row_or_part, turns_of_program, unit_of_turn
 from dynaxx.kernels.hopper.primitives.signals import look, put
@@ -86,7 +87,7 @@ def _load_step(desc, buffers, full, stage, i_b, i_hk, keys, PARTS: gl.constexpr)
         for u in gl.static_range(BLOCKS):
             at = [i_b, i_hk, keys[u], i_part * desc.block_type.shape[3]]
             buffer = buffers.index((stage * PARTS + i_part) * BLOCKS + u)
-            tma.async_copy_global_to_shared(desc, at, full.index(stage), buffer)
+            tma_load(desc, at, full.index(stage), buffer)
 
 
 @gluon.jit
@@ -180,9 +181,7 @@ def _feed(
     mbarrier.wait(buffers.q_empty.index(slot), ((i_mine // SLOTS) & 1) ^ 1)
     for u in gl.static_range(CONSUMERS):
         at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
-        tma.async_copy_global_to_shared(
-            given.q_desc, at, buffers.q_full.index(slot), buffers.q.index(slot * CONSUMERS + u)
-        )
+        tma_load(given.q_desc, at, buffers.q_full.index(slot), buffers.q.index(slot * CONSUMERS + u))
     put(buffers.row_numbers, slot * ROW_FIELDS, i_row)
     put(buffers.row_numbers, slot * ROW_FIELDS + 1, steps)
     put(buffers.row_numbers, slot * ROW_FIELDS + 2, masked)
@@ -190,7 +189,7 @@ def _feed(
     put(buffers.row_numbers, slot * ROW_FIELDS + 4, i_h)
     if HAS_PARTS:
         put(buffers.row_numbers, slot * ROW_FIELDS + 5, gl.where(is_part, i_unit, -1))
-    gl.thread_barrier()
+    barrier()
     mbarrier.expect(buffers.q_full.index(slot), CONSUMERS * given.q_desc.block_type.nbytes)
 
     for i_step in range(steps):
@@ -221,7 +220,7 @@ def _feed(
                 put(buffers.step_numbers, at_block + 1, masks[u][1] + first_key)
                 put(buffers.step_numbers, at_block + 2, sizes.seqlen_k - keys[u])
                 put(buffers.step_numbers, at_block + 3, masks[u][2] * PIECES + i_step % PIECES)
-            gl.thread_barrier()
+            barrier()
         mbarrier.expect(buffers.k_full.index(stage), BLOCKS * PARTS * given.k_desc.block_type.nbytes)
         mbarrier.wait(buffers.v_empty.index(stage), free)
         mbarrier.expect(buffers.v_full.index(stage), BLOCKS * V_PARTS * given.v_desc.block_type.nbytes)

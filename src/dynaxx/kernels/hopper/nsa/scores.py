@@ -13,8 +13,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import mbarrier_arrive
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from dynaxx.kernels.compat import tma_load
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.nsa.select import FIELDS, ScoreTensors
 from dynaxx.kernels.gpu.nsa.top import strides_per
@@ -50,7 +51,7 @@ def _produce(
             mbarrier.wait(k_empty.index(u), (turn & 1) ^ 1)
             mbarrier.expect(k_full.index(u), k_desc.block_type.nbytes)
             at = [i_head // heads_per_kv, first_key + u * TOKENS, 0]
-            tma.async_copy_global_to_shared(k_desc, at, k_full.index(u), k_buffers.index(u))
+            tma_load(k_desc, at, k_full.index(u), k_buffers.index(u))
         t = first_t + gl.arange(0, ROWS, layout)
         p_row = p_lse + (i_head * GROUP).to(gl.int64) * queries + t
         for member in range(GROUP):
@@ -60,7 +61,7 @@ def _produce(
             lse_buffers.index(stage).store(lse * LOG2E_)
             mbarrier.expect(full.index(stage), q_desc.block_type.nbytes)
             at = [first_t, i_head * GROUP + member, 0]
-            tma.async_copy_global_to_shared(q_desc, at, full.index(stage), q_buffers.index(stage))
+            tma_load(q_desc, at, full.index(stage), q_buffers.index(stage))
             step += 1
 
 

@@ -17,12 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import tma_add, tma_load, tma_store
 from dynaxx.kernels.gpu.nsa.query_unions import Unions
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 from dynaxx.kernels.hopper.nsa.selected_tiles import descriptor, feed_blocks, places, product_layout, registers, stages
 from dynaxx.kernels.hopper.primitives.descriptors import LOG2E
-from dynaxx.kernels.hopper.primitives.signals import add_tile
 from dynaxx.layout.nsa import NsaSpans
 
 LOG2E_ = gl.constexpr(LOG2E)
@@ -39,8 +39,8 @@ def _produce(
     mbarrier.expect(q_full.index(0), 2 * CONSUMERS * q_desc.block_type.nbytes)
     for u in gl.static_range(CONSUMERS):
         at = [first_t + u * POSITIONS, i_head * GROUP, 0]
-        tma.async_copy_global_to_shared(q_desc, at, q_full.index(0), q_buffers.index(u))
-        tma.async_copy_global_to_shared(do_desc, at, q_full.index(0), do_buffers.index(u))
+        tma_load(q_desc, at, q_full.index(0), q_buffers.index(u))
+        tma_load(do_desc, at, q_full.index(0), do_buffers.index(u))
     feed_blocks(k_desc, v_desc, k_buffers, v_buffers, full, empty, p_starts, count, 0, i_hk, STAGES)
 
 
@@ -94,9 +94,9 @@ def _consume(
     q.store((dq * scale).to(dq_desc.dtype))  # q is not read again, so its buffer can hold the result
     fence_async_shared()
     if ADD:
-        add_tile(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
+        tma_add(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
     else:
-        tma.async_copy_shared_to_global(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
+        tma_store(dq_desc, [first_t, i_head * GROUP, 0], q_buffers.index(CONSUMER))
     tma.store_wait(0)
 
 

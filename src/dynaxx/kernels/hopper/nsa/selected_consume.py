@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.hopper.attention.forward_consume import LARGEST, LN2, ROWS, SMALLEST
 from dynaxx.kernels.hopper.nsa.selected_tiles import (
     ANY_LOST,
@@ -163,7 +164,7 @@ def consume(
             if ALONE:
                 gl.store(p_swa_lse + h.to(gl.int64) * queries + t, swa_lse, mask=t < queries)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(swa_desc, at, w_buffers.index(CONSUMER))
+                tma_store(swa_desc, at, w_buffers.index(CONSUMER))
         sums = none, zero, nothing
         fresh = EVERY  # positions that have not seen any block yet
         p_own_starts = p_starts + i_tile.to(gl.int64) * SLOTS
@@ -194,7 +195,7 @@ def consume(
         if ALONE:
             q.store(acc.to(out_desc.dtype))  # q is not read again, so its buffer can hold the result
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, at, q_buffers.index(CONSUMER))
+            tma_store(out_desc, at, q_buffers.index(CONSUMER))
         if MIXED:
             p_row = p_gates + (t.to(gl.int64) * (heads * GROUP) + h) * 3
             stage = (done + CONSUMER) % STAGES
@@ -210,7 +211,7 @@ def consume(
                 acc += swa.to(gl.float32) * _gate(p_row + 2, t < queries, acc_layout)
             cmp.reshape([ROWS, D]).store(acc.to(out_desc.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(mixed_desc, at, cmp)
+            tma_store(mixed_desc, at, cmp)
         tma.store_wait(0)
         if ALONE:
             mbarrier.arrive(q_empty.index(0), count=1)

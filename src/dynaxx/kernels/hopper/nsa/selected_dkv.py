@@ -11,8 +11,9 @@ A program holds one block of keys and processes some of the entries that selecte
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from dynaxx.kernels.compat import reinterpret, tma_load
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
@@ -34,8 +35,8 @@ def _produce(
     mbarrier.expect(kv_full.index(0), 2 * PANELS * k_desc.block_type.nbytes)
     for i_panel in gl.static_range(PANELS):
         at = [i_hk, start, i_panel * PANEL]
-        tma.async_copy_global_to_shared(k_desc, at, kv_full.index(0), k_buffers.index(i_panel))
-        tma.async_copy_global_to_shared(v_desc, at, kv_full.index(0), v_buffers.index(i_panel))
+        tma_load(k_desc, at, kv_full.index(0), k_buffers.index(i_panel))
+        tma_load(v_desc, at, kv_full.index(0), v_buffers.index(i_panel))
     tiles = (end - begin + ENTRIES - 1) // ENTRIES
     for i_tile in range(tiles):
         stage = i_tile % STAGES
@@ -46,8 +47,8 @@ def _produce(
             for i_panel in gl.static_range(PANELS):
                 at = [t, i_head * GROUP, i_panel * PANEL]
                 to = (stage * PANELS + i_panel) * ENTRIES + i_entry
-                tma.async_copy_global_to_shared(q_desc, at, full.index(stage), q_buffers.index(to))
-                tma.async_copy_global_to_shared(do_desc, at, full.index(stage), do_buffers.index(to))
+                tma_load(q_desc, at, full.index(stage), q_buffers.index(to))
+                tma_load(do_desc, at, full.index(stage), do_buffers.index(to))
 
 
 @gluon.jit
@@ -71,8 +72,8 @@ def _consume(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     panel_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = q_buffers.dtype
-    q_panels = q_buffers._reinterpret(dtype, [STAGES * PANELS, ROWS, PANEL], panel_layout)
-    do_panels = do_buffers._reinterpret(dtype, [STAGES * PANELS, ROWS, PANEL], panel_layout)
+    q_panels = reinterpret(q_buffers, dtype, [STAGES * PANELS, ROWS, PANEL], panel_layout)
+    do_panels = reinterpret(do_buffers, dtype, [STAGES * PANELS, ROWS, PANEL], panel_layout)
     keys = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     o_row = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0]))  # few loads; `columns` would need 16 per thread

@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
-    async_copy_global_to_shared,
     commit_group,
     wait_group,
 )
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from dynaxx.kernels.compat import barrier, copy_to_shared
 from dynaxx.kernels.gpu.nsa.key_items import Items
 from dynaxx.kernels.gpu.runtime.arguments import packed_strides_of
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
@@ -40,7 +40,7 @@ def _fetch(
 ):  # fmt: skip
     """Start copying [64, D] rows of q."""
     offsets = (entry // PER_QUERY).to(gl.int64) * strides.n + (i_head * GROUP + row % GROUP) * strides.h
-    async_copy_global_to_shared(q_shared, p_q + (offsets[:, None] + column[None, :]))
+    copy_to_shared(q_shared, p_q + (offsets[:, None] + column[None, :]))
     commit_group()
 
 
@@ -120,12 +120,12 @@ def _selected_hopper_partial_kernel(
         for first in range(begin, end, STEP):
             wait_group(0)
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             s_token = warpgroup_mma(q_shared, k_shared.permute((1, 0)), s_zero, use_acc=False, is_async=True)
             s_entry = _entries(items.p_entries, first, end, s_row, GROUP)
             after = _entries(items.p_entries, first + 2 * STEP, end, row, GROUP)
             scores = warpgroup_mma_wait(0, deps=[s_token])
-            gl.thread_barrier()
+            barrier()
             _fetch(q_shared, p_q, entry, row, i_head, PER_QUERY, q_strides, column, GROUP)
             entry = after
             if near:

@@ -8,8 +8,9 @@ It loads by TMA a tile's queries, the keys and values of its window and its unio
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dynaxx.kernels.compat import tma_load
 from dynaxx.kernels.hopper.nsa.selected_tiles import LOST, TURN, feed_block, feed_blocks, row_tile, window_of
 from dynaxx.kernels.hopper.primitives.signals import put
 
@@ -41,7 +42,7 @@ def produce(
             mbarrier.expect(q_full.index(0), CONSUMERS * q_desc.block_type.nbytes)
             for u in gl.static_range(CONSUMERS):
                 at = [first_t + u * POSITIONS, i_head * GROUP, 0]
-                tma.async_copy_global_to_shared(q_desc, at, q_full.index(0), q_buffers.index(u))
+                tma_load(q_desc, at, q_full.index(0), q_buffers.index(u))
             if WINDOWED:
                 begin, window_count = window_of(
                     p_last_key, p_first_block, p_block_start, first_t, CONSUMERS * POSITIONS, queries, window, KV_BLOCK
@@ -63,10 +64,10 @@ def produce(
                     mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
                     mbarrier.expect(full.index(stage), BRANCHES * q_desc.block_type.nbytes)
                     at = [first_t + u * POSITIONS, i_head * GROUP, 0]
-                    tma.async_copy_global_to_shared(cmp_desc, at, full.index(stage), row_tile(k_buffers, q_desc, stage))
+                    tma_load(cmp_desc, at, full.index(stage), row_tile(k_buffers, q_desc, stage))
                     if not WINDOWED:
                         swa = row_tile(v_buffers, q_desc, stage)
-                        tma.async_copy_global_to_shared(swa_desc, at, full.index(stage), swa)
+                        tma_load(swa_desc, at, full.index(stage), swa)
                     done += 1
     mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
     put(numbers, 0, -1)

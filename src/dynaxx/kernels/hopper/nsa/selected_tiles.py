@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dynaxx.kernels.compat import reinterpret, tma_load
 from dynaxx.kernels.gpu.runtime.arguments import as_template, nowhere, rebased
 from dynaxx.kernels.hopper.attention.forward_consume import ROWS
 
@@ -35,8 +36,8 @@ def feed_block(k_desc, v_desc, k_buffers, v_buffers, full, empty, i_block, at, S
     stage = i_block % STAGES
     mbarrier.wait(empty.index(stage), ((i_block // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, at, full.index(stage), k_buffers.index(stage))
-    tma.async_copy_global_to_shared(v_desc, at, full.index(stage), v_buffers.index(stage))
+    tma_load(k_desc, at, full.index(stage), k_buffers.index(stage))
+    tma_load(v_desc, at, full.index(stage), v_buffers.index(stage))
 
 
 @gluon.jit
@@ -44,7 +45,7 @@ def row_tile(buffers, q_desc, stage):
     """Return a block's buffer, reinterpreted as the buffer of a consumer's rows."""
     tile: gl.constexpr = q_desc.block_type.shape
     PER_BLOCK: gl.constexpr = buffers.shape[2] // ROWS
-    tiles = buffers._reinterpret(q_desc.dtype, [buffers.shape[0] * PER_BLOCK, tile[0], tile[1], tile[2]], q_desc.layout)
+    tiles = reinterpret(buffers, q_desc.dtype, [buffers.shape[0] * PER_BLOCK, tile[0], tile[1], tile[2]], q_desc.layout)
     return tiles.index(stage * PER_BLOCK)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that the warps of a Hopper kernel exchange through shared memory, and constraints on the order of ptxas."""
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from dynaxx.kernels.compat import barrier
 
 NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))  # layout of a buffer of int32, [count, 1]
 
@@ -38,7 +38,7 @@ def flag(numbers, at, value):
     """Write one number and synchronize; for a warpgroup."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -88,13 +88,3 @@ def stored(x):
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@builtin
-def add_tile(desc, at, tile, _semantic=None):
-    """Start adding a tile of shared memory to global memory; otherwise like `tma.async_copy_shared_to_global`.
-
-    Triton 3.6 has this instruction, but Gluon does not expose it.
-    """
-    at = _semantic._convert_to_ir_values(at, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, tile.handle)

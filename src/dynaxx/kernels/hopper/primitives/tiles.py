@@ -4,10 +4,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dynaxx.kernels.compat import reinterpret
+
 
 @gluon.jit
 def tile_of_parts(buffers, stage, ROWS: gl.constexpr, D: gl.constexpr):
     """Return one stage's keys or values as one tile [ROWS, D], composed of parts of 64 columns, as wgmma requires."""
     layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, buffers.layout.element_bitwidth, 2)
     stages: gl.constexpr = buffers.shape[0] * buffers.shape[3] * buffers.shape[4] // (ROWS * D)
-    return buffers._reinterpret(buffers.dtype, [stages, ROWS, D], layout).index(stage)
+    return reinterpret(buffers, buffers.dtype, [stages, ROWS, D], layout).index(stage)

@@ -21,11 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier, tma_load
 from dynaxx.kernels.gpu.device import processors
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.descriptors import gluon_rows
@@ -166,7 +166,7 @@ def _produce(
         for i_part in gl.static_range(PARTS):
             at = [i_b, i_h, place * KV_BLOCK, i_part * k_desc.block_type.shape[3]]
             buffer = buffers.k.index(stage * PARTS + i_part)
-            tma.async_copy_global_to_shared(k_desc, at, buffers.full.index(stage), buffer)
+            tma_load(k_desc, at, buffers.full.index(stage), buffer)
 
 
 @kernel_launcher
@@ -217,7 +217,7 @@ def _query_scores_hopper_kernel(
             known = (o_m // group_size < rows)[:, None]
             q_buffers.index(i_half).store(gl.load(p_from[:, None] + o_d[None, :], mask=known, other=0.0))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
     sizes = ScoreSizes(begin, stop, kv_blocks, rows, first_row, seqlen_k, group_size, offset, q_block)
     gl.warp_specialize([
         (_consume, (buffers, sizes, p_scores, 0, KV_BLOCK, D, STAGES)),

@@ -15,7 +15,9 @@ its source. `running` is a product in flight. Scores are [queries, keys] or [key
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+
+from dynaxx.kernels.compat import barrier, tma_load
 
 KEYS = gl.constexpr(64)  # of a tile
 WARPS = 4
@@ -46,7 +48,7 @@ def load_keys(k_desc, k_buffers, full, key, i_load):
     """Start loading keys from row `key` on into the buffer of the program's `i_load`-th load."""
     stage = i_load % k_buffers.shape[0]
     mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [key, 0], full.index(stage), k_buffers.index(stage))
+    tma_load(k_desc, [key, 0], full.index(stage), k_buffers.index(stage))
 
 
 @gluon.jit
@@ -103,7 +105,7 @@ def _keep_best(p_list, p_chosen, count, slots, CAPACITY: gl.constexpr, LAST: gl.
         if kept_count < slots:
             gl.store(p_chosen + place, gl.zeros_like(place) - 1, mask=(place >= kept_count) & (place < slots))
     else:
-        gl.thread_barrier()
+        barrier()
         gl.store(p_list + to, entry, mask=kept)
     return kept_count, worst
 
@@ -149,7 +151,7 @@ def _sampled_thresholds(
         at = _of_queries(o_query * (2 * CAPACITY) + i_sample * KEYS, QUERY_AXIS) + _of_keys(o_key, QUERY_AXIS)
         gl.store(p_samples + at, ordered(scores.to(gl.int32, bitcast=True)))
         first = warpgroup_mma_wait(0, deps=[running])
-    gl.thread_barrier()
+    barrier()
     expected = slots * (SAMPLES * KEYS / seen.to(gl.float32))
     rank = (expected + 4 * gl.sqrt(expected) + 4).to(gl.int32)
     thresholds = gl.full([o_query.shape[0]], float("nan"), gl.float32, o_query.type.layout)
@@ -159,7 +161,7 @@ def _sampled_thresholds(
         reached = nth_best(bits, place >= 0, SAMPLES * KEYS + rank * 0, rank, rank // 16)
         below = gl.where(reached == 0, float("nan"), number(gl.where(reached == 0, reached, reached - 1)))
         thresholds = gl.where(o_query == i_query, below, thresholds)
-    gl.thread_barrier()
+    barrier()
     return thresholds
 
 
@@ -214,23 +216,23 @@ def best_of_tile(
         loaded += turns
         begin = end
         if (gl.max(counts, 0) > CAPACITY - SPARE * KEYS) & (begin <= last):
-            gl.thread_barrier()
+            barrier()
             for i_query in range(o_query.shape[0]):
                 count = _at(counts, o_query, i_query)
                 if count > slots:
                     kept, worst = _keep_best(p_lists + i_query * CAPACITY, p_chosen, count, slots, CAPACITY, False)
                     counts = gl.where(o_query == i_query, kept, counts)
                     thresholds = gl.where(o_query == i_query, number(worst), thresholds)
-            gl.thread_barrier()
+            barrier()
         misled = (sampled != 0) & (begin > last) & (gl.min(gl.where(known, counts, slots), 0) < slots)
         if misled:  # once more, without thresholds of the sample
             sampled = 0
             begin = 0
             counts = gl.zeros_like(o_query)
             thresholds = nothing
-    gl.thread_barrier()
+    barrier()
     for i_query in range(queries_here):
         count = _at(counts, o_query, i_query)
         _keep_best(p_lists + i_query * CAPACITY, p_chosen + i_query * slots, count, slots, CAPACITY, True)
-    gl.thread_barrier()
+    barrier()
     return loaded

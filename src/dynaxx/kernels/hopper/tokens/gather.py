@@ -6,7 +6,8 @@ Rows have 576 numbers: WIDE, which are the values too, and REST.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from dynaxx.kernels.compat import copy_to_shared
 
 ROWS = gl.constexpr(64)  # q heads of a program
 WIDE, REST = gl.constexpr(512), gl.constexpr(64)  # columns of keys: those that are values too, and the others
@@ -34,7 +35,7 @@ def copy_rows(buffer, p_x, row, there, FIRST: gl.constexpr, layout: gl.constexpr
         layout: layout of the copy.
     """
     column = FIRST + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(buffer, p_x + row[:, None] + column[None, :], mask=there[:, None])
+    copy_to_shared(buffer, p_x + row[:, None] + column[None, :], mask=there[:, None])
 
 
 @gluon.jit

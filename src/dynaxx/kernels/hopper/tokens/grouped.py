@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier, copy_to_shared
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers, pin
 from dynaxx.kernels.hopper.tokens.gather import TILE, listed_tokens
@@ -58,11 +59,11 @@ def _produce(p_k, p_v, p_list, p_marks, buffers, signals, count, last, k_strides
         key = listed_tokens(p_list, i + 1, count, KEYS, gl.SliceLayout(1, layout))
         mbarrier.wait(empty.index(buffer), (i // BUFFERS & 1) ^ 1)
         p_rows = p_k + (row * k_strides.n)[:, None] + column[None, :]
-        async_copy.async_copy_global_to_shared(k_buffers.index(buffer), p_rows, mask=there[:, None])
+        copy_to_shared(k_buffers.index(buffer), p_rows, mask=there[:, None])
         p_rows = p_v + (row * v_strides.n)[:, None] + column[None, :]
-        async_copy.async_copy_global_to_shared(v_buffers.index(buffer), p_rows, mask=there[:, None])
+        copy_to_shared(v_buffers.index(buffer), p_rows, mask=there[:, None])
         o_mark = i * KEYS + gl.arange(0, KEYS, ONE_EACH)
-        async_copy.async_copy_global_to_shared(marks.index(buffer), p_marks + o_mark, mask=o_mark < count)
+        copy_to_shared(marks.index(buffer), p_marks + o_mark, mask=o_mark < count)
         async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
     async_copy.wait_group(0)
 
@@ -120,7 +121,7 @@ def _attend_apart(q, row_max, row_sum, acc, buffers, signals, apart, bit, scale_
         row_max = new_max
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         mbarrier.wait(full.index(other % BUFFERS), other // BUFFERS & 1)
-        gl.thread_barrier()  # all warps have read their buffer, and seen that the other one was filled
+        barrier()  # all warps have read their buffer, and seen that the other one was filled
         mbarrier.arrive(empty.index(other % BUFFERS), count=1)
         if j > 0:
             mbarrier.arrive(empty.index(before % BUFFERS), count=1)
@@ -130,7 +131,7 @@ def _attend_apart(q, row_max, row_sum, acc, buffers, signals, apart, bit, scale_
         last = 2 * apart - 2 + OWN
         acc = warpgroup_mma(weights, v_buffers.index(last % BUFFERS), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(last % BUFFERS), count=1)
     return row_max, row_sum, acc
 
@@ -179,7 +180,7 @@ def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.const
         row_sum = pin(row_sum * rescale + gl.sum(left_weights + right_weights, 1))
         row_max = new_max
         acc = warpgroup_mma_wait(0, deps=[acc_token])
-        gl.thread_barrier()  # all warps have read the buffers
+        barrier()  # all warps have read the buffers
         if i > 0:
             mbarrier.arrive(empty.index(before % BUFFERS), count=1)
             mbarrier.arrive(empty.index((before + 1) % BUFFERS), count=1)

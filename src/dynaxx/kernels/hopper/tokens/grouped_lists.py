@@ -10,6 +10,7 @@ the same at every call.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dynaxx.kernels.compat import barrier
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.tokens.best import add
 
@@ -64,7 +65,7 @@ def _token_grouped_lists_kernel(
     nothing = gl.zeros([WORDS], gl.int32, by_word)
     for i_word in gl.static_range(RANGE // WORDS):
         table.index(i_word).store(nothing)
-    gl.thread_barrier()
+    barrier()
     total = 0
     for begin in range(0, used, RANGE):
         for start in range(0, slots, CHOICES):
@@ -76,7 +77,7 @@ def _token_grouped_lists_kernel(
                 bit = gl.where(seen, gl.full([CHOICES], 1, gl.int32, by_choice) << place, 0)
                 gl.inline_asm_elementwise(_MARK, "=r,r,r", [key - begin, bit], dtype=gl.int32, is_pure=False, pack=1)
                 key = following
-        gl.thread_barrier()
+        barrier()
         for i in range(gl.cdiv(gl.minimum(used - begin, RANGE), WORDS)):
             marks = table.index(i).load(by_word)
             table.index(i).store(nothing)
@@ -86,5 +87,5 @@ def _token_grouped_lists_kernel(
             gl.store(p_lists + at, key, mask=found != 0)
             gl.store(p_marks + at, marks, mask=found != 0)
             total += gl.sum(found, 0)
-        gl.thread_barrier()
+        barrier()
     gl.store(p_counts + i_list, total)

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier, copy_to_shared
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers, none
 from dynaxx.kernels.hopper.tokens.gather import TILE, listed_tokens
@@ -65,9 +66,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 @gluon.jit
 def _gather(buffer, full, p_x, row, there, column, strides):
     """Start copying rows of 64 keys, and signal their arrival."""
-    async_copy.async_copy_global_to_shared(
-        buffer, p_x + (row * strides.n)[:, None] + column[None, :], mask=there[:, None]
-    )
+    copy_to_shared(buffer, p_x + (row * strides.n)[:, None] + column[None, :], mask=there[:, None])
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -88,7 +87,7 @@ def _produce(p_k, p_v, p_list, p_marks, buffers, signals, count, last, k_strides
         _gather(v_buffers.index(buffer), v_full.index(buffer), p_v, row, there, column, v_strides)
         mbarrier.wait(k_empty.index(buffer), (i // BUFFERS & 1) ^ 1)
         o_mark = i * KEYS + gl.arange(0, KEYS, ONE_EACH)
-        async_copy.async_copy_global_to_shared(marks.index(buffer), p_marks + o_mark, mask=o_mark < count)
+        copy_to_shared(marks.index(buffer), p_marks + o_mark, mask=o_mark < count)
         _gather(k_buffers.index(buffer), k_full.index(buffer), p_k, row, there, column, k_strides)
     async_copy.wait_group(0)
 
@@ -170,14 +169,14 @@ def _consume_apart(s, dp, dq, p_rows, buffers, signals, sizes, of_row, OWN: gl.c
         p_tile.store(p.to(dtype))
         ds_tile.store(ds.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(v_empty.index(own % BUFFERS), count=2)
         zero = gl.zeros([KEYS, D], gl.float32, SUMS)
         mine = OWN + none(j)
         dv_token = warpgroup_mma(p_tile.permute((1, 0)), do_tiles.index(mine), zero, use_acc=False, is_async=True)
         dq_token = warpgroup_mma(ds_tile, k_buffers.index(own % BUFFERS), dq, is_async=True)
         dv, dq = warpgroup_mma_wait(0, deps=[dv_token, dq_token])
-        gl.thread_barrier()  # all warps have read the buffer
+        barrier()  # all warps have read the buffer
         mbarrier.arrive(k_empty.index(own % BUFFERS), count=2)
         dv = dv.to(dtype)
         dk_token = warpgroup_mma(ds_tile.permute((1, 0)), q_tiles.index(mine), zero, use_acc=False, is_async=True)
@@ -188,7 +187,7 @@ def _consume_apart(s, dp, dq, p_rows, buffers, signals, sizes, of_row, OWN: gl.c
         dk = warpgroup_mma_wait(2, deps=[dk_token])
         _store_rows(p_rows, dk.to(dtype), own, count, 0)
         s, dp = warpgroup_mma_wait(0, deps=[s_token, dp_token])
-        gl.thread_barrier()  # all warps have read p and ds
+        barrier()  # all warps have read p and ds
     return s, dp, dq
 
 
@@ -233,7 +232,7 @@ def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.const
                 following = before + gl.minimum(i + 1, turns - 1)
                 _await_keys(signals, following)
                 fence_async_shared()
-                gl.thread_barrier()
+                barrier()
                 if i < turns:
                     mbarrier.arrive(v_empty.index(buffer), count=1)
                 mbarrier.arrive(written.index(slot), count=1)
@@ -243,7 +242,7 @@ def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.const
                 dq_token = warpgroup_mma(ds_tiles.index(2 * slot + OWN), k_buffers.index(buffer), dq, is_async=True)
                 s_token, dp_token = _products(buffers, following, OWN)
                 dq, rows = warpgroup_mma_wait(2, deps=[dq_token, rows])
-                gl.thread_barrier()  # all warps have read the buffers
+                barrier()  # all warps have read the buffers
                 if i < turns:
                     mbarrier.arrive(k_empty.index(buffer), count=1)
                 if i > 0:

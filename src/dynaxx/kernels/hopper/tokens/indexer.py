@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers, none
 from dynaxx.kernels.hopper.tokens.best import KEYS, best_of_tile, load_keys
@@ -81,7 +82,7 @@ def _score(stream, i_key, products):
         following = _product(source, loaded + i_key, i_head + 1)
         total = _with_head(total, products, weights[i_head])
         products = warpgroup_mma_wait(0, deps=[following])
-    gl.thread_barrier()  # all warps have read the buffer
+    barrier()  # all warps have read the buffer
     if i_key + STAGES < turns:
         load_keys(k_desc, k_buffers, full, first_row + (i_key + STAGES) * distance, loaded + i_key + STAGES)
     i_next = loaded + gl.minimum(i_key + 1, turns - 1)  # behind the last tile, a product that nobody reads
@@ -209,12 +210,12 @@ def _index_hopper_kernel(
         query = gl.arange(0, ROWS, gl.SliceLayout(1, q_rows))
         o_d = gl.arange(0, D, gl.SliceLayout(0, q_rows))
         p_from = p_q + ((first_query + query).to(gl.int64) * (HEADS * D))[:, None] + o_d[None, :]
-        gl.thread_barrier()  # the products of the tile before are done
+        barrier()  # the products of the tile before are done
         for i_head in gl.static_range(HEADS):
             q_buffers.index(i_head).store(gl.load(p_from + i_head * D, mask=(query < queries_here)[:, None], other=0.0))
         weights = _weights_of_heads(p_weights + row * HEADS, known, HEADS)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         source = k_desc, q_buffers, k_buffers, full, weights, p_k_scale
         loaded = best_of_tile(
             source, _start, _score, _append, p_lists, p_chosen + first_query.to(gl.int64) * slots, o_row, o_key,

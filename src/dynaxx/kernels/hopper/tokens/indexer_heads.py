@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers
 from dynaxx.kernels.hopper.tokens.best import KEYS, best_of_tile, load_keys
@@ -87,7 +88,7 @@ def _score(stream, i_key, products):
     if p_k_scale is not None:
         row = first_row + i_key * distance + gl.arange(0, KEYS, KEY)
         scale = gl.load(p_k_scale + row, mask=row < k_desc.shape[0], other=0.0)[:, None]
-    gl.thread_barrier()  # all warps have read the buffer
+    barrier()  # all warps have read the buffer
     if i_key + STAGES < turns:
         load_keys(k_desc, k_buffers, full, first_row + (i_key + STAGES) * distance, loaded + i_key + STAGES)
     positive = gl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -164,12 +165,12 @@ def _index_heads_kernel(
         last = gl.load(p_position + first_query + queries_here - 1)
         position = gl.load(p_position + first_query + query, mask=query < queries_here, other=-1)
         p_from = p_q + first_query.to(gl.int64) * (HEADS * D) + (o_row * D)[:, None] + o_d[None, :]
-        gl.thread_barrier()  # the products of the tile before are done
+        barrier()  # the products of the tile before are done
         q.store(gl.load(p_from, mask=(o_row < queries_here * HEADS)[:, None], other=0.0))
         p_own = p_weights + first_query.to(gl.int64) * HEADS + o_column
         weights = gl.load(p_own, mask=o_column < queries_here * HEADS, other=0.0)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         source = k_desc, q, k_buffers, full, weights, p_k_scale, query
         loaded = best_of_tile(
             source, _start, _score, _append, p_lists, p_chosen + first_query.to(gl.int64) * slots, query, o_key,

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier
 from dynaxx.kernels.hopper.primitives.signals import none
 from dynaxx.kernels.hopper.tokens.gather import GATHERED, ROWS, WIDE, copy_rows, listed_tokens
 from dynaxx.kernels.hopper.tokens.rescale import rescaled
@@ -86,10 +87,10 @@ class Sizes(NamedTuple):
 
 
 @gluon.jit
-def _arrive(barrier):
+def _arrive(signal):
     """Signal that all threads of the warpgroup came here."""
-    gl.thread_barrier()
-    mbarrier.arrive(barrier, count=1)
+    barrier()
+    mbarrier.arrive(signal, count=1)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier, copy_to_shared
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers
 from dynaxx.kernels.hopper.tokens.gather import GATHERED, ROWS, TILE, WIDE, copy_rows, listed_tokens
@@ -51,7 +52,7 @@ def _produce(p_k, p_list, p_ds, buffers, full, empty, slots, width, last, i_half
         copy_rows(k_rest.index(buffer), p_k, row_rest, there_rest, WIDE, NARROW)
         place = i_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, GATHERED))
         p_tile = p_ds + row_ds[:, None] + place[None, :]
-        async_copy.async_copy_global_to_shared(ds.index(buffer), p_tile, mask=(place < width)[None, :])
+        copy_to_shared(ds.index(buffer), p_tile, mask=(place < width)[None, :])
         async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
     async_copy.wait_group(0)
 
@@ -73,7 +74,7 @@ def _consume(p_dq, buffers, signals, slots, sizes, OWN: gl.constexpr):
         acc = warpgroup_mma(own, k_wide.index(buffer), sums, is_async=True)
         rest_acc = warpgroup_mma(own, k_rest.index(buffer), rest_sums, is_async=True)
         sums, rest_sums = warpgroup_mma_wait(0, deps=[acc, rest_acc])
-        gl.thread_barrier()  # all warps have read the buffer
+        barrier()  # all warps have read the buffer
         mbarrier.arrive(empty.index(buffer), count=1)
     mbarrier.arrive(done.index(0), count=1)
     mbarrier.wait(done.index(0), 0)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier, copy_to_shared, reinterpret
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers, none
 from dynaxx.kernels.hopper.tokens.gather import GATHERED, ROWS, TILE, WIDE, copy_rows
@@ -49,8 +50,8 @@ def _produce(p_q, p_do, p_weights, p_ds, buffers, signals, sizes):
         place = i_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, GATHERED))
         at, mask = row[:, None] + place[None, :], (place < width)[None, :]
         mbarrier.wait(empty.index(buffer), ((i_tile // BUFFERS) & 1) ^ 1)
-        async_copy.async_copy_global_to_shared(tiles.index(2 * buffer), p_ds + at, mask=mask)
-        async_copy.async_copy_global_to_shared(tiles.index(2 * buffer + 1), p_weights + at, mask=mask)
+        copy_to_shared(tiles.index(2 * buffer), p_ds + at, mask=mask)
+        copy_to_shared(tiles.index(2 * buffer + 1), p_weights + at, mask=mask)
         async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
     async_copy.wait_group(0)
 
@@ -61,7 +62,7 @@ def _consume(p_rows, buffers, signals, slots, i_half, OWN: gl.constexpr):
     q_wide, q_rest, do, tiles = buffers
     full, empty, resident = signals
     dtype: gl.constexpr = do.dtype
-    staged = tiles._reinterpret(dtype, [BUFFERS, KEYS, HALF], TILE).index(OWN)
+    staged = reinterpret(tiles, dtype, [BUFFERS, KEYS, HALF], TILE).index(OWN)
     COLUMNS: gl.constexpr = 2 * HALF + 2 * HALF_REST
     mbarrier.wait(resident.index(0), 0)
     for i_tile in range(OWN, gl.cdiv(slots, KEYS), 2):
@@ -75,10 +76,10 @@ def _consume(p_rows, buffers, signals, slots, i_half, OWN: gl.constexpr):
         rest_acc = warpgroup_mma(own_ds, q_rest.index(i), rest_zero, use_acc=False, is_async=True)
         acc = warpgroup_mma(own_weights, do.index(i), acc, is_async=True)
         sums, rest_sums = warpgroup_mma_wait(0, deps=[acc, rest_acc])
-        gl.thread_barrier()  # all warps have read the buffer
+        barrier()  # all warps have read the buffer
         staged.store(sums.to(dtype))
         rows = staged.load(GATHERED)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(OWN), count=1)
         place = i_tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, REST_SUMS))
         column = WIDE + i_half * HALF_REST + gl.arange(0, HALF_REST, gl.SliceLayout(0, REST_SUMS))

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dynaxx.kernels.compat import barrier
 from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
 from dynaxx.kernels.hopper.primitives.signals import barriers
 from dynaxx.kernels.hopper.tokens.gather import GATHERED, REST, ROWS, TILE, WIDE, copy_heads, copy_rows, listed_tokens
@@ -69,9 +70,9 @@ def _write_weights(tensors, buffers, signals, sizes):
     copy_heads(k_rest.index(0), p_q, t, i_part, group_size, q_strides, WIDE)
     async_copy.commit_group()
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     q_wide, q_rest = k_wide.index(0).load(LEFT), k_rest.index(0).load(LEFT)
-    gl.thread_barrier()
+    barrier()
     for i in gl.static_range(BUFFERS):
         mbarrier.arrive(empty.index(i), count=1)
     head = i_part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -87,14 +88,14 @@ def _write_weights(tensors, buffers, signals, sizes):
         key = listed_tokens(p_list, i_tile, slots, KEYS, gl.SliceLayout(0, SCORES))
         there = (key >= 0) & (key <= last)
         scores = warpgroup_mma_wait(0, deps=[token])
-        gl.thread_barrier()  # all warps have read the buffer
+        barrier()  # all warps have read the buffer
         mbarrier.arrive(empty.index(buffer), count=1)
         weights = gl.exp2(scores * (scale * LOG2E) - lse[:, None])
         weights = gl.where(there[None, :], weights, 0.0).to(dtype)
         mbarrier.wait(tile_empty.index(0), (i_tile & 1) ^ 1)
         tile.store(weights)
         rows = tile.load(GATHERED)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(tile_full.index(0), count=1)
         _store(p_weights, rows, i_tile, width)
 
@@ -110,9 +111,9 @@ def _write_gradients(tensors, buffers, signals, sizes):
     copy_heads(k_wide.index(1), p_do, t, i_part, group_size, do_strides, 0)
     async_copy.commit_group()
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     do = k_wide.index(1).load(LEFT)
-    gl.thread_barrier()
+    barrier()
     for i in gl.static_range(BUFFERS):
         mbarrier.arrive(empty.index(i), count=1)
     head = i_part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
@@ -124,14 +125,14 @@ def _write_gradients(tensors, buffers, signals, sizes):
         zero = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
         token = warpgroup_mma(do, k_wide.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True)
         dp = warpgroup_mma_wait(0, deps=[token])
-        gl.thread_barrier()  # all warps have read the buffer
+        barrier()  # all warps have read the buffer
         mbarrier.arrive(empty.index(buffer), count=1)
         mbarrier.wait(tile_full.index(0), i_tile & 1)
         weights = tile.load(SCORES).to(gl.float32)
         ds = weights * (dp - delta[:, None]) * scale
         tile.store(ds.to(dtype))
         rows = tile.load(GATHERED)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(tile_empty.index(0), count=1)
         _store(p_ds, rows, i_tile, width)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from dynaxx.kernels.gpu.device import Gpu, interpreted, padded
+from dynaxx.kernels.gpu.device import Gpu, padded
 from dynaxx.kernels.triton.attention.tuned_tiles import kind_of_launch, tuned_values
 from dynaxx.kernels.triton.attention.unmeasured_tiles import unmeasured_tiles
 
@@ -197,18 +197,11 @@ def dkv_in_stages(gpu: Gpu, tiles: TileSizes, head_dim: int, head_dim_v: int, tm
     """Return whether the dkv kernel has three buffers for q and two for do.
 
     Two programs per Hopper multiprocessor have enough memory for that; with two buffers each, every tile waits for its
-    load. Triton 3.9 would run out of registers.
+    load.
     """
     wide = max(padded(head_dim), padded(head_dim_v))
     fits = (tiles.num_warps, tiles.num_stages) == (4, 2) and max(tiles.block_m, tiles.block_n) <= 64
-    return tma and fits and wide == 128 and gpu.has_wgmma and _is_triton(3, 6)
-
-
-@lru_cache(maxsize=16)
-def _is_triton(major: int, minor: int) -> bool:
-    import triton
-
-    return triton.__version__.startswith(f"{major}.{minor}.") or interpreted()
+    return tma and fits and wide == 128 and gpu.has_wgmma
 
 
 def query_span(group_size: int) -> int:

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a trial (see `kernels.trials`): compare one kind of kernel with fp64, and print the reason against it.
+
+    python -m dynaxx.lab.doctor.trial '["attention", "hopper", ["bfloat16", 128, 128, [128, 128], 4, false, true], 0]'
+
+Each kind runs several times: the first calls go through Triton, later ones through direct launches, lists and graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dynaxx as dx
+from dynaxx.kernels.registry import INDEXER, QUERY_SCORES
+from dynaxx.kernels.trials import KINDS
+from dynaxx.layout import BlockGrid
+from dynaxx.layout.tokens import TokenSpans
+from dynaxx.testing import ErrorReport, check_forward, check_gradients, make_qkv
+from dynaxx.testing.nsa import random_selected_case
+from dynaxx.testing.tokens import random_token_case
+
+CALLS = 6  # of one function: recorded, replayed, and launched as a graph
+SEEDS = 6
+
+
+def attention(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
+    """Report the errors of attention over partial and full blocks, of several calls."""
+    heads = (2 * of["group_size"], 2)
+    q, k, v = make_qkv(1, 420, 517, *heads, of["head_dim"], of["head_dim_v"], dtype=dtype, device=device)
+    pattern = dx.SlidingWindow(200) | dx.Sink(3) | dx.Strided(37)
+    layout = pattern.layout(420, 517, block_size=tuple(of["block_size"]), device=device)
+    softcap = 5.0 if of["softcap"] else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layout: Any) -> tuple[Tensor, Tensor]:
+        out, lse = dx.sparse_attention(q, k, v, layout, softcap=softcap, return_lse=True, backend=backend)
+        return out, lse
+
+    check = check_gradients if of["needs_grad"] else check_forward
+    return [each for _ in range(CALLS) for each in check(attend, q, k, v, layout, softcap=softcap)]
+
+
+def selected(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
+    """Report the errors of attention over selected blocks."""
+    sizes = {"groups": (of["group_size"],), "head_dims": (of["head_dim"],), "blocks": (of["block_size"][1],)}
+    cases = [random_selected_case(seed, dtype=dtype, device=device, lengths=(130, 517), slots=(6,), **sizes)
+             for seed in range(SEEDS)]  # fmt: skip
+    return [report for case in cases for report in case.check(backend, of["needs_grad"])]
+
+
+def tokens(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
+    """Report the errors of attention over chosen tokens."""
+    sizes = {"groups": (of["group_size"],), "head_dims": ((of["head_dim"], of["head_dim_v"]),), "block_sizes": (1,)}
+    cases = [random_token_case(seed, dtype=dtype, device=device, softcaps=(None,), **sizes) for seed in range(SEEDS)]
+    return [report for case in cases for report in case.check(backend, of["needs_grad"])]
+
+
+def indexer(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
+    """Report rows whose choice differs from sorting; whole numbers make scores exact and often equal."""
+    draw = torch.Generator(device).manual_seed(0)
+    whole = lambda *shape: torch.randn(shape, generator=draw, device=device).mul(1.3).round()
+    q, k, weights = whole(300, of["heads"], of["dim"]), whole(3000, of["dim"]), whole(300, of["heads"])
+    scale = None if dtype.itemsize > 1 else torch.ones(len(k), device=device)
+    spans = TokenSpans((0, len(q)), (0, len(k)))
+    run = lambda name, dtype: INDEXER.kernels(name).index_tokens(q.to(dtype), k.to(dtype), weights, scale, spans, 100)
+    wrong = (run(backend, dtype) != run("reference", torch.float64)).any(-1).float().mean()
+    return [ErrorReport("choices", float(wrong), 0.0)]
+
+
+def scores(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
+    """Report the errors of the scores of blocks by one query per row."""
+    grid = BlockGrid(1000, 1000, (of["kv_block"], of["kv_block"]), True)
+    draw = torch.Generator(device).manual_seed(0)
+    queries = torch.randn(1, 4, grid.q_blocks, of["head_dim"], generator=draw, device=device).to(dtype)
+    k = torch.randn(1, 1000, 2, of["head_dim"], generator=draw, device=device).to(dtype)
+    logits = queries.double() @ k.double().repeat_interleave(2, 2).permute(0, 2, 3, 1)
+    last = torch.arange(1, grid.q_blocks + 1, device=device)[:, None] * of["kv_block"]
+    logits.masked_fill_(torch.arange(1000, device=device) >= last, -torch.inf)
+    exact = torch.nn.functional.pad(logits, (0, -1000 % of["kv_block"]), value=-torch.inf)
+    exact = exact.unflatten(3, (-1, of["kv_block"])).logsumexp(4)
+    got = QUERY_SCORES.kernels(backend).query_scores(queries, k, 0, grid)
+    seen = exact.isfinite()
+    error = (got.double() - exact)[seen].abs().max()
+    # Products of numbers in half precision are exact in fp32; their sums round by half a unit for each term.
+    budget = of["head_dim"] * torch.finfo(torch.float32).eps * float(logits[logits.isfinite()].abs().max())
+    return [ErrorReport("scores", float(error), budget)]
+
+
+TRIALS: dict[str, Callable[..., list[ErrorReport]]] = dict(
+    zip(KINDS, (attention, selected, tokens, indexer, scores), strict=True)
+)
+
+
+def reason_against(operation: str, backend: str, values: Sequence[Any], index: int) -> str:
+    """Run the kernels of a kind; return why they must not be used, "" if they agree with fp64."""
+    of = dict(zip(KINDS[operation], values, strict=True))
+    dtype = getattr(torch, of.pop("dtype"))
+    try:
+        reports = TRIALS[operation](torch.device("cuda", index), backend, dtype, **of)
+        torch.cuda.synchronize(index)
+    except Exception as error:  # whatever a new compiler raises is the reason
+        return f"its trial failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+    wrong = [str(report) for report in reports if not report.ok]
+    return f"it disagrees with the oracle: {wrong[0]}" if wrong else ""
+
+
+if __name__ == "__main__":
+    torch.cuda.set_device(json.loads(sys.argv[1])[3])
+    print(json.dumps({"reason": reason_against(*json.loads(sys.argv[1]))}))
