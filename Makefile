@@ -16,6 +16,7 @@ SERVE_ENV ?= .venv-serve
 DEEPSPEED_ENV ?= .venv-deepspeed
 TENSORRT_ENV ?= .venv-tensorrt
 KERNELS_ENV ?= .venv-kernels
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 DEMO   ?= demo/smollm2
 BUDGET ?= 6m
 
@@ -28,7 +29,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -161,6 +162,17 @@ $(KERNELS_ENV)/kernels.stamp: pyproject.toml
 test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Hugging Face's kernels
 	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_hub_kernels.py
 
+.venv-tritons/%/triton.stamp: .venv/dev.stamp
+	@$(BIN)/pip install -qq --no-deps --target $(@D) "triton==$*"
+	@touch $@
+
+# Each Triton lies over the one in .venv, with a cache of its own.
+test-gluon-%: .venv-tritons/%/triton.stamp
+	PYTHONPATH=.venv-tritons/$* TRITON_CACHE_DIR=.venv-tritons/$*/cache $(BIN)/python -m pytest -m "slow or not slow" \
+	    tests/kernels/test_fingerprints.py tests/kernels/test_compiled.py tests/kernels/tokens/test_compiled_tokens.py tests/kernels/gpu
+
+test-gluon: $(addprefix test-gluon-,$(TRITONS)) ## Compile all kernels under each Triton, without a GPU
+
 lint: .venv/dev.stamp ## Check style, format and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -212,4 +224,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels demo
+	rm -rf .venv .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels demo

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the same calls under several versions of Triton, in turns on one GPU: kernels, and the host's part of a call.
 
-    python benchmarks/kernels/triton_versions.py 3.6=/opt/triton-3.6 3.9=/opt/triton-3.9 [--turns 3] [--json FILE]
+    python benchmarks/triton_versions.py 3.6=/opt/triton-3.6 3.9=/opt/triton-3.9 [--turns 3] [--json FILE]
 
 `pip install --no-deps --target FOLDER triton==VERSION` fills a folder; an empty name means the installed Triton. Each
 version has a process and a cache of its own. They are asked for one row after another, so that a row of all versions
