@@ -43,8 +43,8 @@ def time_prefill(
 ) -> SpeedRow:
     """Time a prompt dense and sparse in turns, until the pairs decide whether it is too slow, or the time is up.
 
-    The fastest runs are compared, since disturbances only add time. The interval comes from the pairs, whose two runs
-    follow each other and meet the same machine.
+    The two runs of a pair follow each other and meet the same machine. The pair of median speed-up is the result, and
+    the interval comes from all of them.
 
     Args:
         model: a causal language model of transformers.
@@ -82,16 +82,14 @@ def _is_enough(row: SpeedRow, spent: float, slowdown: float) -> bool:
 
 
 def _row(seqlen: int, dense: list[_Pass], sparse: list[_Pass], busy: bool) -> SpeedRow:
-    before, after = (min(run.seconds for run in runs) for runs in (dense, sparse))
+    """Return the pair of median speed-up, its interval, and the least CPU time."""
+    pairs = sorted(zip(dense, sparse, strict=True), key=lambda pair: pair[0].seconds / pair[1].seconds)
+    before, after = (run.seconds for run in pairs[(len(pairs) - 1) // 2])
+    low, high = interval([a.seconds / b.seconds for a, b in pairs])
     known = lambda runs, name: [value for run in runs if (value := getattr(run, name)) is not None]
     cpu = [min(known(runs, "cpu_seconds"), default=None) for runs in (dense, sparse)]
     peaks = [max(known(runs, "peak_mb"), default=None) for runs in (dense, sparse)]
-    low, high = interval([a.seconds / b.seconds for a, b in zip(dense, sparse, strict=True)])
-    speedup = before / after
-    return SpeedRow(
-        seqlen, before, after, speedup, len(dense), peaks[0], peaks[1],
-        min(low, speedup), max(high, speedup), cpu[0], cpu[1], busy,
-    )  # fmt: skip
+    return SpeedRow(seqlen, before, after, before / after, len(pairs), *peaks, low, high, *cpu, busy)
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:

@@ -67,7 +67,8 @@ def apart(value: float, limit: float, digits: int) -> tuple[str, str]:
     """Return both with the same decimals, more of them while they look the same and are not."""
     while value != limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MOST_DIGITS:
         digits += 1
-    return f"{value:.{digits}f}", f"{limit:.{digits}f}"
+    shown = f"{value:.{digits}f}"
+    return shown if float(shown) else shown.removeprefix("-"), f"{limit:.{digits}f}"
 
 
 def _signed(number: str) -> str:

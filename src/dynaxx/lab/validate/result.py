@@ -90,11 +90,11 @@ class Repetition:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """The whole prefill at one length that runs sparse: the fastest of interleaved runs, and the interval of pairs.
+    """The whole prefill at one length that runs sparse: the pair of median speed-up, and the interval of all pairs.
 
     Attributes:
         seqlen: tokens of the prompt.
-        dense_seconds, sparse_seconds: fastest run.
+        dense_seconds, sparse_seconds: the runs of that pair.
         speedup: dense over sparse seconds.
         pairs: timed runs of each.
         dense_peak_mb, sparse_peak_mb: peak of the process on a CPU, of the allocator on a GPU; None if unknown.
