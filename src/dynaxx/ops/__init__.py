@@ -8,7 +8,7 @@ The files:
     selected, tokens, token_steps/, indexer  blocks and tokens that each query chooses
     nsa, nsa_branches, nsa_decode            native sparse attention; `packing` lays sequences out for it
     merge, buckets, autotune, explain        results, requests, tile sizes and backends
-    library, pattern_library, flops, autocast  compilers, tracers, counters and mixed precision
+    library, pattern_library, autocast       compilers, tracers, counters and mixed precision
     prepared/                                calls that are checked once and replayed
 """
 
