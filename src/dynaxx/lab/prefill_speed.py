@@ -89,7 +89,8 @@ def _row(seqlen: int, dense: list[_Pass], sparse: list[_Pass], busy: bool) -> Sp
     known = lambda runs, name: [value for run in runs if (value := getattr(run, name)) is not None]
     cpu = [min(known(runs, "cpu_seconds"), default=None) for runs in (dense, sparse)]
     peaks = [max(known(runs, "peak_mb"), default=None) for runs in (dense, sparse)]
-    return SpeedRow(seqlen, before, after, before / after, len(pairs), *peaks, low, high, *cpu, busy)
+    memory, speedup = (peaks[0], peaks[1]), before / after
+    return SpeedRow(seqlen, before, after, speedup, len(pairs), *memory, low, high, cpu[0], cpu[1], busy)
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
