@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -19,11 +19,22 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def untransformed() -> AbstractContextManager[Any]:
-    """Leave all transforms of `torch.func` within the block, so that new tensors are plain and may be kept."""
-    if torch.compiler.is_compiling() or not transforms_active():
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
+@contextmanager
+def untransformed() -> Iterator[None]:
+    """Leave `torch.jit.trace` and transforms of `torch.func` within the block, so that new tensors may be kept.
+
+    A tracer would record how memory is allocated, but not what the core writes there.
+    """
+    if torch.compiler.is_compiling() or not (transforms_active() or torch._C._get_tracing_state() is not None):
+        yield
+        return
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        torch._C._set_tracing_state(state)
 
 
 def refuse_compiled_transforms(name: str, *tensors: Tensor) -> None:

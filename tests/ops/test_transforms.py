@@ -211,3 +211,17 @@ def test_operations_are_counted():
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         ours(*(torch.randn(x.shape) for x in (q, k, v)))
     assert counter.get_total_flops() == 2 * pairs * (16 + 16)
+
+
+def test_a_traced_call_may_make_its_layout():
+    """What the core writes is part of the recorded layout."""
+    _cached_layout.clear()
+    rule = dx.SlidingWindow((5, 3))
+    run = lambda q, k, v: dx.sparse_attention(q, k, v, rule.layout(SEQLEN, block_size=16, causal=False))
+    given = inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(run, tuple(given), check_trace=False)
+    noise = torch.full((10_000,), 7, dtype=torch.int32)  # memory that the tracer might read
+    del noise
+    close(traced(*given), run(*given))
