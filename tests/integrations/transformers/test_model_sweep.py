@@ -74,6 +74,8 @@ class Case:
             case.implementation = "eager"  # SDPA caps no scores and returns no weights
         if case.change in ("twin", "drop", "wrap") and case.action not in ("logits", "train", "dropout"):
             case.action = "logits"
+        if case.implementation == "eager" and case.window is not None:
+            case.flipped = ()  # eager attention is causal by its masks alone, `in_band` is not
         if case.action in ("generate", "chunks", "trace", "export"):
             case.inputs, case.flipped = "whole", ()
         return case

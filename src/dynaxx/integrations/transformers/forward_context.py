@@ -240,12 +240,14 @@ class Starter(Protocol):
     """An object that starts and ends the passes of a decoder, namely `Passes`.
 
     Attributes:
-        running: the threads in which passes run.
         announced: whether hooks announce passes to it.
     """
 
-    running: RunningPasses
     announced: bool
+
+    @property
+    def running(self) -> RunningPasses:
+        """The threads in which passes run."""
 
     def start_pass(self, arguments: dict[str, Any]) -> ForwardContext:
         """Begin a pass, from the decoder's arguments by name."""

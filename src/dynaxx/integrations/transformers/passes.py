@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynaxx.forks import in_child, new_event, new_lock
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
@@ -40,26 +41,30 @@ class Running:
     """The threads in which passes run, so that a policy is removed between passes."""
 
     def __init__(self, body: nn.Module) -> None:
-        self._changed = threading.Condition()
+        self._lock, self._ended, self._removed = new_lock(), new_event(), new_event()
         self._passes = Counter[int]()  # by thread; one that was interrupted may have left its pass here
         self._is_open, self._is_closing = True, False
         self._body = weakref.ref(body)
+        in_child(self, Running._continue_after_fork)
 
     def enter(self) -> bool:
         """Begin a pass, after a removal that is under way. Return False if the policy is removed."""
         thread = threading.get_ident()
-        with self._changed:
-            if not self._passes[thread]:
-                self._changed.wait_for(lambda: not self._is_closing)
-            if self._is_open:
-                self._passes[thread] += 1
-            return self._is_open
+        while True:
+            with self._lock:
+                if self._passes[thread] or not self._is_closing:
+                    self._passes[thread] += self._is_open
+                    return self._is_open
+            self._removed.wait()
 
     def leave(self) -> None:
         """End a pass of this thread."""
-        with self._changed:
-            self._passes[threading.get_ident()] -= 1
-            self._changed.notify_all()
+        thread = threading.get_ident()
+        with self._lock:
+            self._passes[thread] -= 1
+            if self._passes[thread] <= 0:
+                del self._passes[thread]
+        self._ended.set()
 
     def here(self) -> bool:
         """Return whether a pass of this thread runs."""
@@ -72,18 +77,28 @@ class Running:
         Raises:
             RuntimeError: a pass of this thread runs.
         """
-        with self._changed:
+        with self._lock:
             if threading.get_ident() in self._inside():
                 raise RuntimeError("`remove` must be called between forward passes of the model, not within one")
             self._is_closing = True
-            while self._inside():
-                self._changed.wait(timeout=1.0)
+        while self._any_inside():
+            self._ended.wait(1.0)
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._is_open = self._is_closing = False
-                self._changed.notify_all()
+            self._removed.set()
+
+    def _any_inside(self) -> bool:
+        with self._lock:
+            self._ended.clear()
+            return bool(self._inside())
+
+    def _continue_after_fork(self) -> None:
+        """Forget, in a forked child, the passes and the removal of the parent's other threads."""
+        thread = threading.get_ident()
+        self._passes, self._is_closing = Counter({thread: self._passes[thread]}), False
 
     def _inside(self) -> set[int]:
         """Return the threads that run a pass, without those whose pass was interrupted."""
@@ -129,7 +144,8 @@ class Passes:
         policy_events: PolicyEvents,
         background: Background,
     ) -> None:
-        self._decoder, self._config = decoder.weak(), weakref.ref(next(iter(decoder.layers.values())).config)
+        configs: list[Any] = [module.config for module in decoder.layers.values()]
+        self._decoder, self._config = decoder.weak(), weakref.ref(configs[0])
         self._configs = [config for config, _ in decoder.implementations()]
         self.running, self.announced, self._drops_argument = Running(decoder.body), False, False
         self.recorded: weakref.WeakSet[ForwardContext] = weakref.WeakSet()
@@ -159,6 +175,8 @@ class Passes:
         deployed, choice = self._route_of_requests(cache)
         tokens = UNKNOWN if self.tokens is None else self.tokens.read(arguments)
         current = self._context(deployed, tokens, choice, killed=killed)
+        if arguments.get("output_attentions") or arguments.get("kwargs", {}).get("output_attentions"):
+            current.wants_weights = True  # not all decoders hand it down to their attention
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
