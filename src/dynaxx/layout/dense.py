@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGrid, Entries]:
     """Check a dense mask and list its visited blocks; see `BlockLayout.from_dense`."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            "`from_dense` cannot be recorded by torch.jit.trace; make the layout before the traced function"
+        )
     if mask.dtype != torch.bool or mask.ndim not in (2, 4):
         raise ValueError(
             "`mask` must be bool, (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "
