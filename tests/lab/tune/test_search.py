@@ -14,6 +14,7 @@ from dynaxx.lab.tasks.suite import TaskSample
 from dynaxx.lab.texts import pydoc_text
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune import costs as costs_module
+from dynaxx.lab.tune import finding as finding_module
 from dynaxx.lab.tune import search as search_module
 from dynaxx.lab.tune import text_costs as text_costs_module
 from dynaxx.lab.tune.costs import Costs, rule_of
@@ -94,7 +95,7 @@ def test_tasks_must_hold(tuned, monkeypatch):
             budgets = [each for budget in found for each in (budget if isinstance(budget, tuple) else (budget,))]
             return (TaskTrial("vt", 0.3, True, sum(budgets) / len(budgets) > 0.6),)
 
-    monkeypatch.setattr(search_module, "HeldTasks", Fake)
+    monkeypatch.setattr(finding_module, "HeldTasks", Fake)
     found = tuned(hold=("vt",), tolerance=0.9)
     assert given == [(("vt",), 128)]
     trials = (*found.tuned, *found.uniform)

@@ -6,7 +6,8 @@ The files:
     pipeline/, run, options          `dynaxx tune` as one command, and the search of a policy
     sensitivity, costs, page_costs   the loss of each head at each budget
     allocation, text_costs           budgets of heads, and their costs, stored layer by layer
-    search, density/, outcome        which density passes, and what the search found out
+    search, finding, density/        the run, and which density passes
+    outcome                          what the search found out
     crossover, decode, decode_speed  from which length it is faster
     reference, evidence, result, retune  what is written, and renewed
 """
