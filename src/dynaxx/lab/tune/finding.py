@@ -116,9 +116,12 @@ class Finding:
         """
         task.advance(0, "the loss of each head")
         scorers, stretches = list(self.scorers), self.texts.costs
+        tried = [each for each in scorers if self.steps.names(_tried("tuned", each))]
         missing = [each for each in scorers if self.costs.missing(self._name(0), each, self.budgets)]
-        if len(missing) > 1 and self._costs_seconds(0, len(missing)) > COSTS_SHARE * self.time.left:
-            scorers, self.cut = scorers[:1], True
+        if self.time.seconds is not None and tried:  # go on with the scorer of an earlier run
+            scorers = tried[-1:]
+        elif len(missing) > 1 and self._costs_seconds(0, len(missing)) > COSTS_SHARE * self.time.left:
+            scorers = scorers[:1]
         if not self._measure(0, scorers):
             return None
         self.scorer = self._best_scorer(scorers, rises, task)
@@ -184,8 +187,7 @@ class Finding:
         budgets = {scorer: costs.budgets(each.choice) for scorer, each in found.items()}
         keys = {scorer: self.trials.key(each, scorer) for scorer, each in budgets.items()}
         missing = sum(f"{key} 0" not in self.steps for key in keys.values())
-        if not self.time.allows(missing * self.trials.pass_seconds / COSTS_SHARE):
-            self.cut = True
+        if missing and not self.time.allows(missing * self.trials.pass_seconds / COSTS_SHARE):
             return best
         dense, kind = self.trials.dense(0).double(), self.texts.search[0].kind
         changes: dict[Scorer, Tensor] = {}
@@ -218,7 +220,7 @@ class Finding:
         With `only_below`, densities from that one on do not matter. The search then starts just below it, and ends if
         that fails.
         """
-        prefix = f"tried {name} by {self.scorer!r} "
+        prefix = _tried(name, self.scorer)
         layers = sum(
             self.costs.measured(self._name(i), self.scorer, self.budgets) for i in range(len(self.texts.costs))
         )
@@ -287,6 +289,11 @@ class Finding:
             return HeldOutKind(kind, None)
         task.advance(0, f"{label(kind)}, tuned without it: perplexity {trial.ratio - 1:+.2%}")
         return HeldOutKind(kind, trial.density, trial.ratio, trial.error, trial.passed)
+
+
+def _tried(name: str, scorer: Scorer) -> str:
+    """Return the start of the names of the stored trials of a search."""
+    return f"tried {name} by {scorer!r} "
 
 
 def _said(trial: Trial) -> str:
