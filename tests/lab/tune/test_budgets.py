@@ -105,7 +105,7 @@ def test_short_runs_add_up_to_the_full_result(loaded, full, tmp_path, share, tol
         if found.ended == "done":
             break
     assert (found.ended, found.verdict) == ("done", expected.verdict)
-    assert spent <= 1.3 * 1.1 * seconds, "the noise adds a tenth"
+    assert spent <= 1.6 * seconds, "noise adds a tenth; each run times a pass first, and each new policy again"
     assert densities == sorted(densities, reverse=True), "a later run is never denser"
     if expected.chosen is not None and found.scorer == expected.scorer:
         assert found.chosen.density <= 1.03 * expected.chosen.density

@@ -88,7 +88,9 @@ class Trials:
     def seconds(self, key: str = "") -> float:
         """Return the expected seconds of the first look at each kind in a trial, less what is stored."""
         first = [next(i for i, each in enumerate(self.texts.search) if each.kind == kind) for kind in self.texts.kinds]
-        passes = sum(f"{name} {index}" not in self.steps for index in first for name in (DENSE, key))
+        passes = sum(
+            f"{name} {index}" not in self.steps for index in first for name in ([DENSE, key] if key else [DENSE])
+        )
         return passes * self.pass_seconds
 
     def dense(self, index: int) -> Tensor:
