@@ -17,8 +17,8 @@ from dynaxx.lab.tune.density.candidates import Candidate
 from dynaxx.lab.tune.density.guide import Guide
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.trials import CLEAR, ERRORS
-from dynaxx.lab.tune.result import Trial
 from dynaxx.lab.tune.finding import FINE_ENOUGH, SCORER_DENSITY, SEARCH_STEPS, UNIFORM_FINE, UNIFORM_STEPS
+from dynaxx.lab.tune.result import Trial
 
 TOLERANCE, LEAST, TEXTS = 0.01, 0.07, 2
 TUNED, UNIFORM = (0.297, 0.0050, 0.0015), (0.595, 0.0053, 0.0013)  # density, rise of perplexity, its standard error

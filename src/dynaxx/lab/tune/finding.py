@@ -95,7 +95,7 @@ class Finding:
         self.trials.closeness.update(candidates.at(SCORER_DENSITY).predicted)
         self.tuned = Guide(candidates, rises, FINE_ENOUGH, first=FIRST)
         self._run("tuned", self.tuned, SEARCH_STEPS, task)
-        if self.time.seconds is None or self.tuned.done:
+        if self.time.seconds is None or (self.tuned.done and not self.tuned.hopeless):
             self.uniform = Guide(UniformCandidates(costs, self.scorer, candidates.least), rises.again(), UNIFORM_FINE)
             limited = self.time.seconds is not None and self.tuned.best is not None
             below = self.tuned.best.candidate.aim if limited and self.tuned.best else None
