@@ -91,7 +91,17 @@ def test_twice_the_time_of_the_full_run_is_enough(loaded, full, tmp_path, tolera
     assert (found.ended, found.verdict) == ("done", expected.verdict)
 
 
-@pytest.mark.parametrize("tolerance", TOLERANCES.values(), ids=TOLERANCES)
+@pytest.mark.parametrize(
+    "tolerance",
+    [
+        TOLERANCES["sparse"],
+        pytest.param(
+            TOLERANCES["dense"],
+            marks=pytest.mark.xfail(strict=True, reason="short runs say 'time' where every trial is noise, to no end"),
+        ),
+    ],
+    ids=TOLERANCES,
+)
 @pytest.mark.parametrize("share", [0.35])
 def test_short_runs_add_up_to_the_full_result(loaded, full, tmp_path, share, tolerance):
     expected, seconds = full(tolerance)
