@@ -28,10 +28,10 @@ from dynaxx.layout.entries import (
 )
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import moved_together, on_host
-from dynaxx.layout.host_metadata import attach
+from dynaxx.layout.host_metadata import attach, set_form
 from dynaxx.layout.layout_tensors import LayoutTensors
 from dynaxx.layout.masks import ElementMasks
-from dynaxx.layout.on_gpu import layout_on_gpu
+from dynaxx.layout.on_gpu import rows_on_gpu
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +120,14 @@ class BlockLayout(LayoutTensors):
         """
         grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
         check_block_indices(block_indices, grid)
-        made = layout_on_gpu(block_indices, grid)
-        return BlockLayout._of(grid, entries_of_block_indices(block_indices, grid)) if made is None else made
+        rows = rows_on_gpu(block_indices, grid)
+        if rows is None:
+            return BlockLayout._of(grid, entries_of_block_indices(block_indices, grid))
+        layout = BlockLayout(grid.seqlen_q, grid.seqlen_k, grid.block_size, *rows.tensors, rows.masks)
+        layout.derived.refused = rows.refused
+        if rows.is_checked:
+            layout.validate()
+        return set_form(layout, rows.form)
 
     @classmethod
     @typed

@@ -9,19 +9,17 @@ from __future__ import annotations
 import importlib
 import os
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynaxx.layout.form import form_of
+from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.host import moved_together
-from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.masks import ElementMasks, causal_masks
 
 if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
     from dynaxx.layout.layout_tensors import LayoutTensors
     from dynaxx.layout.transpose import TransposedLayout
 
@@ -41,20 +39,25 @@ def _serves(x: Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling() and _kernels() is not None
 
 
-def layout_on_gpu(block_indices: Tensor, grid: BlockGrid) -> BlockLayout | None:
-    """Return the layout of checked indices, see `BlockLayout.from_block_indices`; None where torch makes it."""
-    from dynaxx.layout.block_layout import BlockLayout
+class RowsOnGpu(NamedTuple):
+    """What `BlockLayout.from_block_indices` makes of indices on a GPU."""
 
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # kv_indptr, kv_num_partial, kv_indices, kv_masks
+    refused: Tensor  # (batch, heads, q_blocks) int32: number of indices that were left out
+    masks: ElementMasks
+    form: Form
+    is_checked: bool  # whether `CHECK_INDICES` asks to read `refused` back
+
+
+def rows_on_gpu(block_indices: Tensor, grid: BlockGrid) -> RowsOnGpu | None:
+    """Return the rows of checked indices, see `BlockLayout.from_block_indices`; None where torch makes them."""
     if not _serves(block_indices) or not block_indices.numel() or grid.kv_blocks > _kernels().MAX_COLUMNS:
         return None
     masks = _causal_masks_on(block_indices.device, grid)
     form = form_of((block_indices,), "block indices", grid)
     rows = _kernels().rows_of_indices(block_indices, _kernels().IndexInputs(grid, masks, form))
-    layout = BlockLayout(grid.seqlen_q, grid.seqlen_k, grid.block_size, *rows[:4], masks)
-    layout.derived.refused = rows.refused
-    if os.environ.get(CHECK_INDICES, "0") not in ("", "0"):
-        layout.validate()
-    return set_form(layout, form)
+    is_checked = os.environ.get(CHECK_INDICES, "0") not in ("", "0")
+    return RowsOnGpu(tuple(rows[:4]), rows.refused, masks, form, is_checked)
 
 
 @lru_cache(maxsize=64)
