@@ -74,6 +74,17 @@ def test_columns_of_other_masks_and_heads_equal_those_of_torch():
 
 
 @runs_here
+def test_tensors_with_gaps_are_left_to_torch():
+    from dynaxx.kernels.layout import columns_of
+
+    layout = dx.SlidingWindow(60).layout(300, block_size=32, device=DEVICE)
+    gaps = torch.stack([layout.kv_indices, layout.kv_indices], 1)[:, 0]
+    assert (
+        columns_of(dx.BlockLayout(300, 300, (32, 32), *layout.tensors[:2], gaps, layout.kv_masks, layout.masks)) is None
+    )
+
+
+@runs_here
 @pytest.mark.parametrize("wrong", [[7], [-2], [1 << 40], [0, 0], [3, -1, 3, 3]])
 def test_wrong_indices_are_left_out_and_counted(wrong):
     grid = BlockGrid(200, 200, (32, 32), False)

@@ -146,7 +146,9 @@ def _emit_columns_kernel(
 
 
 def serves(layout: BlockLayout) -> bool:
-    """Return whether the bits and counts of the columns fit into `MAX_BYTES`."""
+    """Return whether the layout's tensors are contiguous, and the bits and counts of its columns fit `MAX_BYTES`."""
+    if not all(x.is_contiguous() for x in layout.tensors[:4]):
+        return False
     lines = layout.layout_batch * layout.layout_heads * layout.kv_blocks
     return 0 < 16 * lines * -(-layout.q_blocks // 32) <= MAX_BYTES and layout.kv_indices.numel() > 0
 

@@ -43,7 +43,7 @@ class ScoreOptions(NamedTuple):
     def of(cls, kwargs: dict[str, Any], dense: DenseAttention) -> ScoreOptions:
         """Read the keyword arguments of a call that may fall back to `dense`, which does not read all of them."""
         unserved, argument = None, ""
-        for name in kwargs.keys() & dense.reads:
+        for name in [name for name in kwargs if name in dense.reads]:  # torch 2.11 cannot trace `keys() &`
             if kwargs[name] is not None and kwargs[name] is not False:
                 unserved, argument = DenseReason.ARGUMENT, name
         scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
