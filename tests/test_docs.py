@@ -140,7 +140,7 @@ def test_tables_of_benchmarks_equal_their_results():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_files_exist(page):
     """Source files that a page names exist and have the named parts; a page may name the end of a path."""
-    folders = ("src", "tests", "benchmarks", "examples", "docs")
+    folders = ("src", "tests", "benchmarks", "examples", "docs", ".github")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     named = re.findall(r"`([\w*/.-]+\.(?:py|cpp|h|j2|yml))(?::([\w.]+))?`", page.read_text(encoding="utf-8"))
     missing = []
