@@ -28,13 +28,14 @@ def untransformed() -> Iterator[None]:
     if torch.compiler.is_compiling() or not (transforms_active() or torch._C._get_tracing_state() is not None):
         yield
         return
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    trace: Any = torch._C  # its types do not name what sets the state
+    state = trace._get_tracing_state()
+    trace._set_tracing_state(None)
     try:
         with temporarily_clear_interpreter_stack():
             yield
     finally:
-        torch._C._set_tracing_state(state)
+        trace._set_tracing_state(state)
 
 
 def refuse_compiled_transforms(name: str, *tensors: Tensor) -> None:

@@ -263,8 +263,8 @@ def _scale_address(scale: Tensor | None) -> int | None:
 def _exact_args(exact: ExactTokens | None) -> tuple[int | None, int | None, int, int, int]:
     if exact is None:
         return None, None, 0, 0, 0
-    pointers = (address(x, exact.k.dtype, x.shape) for x in (exact.k, exact.v))
-    return *pointers, STORED[exact.k.dtype], exact.k.shape[1], exact.sinks
+    k, v = (address(x, exact.k.dtype, x.shape) for x in (exact.k, exact.v))
+    return k, v, STORED[exact.k.dtype], exact.k.shape[1], exact.sinks
 
 
 def _summary_args(cache: CacheArgs, summaries: PageSummaries, new_tokens: int | None) -> SummaryArgs:

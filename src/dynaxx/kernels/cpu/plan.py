@@ -81,9 +81,12 @@ def check_plan(
     `sparse_attention` has checked the layout already; this check finds writes that happened later.
     """
     batch, heads, ends = indptr.shape
-    forms = ((indptr, (batch, heads, ends)), (num_partial, (batch, heads, ends - 1)))
-    forms += ((indices, (len(indices),)), (masks, (len(indices),)))
-    pointers = (address(x, torch.int32, shape) for x, shape in forms)
+    pointers = (
+        address(indptr, torch.int32, (batch, heads, ends)),
+        address(num_partial, torch.int32, (batch, heads, ends - 1)),
+        address(indices, torch.int32, (len(indices),)),
+        address(masks, torch.int32, (len(indices),)),
+    )
     sizes = (batch * heads, ends - 1, visited, num_masks, indices.numel())
     code = library.dynaxx_cpu_plan_check(*pointers, *sizes)
     if code == BAD_INPUT:
