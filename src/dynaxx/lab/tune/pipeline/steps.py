@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dynaxx")
 
 Result = TypeVar("Result")
-SHORTER = (2048, 1024, 512)  # lengths of texts for time budgets that are too short for longer ones
+SHORTER = (2048, 1024)  # for time budgets too short for longer texts; at 512 tokens little can be left out
 PASSES = 14  # passes over a text that a search takes until it has a policy, with its timing and validation
 RESERVE = 4.5  # passes over a text for the validation, at least
 ANALYSIS = 4  # passes that the analysis takes about as long as
