@@ -38,12 +38,12 @@ def untransformed() -> Iterator[None]:
         trace._set_tracing_state(state)
 
 
-def refuse_compiled_transforms(name: str, *tensors: Tensor) -> None:
+def refuse_compiled_transforms(name: str) -> None:
     """Raise NotImplementedError if a compiler traces an operation within `torch.func`.
 
     Without `fullgraph`, the compiler then leaves the transformed function to Python, which computes it.
     """
-    if transforms_active() or any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+    if transforms_active():
         raise NotImplementedError(
             f"{name} within torch.func (grad, vjp, vmap) cannot be compiled into one graph; use fullgraph=False, or "
             "compile the function itself and take gradients by backward"

@@ -141,7 +141,7 @@ def _attend(
     """Check the inputs, choose a backend, and call it directly, or through its registered op if something traces."""
     if is_traced(q):
         if torch.compiler.is_compiling():
-            refuse_compiled_transforms("`sparse_attention`", q, k, v)
+            refuse_compiled_transforms("`sparse_attention`")
         else:
             count_operations()
         ATTENTION.check_name(backend)
