@@ -170,7 +170,8 @@ def test_a_typo_is_refused_before_a_model_is_looked_for(tmp_path, monkeypatch, a
     (tmp_path / "a-file").write_text("")
     (tmp_path / "a-folder").mkdir()
     facts = {"model_type": "llama", "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
-    dynaxx.save_policy(dynaxx.Policy(model=facts), tmp_path / "policy.json")
+    rules = (dynaxx.Rule.of(dynaxx.SlidingWindow(64)),)
+    dynaxx.save_policy(dynaxx.Policy(model=facts, rules=rules), tmp_path / "policy.json")
     shown = dynaxx_(*args)
     assert shown.exit_code == 2, shown.output
     assert message in shown.stderr

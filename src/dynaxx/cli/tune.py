@@ -165,6 +165,8 @@ def tune(
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
         source, others, held = read_text(text), kinds_of(names(kinds)), names(hold)
         named_tasks(held)
+        profiled, block = numbers("--lengths", lengths), block_size_of("--block-size", block_size)
+        searched_on = device_of(search_on, "--search-on") if search_on else None
         time = TimeBudget(seconds("--time-budget", time_budget), spent=seconds_since_start())
         loaded = load(model, device, dtype, progress)
         plan = TuneSettings(
@@ -174,8 +176,8 @@ def tune(
             tokens=tokens or min(TOKENS, longest_prompt(loaded.model)),
             auto_tokens=tokens is None,
             time_budget=time.seconds,
-            lengths=numbers("--lengths", lengths),
-            block_size=block_size_of("--block-size", block_size),
+            lengths=profiled,
+            block_size=block,
             price_per_hour=price_per_hour,
             seed=seed,
             command=command_line(),
@@ -188,7 +190,7 @@ def tune(
             held_out=held_out,
             scorers=names(scorers),
             stretches=stretches,
-            search_on=device_of(search_on, "--search-on") if search_on else None,
+            search_on=searched_on,
             skip=frozenset(
                 step
                 for step, wanted in zip(

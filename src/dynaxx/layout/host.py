@@ -89,7 +89,7 @@ def address(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, strided: b
     Raises:
         RuntimeError: the tensor has another dtype, shape or device, or is not contiguous. This is a bug of dynaxx.
     """
-    whole = (x.stride()[-1] == 1 or shape[-1] == 1) if strided else x.is_contiguous()
+    whole = not x.numel() or ((x.stride()[-1] == 1 or shape[-1] == 1) if strided else x.is_contiguous())
     if x.dtype is not dtype or x.shape != shape or not whole or not x.is_cpu:
         raise RuntimeError(
             f"the CPU core needs {dtype} {tuple(shape)} on the CPU, got {x.dtype} {tuple(x.shape)} on {x.device} with "
