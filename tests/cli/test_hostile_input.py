@@ -172,7 +172,7 @@ def test_a_full_disk_is_found_before_the_work(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_disk_that_fills_up_costs_the_file_and_not_the_result(as_json, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("dynaxx.lab.profile.run.measure_ceilings", lambda device, dtype: _ceilings())
+    monkeypatch.setattr("dynaxx.lab.profile.run.measure_ceilings", lambda device, dtype, **_: _ceilings())
 
     def full(path, text):
         raise lab_files.OutOfSpaceError(errno.ENOSPC, f"no space left to write {path}")
@@ -261,7 +261,7 @@ def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch)
     from dynaxx.lab.models import load_model
     from dynaxx.lab.profile import run as profile_module
 
-    monkeypatch.setattr(profile_module, "measure_ceilings", lambda device, dtype: _ceilings())
+    monkeypatch.setattr(profile_module, "measure_ceilings", lambda device, dtype, **_: _ceilings())
     model, tokenizer = load_model(tiny)
     if family == "latent":
         model.config.kv_lora_rank = 8  # as DeepSeek's have it: rules are refused
@@ -289,6 +289,8 @@ def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch)
 
 def test_a_folder_that_cannot_be_made_is_named_and_not_its_temporary(tmp_path, monkeypatch):
     def read_only(path, **options):
+        if path.exists():  # the folder's parent
+            return
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     monkeypatch.setattr(Path, "mkdir", read_only)

@@ -317,7 +317,7 @@ def test_generate(cache, chunk):
         want = torch.stack(model.generate(ids, **arguments).logits)
     with dx.apply(model, policy_for(model)) as handle:
         got = torch.stack(model.generate(ids, **arguments).logits)
-        assert handle.stats()["sparse_calls"] == (9 if chunk else 3)
+        assert handle.stats()["sparse_calls"] == (12 if chunk else 3)  # the last chunk has fewer queries than a block
     close(got, want)
 
 
