@@ -63,9 +63,9 @@ def tokens(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) ->
 def indexer(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
     """Report rows whose choice differs from sorting; whole numbers make scores exact and often equal."""
     draw = torch.Generator(device).manual_seed(0)
-    whole = lambda *shape: torch.randn(shape, generator=draw, device=device).mul(1.3).round()
+    whole = lambda *shape: torch.randn(shape, generator=draw, device=device, dtype=torch.float32).mul(1.3).round()
     q, k, weights = whole(300, of["heads"], of["dim"]), whole(3000, of["dim"]), whole(300, of["heads"])
-    scale = None if dtype.itemsize > 1 else torch.ones(len(k), device=device)
+    scale = None if dtype.itemsize > 1 else torch.ones(len(k), device=device, dtype=torch.float32)
     spans = TokenSpans((0, len(q)), (0, len(k)))
     run = lambda name, dtype: INDEXER.kernels(name).index_tokens(q.to(dtype), k.to(dtype), weights, scale, spans, 100)
     wrong = (run(backend, dtype) != run("reference", torch.float64)).any(-1).float().mean()
@@ -76,8 +76,10 @@ def scores(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) ->
     """Report the errors of the scores of blocks by one query per row."""
     grid = BlockGrid(1000, 1000, (of["kv_block"], of["kv_block"]), True)
     draw = torch.Generator(device).manual_seed(0)
-    queries = torch.randn(1, 4, grid.q_blocks, of["head_dim"], generator=draw, device=device).to(dtype)
-    k = torch.randn(1, 1000, 2, of["head_dim"], generator=draw, device=device).to(dtype)
+    queries = torch.randn(1, 4, grid.q_blocks, of["head_dim"], generator=draw, device=device, dtype=torch.float32).to(
+        dtype
+    )
+    k = torch.randn(1, 1000, 2, of["head_dim"], generator=draw, device=device, dtype=torch.float32).to(dtype)
     logits = queries.double() @ k.double().repeat_interleave(2, 2).permute(0, 2, 3, 1)
     last = torch.arange(1, grid.q_blocks + 1, device=device)[:, None] * of["kv_block"]
     logits.masked_fill_(torch.arange(1000, device=device) >= last, -torch.inf)
