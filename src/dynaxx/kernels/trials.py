@@ -28,7 +28,7 @@ from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
 PROVEN = ("3.6", "3.9")  # the GPU tests of the kernels passed on an H200: benchmarks/runs
 INSIDE = "DYNAXX_TRIAL"  # set in the process of a trial, which uses kernels and launchers untried
-WORKER = "dynaxx.lab.doctor.trial"  # the module that runs a trial
+WORKER = f"{__name__.partition('.')[0]}.lab.doctor.trial"  # the module that runs a trial; kernel packages have none
 MOST_SECONDS = 300.0  # of one trial, most of which compiles
 MOST_BYTES = 1 << 16
 DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")

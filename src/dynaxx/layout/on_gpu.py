@@ -30,7 +30,7 @@ CHECK_INDICES = "DYNAXX_CHECK_INDICES"  # environment variable: 1 reads back whe
 def _kernels() -> Any:
     """Return `kernels.layout`, or None without Triton."""
     try:
-        return importlib.import_module("dynaxx.kernels.layout")
+        return importlib.import_module("..kernels.layout", __package__)
     except ImportError:
         return None
 
