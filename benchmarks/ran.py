@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was run where: versions of packages that benchmarks and tests ran with, read from their records.
+"""List what was run where: versions of packages that benchmarks and tests ran with, read from their records.
 
 Result files are in `benchmarks/results`, see `record.py`; `pytest --record benchmarks/runs/NAME.json` adds a run of
 tests. `render.py` puts the tables and the versions into pages.

@@ -33,7 +33,7 @@ MOST_SECONDS = 300.0  # of one trial, most of which compiles
 MOST_BYTES = 1 << 16
 DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
-# What distinguishes kernels of an operation; operations and backends that are not here are not tried.
+# Fields of a problem that distinguish kernels of an operation; operations and backends that are not here are not tried.
 KINDS = {
     "attention": ("dtype", "head_dim", "head_dim_v", "block_size", "group_size", "softcap", "needs_grad"),
     "native sparse attention": ("dtype", "head_dim", "block_size", "group_size", "needs_grad"),

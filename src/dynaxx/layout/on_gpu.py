@@ -40,7 +40,7 @@ def _serves(x: Tensor) -> bool:
 
 
 class RowsOnGpu(NamedTuple):
-    """What `BlockLayout.from_block_indices` makes of indices on a GPU."""
+    """Parts of the layout that `BlockLayout.from_block_indices` makes of indices on a GPU."""
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # kv_indptr, kv_num_partial, kv_indices, kv_masks
     refused: Tensor  # (batch, heads, q_blocks) int32: number of indices that were left out

@@ -23,7 +23,7 @@ void remember_process() {
 
 }  // namespace dynaxx
 
-// What the loader calls first. Nothing runs by itself when the library is loaded, because a library may be opened on a
+// The loader calls this function first. Nothing runs by itself when the library is loaded, because a library may be opened on a
 // processor that lacks its instructions.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_start() {
   dynaxx::remember_process();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels and tile sizes know about a GPU: one description, asked from torch or made by hand.
+"""Describe a GPU to kernels and tile sizes: one description, asked from torch or made by hand.
 
     gpu_of(tensor.device).has_tma     the GPU that holds a tensor
     CARDS["MI300X"].has_tma           a GPU that this machine lacks, with published figures

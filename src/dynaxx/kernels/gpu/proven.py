@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was shown for each GPU and operation: measured, tested, compiled, or refused with the reason.
+"""List what was shown for each GPU and operation: measured, tested, compiled, or refused with the reason.
 
 `tests/kernels/matrix.py` records what compiles. What ran is entered with the benchmark or the commit that shows it.
 """
@@ -19,7 +19,7 @@ NEVER = "compiled, never run"
 
 
 class Proof(NamedTuple):
-    """What was shown for one operation on one architecture."""
+    """State and origin of the evidence for one operation on one architecture."""
 
     state: str  # "measured", "tests passed", `NEVER`, "refused" or "unknown"
     reason: str  # where it was shown, or why it is refused; "" if there is nothing to say

@@ -30,7 +30,7 @@ MAX_SLOTS_AT_ONCE = 1024
 
 
 class IndexInputs(NamedTuple):
-    """What a layout of indices depends on besides the indices, for `record_or_replay`."""
+    """Inputs of a layout of indices besides the indices, for `record_or_replay`."""
 
     grid: BlockGrid
     masks: ElementMasks  # the causal masks, on the device

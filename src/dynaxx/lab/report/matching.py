@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynaxx.lab.about import policy_digest
+from dynaxx.lab.about import differing, policy_digest
 from dynaxx.printable import printable
 
 SAME = {
@@ -37,7 +37,7 @@ def mismatches(documents: dict[str, Any]) -> dict[str, str]:
         if not isinstance(about, dict) or any(not isinstance(about.get(key), str) for key in keys):
             problems[name] = f"{name}.json does not say what it is about, as files of older versions do not."
             continue
-        others = [key for key in keys if about[key] != known.get(key, about[key])]
+        others = differing({"about": {key: about[key] for key in keys}}, {"about": known})
         if others:
             newer = ", or of another version of dynaxx" if "model" in others else ""
             problems[name] = f"{name}.json is about another {' and another '.join(others)}{newer}, so it is not shown."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a pass keeps its calls for equal layers: by their `Signature`."""
+"""A pass keeps its calls for equal layers by their `Signature`."""
 
 from __future__ import annotations
 
