@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from dynaxx.kernels.compat import OPTIONS
-from dynaxx.kernels.gpu.device import CARDS, Gpu, described_as
-from dynaxx.kernels.gpu.runtime.launcher import KernelLauncher
+from dynaxx.kernels.device import CARDS, Gpu, described_as
+from dynaxx.kernels.runtime.launcher import KernelLauncher
 
 
 @dataclass(frozen=True)

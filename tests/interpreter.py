@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynaxx.kernels.gpu.device import gpu_of
+from dynaxx.kernels.device import gpu_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

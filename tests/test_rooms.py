@@ -176,18 +176,39 @@ def test_a_circle_is_found():
     assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
 
 
-# `gpu` is what both GPU backends share; the CPU's may build on the definition.
+# `gpu` is what both GPU backends of an operator share; the CPU's may build on the definition.
 MAY_USE = {"gpu": (), "hopper": ("gpu",), "triton": ("gpu",), "cpu": ("reference",), "reference": ()}
 
 
 @pytest.mark.parametrize("backend", MAY_USE)
 def test_no_backend_imports_its_sibling(backend):
     siblings = {*MAY_USE} - {backend, *MAY_USE[backend]}
-    files = [*(SOURCE / "kernels" / backend).rglob("*.py")]
-    imported = [(path.relative_to(SOURCE), name) for path in files for name in imports_of(path)]
-    of_siblings = tuple(f"dynaxx.kernels.{sibling}." for sibling in siblings)
-    wrong = [f"{path} imports {name}" for path, name in imported if f"{name}.".startswith(of_siblings)]
+    modules = [path.relative_to(SOURCE) for path in (SOURCE / "kernels").glob("*/**/*.py")]
+    files = [path for path in modules if path.parts[1] != "support" and backend in path.with_suffix("").parts]
+    imported = [(path, name) for path in files for name in imports_of(SOURCE / path)]
+    wrong = [f"{path} imports {name}" for path, name in imported
+             if name.startswith("dynaxx.kernels.") and siblings & {*name.split(".")[2:5]}]  # fmt: skip
     assert files
+    assert not wrong, "\n".join(wrong)
+
+
+OPERATORS = ("attention", "decode", "selection", "nsa", "tokens")  # each may build on those before it
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operators_form_a_line(operator):
+    later = OPERATORS[OPERATORS.index(operator) + 1 :]
+    files = [*(SOURCE / "kernels" / operator).rglob("*.py")]
+    wrong = [f"{path.relative_to(SOURCE)} imports {name}" for path in files for name in imports_of(path)
+             if name.startswith(tuple(f"dynaxx.kernels.{each}." for each in later))]  # fmt: skip
+    assert files
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ["runtime", "schedule", "primitives"])
+def test_what_operators_share_imports_no_operator(room):
+    wrong = [f"{path.relative_to(SOURCE)} imports {name}" for path in (SOURCE / "kernels" / room).rglob("*.py")
+             for name in imports_of(path) if name.split(".")[2:3] and name.split(".")[2] in OPERATORS]  # fmt: skip
     assert not wrong, "\n".join(wrong)
 
 

@@ -117,7 +117,7 @@ class Moved(torch.autograd.Function):
 
 def choose_passes(one):
     """Choose Hopper's gradients in one pass or in two; problems as small as these would all take two."""
-    from dynaxx.kernels.hopper.attention import backward
+    from dynaxx.kernels.attention.hopper import backward
 
     backward.backward_in_one_pass = lambda kv_block, head_dim, *_: one and kv_block == 128 and head_dim <= 128
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from triton.testing import do_bench
 
-from dynaxx.kernels.triton.attention import config
+from dynaxx.kernels.attention.triton import config
 from dynaxx.lab.bench.gpu_workloads import Workload
 from dynaxx.lab.machine import need_gpu
 
@@ -37,9 +37,9 @@ CANDIDATES = {
 
 def time_pieces(work, group_size):
     """Print milliseconds of the Hopper backward in one pass, by the number of pieces of a group."""
-    from dynaxx.kernels.hopper.attention import backward_dkv
-    from dynaxx.kernels.hopper.attention.backward import attention_backward
-    from dynaxx.kernels.hopper.attention.forward import attention_forward
+    from dynaxx.kernels.attention.hopper import backward_dkv
+    from dynaxx.kernels.attention.hopper.backward import attention_backward
+    from dynaxx.kernels.attention.hopper.forward import attention_forward
 
     device, chosen = torch.device("cuda", 0), backward_dkv.backward_pieces
     q, k, v = (x.detach() for x in work.inputs(device, 0))

@@ -20,10 +20,10 @@ import gpu_tokens
 import torch
 from gpu_tokens import SHAPES, choices, milliseconds
 
-from dynaxx.kernels.gpu.tokens.config import TileRows
-from dynaxx.kernels.gpu.tokens.plan import prepare_rows
-from dynaxx.kernels.hopper.tokens import operators as hopper
-from dynaxx.kernels.triton.tokens import operators as portable
+from dynaxx.kernels.tokens.gpu.config import TileRows
+from dynaxx.kernels.tokens.gpu.plan import prepare_rows
+from dynaxx.kernels.tokens.hopper import operators as hopper
+from dynaxx.kernels.tokens.triton import operators as portable
 from dynaxx.layout.tokens import TokenSpans
 
 SHAPE = next(shape for shape in SHAPES if shape.name == "GQA 32/8 of 128")

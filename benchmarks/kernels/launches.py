@@ -23,8 +23,8 @@ from host_time import host_us
 from torch import Tensor
 
 import dynaxx as dx
-from dynaxx.kernels.gpu.runtime import launch_cache, launch_list
-from dynaxx.kernels.gpu.runtime.recorder import Recording
+from dynaxx.kernels.runtime import launch_cache, launch_list
+from dynaxx.kernels.runtime.recorder import Recording
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.prepared import layer
 

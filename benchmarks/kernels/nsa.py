@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from dynaxx.kernels.gpu.nsa import config as nsa_config
+from dynaxx.kernels.nsa.gpu import config as nsa_config
 from dynaxx.lab.machine import need_gpu
 from dynaxx.layout.nsa import NsaSizes
 from dynaxx.ops.nsa import compress, native_sparse_attention, select_nsa

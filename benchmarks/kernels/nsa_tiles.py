@@ -11,9 +11,9 @@ import torch
 from nsa import DIM, HEADS, SIZES, block_indices, inputs_of, parts_of
 from torch.profiler import ProfilerActivity, profile
 
-from dynaxx.kernels.gpu.nsa import config as nsa_config
-from dynaxx.kernels.gpu.nsa.config import KeyTiles, QueryTiles
-from dynaxx.kernels.triton.nsa import operators as nsa
+from dynaxx.kernels.nsa.gpu import config as nsa_config
+from dynaxx.kernels.nsa.gpu.config import KeyTiles, QueryTiles
+from dynaxx.kernels.nsa.triton import operators as nsa
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.selected import selected_attention
 

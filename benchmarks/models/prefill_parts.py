@@ -20,7 +20,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import apply, model_facts
-from dynaxx.kernels.cpu import block_scores
+from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, load_text

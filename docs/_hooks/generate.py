@@ -120,7 +120,7 @@ def results_page() -> str:
 
 def gpus_page() -> str:
     """Return the Markdown of the table of GPUs, as `dynaxx doctor --gpus` prints it."""
-    from dynaxx.kernels.gpu.proven import reasons, table
+    from dynaxx.kernels.proven import reasons, table
 
     header, *rows = ("| " + " | ".join(row) + " |" for row in table())
     lines = [

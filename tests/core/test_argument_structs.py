@@ -8,7 +8,12 @@ from functools import cache
 import pytest
 
 from dynaxx.core.build import sources
-from dynaxx.kernels.cpu import arguments, best_blocks, block_scores, decode, indexer, token_decode, tokens
+from dynaxx.kernels.decode import cpu as decode
+from dynaxx.kernels.runtime import core_arguments as arguments
+from dynaxx.kernels.selection.cpu import best_blocks, block_scores
+from dynaxx.kernels.tokens.cpu import attention as tokens
+from dynaxx.kernels.tokens.cpu import decode as token_decode
+from dynaxx.kernels.tokens.cpu import indexer
 
 STRUCTURES = {
     "Plan": arguments.WorkPlan,

@@ -21,7 +21,7 @@ PARTS = ("tests/core/test_status.py", "tests/kernels/selection/test_block_scores
 RUN = """
 import os, sys, pytest
 from dynaxx.__main__ import main
-from dynaxx.kernels.cpu import cpu_status
+from dynaxx.kernels.attention.cpu import cpu_status
 print("core:", cpu_status().isa)
 if failed := pytest.main(["-q", "-x", "-p", "no:cacheprovider", *os.environ["PARTS"].split()]):
     sys.exit(failed)

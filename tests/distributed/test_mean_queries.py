@@ -24,7 +24,7 @@ def test_under_the_interpreter():
 @runs_here
 @pytest.mark.parametrize("selector", [dx.TopK(0.3), dx.TopK(2, per="head"), dx.TopP(0.7)], ids=str)
 def test_the_same_blocks_are_chosen(selector):
-    from dynaxx.kernels.triton.selection import query_scores
+    from dynaxx.kernels.selection.triton import query_scores
 
     torch.manual_seed(0)
     q, k = (torch.randn(1, n, heads, 32, device=DEVICE).half() for n, heads in ((256, 4), (500, 2)))

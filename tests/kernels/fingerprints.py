@@ -30,7 +30,7 @@ import triton
 from triton import knobs
 
 from compiled import compiling
-from dynaxx.kernels.gpu.runtime.launcher import recording_launches
+from dynaxx.kernels.runtime.launcher import recording_launches
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.nsa import NsaSizes, nsa_spans
 from dynaxx.layout.paging import PagedCache
@@ -49,11 +49,11 @@ def attention(
 ) -> None:  # fmt: skip
     """Run forward or backward of a sliding window; `split` adds global tokens, whose columns are split into parts."""
     if backend == "hopper":
-        from dynaxx.kernels.hopper.attention import backward as backward_of
-        from dynaxx.kernels.hopper.attention.forward import attention_forward
+        from dynaxx.kernels.attention.hopper import backward as backward_of
+        from dynaxx.kernels.attention.hopper.forward import attention_forward
     else:
-        from dynaxx.kernels.triton.attention import backward as backward_of
-        from dynaxx.kernels.triton.attention.forward import attention_forward
+        from dynaxx.kernels.attention.triton import backward as backward_of
+        from dynaxx.kernels.attention.triton.forward import attention_forward
     pattern = SlidingWindow(300) | GlobalTokens(8) if split else SlidingWindow(300)
     layout = pattern.layout(tokens, block_size=block, device="cpu")
     q, k = (torch.zeros(1, tokens, count, head_dim, dtype=dtype) for count in heads)
@@ -72,9 +72,9 @@ def selected(
 ) -> None:
     """Run selected attention, forward and backward."""
     if backend == "hopper":
-        from dynaxx.kernels.hopper.nsa import operators
+        from dynaxx.kernels.nsa.hopper import operators
     else:
-        from dynaxx.kernels.triton.nsa import operators
+        from dynaxx.kernels.nsa.triton import operators
     spans = nsa_spans(NsaSizes(64, 64, 64, slots, 0, 0), (0, TOKENS))
     q, k = (torch.zeros(TOKENS, count, head_dim, dtype=dtype) for count in (2 * group, 2))
     rows, indices = torch.zeros(2 * group, TOKENS), torch.zeros(TOKENS, 2, slots, dtype=torch.int32)
@@ -86,9 +86,9 @@ def selected(
 def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_heads: int = 2) -> None:
     """Run attention over chosen tokens, forward and backward; narrower values are the first part of the keys."""
     if backend == "hopper":
-        from dynaxx.kernels.hopper.tokens import operators
+        from dynaxx.kernels.tokens.hopper import operators
     else:
-        from dynaxx.kernels.triton.tokens import operators
+        from dynaxx.kernels.tokens.triton import operators
     from dynaxx.layout.tokens import TokenSpans
 
     zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)
@@ -103,7 +103,7 @@ def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_he
 
 def token_decode(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Run a decoding step over chosen tokens of a paged cache; narrower values are a view of the keys."""
-    from dynaxx.kernels.triton.tokens import step
+    from dynaxx.kernels.tokens.triton import step
 
     k = torch.zeros(16, 64, heads[1], dims[0]).to(dtype)
     v = k[..., : dims[1]] if dims[1] < dims[0] else torch.zeros_like(k)
@@ -117,9 +117,9 @@ def token_decode(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dty
 def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int = 1) -> None:
     """Run the indexer: streaming, and with scores in memory for a few queries."""
     if backend == "hopper":
-        from dynaxx.kernels.hopper.tokens import choose
+        from dynaxx.kernels.tokens.hopper import choose
     else:
-        from dynaxx.kernels.triton.tokens import choose
+        from dynaxx.kernels.tokens.triton import choose
     from dynaxx.layout.tokens import TokenSpans
 
     for queries in (TOKENS, 8):
@@ -131,7 +131,7 @@ def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int =
 
 def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dtype: torch.dtype) -> None:
     """Run the loss of an indexer and its gradients, over all keys and over chosen ones."""
-    from dynaxx.kernels.triton.tokens.index_loss import index_loss
+    from dynaxx.kernels.tokens.triton.index_loss import index_loss
     from dynaxx.layout.tokens import TokenSpans
 
     q, k = (torch.zeros(TOKENS, count, heads[2], dtype=dtype) for count in heads[:2])
@@ -146,7 +146,7 @@ def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dt
 
 def rows_in_8_bits(dtype: torch.dtype) -> None:
     """Round rows to fp8, or to whole numbers in bf16."""
-    from dynaxx.kernels.gpu.tokens.rounding import round_rows
+    from dynaxx.kernels.tokens.gpu.rounding import round_rows
 
     round_rows(torch.zeros(TOKENS, 100, dtype=torch.bfloat16), dtype)
 
@@ -154,9 +154,9 @@ def rows_in_8_bits(dtype: torch.dtype) -> None:
 def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
     """Run block scores, selection of blocks, pooling and the gated sum of native sparse attention."""
     if backend == "hopper":
-        from dynaxx.kernels.hopper.nsa import operators
+        from dynaxx.kernels.nsa.hopper import operators
     else:
-        from dynaxx.kernels.triton.nsa import operators
+        from dynaxx.kernels.nsa.triton import operators
     spans = nsa_spans(NsaSizes(*sizes), (0, TOKENS))
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
     pooled, lse = q[: spans.ends_cmp[-1], :1].contiguous(), torch.zeros(16, TOKENS)
@@ -173,7 +173,7 @@ def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
 
 def nsa_backward() -> None:
     """Run the row kernels of the Hopper backward of native sparse attention, over all branches."""
-    from dynaxx.kernels.hopper.nsa import operators
+    from dynaxx.kernels.nsa.hopper import operators
 
     spans = nsa_spans(NsaSizes(64, 64, 64, 6, 0, 0), (0, TOKENS))
     q, k = (torch.zeros(TOKENS, count, 128, dtype=torch.bfloat16) for count in (16, 1))
@@ -185,7 +185,7 @@ def nsa_backward() -> None:
 
 def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True, head_dim: int = 64) -> None:
     """Run a decode step of 4 sequences over pages of 16 tokens: all pages, or selected ones."""
-    from dynaxx.kernels.triton.decode import launch
+    from dynaxx.kernels.decode.triton import launch
 
     k = torch.zeros(*((64, 16) if paged else (4, 256)), 2, head_dim).to(cache_dtype)
     used = torch.full((4,), 200, dtype=torch.int32)
@@ -211,10 +211,10 @@ def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True
 
 def selection(scorer: str, head_dim: int = 64) -> None:
     """Run the scores of blocks and the selection among them."""
-    from dynaxx.kernels.triton.selection import int8_scores, pool, query_scores
-    from dynaxx.kernels.triton.selection.hash_counts import hash_counts
-    from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
-    from dynaxx.kernels.triton.selection.tile_mass import tile_mass
+    from dynaxx.kernels.selection.triton import int8_scores, pool, query_scores
+    from dynaxx.kernels.selection.triton.hash_counts import hash_counts
+    from dynaxx.kernels.selection.triton.probe_lines import line_scores, probe_lines
+    from dynaxx.kernels.selection.triton.tile_mass import tile_mass
     from dynaxx.patterns import Sink
     from dynaxx.selection import TopK, TopP
     from dynaxx.selection.device import select_on_device
@@ -251,7 +251,7 @@ def selection(scorer: str, head_dim: int = 64) -> None:
 
 def hopper_scores(head_dim: int, block: int, *, placed: bool = False) -> None:
     """Run the scores of blocks by one query per row."""
-    from dynaxx.kernels.hopper.selection.query_scores import query_scores
+    from dynaxx.kernels.selection.hopper.query_scores import query_scores
 
     grid = BlockGrid(TOKENS, TOKENS, (block, block), True)
     queries = torch.zeros(1, 4, grid.q_blocks, head_dim, dtype=torch.bfloat16)
@@ -261,7 +261,7 @@ def hopper_scores(head_dim: int, block: int, *, placed: bool = False) -> None:
 
 def merge() -> None:
     """Run the merge of two results."""
-    from dynaxx.kernels.gpu.merge import merge_into
+    from dynaxx.kernels.primitives.merge import merge_into
 
     out, other = (torch.zeros(1, TOKENS, 4, 128, dtype=torch.bfloat16) for _ in range(2))
     lse, other_lse = (torch.zeros(1, 4, TOKENS) for _ in range(2))

@@ -20,8 +20,8 @@ import triton
 from fingerprints import attention, decode, indexer, nsa_selection, selected, selection, token_decode, tokens
 
 from compiled import Compiled, compile_kernels
-from dynaxx.kernels.gpu.device import CARDS, Gpu
-from dynaxx.kernels.gpu.proven import FILE, OPERATIONS
+from dynaxx.kernels.device import CARDS, Gpu
+from dynaxx.kernels.proven import FILE, OPERATIONS
 
 # One card of each architecture but Hopper, for which `test_compiled.py` has the figures of each kernel.
 GPUS = {card.architecture: card for card in reversed(CARDS.values()) if not card.has_wgmma}

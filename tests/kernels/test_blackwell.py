@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from compiled import compiling
-from dynaxx.kernels.gpu.device import CARDS
+from dynaxx.kernels.device import CARDS
 from interpreter import INTERPRETED
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # until Triton 3.8

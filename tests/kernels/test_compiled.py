@@ -16,13 +16,13 @@ import triton
 from triton.backends import backends
 
 from compiled import RECORDED, compile_kernels
-from dynaxx.kernels.gpu.device import RESERVED
-from dynaxx.kernels.triton.attention import backward, forward
-from dynaxx.kernels.triton.attention.config import TileSizes
-from dynaxx.kernels.triton.selection.pool import pool_blocks
-from dynaxx.kernels.triton.selection.probe_lines import probe_lines
-from dynaxx.kernels.triton.selection.query_scores import query_scores
-from dynaxx.kernels.triton.selection.tile_mass import tile_mass
+from dynaxx.kernels.attention.triton import backward, forward
+from dynaxx.kernels.attention.triton.config import TileSizes
+from dynaxx.kernels.device import RESERVED
+from dynaxx.kernels.selection.triton.pool import pool_blocks
+from dynaxx.kernels.selection.triton.probe_lines import probe_lines
+from dynaxx.kernels.selection.triton.query_scores import query_scores
+from dynaxx.kernels.selection.triton.tile_mass import tile_mass
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns import SlidingWindow
 from interpreter import INTERPRETED
@@ -144,7 +144,7 @@ def test_portable_head_dim_512():
 )
 def test_hopper_forward(head_dim, block, softcap, spilled):
     """In bf16, all spilled bytes lie outside the loops over steps."""
-    from dynaxx.kernels.hopper.attention.forward import attention_forward
+    from dynaxx.kernels.attention.hopper.forward import attention_forward
 
     check(compile_kernels(forward_of(head_dim, block, attention_forward, softcap), "hopper_fwd"), of_3_6([spilled]))
 
@@ -162,7 +162,7 @@ def test_hopper_forward(head_dim, block, softcap, spilled):
     ],
 )
 def test_hopper_forward_with_one_consumer_or_with_maxima(head_dim, block, given, spilled):
-    from dynaxx.kernels.hopper.attention.forward import attention_forward
+    from dynaxx.kernels.attention.hopper.forward import attention_forward
 
     check(compile_kernels(forward_of(head_dim, block, attention_forward, **given), "hopper_fwd"), of_3_6([spilled]))
 
@@ -170,7 +170,7 @@ def test_hopper_forward_with_one_consumer_or_with_maxima(head_dim, block, given,
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 128), (128, 64), (128, 128)])
 def test_hopper_scores(head_dim, block):
-    from dynaxx.kernels.hopper.selection.query_scores import query_scores
+    from dynaxx.kernels.selection.hopper.query_scores import query_scores
 
     grid = BlockGrid(TOKENS, TOKENS, (block, block), True)
     queries = torch.zeros(1, HEADS[0], grid.q_blocks, head_dim, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def test_hopper_scores(head_dim, block):
     ],
 )
 def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, monkeypatch):
-    from dynaxx.kernels.hopper.attention import backward
+    from dynaxx.kernels.attention.hopper import backward
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: one_pass)
     start = backward_of(head_dim, block, backward.attention_backward, softcap)
@@ -205,8 +205,8 @@ def test_hopper_backward(head_dim, block, one_pass, softcap, spilled, monkeypatc
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "spilled"), [(80, 80, 150), (192, 128, 150), (160, 160, 1300)])
 def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled):
     """A forward with tiles of 256 columns spills when it stores some of them, once per row of blocks."""
-    from dynaxx.kernels.hopper.attention.backward import attention_backward
-    from dynaxx.kernels.hopper.attention.forward import attention_forward
+    from dynaxx.kernels.attention.hopper.backward import attention_backward
+    from dynaxx.kernels.attention.hopper.forward import attention_forward
 
     sizes = {"head_dim_v": head_dim_v}
     found = compile_kernels(forward_of(head_dim, 128, attention_forward, **sizes), "hopper_fwd")
@@ -219,7 +219,7 @@ def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled):
 @pytest.mark.parametrize(("group", "spilled"), [(16, [0, 0, 8, 48]), (4, [0, 0, 8]), (1, [0])])
 def test_selected(group, spilled):
     """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
-    from dynaxx.kernels.hopper.nsa import operators as nsa
+    from dynaxx.kernels.nsa.hopper import operators as nsa
     from dynaxx.testing.nsa import random_selected_case
 
     fixed = {"head_dims": (128,), "blocks": (64,), "lengths": (300, 517), "groups": (group,), "slots": (6,)}
@@ -239,7 +239,7 @@ def test_selected(group, spilled):
 @pytest.mark.parametrize(("sizes", "spilled"), [((32, 16, 64), 0), ((16, 16, 16), 8)])
 def test_scores(sizes, spilled):
     """Scores of blocks of several compressed tokens, and of one, whose scores take the most shared memory."""
-    from dynaxx.kernels.hopper.nsa import operators as nsa
+    from dynaxx.kernels.nsa.hopper import operators as nsa
     from dynaxx.layout.nsa import NsaSizes, nsa_spans
 
     spans = nsa_spans(NsaSizes(*sizes), (0, TOKENS))
@@ -253,7 +253,7 @@ def test_scores(sizes, spilled):
 @pytest.mark.slow
 def test_latent_attention():
     """Forward, and the steps of the backward that have kernels for Hopper: nothing waits, and nothing spills."""
-    from dynaxx.kernels.hopper.tokens import operators
+    from dynaxx.kernels.tokens.hopper import operators
     from dynaxx.layout.tokens import TokenSpans
 
     zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)

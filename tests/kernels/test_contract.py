@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every backend has the functions that `kernels.contract` names, with the same parameters; the registry finds them."""
+"""Every backend has the functions that its contract names, with the same parameters; the registry finds them."""
 
 import inspect
 
@@ -7,18 +7,22 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels import contract, registry
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels import registry
+from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
+from dynaxx.kernels.decode.contract import DecodeKernels
+from dynaxx.kernels.nsa.contract import FusedBranches, Gating, NsaDecodeKernels, NsaKernels, Pooling
+from dynaxx.kernels.selection.contract import SelectionKernels
+from dynaxx.kernels.tokens.contract import IndexLossKernels
 
 OPERATIONS = (
-    (registry.ATTENTION, contract.AttentionKernels),
-    (registry.DECODE, contract.DecodeKernels),
-    (registry.NSA, contract.NsaKernels),
-    (registry.NSA_DECODE, contract.NsaDecodeKernels),
-    (registry.SELECTION, contract.SelectionKernels),
-    (registry.INDEX_LOSS, contract.IndexLossKernels),
+    (registry.ATTENTION, AttentionKernels),
+    (registry.DECODE, DecodeKernels),
+    (registry.NSA, NsaKernels),
+    (registry.NSA_DECODE, NsaDecodeKernels),
+    (registry.SELECTION, SelectionKernels),
+    (registry.INDEX_LOSS, IndexLossKernels),
 )
-PARTS = {"pooling": contract.Pooling, "gating": contract.Gating, "fused": contract.FusedBranches}
+PARTS = {"pooling": Pooling, "gating": Gating, "fused": FusedBranches}
 EACH = [(operation, protocol, name) for operation, protocol in OPERATIONS for name in operation.backends]
 
 

@@ -9,9 +9,9 @@ import torch
 import triton
 from triton.backends import backends
 
-from dynaxx.kernels.gpu.device import CARDS, FAMILIES
-from dynaxx.kernels.gpu.proven import FILE, OPERATIONS, all_proofs, never_ran, proof_of, reasons, table
-from dynaxx.kernels.triton.attention import config
+from dynaxx.kernels.attention.triton import config
+from dynaxx.kernels.device import CARDS, FAMILIES
+from dynaxx.kernels.proven import FILE, OPERATIONS, all_proofs, never_ran, proof_of, reasons, table
 from interpreter import INTERPRETED
 
 RECORD = json.loads(FILE.read_text())

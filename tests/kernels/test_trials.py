@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from dynaxx.kernels import trials
-from dynaxx.kernels.problem import AttentionProblem, IndexerProblem, QueryScoresProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.registry import ATTENTION, INDEXER, NSA, QUERY_SCORES, TOKENS
+from dynaxx.kernels.selection.contract import QueryScoresProblem
+from dynaxx.kernels.tokens.contract import IndexerProblem
 from dynaxx.kernels.trials import INSIDE, LAUNCHES
 from interpreter import on_hopper
 
@@ -144,7 +146,7 @@ def test_what_is_not_tried(worker):
 
 def test_the_registry_asks(worker, monkeypatch):
     worker("print(json.dumps({'reason': 'it disagrees with the oracle'}))")
-    monkeypatch.setattr("dynaxx.kernels.hopper.support.device_reasons", lambda device: [])
+    monkeypatch.setattr("dynaxx.kernels.support.hopper.device_reasons", lambda device: [])
     assert "disagrees" in ATTENTION.reasons("hopper", PROBLEM)[0]
     explained = ATTENTION.explain(PROBLEM)
     assert "disagrees" in explained["hopper"][0]

@@ -9,7 +9,7 @@ import torch
 import dynaxx as dx
 from dynaxx.core import library
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.kernels.reference import index_loss as pieces
+from dynaxx.kernels.tokens.reference import index_loss as pieces
 
 ISAS = ["", "torch"]
 

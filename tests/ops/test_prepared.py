@@ -36,7 +36,7 @@ def drawn(seed=0, seqlen=1200, head_dim=64, dtype=torch.bfloat16, batch=1, devic
 
 def replays():
     """Return the number of prepared calls that have recordings."""
-    from dynaxx.kernels.gpu.runtime import launch_cache
+    from dynaxx.kernels.runtime import launch_cache
 
     nothing = (launch_cache.CALLED_ONCE, launch_cache.NOT_REPLAYABLE)
     whole = (prepared._attend, prepared._choose_and_attend)

@@ -92,7 +92,7 @@ def test_eight_threads_at_once_on_one_new_layout(attempt):
 @pytest.mark.skipif(library.active_library() is None, reason="no C++ core here")
 def test_the_plan_made_first_stays(monkeypatch):
     """While one thread makes a plan, another thread makes its own and runs on it."""
-    from dynaxx.kernels.cpu import plan
+    from dynaxx.kernels.attention.cpu import plan
 
     layout, core, made = fresh_layout(), library.active_library(), []
     right = plan.LayoutPlan.__init__
@@ -127,7 +127,8 @@ def test_spawned_processes():
 
 def test_threads_follow_torch():
     """As many tasks run at once as torch has threads."""
-    from dynaxx.kernels.cpu import arguments, forward
+    from dynaxx.kernels.attention.cpu import forward
+    from dynaxx.kernels.runtime import core_arguments as arguments
 
     if library.active_library() is None:
         pytest.skip("no C++ core here")

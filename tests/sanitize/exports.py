@@ -23,10 +23,14 @@ import torch
 import dynaxx as dx
 from dynaxx.core.library import active_library
 from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
-from dynaxx.kernels import cpu
-from dynaxx.kernels.cpu import best_blocks, block_scores, decode, indexer, token_decode, tokens
-from dynaxx.kernels.cpu.arguments import forward_args
-from dynaxx.kernels.cpu.plan import plan_of
+from dynaxx.kernels.attention import cpu
+from dynaxx.kernels.attention.cpu.plan import plan_of
+from dynaxx.kernels.decode import cpu as decode
+from dynaxx.kernels.runtime.core_arguments import forward_args
+from dynaxx.kernels.selection.cpu import best_blocks, block_scores
+from dynaxx.kernels.tokens.cpu import attention as tokens
+from dynaxx.kernels.tokens.cpu import decode as token_decode
+from dynaxx.kernels.tokens.cpu import indexer
 
 EXTREME = (-(2**63), -(2**62), -(2**31), -1, 2**41, 2**62, 2**63 - 1)
 ANY = (*EXTREME, 0, 1, 2, 7, 2**31 - 1, 2**31, 2**32)

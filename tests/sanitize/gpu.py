@@ -63,7 +63,7 @@ def attention(backend: str) -> None:
 
 def hopper() -> None:
     """`attention`, the other head_dims, and a backward in one pass, which these few keys would not choose."""
-    from dynaxx.kernels.hopper.attention import backward
+    from dynaxx.kernels.attention.hopper import backward
 
     attention("hopper")
     for head_dim in (128, 256):

@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dynaxx.kernels.attention.hopper.forward import barriers
 from dynaxx.kernels.compat import barrier
-from dynaxx.kernels.hopper.attention.forward import barriers
-from dynaxx.kernels.hopper.primitives.signals import NUMBERS, get, put
+from dynaxx.kernels.primitives.hopper.signals import NUMBERS, get, put
 
 SLOTS = gl.constexpr(2)
 

@@ -148,7 +148,7 @@ def run(sanitizer: Sanitizer, compiler: str, asked: argparse.Namespace, cases: i
             "OMP_WAIT_POLICY": "passive",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        ask = [sys.executable, "-c", "from dynaxx.kernels.cpu import cpu_status; print(cpu_status().path)"]
+        ask = [sys.executable, "-c", "from dynaxx.kernels.attention.cpu import cpu_status; print(cpu_status().path)"]
         loaded = subprocess.run(ask, env={**environment, "LD_PRELOAD": preload(sanitizer, compiler)}, text=True,
                                 capture_output=True)  # fmt: skip
         if Path(loaded.stdout.strip()) != library_path:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dynaxx as dx
-from dynaxx.kernels.cpu import block_scores
+from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.selection import (
     AntiDiagonal,
     KeyClusters,

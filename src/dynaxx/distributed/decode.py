@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.distributed.group import Mesh, group_of, peer_errors
-from dynaxx.kernels.reference.decode import page_range, page_scores
+from dynaxx.kernels.decode.reference import page_range, page_scores
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.attention import SparseAttentionOutput

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dynaxx.kernels.gpu.schedule.waves import Sharing, share_multiprocessors
+from dynaxx.kernels.schedule.waves import Sharing, share_multiprocessors
 
 BESIDE_NCCL = Sharing(waves=8)  # its kernels take up to 32 multiprocessors
 BESIDE_COPIES = Sharing(left=4)  # for signals, packing and selections

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends: pure functions on tensors, without checks, state or autograd.
+"""Pure functions on tensors, a folder per operator, which `ops` checks the arguments of and calls.
 
-`contract` lists the functions of each operation, `registry` finds a backend for a problem, and `problem` describes
-problems to backends. `reference` defines every result in torch; `cpu`, `triton` and `hopper` are tested against it;
-`gpu` contains the code that `triton` and `hopper` share.
+An operator's `contract` names the functions of a backend, with their parameters and results. They do not check
+arguments, keep state or use autograd. Its `reference` defines every result in torch; the other backends are tested
+against it. `registry` lists the backends of each operation; asking it why one cannot serve loads no compiler.
+
+Letters of shapes: B batch; N queries, M keys; T queries of all packed sequences; Hq, Hk, Hs query, kv and selection
+heads; D head_dim of q and k, E head_dim of v; n slots; L compressed tokens.
 """

@@ -3,7 +3,7 @@
 
     ATTENTION.resolve(problem)             name of the first backend that can serve
     ATTENTION.reasons("triton", problem)   why a backend cannot serve; empty if it can
-    ATTENTION.kernels("triton")            its functions, see `kernels.contract`
+    ATTENTION.kernels("triton")            its functions, see the operator's `contract`
 
 Asking for reasons loads no compiler. The kernels of a backend are loaded at first use.
 """
@@ -19,25 +19,17 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels import trials
-from dynaxx.kernels.contract import (
-    AttentionKernels,
-    DecodeKernels,
+from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
+from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
+from dynaxx.kernels.nsa.contract import NsaDecodeKernels, NsaKernels
+from dynaxx.kernels.selection.contract import QueryScoresKernels, QueryScoresProblem, SelectionKernels, SelectionProblem
+from dynaxx.kernels.tokens.contract import (
     IndexerKernels,
+    IndexerProblem,
     IndexLossKernels,
-    NsaDecodeKernels,
-    NsaKernels,
-    QueryScoresKernels,
-    SelectionKernels,
+    IndexLossProblem,
     TokenDecodeKernels,
     TokenKernels,
-)
-from dynaxx.kernels.problem import (
-    AttentionProblem,
-    DecodeProblem,
-    IndexerProblem,
-    IndexLossProblem,
-    QueryScoresProblem,
-    SelectionProblem,
 )
 from dynaxx.layout.host import never_traced
 
@@ -102,7 +94,7 @@ class Operation(Generic[P, K]):
 
 
 def _imported(name: str) -> Any:
-    found = _import_once(f"dynaxx.kernels.{name}")
+    found = _import_once(f"{__package__}.{name}")
     if isinstance(found, ImportError):
         raise found
     return found
@@ -120,91 +112,96 @@ def _import_once(name: str) -> Any:
 def _never_traced_kernels(name: str) -> Any:
     """Return a module of kernels. `torch.compile` must not trace its functions, which pass addresses of tensors on."""
     found = _imported(name)
-    if name not in _marked and not name.startswith("reference."):
+    if name not in _marked and "reference" not in name:
         for function in vars(found).values():
-            if isinstance(function, FunctionType) and function.__module__.startswith(PASS_ADDRESSES):
+            if isinstance(function, FunctionType) and _passes_addresses(function.__module__):
                 never_traced(function)
         _marked.add(name)
     return found
 
 
-PASS_ADDRESSES = tuple(f"dynaxx.kernels.{name}" for name in ("cpu", "gpu", "triton", "hopper"))
+def _passes_addresses(module: str) -> bool:
+    inside = module.removeprefix(f"{__package__}.")
+    return inside != module and not PASS_ADDRESSES.isdisjoint(inside.split("."))
+
+
+PASS_ADDRESSES = {"cpu", "gpu", "triton", "hopper", "runtime", "schedule", "primitives"}  # folders and modules
 _marked: set[str] = set()
 ATTENTION: Operation[AttentionProblem, AttentionKernels] = Operation(
     "attention",
     {
-        "hopper": Backend("hopper.attention.operators", "hopper.support:unsupported_reasons"),
-        "triton": Backend("triton.attention.operators", "triton.support:unsupported_reasons"),
-        "cpu": Backend("cpu", "cpu.support:unsupported_reasons"),
-        "reference": Backend("reference.attention", "reference.attention:unsupported_reasons"),
+        "hopper": Backend("attention.hopper.operators", "support.hopper:unsupported_reasons"),
+        "triton": Backend("attention.triton.operators", "support.triton:unsupported_reasons"),
+        "cpu": Backend("attention.cpu", "attention.cpu.support:unsupported_reasons"),
+        "reference": Backend("attention.reference", "attention.reference:unsupported_reasons"),
     },
 )
 DECODE: Operation[DecodeProblem, DecodeKernels] = Operation(
     "decode",
     {
-        "triton": Backend("triton.decode.launch", "triton.support:decode_reasons"),
-        "cpu": Backend("cpu.decode", "cpu.decode:unsupported_reasons"),
-        "reference": Backend("reference.decode", "reference.decode:unsupported_reasons"),
+        "triton": Backend("decode.triton.launch", "support.triton:decode_reasons"),
+        "cpu": Backend("decode.cpu", "decode.cpu:unsupported_reasons"),
+        "reference": Backend("decode.reference", "decode.reference:unsupported_reasons"),
     },
 )
 NSA: Operation[AttentionProblem, NsaKernels] = Operation(
     "native sparse attention",
     {
-        "hopper": Backend("hopper.nsa.operators", "hopper.support:nsa_reasons"),
-        "triton": Backend("triton.nsa.operators", "triton.support:unsupported_reasons"),
-        "cpu": Backend("cpu.nsa", "cpu.support:unsupported_reasons"),
-        "reference": Backend("reference.nsa", "reference.attention:unsupported_reasons"),
+        "hopper": Backend("nsa.hopper.operators", "support.hopper:nsa_reasons"),
+        "triton": Backend("nsa.triton.operators", "support.triton:unsupported_reasons"),
+        "cpu": Backend("nsa.cpu", "attention.cpu.support:unsupported_reasons"),
+        "reference": Backend("nsa.reference", "attention.reference:unsupported_reasons"),
     },
 )
 NSA_DECODE: Operation[DecodeProblem, NsaDecodeKernels] = Operation(
     "native sparse attention of a decode step",
     {
-        "triton": Backend("triton.nsa.decode", "triton.support:decode_reasons"),
-        "cpu": Backend("reference.nsa_decode", "cpu.decode:unsupported_reasons"),  # torch, with attention in the core
-        "reference": Backend("reference.nsa_decode", "reference.decode:unsupported_reasons"),
+        "triton": Backend("nsa.triton.decode", "support.triton:decode_reasons"),
+        "cpu": Backend("nsa.reference_decode", "decode.cpu:unsupported_reasons"),  # torch, with attention in the core
+        "reference": Backend("nsa.reference_decode", "decode.reference:unsupported_reasons"),
     },
 )
 TOKENS: Operation[AttentionProblem, TokenKernels] = Operation(
     "attention over chosen tokens",
     {
-        "hopper": Backend("hopper.tokens.operators", "hopper.support:token_reasons"),
-        "triton": Backend("triton.tokens.operators", "triton.support:token_reasons"),
-        "cpu": Backend("cpu.tokens", "cpu.support:unsupported_reasons"),
-        "reference": Backend("reference.tokens", "reference.tokens:unsupported_reasons"),
+        "hopper": Backend("tokens.hopper.operators", "support.hopper:token_reasons"),
+        "triton": Backend("tokens.triton.operators", "support.triton:token_reasons"),
+        "cpu": Backend("tokens.cpu.attention", "attention.cpu.support:unsupported_reasons"),
+        "reference": Backend("tokens.reference.attention", "tokens.reference.attention:unsupported_reasons"),
     },
 )
 TOKEN_DECODE: Operation[DecodeProblem, TokenDecodeKernels] = Operation(
     "attention over chosen tokens of a decoding step",
     {
-        "triton": Backend("triton.tokens.step", "triton.support:token_decode_reasons"),
-        "cpu": Backend("cpu.token_decode", "cpu.decode:unsupported_reasons"),
-        "reference": Backend("reference.tokens", "reference.decode:unsupported_reasons"),
+        "triton": Backend("tokens.triton.step", "support.triton:token_decode_reasons"),
+        "cpu": Backend("tokens.cpu.decode", "decode.cpu:unsupported_reasons"),
+        "reference": Backend("tokens.reference.attention", "decode.reference:unsupported_reasons"),
     },
 )
 INDEXER: Operation[IndexerProblem, IndexerKernels] = Operation(
     "choice of tokens by an indexer",
     {
-        "hopper": Backend("hopper.tokens.choose", "hopper.support:indexer_reasons"),
-        "triton": Backend("triton.tokens.choose", "triton.support:indexer_reasons"),
-        "cpu": Backend("cpu.indexer", "cpu.indexer:unsupported_reasons"),
-        "reference": Backend("reference.indexer", "reference.indexer:unsupported_reasons"),
+        "hopper": Backend("tokens.hopper.choose", "support.hopper:indexer_reasons"),
+        "triton": Backend("tokens.triton.choose", "support.triton:indexer_reasons"),
+        "cpu": Backend("tokens.cpu.indexer", "tokens.cpu.indexer:unsupported_reasons"),
+        "reference": Backend("tokens.reference.indexer", "tokens.reference.indexer:unsupported_reasons"),
     },
 )
 INDEX_LOSS: Operation[IndexLossProblem, IndexLossKernels] = Operation(
     "the loss of an indexer",
     {
-        "triton": Backend("triton.tokens.index_loss", "triton.support:index_loss_reasons"),
-        "reference": Backend("reference.index_loss", "reference.index_loss:unsupported_reasons"),
+        "triton": Backend("tokens.triton.index_loss", "support.triton:index_loss_reasons"),
+        "reference": Backend("tokens.reference.index_loss", "tokens.reference.index_loss:unsupported_reasons"),
     },
 )
 SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(
     "selection",
-    {"triton": Backend("triton.selection.operators", "triton.support:selection_reasons")},  # torch serves the rest
+    {"triton": Backend("selection.triton.operators", "support.triton:selection_reasons")},  # torch serves the rest
 )
 QUERY_SCORES: Operation[QueryScoresProblem, QueryScoresKernels] = Operation(
     "scores of one query per row",
     {
-        "hopper": Backend("hopper.selection.query_scores", "hopper.support:query_scores_reasons"),
-        "triton": Backend("triton.selection.query_scores", "triton.support:query_scores_reasons"),
+        "hopper": Backend("selection.hopper.query_scores", "support.hopper:query_scores_reasons"),
+        "triton": Backend("selection.triton.query_scores", "support.triton:query_scores_reasons"),
     },
 )

@@ -14,7 +14,7 @@ from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.triton.attention.autotune import TunedKernel
+    from dynaxx.kernels.attention.triton.autotune import TunedKernel
 
 
 @typed
@@ -54,7 +54,7 @@ def autotune(
     choose_backend(check_inputs(q, k, v, layout, softcap=softcap, needs_grad=gradients), "triton")
     if not q.is_cuda:
         raise ValueError(f"`q` must be on a GPU, where the kernels are timed, got {q.device}")
-    from dynaxx.kernels.triton.attention.autotune import autotune as tune
+    from dynaxx.kernels.attention.triton.autotune import autotune as tune
 
     scale = softmax_scale(scale, q.shape[-1])
     return tune(q.detach(), k.detach(), v.detach(), layout, scale, softcap, gradients)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import number
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
-from dynaxx.kernels.contract import DecodeKernels, NsaDecodeKernels
-from dynaxx.kernels.problem import DecodeProblem
+from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
+from dynaxx.kernels.nsa.contract import NsaDecodeKernels
 from dynaxx.kernels.registry import DECODE, NSA_DECODE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.contract import AttentionKernels
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.gpu.device import gpu_of
-from dynaxx.kernels.gpu.proven import never_ran
-from dynaxx.kernels.problem import AttentionProblem, DecodeProblem, SelectionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.decode.contract import DecodeProblem
+from dynaxx.kernels.device import gpu_of
+from dynaxx.kernels.proven import never_ran
 from dynaxx.kernels.registry import ATTENTION, DECODE, SELECTION
+from dynaxx.kernels.selection.contract import SelectionProblem
 from dynaxx.layout import BlockLayout, PackedLayout
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import check_inputs, check_packed
@@ -30,7 +32,7 @@ class Explanation:
     chosen: str
     reasons: Mapping[str, list[str]]  # by backend; empty list if the backend could serve
     density: float | None = None  # visited / causally visible blocks of the layout, if there is one
-    operation: str = field(default="attention", kw_only=True)  # of `kernels.gpu.proven.OPERATIONS`
+    operation: str = field(default="attention", kw_only=True)  # of `kernels.proven.OPERATIONS`
 
     @property
     def unproven(self) -> str:

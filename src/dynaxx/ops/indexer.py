@@ -11,10 +11,9 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
-from dynaxx.kernels.contract import IndexerKernels, IndexLossKernels
-from dynaxx.kernels.problem import IndexerProblem, IndexLossProblem
 from dynaxx.kernels.registry import INDEX_LOSS, INDEXER
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.tokens.contract import IndexerKernels, IndexerProblem, IndexLossKernels, IndexLossProblem
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.layout.tokens import TokenSpans
 from dynaxx.ops.tokens import check_block_size, check_choice

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.contract import FusedBranches, NsaKernels, Pooling
-from dynaxx.kernels.reference import nsa as definition
+from dynaxx.kernels.nsa import reference as definition
+from dynaxx.kernels.nsa.contract import FusedBranches, NsaKernels, Pooling
 from dynaxx.kernels.registry import NSA
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens

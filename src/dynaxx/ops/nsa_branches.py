@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.contract import FusedBranches, Gating
-from dynaxx.kernels.reference import nsa as definition
+from dynaxx.kernels.nsa import reference as definition
+from dynaxx.kernels.nsa.contract import FusedBranches, Gating
 from dynaxx.kernels.registry import NSA
 from dynaxx.layout import BlockLayout, pack_layouts
 from dynaxx.layout.nsa import EqualLengths, NsaSpans

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.contract import NsaDecodeKernels
+from dynaxx.kernels.nsa.contract import NsaDecodeKernels
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.nsa import NsaSizes
 from dynaxx.layout.paging import PagedCache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.nsa import NsaSizes, NsaSpans, nsa_spans
 from dynaxx.layout.packed import CuSeqlens, host_lengths

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.contract import NsaKernels
+from dynaxx.kernels.nsa.contract import NsaKernels
 from dynaxx.kernels.registry import NSA, TOKENS
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES

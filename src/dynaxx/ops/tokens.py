@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.contract import TokenKernels
 from dynaxx.kernels.registry import TOKENS
 from dynaxx.kernels.sinks import sink_gradient
+from dynaxx.kernels.tokens.contract import TokenKernels
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.tokens import TOKEN_BLOCKS, TokenSpans, ascending
@@ -89,7 +89,7 @@ def _core_check(indices: Tensor, spans: TokenSpans) -> tuple[int, int] | None:
     """Check numbers in one pass of the core; return None if the core cannot."""
     if indices.device.type != "cpu":
         return None
-    from dynaxx.kernels.cpu.tokens import check_rows
+    from dynaxx.kernels.tokens.cpu.attention import check_rows
 
     return check_rows(indices, spans.blocks)
 

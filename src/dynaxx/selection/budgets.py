@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.cpu import block_scores
+from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.selection.base import ChoiceSettings, Selector
 from dynaxx.selection.groups import Per, checked_per
 from dynaxx.selection.scorers import MeanQuery, Scorer

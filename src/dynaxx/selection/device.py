@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose blocks on a GPU without reading anything back to the host. The choice equals that on a CPU.
 
-The scorer returns scores for a few rows at a time. The kernels of `kernels.triton.selection` turn them into bits and
+The scorer returns scores for a few rows at a time. The kernels of `kernels.selection.triton` turn them into bits and
 counts, and these into a layout. The layout's tensors are allocated for the largest choice that the rule can make.
 """
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.kernels.scale import softmax_scale
+from dynaxx.kernels.selection.contract import SelectionProblem
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.form import Form, form_of
@@ -28,8 +28,8 @@ from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.triton.selection.row import StaticEntries
-    from dynaxx.kernels.triton.selection.select import ChoiceRule
+    from dynaxx.kernels.selection.triton.row import StaticEntries
+    from dynaxx.kernels.selection.triton.select import ChoiceRule
     from dynaxx.selection.base import Selector
 
 BYTES_PER_SCORE = 12  # scores, their product and its contiguous copy, each fp32
@@ -96,7 +96,7 @@ def select_on_device(
     places: Tensor | None = None,
 ) -> BlockLayout:
     """Choose blocks as `select_blocks` does. `serves` must have accepted the inputs."""
-    from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
+    from dynaxx.kernels.runtime.launch_cache import record_or_replay
 
     given, capacity = selection_inputs(pattern, selector, grid, q, k)
     if given.is_recorded(q, memory_budget):
@@ -161,7 +161,7 @@ def _select(
     capacity: int,
 ) -> tuple[Tensor, ...]:
     """Return kv_indptr, kv_num_partial, kv_indices and kv_masks of the chosen blocks, and where blocks in pages are."""
-    from dynaxx.kernels.triton.selection.entries import emit_entries, running_sum
+    from dynaxx.kernels.selection.triton.entries import emit_entries, running_sum
 
     bits, counts, partials = _choose(given, q, k, places, scale, memory_budget)
     kv_indptr = running_sum(counts)
@@ -174,7 +174,7 @@ def _choose(
     given: SelectionInputs, q: Tensor, k: Tensor, places: Tensor | None, scale: float, memory_budget: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the bits, counts and partial counts that `choose_rows` writes, for all rows."""
-    from dynaxx.kernels.triton.selection.select import choose_rows
+    from dynaxx.kernels.selection.triton.select import choose_rows
 
     grid, rule = given.grid, given.rule
     batch, q_heads = q.shape[0], q.shape[2]
@@ -199,7 +199,7 @@ def _choose(
 def _given(
     pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int, kv_heads: int, device: torch.device
 ) -> SelectionInputs:
-    from dynaxx.kernels.triton.selection.select import ChoiceRule
+    from dynaxx.kernels.selection.triton.select import ChoiceRule
 
     static, choice = _static_entries(pattern, grid, device), selector.choice(q_heads)
     assert choice is not None, "`serves` asked before"
@@ -216,7 +216,7 @@ def _given(
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # layouts for training share the masks
 def _static_entries(pattern: Pattern | None, grid: BlockGrid, device: torch.device) -> StaticEntries:
-    from dynaxx.kernels.triton.selection.row import StaticEntries
+    from dynaxx.kernels.selection.triton.row import StaticEntries
 
     part = static_part(pattern, grid)
     layout = None if part.layout is None else part.layout.to(device)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.cpu import best_blocks, block_scores
+from dynaxx.kernels.selection.cpu import best_blocks, block_scores
 from dynaxx.layout import FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host

@@ -130,7 +130,7 @@ def best_blocks(scores: Tensor, position: Tensor, block_size: int, slots: int) -
     sums = padded.unflatten(-1, (-1, block_size)).sum(-1)
     counts = (position.div(block_size, rounding_mode="floor") + 1).clamp(min=0).expand(sums.shape[:2])
     if sums.device.type == "cpu" and sums.dtype == torch.float32:
-        from dynaxx.kernels.cpu.indexer import best_scores
+        from dynaxx.kernels.tokens.cpu.indexer import best_scores
 
         return best_scores(sums.flatten(0, 1), counts.flatten(), slots).unflatten(0, sums.shape[:2])
     hidden = torch.arange(sums.shape[-1], device=sums.device) >= counts[..., None]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.reference.nsa import selected_mask
-from dynaxx.kernels.reference.tokens import token_mask
+from dynaxx.kernels.nsa.reference import selected_mask
+from dynaxx.kernels.tokens.reference.attention import token_mask
 from dynaxx.layout.nsa import NsaSizes, NsaSpans, nsa_spans
 from dynaxx.layout.tokens import TokenSpans
 from dynaxx.ops.selected import selected_attention

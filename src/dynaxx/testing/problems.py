@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.packed import pack_layouts
 from dynaxx.ops import merge_states, sparse_attention

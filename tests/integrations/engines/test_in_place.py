@@ -154,7 +154,7 @@ def test_a_pattern_over_pages(layout):
 @runs_here
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_over_pages(layout):
-    from dynaxx.kernels.triton.selection.query_scores import query_scores
+    from dynaxx.kernels.selection.triton.query_scores import query_scores
 
     for queries, count in ((33, 130), (64, 256)):
         chunk, grid = Chunk(queries, count, layout, 64), BlockGrid(queries, count, (16, 16), True)
@@ -169,7 +169,7 @@ def test_scores_over_pages(layout):
 @runs_here
 @pytest.mark.parametrize("rule", [dx.TopK(3), dx.SlidingWindow(50) | dx.Sink(16) | dx.TopK(0.1)], ids=str)
 def test_a_choice_is_written_with_the_places_of_its_blocks(rule, monkeypatch):
-    from dynaxx.kernels.triton.selection import query_scores
+    from dynaxx.kernels.selection.triton import query_scores
     from dynaxx.selection.device import select_on_device
     from dynaxx.selection.scorers import query
 

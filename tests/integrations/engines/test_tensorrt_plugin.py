@@ -18,7 +18,7 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.tensorrt import LAYOUT_INPUTS, layout_tensors, plugin
 from dynaxx.integrations.tensorrt.plugin_policy import attend_by_policy
-from dynaxx.kernels.reference.attention import attention_forward
+from dynaxx.kernels.attention.reference import attention_forward
 from dynaxx.policy import ModelFacts, policy_text
 from interpreter import INTERPRETED, on_gpu, run_interpreted, starts_interpreter
 

@@ -85,7 +85,7 @@ def test_the_last_layer_updates_as_each_would(kinds, bound, device):
 @pytest.mark.gpu
 @on_gpu
 def test_one_launch_updates_layers_of_one_form(monkeypatch):
-    from dynaxx.kernels.triton.decode import launch
+    from dynaxx.kernels.decode.triton import launch
 
     launches = []
     real = launch.summarize_layers

@@ -15,10 +15,10 @@ import dynaxx as dx
 
 pytest.importorskip("triton")
 
-from dynaxx.kernels.gpu.device import CARDS, gpu_of
-from dynaxx.kernels.triton.attention import autotune, config
-from dynaxx.kernels.triton.attention import tuned_tiles as tuned
-from dynaxx.kernels.triton.attention.config import TileSizes
+from dynaxx.kernels.attention.triton import autotune, config
+from dynaxx.kernels.attention.triton import tuned_tiles as tuned
+from dynaxx.kernels.attention.triton.config import TileSizes
+from dynaxx.kernels.device import CARDS, gpu_of
 
 SHAPE = (torch.bfloat16, 128, 128, (128, 64), False)
 GPU = replace(CARDS["H200"], name="Some GPU (80 GB)")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.gpu.schedule.waves import Sharing, share_multiprocessors, sharing
+from dynaxx.kernels.schedule.waves import Sharing, share_multiprocessors, sharing
 from dynaxx.ops.dispatch import load_backend
 from dynaxx.testing import make_qkv
 from interpreter import on_hopper

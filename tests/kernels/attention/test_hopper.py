@@ -9,7 +9,7 @@ import torch
 
 import dynaxx as dx
 from cuda_graphs import check_replay
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.ops.dispatch import load_backend, unsupported_reasons
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import on_hopper
@@ -29,7 +29,7 @@ def check(q, k, v, layout, label=""):
 @pytest.fixture(params=[True, False], ids=["one pass", "two passes"])
 def passes(request, monkeypatch):
     """Compute gradients in one pass if possible, with a whole group per program as for many keys, or in two passes."""
-    from dynaxx.kernels.hopper.attention import backward, backward_dkv
+    from dynaxx.kernels.attention.hopper import backward, backward_dkv
 
     if request.param:
         monkeypatch.setattr(backward_dkv, "backward_pieces", lambda *sizes: 1)
@@ -72,7 +72,7 @@ def test_groups_share_or_do_not(block_size, group_size):
 @pytest.mark.parametrize(("group_size", "together"), [(1, True), (2, True), (2, False), (3, True)])
 def test_head_dim_256(block_size, group_size, together, monkeypatch):
     """Rows and columns have more tiles than the pipeline holds; groups share a program as for many keys."""
-    import dynaxx.kernels.hopper.attention.backward_dkv as backward_dkv
+    import dynaxx.kernels.attention.hopper.backward_dkv as backward_dkv
 
     if together:
         monkeypatch.setattr(backward_dkv, "backward_pieces", lambda *sizes: 1)
@@ -403,7 +403,7 @@ def test_one_pass_agrees_with_two(heads, head_dim):
 )
 def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, fused, monkeypatch):
     """Vary how many heads alternate and how many of their last blocks run at the very end."""
-    from dynaxx.kernels.hopper.attention import backward, backward_columns, backward_dkv
+    from dynaxx.kernels.attention.hopper import backward, backward_columns, backward_dkv
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: fused)
     monkeypatch.setattr(backward_dkv, "backward_pieces", lambda *sizes: 1)
@@ -428,7 +428,7 @@ def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, 
 @pytest.mark.parametrize("fused", [True, False])
 def test_groups_in_pieces(q_heads, pieces, fused, monkeypatch):
     """Split groups into pieces of one size or two; long columns are also split if pieces have one size."""
-    from dynaxx.kernels.hopper.attention import backward, backward_dkv
+    from dynaxx.kernels.attention.hopper import backward, backward_dkv
 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: fused)
     monkeypatch.setattr(backward_dkv, "backward_pieces", lambda *sizes: pieces)
@@ -439,7 +439,7 @@ def test_groups_in_pieces(q_heads, pieces, fused, monkeypatch):
 
 def test_groups_are_divided_as_measured():
     """The chosen pieces are those that were fastest in timings on 132 multiprocessors."""
-    from dynaxx.kernels.hopper.attention.config import backward_pieces
+    from dynaxx.kernels.attention.hopper.config import backward_pieces
 
     for heads, tokens, pieces in (
         ((32, 4), 32768, 4), ((28, 4), 24576, 4), ((28, 4), 16384, 4), ((32, 4), 8192, 4), ((28, 4), 8192, 4),
@@ -454,7 +454,7 @@ def test_groups_are_divided_as_measured():
 
 def test_narrow_layouts():
     """Windows are narrow; layouts that reach far, and selections, which are not known on the host, are not."""
-    from dynaxx.kernels.hopper.attention.backward_dkv import is_narrow
+    from dynaxx.kernels.attention.hopper.backward_dkv import is_narrow
 
     of = lambda pattern, *lengths: is_narrow(pattern.layout(*lengths, block_size=128))
     assert of(dx.SlidingWindow(4096), 16384)

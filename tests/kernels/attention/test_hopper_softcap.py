@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dynaxx.kernels.compat import OPTIONS
-from dynaxx.kernels.hopper.primitives.softcap import capped
+from dynaxx.kernels.primitives.hopper.softcap import capped
 from interpreter import on_hopper
 
 BLOCK = 1024

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.reference.attention import attention_backward, attention_forward
+from dynaxx.kernels.attention.reference import attention_backward, attention_forward
 from dynaxx.testing import check_forward, check_gradients, make_qkv, oracle_attention, random_case
 
 

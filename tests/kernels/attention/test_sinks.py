@@ -8,8 +8,8 @@ import torch
 
 import dynaxx as dx
 from dynaxx.core.library import active_library
-from dynaxx.kernels.cpu import gather
-from dynaxx.kernels.reference import attention as reference
+from dynaxx.kernels.attention import reference as reference
+from dynaxx.kernels.attention.cpu import gather
 from dynaxx.kernels.sinks import add_sinks, include_sinks
 from dynaxx.testing import Expected, random_problem
 
@@ -95,7 +95,7 @@ def test_gathers_and_the_core_agree_with_the_definition():
     want = reference.attention_forward(q, k, v, layout, 0.25, 2.0, sinks)
     found = [gather.attention_forward(q, k, v, layout, 0.25, 2.0, sinks)]
     if active_library() is not None:
-        from dynaxx.kernels.cpu.forward import attention_forward
+        from dynaxx.kernels.attention.cpu.forward import attention_forward
 
         found.append(attention_forward(q, k, v, layout, 0.25, 2.0, sinks))
     for out, lse in found:

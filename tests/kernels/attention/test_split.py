@@ -15,9 +15,9 @@ from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import DEVICE, on_hopper, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
-import dynaxx.kernels.gpu.schedule.split as split_module
-from dynaxx.kernels.gpu.schedule.split import Lines, longest_part, split_columns, split_rows
-from dynaxx.kernels.gpu.schedule.split_sums import merge_parts, sum_parts
+import dynaxx.kernels.schedule.split as split_module
+from dynaxx.kernels.schedule.split import Lines, longest_part, split_columns, split_rows
+from dynaxx.kernels.schedule.split_sums import merge_parts, sum_parts
 
 PATTERNS = {
     "full column": dx.SlidingWindow(100) | dx.Sink(5),
@@ -197,7 +197,7 @@ def test_triton_layouts(dtype, block_size, group_size, limit):
 
 @pytest.fixture(params=[True, False], ids=["one pass", "two passes"])
 def passes(request, monkeypatch):
-    from dynaxx.kernels.hopper.attention import backward, backward_dkv
+    from dynaxx.kernels.attention.hopper import backward, backward_dkv
 
     monkeypatch.setattr(
         backward_dkv, "backward_pieces", lambda *sizes: 1

@@ -12,17 +12,17 @@ import torch
 
 import dynaxx as dx
 from cuda_graphs import check_replay
-from dynaxx.kernels.gpu.device import CARDS, described_as
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.device import CARDS, described_as
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.ops.dispatch import load_backend, unsupported_reasons
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
-from dynaxx.kernels.gpu.schedule.split_sums import sum_pieces
-from dynaxx.kernels.gpu.sinks import include_sinks
-from dynaxx.kernels.triton.attention import forward
+from dynaxx.kernels.attention.triton import forward
+from dynaxx.kernels.primitives.sinks import include_sinks
+from dynaxx.kernels.schedule.split_sums import sum_pieces
 
 gpu = pytest.mark.gpu
 
@@ -282,7 +282,7 @@ def test_two_runs_agree_bit_for_bit():
 @gpu
 @on_gpu
 def test_lengths_do_not_recompile():
-    from dynaxx.kernels.triton.attention.forward import _sparse_attention_fwd_kernel as kernel
+    from dynaxx.kernels.attention.triton.forward import _sparse_attention_fwd_kernel as kernel
 
     compiled = lambda: len(kernel.device_caches[torch.cuda.current_device()][0])
     counts = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.reference.decode import read_cache, visible_keys
+from dynaxx.kernels.decode.reference import read_cache, visible_keys
 from dynaxx.testing import oracle_attention
 
 LOW = {torch.float8_e4m3fn, torch.int8}

@@ -11,7 +11,7 @@ from test_decode_triton import DTYPES as GPU_DTYPES
 from test_decode_triton import QUERY_DTYPES, to_device
 
 import dynaxx as dx
-from dynaxx.kernels.reference.decode import read_cache, visible_keys
+from dynaxx.kernels.decode.reference import read_cache, visible_keys
 from dynaxx.testing import oracle_attention
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 

@@ -162,8 +162,8 @@ def test_a_captured_graph_follows_exact_tokens(dtype):
 @pytest.mark.parametrize("bound", [0.5, 0.0])
 def test_several_layers_in_one_launch(dtype, bound):
     """Layers whose caches differ in addresses: the summaries of each are those of its own launch."""
-    from dynaxx.kernels.triton.decode.launch import summarize_layers
-    from dynaxx.kernels.triton.decode.pages import layer_offsets
+    from dynaxx.kernels.decode.triton.launch import summarize_layers
+    from dynaxx.kernels.decode.triton.pages import layer_offsets
 
     draw = torch.Generator().manual_seed(0)
     table = torch.randperm(12, generator=draw).int().view(2, 6).to(DEVICE)

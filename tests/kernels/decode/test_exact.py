@@ -9,7 +9,7 @@ import torch
 from test_decode import LOW, queries, random_cache, random_pages
 
 import dynaxx as dx
-from dynaxx.kernels.reference.decode import read_cache, visible_keys
+from dynaxx.kernels.decode.reference import read_cache, visible_keys
 from dynaxx.layout.paging.exact_tokens import ExactTokens
 from dynaxx.testing import oracle_attention
 from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter

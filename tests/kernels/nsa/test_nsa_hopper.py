@@ -44,7 +44,7 @@ def test_random_cases(dtype, head_dim, group, block, agree, monkeypatch):
     """`agree` forces groups of 4 to run by key, or by query; other groups have only one schedule."""
     if group != 4 and agree:
         pytest.skip("the same again")
-    monkeypatch.setattr("dynaxx.kernels.gpu.nsa.config.AGREE", agree)
+    monkeypatch.setattr("dynaxx.kernels.nsa.gpu.config.AGREE", agree)
     lengths = (0, 1, 130, 300, 517)
     for seed in range(12):
         case = case_of(seed, group, dtype=dtype, head_dims=(head_dim,), lengths=lengths, blocks=(block,))
@@ -73,9 +73,9 @@ def test_scores_that_grow_from_block_to_block(group, block, first, dtype, step):
 @pytest.mark.parametrize("seed", range(6))
 def test_selection(seed, dtype, head_dim, monkeypatch):
     """Run in chunks of a few tiles, over several parts of compressed tokens, and packed."""
-    from dynaxx.kernels.hopper.nsa import operators as hopper
+    from dynaxx.kernels.nsa.hopper import operators as hopper
 
-    monkeypatch.setattr("dynaxx.kernels.gpu.nsa.select.SCORE_BYTES", 1 << 16)
+    monkeypatch.setattr("dynaxx.kernels.nsa.gpu.select.SCORE_BYTES", 1 << 16)
     q, k, spans, heads = selection_case(seed, dtype, lengths=(0, 1, 300, 2500), head_dim=head_dim)
     lse = torch.full((q.shape[1], q.shape[0]), 3.0, device="cuda")
     check_selection(q, k, lse, spans, heads, hopper)
@@ -143,8 +143,8 @@ def test_explain_says_which_schedule(q_heads, words):
 )
 def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype, dim, block, monkeypatch):
     """Also without gradients. The budget of `out` is its own rounding, plus that of the selected branch."""
-    from dynaxx.kernels.hopper.nsa import operators as nsa
-    from dynaxx.kernels.hopper.nsa.operators import HopperSelectedPlan
+    from dynaxx.kernels.nsa.hopper import operators as nsa
+    from dynaxx.kernels.nsa.hopper.operators import HopperSelectedPlan
 
     monkeypatch.setattr(HopperSelectedPlan, "attends_window", False)
     sizes, tokens = dx.NsaSizes(slc_block=block, slc_count=5, window=100), 777
@@ -171,7 +171,7 @@ def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype,
 @pytest.mark.parametrize(("group", "dtype", "dim"), [(16, torch.bfloat16, 128), (8, torch.float16, 64)])
 def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
     """One pass for the compressed branch and the window, or for one of them; both orders of adding to dq."""
-    from dynaxx.kernels.hopper.nsa import backward as nsa_backward
+    from dynaxx.kernels.nsa.hopper import backward as nsa_backward
 
     sizes, tokens = dx.NsaSizes(slc_count=5, window=100), 4500
     draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()

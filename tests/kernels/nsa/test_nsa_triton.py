@@ -9,10 +9,10 @@ import random
 import pytest
 import torch
 
-from dynaxx.kernels.gpu.nsa import selected as shared
-from dynaxx.kernels.gpu.nsa.query_unions import unions
-from dynaxx.kernels.reference import nsa as definition
-from dynaxx.kernels.triton.nsa import operators as nsa
+from dynaxx.kernels.nsa import reference as definition
+from dynaxx.kernels.nsa.gpu import selected as shared
+from dynaxx.kernels.nsa.gpu.query_unions import unions
+from dynaxx.kernels.nsa.triton import operators as nsa
 from dynaxx.layout.nsa import NsaSizes, nsa_spans
 from dynaxx.ops.nsa import compress, native_sparse_attention
 from dynaxx.testing import make_qkv
@@ -83,7 +83,7 @@ def check_selection(q, k, lse, spans, heads, kernels=nsa):
 @runs_here
 @pytest.mark.parametrize("seed", range(8))
 def test_selection(seed, monkeypatch):
-    from dynaxx.kernels.gpu.nsa import select as nsa_select
+    from dynaxx.kernels.nsa.gpu import select as nsa_select
 
     monkeypatch.setattr(nsa_select, "SCORE_BYTES", 1 << 10)
     q, k, spans, heads = selection_case(seed)
@@ -95,7 +95,7 @@ def test_selection(seed, monkeypatch):
 @pytest.mark.parametrize(("count", "step"), [(384, 128), (256, 64)])
 def test_units_hold_every_token_that_rows_see_once(count, step):
     """Units of any run of tiles: the parts of a tile differ by one step at most and count what their first row sees."""
-    from dynaxx.kernels.gpu.nsa import select as nsa_select
+    from dynaxx.kernels.nsa.gpu import select as nsa_select
 
     spans = nsa_spans(NsaSizes(), (0, 1, 301, 301, 9000), (0, 1, 301, 308, 9050), device="cpu")
     tiles = nsa_select._tiles_of(spans, 64)
@@ -145,7 +145,7 @@ def test_ties_take_the_first_blocks():
 @pytest.mark.parametrize("blocks", [16, 112, 240, 528, 1040])
 def test_choices_of_equal_scores(blocks, pool):
     """With few distinct scores, rows of any length select exactly the definition's blocks, whatever follows the row."""
-    from dynaxx.kernels.gpu.nsa.top import top_blocks
+    from dynaxx.kernels.nsa.gpu.top import top_blocks
 
     sizes = NsaSizes(8, 4, 16, 13, 1, 2, pool=pool)
     rng = torch.Generator().manual_seed(blocks)
@@ -198,7 +198,7 @@ def test_pooled_windows(window, stride, dim, tokens, weighted):
 @runs_here
 @pytest.mark.parametrize("seed", range(6))
 def test_items_hold_every_entry_once_in_order(seed):
-    from dynaxx.kernels.gpu.nsa.key_items import items
+    from dynaxx.kernels.nsa.gpu.key_items import items
 
     rng, length = random.Random(seed), (2, 8, 64)[seed % 3]
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.core import library
-from dynaxx.kernels.cpu import best_blocks
+from dynaxx.kernels.selection.cpu import best_blocks
 from dynaxx.layout import BlockGrid
 from dynaxx.selection import in_core
 from isas import ISAS

@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.core import library
-from dynaxx.kernels.cpu import block_scores
+from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.selection import select_blocks
 from isas import ISAS
 

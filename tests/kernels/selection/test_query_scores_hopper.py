@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from dynaxx.kernels.hopper.support import device_reasons
-from dynaxx.kernels.problem import QueryScoresProblem
 from dynaxx.kernels.registry import QUERY_SCORES
+from dynaxx.kernels.selection.contract import QueryScoresProblem
+from dynaxx.kernels.support.hopper import device_reasons
 from dynaxx.layout import BlockGrid
 
 CUDA = torch.device("cuda", 0)

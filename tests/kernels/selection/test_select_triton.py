@@ -157,7 +157,7 @@ def test_fused_tiles_give_the_mass_of_torch(scorer):
      (90, 4200, True, (32, 64)), (90, 4200, False, (64, 32))],
 )  # fmt: skip
 def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter(seqlen_q, seqlen_k, causal, block_size):
-    from dynaxx.kernels.triton.selection.tile_mass import tile_mass
+    from dynaxx.kernels.selection.triton.tile_mass import tile_mass
 
     q, k = torch.randn(1, seqlen_q, 2, 16), torch.randn(1, seqlen_k, 1, 16)
     grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
@@ -190,7 +190,7 @@ def assert_close_where_seen(got, expected, **tolerance):
 
 def query_scores_of(q, k, grid, rows):
     """Return the kernel's scores, a few rows at a time."""
-    from dynaxx.kernels.triton.selection.query_scores import query_scores
+    from dynaxx.kernels.selection.triton.query_scores import query_scores
     from dynaxx.selection.scorers.pooling import mean_tiles
 
     queries = mean_tiles(q, grid.block_size[0], 1 << 20, 0.125).vectors
@@ -222,7 +222,7 @@ def test_a_query_against_every_key(dtype):
 
 def assert_int8_scores(device, shapes, dtype):
     """Compare the kernel's scores, a few rows at a time, with torch's; both use the same center."""
-    from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
+    from dynaxx.kernels.selection.triton.int8_scores import int8_scores, quantised_keys
     from dynaxx.selection.scorers.pooling import mean_tiles
     from dynaxx.selection.scorers.query import all_scores
 
@@ -275,9 +275,9 @@ def test_int8_scores(dtype):
 
 def assert_two_stages(device, shapes, dtype):
     """Compare the kernels' scores of candidates, a few rows at a time, with torch's."""
-    from dynaxx.kernels.contract import Candidates
-    from dynaxx.kernels.triton.selection.int8_scores import int8_scores, quantised_keys
-    from dynaxx.kernels.triton.selection.query_scores import query_scores
+    from dynaxx.kernels.selection.contract import Candidates
+    from dynaxx.kernels.selection.triton.int8_scores import int8_scores, quantised_keys
+    from dynaxx.kernels.selection.triton.query_scores import query_scores
     from dynaxx.selection.scorers.pooling import mean_tiles
     from dynaxx.selection.scorers.query import scores_of
 
@@ -323,7 +323,7 @@ PROBE_SHAPES = [
 
 def assert_lines(device, shapes, dtype):
     """Compare the kernels' lines, a few rows at a time, with torch's."""
-    from dynaxx.kernels.triton.selection.probe_lines import line_scores, probe_lines
+    from dynaxx.kernels.selection.triton.probe_lines import line_scores, probe_lines
 
     for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim), queries in shapes:
         q, k = (torch.randn(2, n, heads, dim).to(dtype) for n, heads in ((seqlen_q, q_heads), (seqlen_k, kv_heads)))
@@ -349,7 +349,7 @@ def test_lines_of_the_last_queries(dtype):
 
 
 def assert_hashes_counted(device):
-    from dynaxx.kernels.triton.selection.hash_counts import hash_counts
+    from dynaxx.kernels.selection.triton.hash_counts import hash_counts
     from dynaxx.selection.scorers.simhash import _planes
 
     x, center = torch.randn(2, 77, 3, 24), torch.randn(2, 3, 24)

@@ -27,7 +27,7 @@ TOKENS = 4096
 
 def choose(heads, dim, dtype):
     """Return a call that launches an indexer."""
-    from dynaxx.kernels.hopper.tokens import choose
+    from dynaxx.kernels.tokens.hopper import choose
 
     q, k = torch.zeros(TOKENS, heads, dim).to(dtype), torch.zeros(TOKENS, dim).to(dtype)
     scale, spans = torch.ones(TOKENS) if dtype.itemsize == 1 else None, TokenSpans((0, TOKENS), (0, TOKENS))
@@ -36,7 +36,7 @@ def choose(heads, dim, dtype):
 
 def attend():
     """Launch the forward and the backward of grouped-query heads."""
-    from dynaxx.kernels.hopper.tokens import grouped_plan, operators
+    from dynaxx.kernels.tokens.hopper import grouped_plan, operators
 
     q, k = torch.zeros(512, 8, 128, dtype=torch.bfloat16), torch.zeros(512, 2, 128, dtype=torch.bfloat16)
     plan = grouped_plan.prepare(torch.zeros(512, 1, 64, dtype=torch.int32), TokenSpans((0, 512), (0, 512)), q, k, k)
@@ -76,7 +76,7 @@ def test_work_lies_between_a_product_and_its_wait(name, products, work):
 
 def test_marks_lie_where_the_kernel_sets_them():
     """The table of marks is the first of what the kernel has in shared memory; other numbers lie behind it."""
-    from dynaxx.kernels.hopper.tokens.grouped_lists import RANGE
+    from dynaxx.kernels.tokens.hopper.grouped_lists import RANGE
 
     code = compiled_code(*CASES["grouped lists"], "ptx")
     assert "red.shared.or.b32" in code

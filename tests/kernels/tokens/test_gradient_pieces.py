@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from dynaxx.kernels.gpu.tokens.gradients import _pieces_by_bytes, _row_begins
-from dynaxx.kernels.gpu.tokens.plan import list_rooms, query_tiles
+from dynaxx.kernels.tokens.gpu.gradients import _pieces_by_bytes, _row_begins
+from dynaxx.kernels.tokens.gpu.plan import list_rooms, query_tiles
 from dynaxx.layout.tokens import TokenSpans
 
 

@@ -77,7 +77,7 @@ def test_a_choice_per_kv_head_and_neighbours_that_agree():
 @pytest.mark.parametrize("select_heads", [1, 2, 4])
 def test_gradients_in_pieces(select_heads, monkeypatch):
     """With a small workspace, few tiles of a kv head are processed at a time; two choices may share a kv head."""
-    from dynaxx.kernels.gpu.tokens import gradients
+    from dynaxx.kernels.tokens.gpu import gradients
 
     inputs, chosen = draw(700, 900, (16, 2), 150)
     chosen = torch.stack([chosen[0, :, 0], *(chosen[0, torch.randperm(700), 0] for _ in range(select_heads - 1))], 1)
@@ -123,9 +123,9 @@ def test_others_are_served_too():
 @pytest.mark.parametrize(("keys", "slots"), [(60, 30), (32768, 2048), (32769, 100), (70000, 5000)])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_lists_are_those_of_the_portable_kernel(keys, slots, heads):
-    from dynaxx.kernels.gpu.tokens import plan
-    from dynaxx.kernels.gpu.tokens.config import TileRows
-    from dynaxx.kernels.hopper.tokens import grouped_plan
+    from dynaxx.kernels.tokens.gpu import plan
+    from dynaxx.kernels.tokens.gpu.config import TileRows
+    from dynaxx.kernels.tokens.hopper import grouped_plan
     from dynaxx.layout.tokens import TokenSpans
 
     torch.manual_seed(keys)

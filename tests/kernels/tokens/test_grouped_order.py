@@ -29,7 +29,7 @@ def by_loops(keys, marks, first_alone, second_alone, size):
 @runs_here
 @pytest.mark.parametrize("part", [4, 5, 12, 64])
 def test_against_loops(part):
-    from dynaxx.kernels.hopper.tokens.grouped_order import KEYS, ordered, queries_apart
+    from dynaxx.kernels.tokens.hopper.grouped_order import KEYS, ordered, queries_apart
 
     first_alone, second_alone = queries_apart(part)
     queries = min(128 // part, 32)

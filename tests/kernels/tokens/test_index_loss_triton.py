@@ -26,7 +26,7 @@ def test_under_the_interpreter():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Make tiles small enough for several of them; not on a GPU, whose tiles are tested as they are."""
-    from dynaxx.kernels.triton.tokens import index_loss
+    from dynaxx.kernels.tokens.triton import index_loss
 
     if DEVICE == "cpu":
         monkeypatch.setattr(index_loss, "BLOCK_Q", 16)
@@ -147,7 +147,7 @@ def test_against_fp64(shape, chosen):
 @pytest.mark.parametrize("chosen", [False, True])
 def test_strips_and_parts_of_heads(chosen, monkeypatch):
     """Several strips, each of one tile or two, and gradients of keys in several parts."""
-    from dynaxx.kernels.triton.tokens import index_loss
+    from dynaxx.kernels.tokens.triton import index_loss
 
     monkeypatch.setattr(index_loss, "STRIP_BYTES", 10_000)
     monkeypatch.setattr(index_loss, "HEADS_PER_PART", 2)
@@ -206,7 +206,7 @@ def test_on_a_gpu(heads, index_heads, index_dim, chosen, dtype):
 @on_gpu
 @pytest.mark.parametrize("chosen", [False, True])
 def test_strips_of_a_long_sequence(chosen, monkeypatch):
-    from dynaxx.kernels.triton.tokens import index_loss
+    from dynaxx.kernels.tokens.triton import index_loss
 
     monkeypatch.setattr(index_loss, "STRIP_BYTES", 4 << 20)
     spans = TokenSpans((0, 4000), (0, 4100))
@@ -218,7 +218,7 @@ def test_strips_of_a_long_sequence(chosen, monkeypatch):
 @pytest.mark.parametrize("chosen", [False, True])
 def test_memory_is_bounded(chosen, monkeypatch):
     """All pairs of 32,768 queries and keys would take 2 GiB in 16 bits."""
-    from dynaxx.kernels.triton.tokens import index_loss
+    from dynaxx.kernels.tokens.triton import index_loss
 
     monkeypatch.setattr(index_loss, "STRIP_BYTES", 16 << 20)
     n = 1 << 15

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, on_hopper]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    from dynaxx.kernels.hopper import support
+    from dynaxx.kernels.support import hopper as support
 
     monkeypatch.setattr(support, "INDEX_QUERIES", 0)
 
@@ -166,7 +166,7 @@ def test_long_sequences_against_the_portable_kernel(heads, dim):
 @pytest.mark.parametrize("width", [1, 32, 100, 128, 1000])
 def test_rows_are_rounded_as_defined(kind, width):
     from dynaxx.kernels import rounding
-    from dynaxx.kernels.gpu.tokens.rounding import to_fp8, to_int8
+    from dynaxx.kernels.tokens.gpu.rounding import to_fp8, to_int8
 
     torch.manual_seed(0)
     x = torch.randn(3, 77, width, device="cuda", dtype=torch.float32)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.gpu.device import described_as, gpu_of
+from dynaxx.kernels.device import described_as, gpu_of
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ def draw(queries, keys, heads=3, dim=12, batch=1, dtype=torch.float32):
 
 def both_ways(monkeypatch):
     """Select streaming, then sorting, and yield after each."""
-    from dynaxx.kernels.triton.tokens import choose
+    from dynaxx.kernels.tokens.triton import choose
 
     gpu = gpu_of(torch.device(DEVICE))
     for processors, score_bytes in ((1, 1 << 28), (1 << 20, 1 << 13)):
@@ -81,7 +81,7 @@ def test_packed_int8_and_many_heads(monkeypatch):
 @pytest.mark.parametrize("where", ["anywhere", "sampled", "elsewhere"])
 def test_thresholds_of_a_sample(where, monkeypatch):
     """The sampled keys are representative, have too high scores, or too low scores."""
-    from dynaxx.kernels.triton.tokens import choose
+    from dynaxx.kernels.tokens.triton import choose
 
     torch.manual_seed(5)
     q, k, weights = (x.abs() + 1 for x in draw(33, 400))

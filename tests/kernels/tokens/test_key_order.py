@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-choose = pytest.importorskip("dynaxx.kernels.hopper.tokens.choose")
+choose = pytest.importorskip("dynaxx.kernels.tokens.hopper.choose")
 TokenSpans = pytest.importorskip("dynaxx.layout.tokens").TokenSpans
 COLUMN = torch.arange(64)
 PLACE = COLUMN // 2 % 4 * 16 + COLUMN // 8 * 2 + COLUMN % 2  # as `indexer.keys_in_threads`

@@ -10,7 +10,7 @@ import torch
 import dynaxx as dx
 from dynaxx.core import library
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.kernels.cpu import tokens as cpu
+from dynaxx.kernels.tokens.cpu import attention as cpu
 from dynaxx.layout.tokens import TokenSpans
 from dynaxx.testing.tokens import random_token_case, random_token_choice
 

@@ -64,7 +64,7 @@ def test_sinks_odd_strides_and_the_same_bits():
 @runs_here
 def test_numbers_out_of_range_are_not_read():
     q, k, v = (torch.randn(1, 12, 2, 8, device=DEVICE) for _ in range(3))
-    from dynaxx.kernels.gpu.tokens import operators, plan
+    from dynaxx.kernels.tokens.gpu import operators, plan
     from dynaxx.layout.tokens import TokenSpans
 
     spans = TokenSpans((0, 12), (0, 12))
@@ -77,7 +77,7 @@ def test_numbers_out_of_range_are_not_read():
 
 def in_steps(monkeypatch, wide):
     """Use the wide backward for small widths."""
-    from dynaxx.kernels.gpu.tokens import gradients, operators
+    from dynaxx.kernels.tokens.gpu import gradients, operators
 
     for module in (gradients, operators) if wide else ():
         monkeypatch.setattr(module, "WIDE", 0)
@@ -91,7 +91,7 @@ def test_rows_of_gradients_in_pieces(heads, select_heads, wide, monkeypatch):
     """With a small workspace, kv heads are processed one by one and tiles a few at a time; 40 heads fill parts of a
     tile.
     """
-    from dynaxx.kernels.gpu.tokens import gradients
+    from dynaxx.kernels.tokens.gpu import gradients
 
     in_steps(monkeypatch, wide)
     torch.manual_seed(1)
@@ -123,7 +123,7 @@ def test_rows_in_16_bits_are_added_by_products(select_heads, widths, by_thread, 
     """Keys share their entries, 32 at a time; a sequence may begin within these. Columns may come as threads have them:
     thread t of four has columns 8 j + 2 t and 8 j + 2 t + 1.
     """
-    from dynaxx.kernels.gpu.tokens import gradients
+    from dynaxx.kernels.tokens.gpu import gradients
 
     order = [8 * j + 2 * t + e for first in range(0, 16, 4) for t in range(4) for j in range(first, first + 4)
              for e in range(2)]  # fmt: skip

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import dynaxx as dx
 from dynaxx.cli import app
-from dynaxx.kernels import cpu
+from dynaxx.kernels.attention import cpu
 from dynaxx.lab.doctor.fuzz import fuzz
 from dynaxx.selection import Scorer
 from dynaxx.testing import drawing, random_problem

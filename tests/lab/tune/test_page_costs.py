@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.reference.decode import select_pages
+from dynaxx.kernels.decode.reference import select_pages
 from dynaxx.lab.tune import page_costs
 from dynaxx.lab.tune.sensitivity import HeadCosts
 from dynaxx.selection.pages import PageBudget

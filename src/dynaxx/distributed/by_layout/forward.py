@@ -12,7 +12,7 @@ from dynaxx.distributed.exchange import Buffers, Gathering
 from dynaxx.distributed.peer_memory import stage_buffers
 from dynaxx.distributed.plan import Stage
 from dynaxx.distributed.streams import BESIDE_COPIES, BESIDE_NCCL, Early, Stages, in_stages
-from dynaxx.kernels.gpu.schedule.waves import Sharing, share_multiprocessors
+from dynaxx.kernels.schedule.waves import Sharing, share_multiprocessors
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.merge import merge_states
 
@@ -148,7 +148,7 @@ def _buffers(k: Tensor, v: Tensor, settings: Settings) -> Buffers:
 def _merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, layout: BlockLayout) -> None:
     """Overwrite `out` and `lse` with the result over the keys of both results."""
     if out.is_cuda:
-        from dynaxx.kernels.gpu.merge import merge_into
+        from dynaxx.kernels.primitives.merge import merge_into
 
         merge_into(out, lse, other, other_lse, layout)
         return

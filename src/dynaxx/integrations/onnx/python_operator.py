@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dynaxx.forks import new_lock
 from dynaxx.integrations.onnx.packages import require
-from dynaxx.kernels import cpu
+from dynaxx.kernels.attention import cpu
 from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
 from dynaxx.patterns import Causal, Full, Pattern

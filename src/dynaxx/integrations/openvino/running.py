@@ -22,7 +22,7 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, Route, SequenceLengths, is_step, route
-from dynaxx.kernels import cpu
+from dynaxx.kernels.attention import cpu
 from dynaxx.layout import BlockLayout
 from dynaxx.patterns import Causal
 from dynaxx.policy import KILL_SWITCH, KillSwitch, Policy

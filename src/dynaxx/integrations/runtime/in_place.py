@@ -8,7 +8,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import SequenceKeys

@@ -179,8 +179,8 @@ def run_decode(plan: DecodePlan, shape: LayerShape, decoding: Decoding) -> None:
 def _run_compiled(run: Callable[[], None], what: str, device: torch.device) -> None:
     """Call a function that launches kernels. On a GPU, processes compile them side by side before."""
     if device.type == "cuda":
-        from dynaxx.kernels.gpu.runtime.compile_ahead import compile_ahead  # needs Triton
-        from dynaxx.kernels.gpu.runtime.launch_list import prepare_lists
+        from dynaxx.kernels.runtime.compile_ahead import compile_ahead  # needs Triton
+        from dynaxx.kernels.runtime.launch_list import prepare_lists
 
         prepare_lists()
         try:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from dynaxx.integrations.runtime.paged import Pages
-from dynaxx.kernels.gpu.device import interpreted
-from dynaxx.kernels.problem import SelectionProblem
+from dynaxx.kernels.device import interpreted
 from dynaxx.kernels.registry import SELECTION
+from dynaxx.kernels.selection.contract import SelectionProblem
 
 FEWEST = 1024  # tokens; for fewer, an engine's kernel, which has a program per token, is as fast
 
@@ -27,7 +27,7 @@ def write_chunk(pages: Pages, k: Tensor, v: Tensor, slots: Tensor) -> bool:
     on_gpu = not SELECTION.reasons("triton", SelectionProblem(k.device)) if k.is_cuda else interpreted()
     if not on_gpu or k.stride(2) != 1 or v.stride(2) != 1:
         return False
-    from dynaxx.kernels.triton.decode.write import write_pages  # needs Triton
+    from dynaxx.kernels.decode.triton.write import write_pages  # needs Triton
 
     write_pages(k, v, slots, *pages.tokens_first())
     return True

@@ -70,7 +70,7 @@ def joined(waiting: Sequence[WaitingLayer], part: Part) -> list[JointLayers]:
         groups.setdefault(cache.form, []).append(at)
     if DECODE.resolve(decode_problem(caches[0], None)) != "triton":
         return [JointLayers(members, None) for members in groups.values()]
-    from dynaxx.kernels.triton.decode.pages import layer_offsets  # needs Triton
+    from dynaxx.kernels.decode.triton.pages import layer_offsets  # needs Triton
 
     return [JointLayers(members, layer_offsets([caches[at] for at in members])) for members in groups.values()]
 
@@ -82,6 +82,6 @@ def update(waiting: Sequence[WaitingLayer], joint: Sequence[JointLayers], part: 
             for at in members:
                 summarize_pages(part.cache(*waiting[at]), new_tokens=new_tokens)
         else:
-            from dynaxx.kernels.triton.decode.launch import summarize_layers  # needs Triton
+            from dynaxx.kernels.decode.triton.launch import summarize_layers  # needs Triton
 
             summarize_layers(part.cache(*waiting[members[0]]), offsets, new_tokens)

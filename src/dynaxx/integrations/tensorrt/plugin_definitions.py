@@ -19,7 +19,7 @@ from torch import Tensor
 from dynaxx.integrations.tensorrt.plugin_kernel import KernelShape, compile_kernel
 from dynaxx.integrations.tensorrt.plugin_layouts import LAYOUT_INPUTS
 from dynaxx.integrations.tensorrt.plugin_policy import attend_by_policy
-from dynaxx.kernels.gpu.device import gpu_of
+from dynaxx.kernels.device import gpu_of
 
 NAMESPACE = "dynaxx"
 ATTENTION = f"{NAMESPACE}::sparse_attention"

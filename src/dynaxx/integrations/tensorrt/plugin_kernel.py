@@ -18,9 +18,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dynaxx.kernels.gpu.device import padded
-from dynaxx.kernels.gpu.runtime.arguments import LayoutTables, Strides
-from dynaxx.kernels.triton.attention.forward import ALL, _sparse_attention_fwd_kernel
+from dynaxx.kernels.attention.triton.forward import ALL, _sparse_attention_fwd_kernel
+from dynaxx.kernels.device import padded
+from dynaxx.kernels.runtime.arguments import LayoutTables, Strides
 
 DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes by Triton's name
 SHARED_MEMORY = 48 << 10  # bytes per program that every card gives without being asked

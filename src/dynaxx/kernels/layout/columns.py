@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
-from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.triton.selection.entries import running_sum
+from dynaxx.kernels.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.runtime.launcher import kernel_launcher
+from dynaxx.kernels.selection.triton.entries import running_sum
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.transpose import TransposedLayout
 

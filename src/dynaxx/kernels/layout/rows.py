@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a layout from block indices: checked, sorted, and split into partial and full blocks.
 
-    indices of a row -> bits of its blocks, counts -> running sum -> entries (`kernels.triton.selection.entries`)
+    indices of a row -> bits of its blocks, counts -> running sum -> entries (`kernels.selection.triton.entries`)
 
 One program per row sets a bit for each block that is named, so no sort is needed, and a block that is named twice is
 found because its bit is set already. Indices out of range are never used as addresses.
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay
-from dynaxx.kernels.gpu.runtime.launcher import kernel_launcher
-from dynaxx.kernels.triton.selection.entries import emit_entries, running_sum
-from dynaxx.kernels.triton.selection.row import EMPTY, GRID_SIZES, StaticEntries, causal_mask_id, grid_arguments
+from dynaxx.kernels.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.runtime.launcher import kernel_launcher
+from dynaxx.kernels.selection.triton.entries import emit_entries, running_sum
+from dynaxx.kernels.selection.triton.row import EMPTY, GRID_SIZES, StaticEntries, causal_mask_id, grid_arguments
 from dynaxx.layout import BlockGrid, ElementMasks
 from dynaxx.layout.form import Form
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dynaxx.kernels import cpu
+from dynaxx.kernels.attention import cpu
 from dynaxx.lab.bench.cpu_decode import time_decode
 from dynaxx.lab.bench.cpu_workloads import (
     HEADS,

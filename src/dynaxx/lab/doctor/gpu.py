@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dynaxx.kernels.gpu.device import gpu_of
-from dynaxx.kernels.gpu.proven import OPERATIONS, Proof, all_proofs, proof_of, reasons, table
+from dynaxx.kernels.device import gpu_of
+from dynaxx.kernels.proven import OPERATIONS, Proof, all_proofs, proof_of, reasons, table
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def gpu_status(device: torch.device) -> GpuStatus | None:
     """Return the status of a device; None for a CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    from dynaxx.kernels.triton.attention.tuned_tiles import tuned_file
+    from dynaxx.kernels.attention.triton.tuned_tiles import tuned_file
 
     gpu = gpu_of(device)
     proofs = {operation: proof_of(gpu.architecture, operation) for operation in OPERATIONS}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.problem import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.lab.doctor.gpu import GpuStatus, gpu_status
 from dynaxx.lab.machine import Machine, machine_facts
 from dynaxx.lab.progress import Progress, SilentProgress

@@ -101,7 +101,7 @@ def shares_of(costs: Sequence[Sequence[HeadCosts]], share: float) -> list[list[f
 def _ranked(
     queries: Tensor, keys: Tensor, stands: Tensor, budget: PageBudget, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rank the pages of every step as `kernels.reference.decode.select_pages` does.
+    """Rank the pages of every step as `kernels.decode.reference.select_pages` does.
 
     Args:
         queries: (G, H / G, S, D), times the scale.

@@ -30,7 +30,7 @@ from dynaxx.selection.device import SelectionInputs, select_within, selection_in
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.gpu.runtime.recorder import Recording
+    from dynaxx.kernels.runtime.recorder import Recording
 
 MOST_RECORDINGS = 16  # recordings that a prepared call keeps
 
@@ -69,7 +69,7 @@ class Prepared:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return out (batch, seqlen_q, q_heads, head_dim_v), for tensors that `serves` accepts."""
-        from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay, replay
+        from dynaxx.kernels.runtime.launch_cache import record_or_replay, replay
 
         tensors, variant = (q, k, v, sinks), _variant(q, k, v, sinks)
         known = self._recordings.get(variant)
@@ -96,7 +96,7 @@ class Prepared:
             v: (batch, kv_heads, seqlen_k, head_dim_v).
             sinks: (q_heads,) or None.
         """
-        from dynaxx.kernels.gpu.runtime.launcher import is_watched
+        from dynaxx.kernels.runtime.launcher import is_watched
 
         known = self._recordings.get(_variant(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks))
         if known is None or known.together is None or is_watched():
@@ -196,7 +196,7 @@ def prepare_layout(
     """Prepare `sparse_attention(q, k, v, layout)`, which has served the call; see `prepare_rule`."""
     if not _repeats(q, k, v):
         return None
-    from dynaxx.kernels.gpu.schedule.split import split_lists
+    from dynaxx.kernels.schedule.split import split_lists
 
     softcap = None if softcap is None else check_softcap(softcap)
     backend, _ = backend_for(q, k, v, layout, softcap, "auto")

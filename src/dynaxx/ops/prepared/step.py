@@ -28,7 +28,7 @@ from dynaxx.ops.prepared.layer import form_of_call
 from dynaxx.selection.pages import PageBudget
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.gpu.runtime.recorder import Recording, Sizes
+    from dynaxx.kernels.runtime.recorder import Recording, Sizes
 
 
 class PreparedStep:
@@ -74,7 +74,7 @@ class PreparedStep:
             sinks: (q_heads,) or None.
             new_tokens: number of keys that the summaries lack.
         """
-        from dynaxx.kernels.gpu.runtime.launch_cache import record_or_replay, replay
+        from dynaxx.kernels.runtime.launch_cache import record_or_replay, replay
 
         keys, page, last = k.shape[1], self._page_size, self._last
         inputs, tensors = StepInputs(k, v, seqused_k, summaries, page, self._form), (q, self._wanted, sinks)
@@ -112,8 +112,8 @@ class PreparedStep:
             seqused_k: (batch,) int32.
             sinks: (q_heads,) or None.
         """
-        from dynaxx.kernels.gpu.runtime.launcher import is_watched
-        from dynaxx.kernels.gpu.runtime.recorder import flat_sizes
+        from dynaxx.kernels.runtime.launcher import is_watched
+        from dynaxx.kernels.runtime.recorder import flat_sizes
 
         last = self._last
         if last is None or last.recording.together is None or not q.device == k.device == v.device or is_watched():

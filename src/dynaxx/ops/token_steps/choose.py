@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.index_pages import best_blocks, rows_of_pages
 from dynaxx.kernels.rounding import to_fp8, to_int8
+from dynaxx.kernels.tokens.index_pages import best_blocks, rows_of_pages
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.indexer import Precision
 from dynaxx.selection.tokens import TopKTokens

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.contract import SelectionKernels
-from dynaxx.kernels.problem import SelectionProblem
 from dynaxx.kernels.registry import SELECTION
+from dynaxx.kernels.selection.contract import SelectionKernels, SelectionProblem
 from dynaxx.layout import BlockGrid
 
 MEMORY_BUDGET = 64 << 20  # default in bytes

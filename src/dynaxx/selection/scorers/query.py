@@ -13,10 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.contract import Candidates, QueryScoresKernels
-from dynaxx.kernels.cpu import block_scores
-from dynaxx.kernels.problem import QueryScoresProblem
 from dynaxx.kernels.registry import QUERY_SCORES
+from dynaxx.kernels.selection.contract import Candidates, QueryScoresKernels, QueryScoresProblem
+from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.cpu import block_scores
+from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,

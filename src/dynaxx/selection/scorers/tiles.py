@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.contract import SelectionKernels
+from dynaxx.kernels.selection.contract import SelectionKernels
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, scoring_kernels, sum_groups
 

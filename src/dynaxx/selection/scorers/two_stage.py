@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.kernels.contract import Candidates
+from dynaxx.kernels.selection.contract import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, pieces
 from dynaxx.selection.scorers.pooling import MinMax

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Consumer warpgroup of the fused Hopper backward: 64 keys, dk and dv in registers, and half of the columns of dq.
+
+For each tile of 64 queries, a consumer
+
+    1. computes weights and ds of its 64 keys, and writes ds to shared memory;
+    2. multiplies its weights with do, for dv;
+    3. multiplies ds of all 128 keys of the previous tile with its columns of k, for dq;
+    4. multiplies its own ds with q, for dk; meanwhile the tile of dq goes to shared memory, and TMA adds it to the
+       sums.
+
+One consumer may therefore be one tile ahead of the other. Sums are stored in the order in which threads hold a tile:
+each thread writes 16 bytes next to its neighbour's, and a tile is contiguous.
+
+If the end of the keys cuts a block, all of its tiles are masked. Keys past the end have score 0. If all real scores are
+much lower, the weights of these keys overflow, and inf times a key of zeros would make dq NaN.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dynaxx.kernels.attention.hopper.backward_columns import read_column, store_columns
+from dynaxx.kernels.attention.hopper.backward_consume import keep
+from dynaxx.kernels.attention.hopper.backward_produce import FIELDS, NOWHERE, RING
+from dynaxx.kernels.attention.hopper.forward_consume import ROWS
+from dynaxx.kernels.compat import tma_add
+from dynaxx.kernels.primitives.hopper.signals import get, none
+from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
+
+
+class FusedBuffers(NamedTuple):
+    """Values that the two consumers share, and the place where they add dq."""
+
+    sums_desc: Any
+    ds_buffers: Any
+    dq_buffers: Any  # a tile of dq per consumer, on its way to the sums
+    kv_read: Any
+    ds_full: Any
+
+
+@gluon.jit
+def _start_dq(fed, shared, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Start this consumer's columns of dq for tile i - 1, once the other's ds is ready; for tile -1, on any memory."""
+    D: gl.constexpr = fed.k.shape[4]
+    SHARE: gl.constexpr = D // CONSUMERS
+    SLOTS: gl.constexpr = shared.ds_full.shape[0]
+    slot = (i + SLOTS - 1) % SLOTS
+    mbarrier.wait(shared.ds_full.index(slot), ((i + SLOTS - 1) // SLOTS + 1) & 1)
+    dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
+    for u in gl.static_range(CONSUMERS):
+        k = fed.k.index(u + none(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        ds = shared.ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
+        dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _tile_before(numbers, i):
+    """Return the index in the group of tile i - 1; NOWHERE for tile -1."""
+    return gl.where(i > 0, get(numbers, (i + RING - 1) % RING * FIELDS), NOWHERE)
+
+
+@gluon.jit
+def _add_dq(dq, shared, tile, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
+    """Add an unscaled tile of dq to the sums, in the order described in `backward_rows`."""
+    LINES: gl.constexpr = shared.dq_buffers.shape[3]
+    dq_buffer = shared.dq_buffers.index(CONSUMER)
+    tma.store_wait(0)
+    by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
+    dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
+    fence_async_shared()
+    tma_add(shared.sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
+
+
+@gluon.jit
+def _consume_tiles(
+    dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done, begin, end,
+    MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Add the contributions of tiles begin .. end - 1 of a head to dk, dv and the sums of dq."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = dk.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    SLOTS: gl.constexpr = shared.ds_full.shape[0]
+    for i_tile in range(begin, end):
+        i = done + i_tile
+        stage = i % STAGES
+        k = fed.k.index(CONSUMER + none(i)).reshape([ROWS, D])
+        v = fed.v.index(CONSUMER + none(i)).reshape([ROWS, D])
+        q = fed.q.index(stage).reshape([ROWS, D])
+        do = fed.do.index(stage).reshape([ROWS, D])
+        zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+        if not AHEAD:
+            mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)
+            s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if AHEAD:
+            dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
+        lse = fed.stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
+        if not AHEAD:
+            scores = warpgroup_mma_wait(1, deps=[s_token])
+        scores = capped(scores, cap_rate)
+        weights = gl.exp2(scores * scale_log2 - lse[None, :])
+        if MASKED:
+            part = i_tile % SPLIT * ROWS
+            weights = keep(
+                weights, fed.numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK, keys_there
+            )
+        delta = fed.stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
+        p = gl.convert_layout(weights.to(q.dtype), p_layout)
+        weights = sloped(weights, scores, cap_rate)
+        if AHEAD:
+            mbarrier.wait(fed.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1)
+            q_next = fed.q.index((i + 1) % STAGES).reshape([ROWS, D])
+            s_token = warpgroup_mma(k, q_next.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dp, dq = warpgroup_mma_wait(1, deps=[dp_token, dq_token])
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp_token])
+        ds = (weights * (dp - delta[None, :])).to(q.dtype)
+        slot = i % SLOTS
+        shared.ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(shared.ds_full.index(slot), count=1)
+        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        if AHEAD:
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
+            dv, dk, scores = warpgroup_mma_wait(0, deps=[dv_token, dk_token, s_token])
+        else:
+            dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
+            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+            dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
+            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
+            dk = warpgroup_mma_wait(0, deps=[dk_token])
+        mbarrier.arrive(fed.empty.index(stage), count=1)
+    return dk, dv, scores
+
+
+@gluon.jit
+def consume(
+    outputs, shared, fed, layout, column, first_tile, keys_there, scale, scale_log2, cap_rate,
+    CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv for 64 keys of a kv block, and this consumer's columns of the block's contribution to dq."""
+    SPLIT: gl.constexpr = Q_BLOCK // ROWS
+    D: gl.constexpr = outputs.dk_desc.block_type.shape[3]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    mbarrier.wait(fed.kv_full.index(0), 0)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    scores = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    if AHEAD:
+        mbarrier.wait(fed.full.index(0), 0)
+        k = fed.k.index(CONSUMER).reshape([ROWS, D])
+        q = fed.q.index(0).reshape([ROWS, D])
+        s_token = warpgroup_mma(k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[s_token])
+    done = 0
+    before = 0
+    p_bits = layout.tables.p_bits
+    for i_group in range(column.heads):
+        _, count, partial, before = read_column(layout, column, column.i_h + i_group, before, HAS_PARTS)
+        if keys_there < KV_BLOCK:
+            partial = count
+        dk, dv, scores = _consume_tiles(
+            dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
+            0, partial * SPLIT, True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
+        )  # fmt: skip
+        dk, dv, scores = _consume_tiles(
+            dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
+            partial * SPLIT, count * SPLIT, False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
+        )  # fmt: skip
+        done += count * SPLIT
+    dq_token = _start_dq(fed, shared, done, CONSUMERS, CONSUMER)
+    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    tile = first_tile + _tile_before(fed.numbers, done)
+    _add_dq(dq, shared, tile, CONSUMERS, CONSUMER)
+    mbarrier.arrive(shared.kv_read.index(0), count=1)
+    mbarrier.wait(shared.kv_read.index(0), 0)
+    # now no consumer reads k and v again
+    store_columns(dk, dv, outputs, fed, column, scale, CONSUMER, KV_BLOCK, HAS_PARTS)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ctypes structures equal to those of `core/source/args.h`, and functions that fill them from tensors."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, addressof, c_double, c_int64, c_void_p
+from struct import Struct
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dynaxx.kernels.runtime.core_threads import num_threads
+from dynaxx.layout.host import address
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # equal to those in core/source/elements.h
+
+
+class WorkPlan(Structure):
+    """A layout prepared for the core. It contains only pointers; `LayoutPlan` owns the memory."""
+
+    _fields_: ClassVar = [
+        ("seqlen", c_int64),
+        ("block", c_int64),
+        ("visited_seqlen", c_int64),
+        ("visited_block", c_int64),
+        ("layout_batch", c_int64),
+        ("layout_heads", c_int64),
+        ("indptr", c_void_p),
+        ("indices", c_void_p),
+        ("masks", c_void_p),
+        ("row_order", c_void_p),
+        ("mask_words", c_void_p),
+        ("mask_runs", c_void_p),
+        ("ranks", c_void_p),
+    ]
+
+
+_FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q Q")  # a ctypes.Structure would take three times as long: 1 us more per call
+
+
+def forward_args(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: WorkPlan,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> bytes:
+    """Return the bytes of `ForwardArgs` for one launch. The caller has made `out` and `lse` for q and v.
+
+    Raises:
+        RuntimeError: a tensor has another dtype, shape or device than the core assumes; see `layout.host.address`.
+    """
+    dtype, (batch, seqlen_q, q_heads, head_dim) = q.dtype, q.shape
+    (*of_k, k_head_dim), (*of_v, head_dim_v) = k.shape, v.shape
+    (*q_strides, q_step), (*k_strides, k_step), (*v_strides, v_step) = q.stride(), k.stride(), v.stride()
+    if not (
+        k.dtype is v.dtype is dtype
+        and of_k == of_v == [batch, plan.visited_seqlen, of_v[2]]
+        and seqlen_q == plan.seqlen
+        and k_head_dim == head_dim
+        and ((q_step == k_step == 1) or head_dim == 1)
+        and (v_step == 1 or head_dim_v == 1)
+        and q.is_cpu
+        and k.is_cpu
+        and v.is_cpu
+    ):
+        raise RuntimeError(
+            "the CPU core needs q, k and v that fit each other and the plan of the layout, "
+            f"got {q.dtype} {tuple(q.shape)}, {k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
+        )
+    return _FORWARD.pack(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        ELEMENTS[dtype],
+        batch,
+        q_heads,
+        of_v[2],
+        head_dim,
+        head_dim_v,
+        *q_strides,
+        *k_strides,
+        *v_strides,
+        addressof(plan),
+        scale,
+        softcap or 0.0,
+        num_threads(),
+        0 if sinks is None else address(sinks, torch.float32, (q_heads,)),
+    )
+
+
+class BackwardArgs(Structure):
+    """Arguments of one backward launch."""
+
+    _fields_: ClassVar = [
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("grad", c_void_p),
+        ("dq", c_void_p),
+        ("dk", c_void_p),
+        ("dv", c_void_p),
+        ("element", c_int64),
+        ("lse", c_void_p),
+        ("lse_grad", c_void_p),
+        ("delta", c_void_p),
+        ("turns", c_void_p),
+        ("dq_low", c_void_p),
+        ("dk_low", c_void_p),
+        ("dv_low", c_void_p),
+        ("batch", c_int64),
+        ("q_heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("head_dim_v", c_int64),
+        ("q_strides", c_int64 * 3),
+        ("k_strides", c_int64 * 3),
+        ("v_strides", c_int64 * 3),
+        ("out_strides", c_int64 * 3),
+        ("grad_strides", c_int64 * 3),
+        ("dq_strides", c_int64 * 3),
+        ("dk_strides", c_int64 * 3),
+        ("dv_strides", c_int64 * 3),
+        ("plan", POINTER(WorkPlan)),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("threads", c_int64),
+        ("wave", c_int64),
+        ("part", c_int64),
+    ]
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x if its last dimension is contiguous, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Return the (batch, token, head) strides in elements."""
+    batch, token, head, _ = x.stride()
+    return batch, token, head

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores and choices of blocks: what backends are asked, and the functions that they provide.
+
+Shapes use the letters of `dynaxx.kernels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import BlockGrid
+
+
+@dataclass(frozen=True)
+class SelectionProblem:
+    """Scoring of blocks, and optionally the selection of a row's blocks."""
+
+    device: torch.device
+    q_blocks: int | None = None  # None: only scores are requested
+    kv_blocks: int | None = None
+    rule: str = ""
+    by_amount: bool = True  # whether the rule is a number, a share or a threshold per row or head
+
+    def __str__(self) -> str:
+        """Return the problem in words, for error messages and `explain_selection`."""
+        return f"selection on {self.device}: {self.rule} among {self.q_blocks} x {self.kv_blocks} blocks"
+
+
+@dataclass(frozen=True)
+class QueryScoresProblem:
+    """Scores of one query per row of q blocks against every key, summed to blocks."""
+
+    device: torch.device
+    dtype: torch.dtype  # of k
+    head_dim: int
+    kv_block: int
+    listed: bool  # whether only some blocks of each row are scored
+    aligned: bool  # whether rows of k begin at multiples of 16 bytes
+
+    def __str__(self) -> str:
+        """Return the problem in words, for error messages."""
+        return f"scores of blocks of {self.kv_block} keys on {self.device}: {self.dtype}, head_dim {self.head_dim}"
+
+
+class Candidates(NamedTuple):
+    """The kv blocks that a second scoring stage considers: a list per kv head and panel of neighbouring q blocks."""
+
+    blocks: Tensor  # (B, Hk, panels, slots) int32; -1 = empty slot, after all other slots
+    panel: int  # q blocks per panel
+
+
+class QueryScoresKernels(Protocol):
+    """Scores of blocks, (B, Hq, rows, kv blocks) fp32, by one query per row."""
+
+    def query_scores(
+        self,
+        queries: Tensor,
+        k: Tensor,
+        first_row: int,
+        grid: BlockGrid,
+        candidates: Candidates | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Return the log of the attention mass that one query per row gives to each block.
+
+        With `places`, (kv blocks,) int32, block i of the keys is block places[i] of k.
+        """
+
+
+class SelectionKernels(Protocol):
+    """Scores of blocks, from which selectors choose. Scores are (B, Hq, rows, kv blocks) fp32."""
+
+    def pool_blocks(self, x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: Any = ...) -> Tensor:
+        """Return the mean, minimum or maximum of each block of `size` tokens."""
+
+    def quantised_keys(self, k: Tensor, center: Tensor, kv_block: int) -> Any:
+        """Return keys in 8 bits, for `int8_scores`."""
+
+    def int8_scores(
+        self, queries: Tensor, keys: Any, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
+    ) -> Tensor:
+        """Return `query_scores`, computed with 8-bit products."""
+
+    def probe_lines(self, probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the mean attention of the last queries along columns and along diagonals."""
+
+    def line_scores(self, vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid: BlockGrid) -> Tensor:
+        """Return scores of blocks, computed from the columns and diagonals that cross them."""
+
+    def tile_mass(
+        self, queries: Tensor, keys: Tensor, first_tile: int, mass: Tensor, grid: BlockGrid, sizes: tuple[int, int],
+        *, panel: int = 1, parts: int = 1, scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Write to `mass` the attention mass between pooled queries and pooled keys."""
+
+    def hash_counts(self, x: Tensor, size: int, planes: Tensor, center: Tensor, tables: int, bits: int) -> Tensor:
+        """Return how many tokens of each block fall into each hash bucket."""

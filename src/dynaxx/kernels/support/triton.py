@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The problems that the Triton backend serves, answered without loading Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+
+from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.decode.contract import DecodeProblem
+from dynaxx.kernels.device import interpreted
+from dynaxx.kernels.selection.contract import QueryScoresProblem, SelectionProblem
+from dynaxx.kernels.tokens.contract import IndexerProblem, IndexLossProblem
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
+MAX_PAGES = 16384  # scores that one program ranks in registers
+MAX_LISTS = 8192
+MAX_INDEX_BYTES = 512  # of a row of an indexer's q and k, for its loss
+MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
+
+
+def unsupported_reasons(problem: AttentionProblem) -> list[str]:
+    """Return the reasons why the attention kernels cannot serve; empty if they can."""
+    reasons = []
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        reasons.append(f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}")
+    elif importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed: pip install triton")
+    if problem.dtype not in DTYPES:
+        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype}")
+    elif problem.dtype == torch.bfloat16 and problem.device.type == "cpu":
+        reasons.append("Triton's interpreter does not multiply bf16")
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
+def token_reasons(problem: AttentionProblem) -> list[str]:
+    """Return why the kernels over chosen tokens cannot serve: as attention, but latent widths, 576/512, are served."""
+    narrow = replace(
+        problem, head_dim=min(problem.head_dim, MAX_HEAD_DIM), head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM)
+    )
+    reasons = unsupported_reasons(narrow)
+    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
+        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
+def decode_reasons(problem: DecodeProblem) -> list[str]:
+    """Return the reasons why the decode kernels cannot serve; empty if they can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    reasons = []
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed: pip install triton")
+    if problem.dtype not in DTYPES or problem.cache_dtype == torch.float64:
+        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype} with a cache of {problem.cache_dtype}")
+    elif problem.dtype == torch.bfloat16 and problem.device.type == "cpu":
+        reasons.append("Triton's interpreter does not multiply bf16")
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    if problem.max_seqlen_k > MAX_PAGES * problem.page_size:
+        reasons.append(f"selects among {MAX_PAGES} pages, got more: use pages of more than {problem.page_size} tokens")
+    if problem.batch * problem.kv_heads > MAX_LISTS:
+        reasons.append(f"serves up to {MAX_LISTS} sequences times kv heads, got {problem.batch * problem.kv_heads}")
+    return reasons
+
+
+def token_decode_reasons(problem: DecodeProblem) -> list[str]:
+    """Return why the decoding kernels over chosen tokens cannot serve: latent widths, 576/512, are served."""
+    narrow = replace(
+        problem,
+        head_dim=min(problem.head_dim, MAX_HEAD_DIM),
+        head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM),
+        max_seqlen_k=0,
+        batch=1,
+    )
+    reasons = decode_reasons(narrow)
+    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
+        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
+def selection_reasons(problem: SelectionProblem) -> list[str]:
+    """Return the reasons why the selection kernels cannot serve; empty if they can."""
+    if problem.device.type != "cuda":
+        return [f"runs on a GPU, got tensors on {problem.device}"]
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed: pip install triton"]
+    reasons = []
+    if 0 in (problem.q_blocks, problem.kv_blocks):
+        reasons.append("there are no blocks to select from")
+    if problem.kv_blocks is not None and problem.kv_blocks > MAX_COLUMNS:
+        reasons.append(f"selects among up to {MAX_COLUMNS} blocks per row, got {problem.kv_blocks}: use larger blocks")
+    if not problem.by_amount:
+        reasons.append(f"selects by a number, a share or a threshold, got {problem.rule}")
+    return reasons
+
+
+def query_scores_reasons(problem: QueryScoresProblem) -> list[str]:
+    """Return the reasons why the kernel of scores by one query per row cannot serve; empty if it can."""
+    return selection_reasons(SelectionProblem(problem.device))
+
+
+def indexer_reasons(problem: IndexerProblem) -> list[str]:
+    """Return the reasons why the indexer's kernels cannot serve; empty if they can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    return [] if importlib.util.find_spec("triton") else ["triton is not installed: pip install triton"]
+
+
+def index_loss_reasons(problem: IndexLossProblem) -> list[str]:
+    """Return the reasons why the kernels of an indexer's loss cannot serve; empty if they can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    reasons = []
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed: pip install triton")
+    for dtype in {problem.dtype, problem.index_dtype}:
+        if dtype not in DTYPES:
+            reasons.append(f"serves fp16, bf16 and fp32, got {dtype}")
+        elif dtype == torch.bfloat16 and problem.device.type == "cpu":
+            reasons.append("Triton's interpreter does not multiply bf16")
+    most = MAX_INDEX_BYTES // problem.index_dtype.itemsize
+    if problem.head_dim > MAX_LATENT_DIM or problem.index_dim > most:
+        reasons.append(
+            f"serves head_dim up to {MAX_LATENT_DIM} and, in {problem.index_dtype}, index_dim up to {most}, "
+            f"got {problem.head_dim} and {problem.index_dim}"
+        )
+    return reasons

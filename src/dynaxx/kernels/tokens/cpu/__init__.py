@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chosen tokens on the C++ core."""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded decode step of native sparse attention contains only its launches, and repeats the first call's result."""
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
+
+from test_launcher import started  # noqa: E402, F401
+
+import dynaxx as dx  # noqa: E402
+from dynaxx.kernels.runtime import launch_cache  # noqa: E402
+from dynaxx.kernels.support import triton as support  # noqa: E402
+from dynaxx.ops import decode_checks, decode_dispatch  # noqa: E402
+from dynaxx.ops import nsa_decode as nsa_decode  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+SIZES = dx.NsaSizes(slc_count=4, window=70)
+
+
+def inputs(seed=0, batch=3, page_size=64, steps=1, weighted=False):
+    torch.manual_seed(seed)
+    pages = 512 // page_size
+    k, v = torch.randn(2, batch * pages, page_size, 2, 64)
+    table = torch.randperm(batch * pages).int().view(batch, pages)
+    lengths = torch.tensor([500 - seed, 64 + seed, 300][:batch], dtype=torch.int32)
+    cache = dx.PagedCache(*(x.to(DEVICE) for x in (k, v, lengths, table)))
+    weight = torch.rand(SIZES.cmp_block, 2).to(DEVICE) if weighted else None
+    q, gates = torch.randn(batch, steps, 8, 64).to(DEVICE), torch.rand(batch, steps, 8, 3).to(DEVICE)
+    return dx.compress_pages(cache, SIZES, weight, weight, backend="triton"), q, gates, weight
+
+
+def step(cache, q, gates, weight, blocks=None):
+    dx.compress_pages(cache, compress_k=weight, compress_v=weight, new_tokens=1, backend="triton")
+    return dx.nsa_decode(q, cache, gates, block_indices=blocks, backend="triton")
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.setattr(launch_cache, "_by_form", {})
+    return launch_cache._by_form
+
+
+def steps_in(kept):
+    """Return how many launches the recording of each kind of step has."""
+    return [len(known.launches) for (call, *_), known in kept.items() if call is nsa_decode._step]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what is compiled for the driver that writes down would stay")
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_only_launches_are_left(started, kept, monkeypatch, page_size):  # noqa: F811
+    """Compare the kernels with a first call's, in order, with grids and sizes. Nothing runs, so no value is read."""
+    monkeypatch.setattr(support, "decode_reasons", lambda problem: [])
+    monkeypatch.setattr(decode_checks, "looks_at_values", lambda device: False)
+    monkeypatch.setattr(decode_dispatch, "_known", {})
+    launches = []
+    for seed in range(4):
+        given = inputs(seed, page_size=page_size)
+        started.clear()
+        out, blocks = step(*given)
+        sizes = lambda values: [x for x in values if not isinstance(x, int) or x < 1 << 32]
+        launches.append([(name, grid, sizes(values)) for name, grid, *_, values in started])
+        assert (out.shape, blocks.shape) == ((3, 1, 8, 64), (3, 1, 2, 4))
+    assert len(launches[0]) == 15 + (page_size < 64)
+    assert launches == [launches[0]] * 4
+    assert steps_in(kept) == [len(launches[0]) - 2]
+
+
+CASES = {
+    "pages of a block": {},
+    "smaller pages": {"page_size": 16},
+    "one sequence": {"batch": 1},
+    "several queries": {"steps": 3},
+    "weights": {"weighted": True},
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_repeats_give_what_first_calls_give(name, kept):
+    def both(given):
+        out, blocks = step(*given)
+        return out, blocks, *step(*given, blocks), given[0].compressed.k, given[0].compressed.v
+
+    every = [inputs(seed, **CASES[name]) for seed in range(4)]
+    repeats = [both(each) for each in every]
+    assert min(steps_in(kept)) >= 12
+    for each, repeat in zip(every, repeats, strict=True):
+        kept.clear()
+        for a, b in zip(repeat, both(each), strict=True):
+            assert torch.equal(a, b)
