@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -70,6 +71,9 @@ class Launcher:
         STARTED.append((self.name, grid, stream, function, packed, values))
 
 
+LOADED = []  # also kernels of tests before, which Triton keeps and loads again
+
+
 class Utils:
     def get_device_properties(self, device):
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
@@ -88,9 +92,18 @@ class Driver:
 
 @pytest.fixture
 def started(monkeypatch):
+    init = CompiledKernel.__init__
+
+    def remember(self, *arguments):
+        init(self, *arguments)
+        LOADED.append(self)
+
+    monkeypatch.setattr(CompiledKernel, "__init__", remember)
     monkeypatch.setattr(driver, "_active", Driver())
     STARTED.clear()
-    return STARTED
+    yield STARTED
+    for kernel in LOADED:
+        kernel.module = None  # there is nothing to unload
 
 
 def calls():
