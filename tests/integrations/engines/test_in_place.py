@@ -11,7 +11,7 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
-from dynaxx.integrations.runtime.paged import FP8, Pages, Sequences, Softmax, TokenPages
+from dynaxx.integrations.runtime.paged import FP8, Pages, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.runtime.paged_warmup import LayerShape, run_prefill
 from dynaxx.layout import BlockGrid
@@ -20,7 +20,7 @@ from dynaxx.policy import ModelFacts, resolve
 from dynaxx.testing import oracle_attention
 from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
 
-LAYOUTS = ("heads first", "tokens first", "wide", "apart")
+LAYOUTS = ("heads first", "tokens first", "wide")
 
 
 @pytest.mark.slow
@@ -32,8 +32,6 @@ def test_under_the_interpreter():
 def pages_of(layout, count, page_size, heads, dim, dtype=torch.float32, device=DEVICE):
     """Return a cache of NaN with one of the strides that engines use."""
     empty = lambda *size: torch.full(size, torch.nan, dtype=dtype, device=device)
-    if layout == "apart":
-        return TokenPages(empty(count, page_size, heads, dim), empty(count, page_size, heads, dim))
     if layout == "tokens first":
         return Pages(empty(count, page_size, heads, 2 * dim).transpose(1, 2))
     return Pages(empty(count, heads, page_size, (4 if layout == "wide" else 2) * dim)[..., : 2 * dim])

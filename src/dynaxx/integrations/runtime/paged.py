@@ -2,7 +2,7 @@
 """A step of a serving engine: sequences of any length over a paged cache. Independent of engine and policy.
 
 vLLM's cache has shape (num_pages, kv_heads, page_size, 2 * head_dim), with k and v of a token side by side, and any
-strides: `Pages`. SGLang's has k and v apart, each (tokens, kv_heads, head_dim): `TokenPages`.
+strides: `Pages`.
 """
 
 from __future__ import annotations
@@ -83,45 +83,6 @@ class Pages(NamedTuple):
             return k, v
         k, v = (x.view(FP8).to(dtype).mul_(scale[..., None]) for x, scale in ((k, self.k_scale), (v, self.v_scale)))
         return k, v
-
-
-class TokenPages(NamedTuple):
-    """An engine's cache of one layer, with keys and values apart and the heads of a token side by side."""
-
-    k: Tensor  # (num_pages, page_size, kv_heads, head_dim)
-    v: Tensor
-
-    @property
-    def memory(self) -> Tensor:
-        """The memory of the keys, which identifies the cache."""
-        return self.k
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.k.shape[1]
-
-    @property
-    def read_in_place(self) -> bool:
-        """Return whether kernels may read sequences where the pages are."""
-        return True
-
-    def tokens_first(self) -> tuple[Tensor, Tensor]:
-        """Return k and v, (num_pages, page_size, kv_heads, head_dim)."""
-        return self.k, self.v
-
-    def cache(self, seqused_k: Tensor, page_table: Tensor, summaries: PageSummaries | None = None) -> PagedCache:
-        """Return the cache for `sparse_decode`; seqused_k (batch,) and page_table (batch, max_pages), both int32."""
-        return PagedCache(self.k, self.v, seqused_k, page_table, summaries=summaries)
-
-    def sequence(self, page_table: Tensor, seqlen_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return copies of k and v of one sequence, each (1, seqlen_k, kv_heads, head_dim); see `Pages`."""
-        used = page_table[: -(-seqlen_k // self.page_size)].long()
-        k, v = (x[used].flatten(0, 1)[None, :seqlen_k] for x in (self.k, self.v))
-        return k, v
-
-
-AnyPages = Pages | TokenPages
 
 
 class Softmax(NamedTuple):
@@ -213,12 +174,12 @@ class Sequences:
             found = self._parts[key] = Part(seqused_k, self.page_table[which], places)
         return found
 
-    def keys(self, pages: AnyPages, row: SequenceRow, dtype: torch.dtype) -> SequenceKeys:
+    def keys(self, pages: Pages, row: SequenceRow, dtype: torch.dtype) -> SequenceKeys:
         """Return copies of a sequence's keys and values in one layer, in order."""
         k, v = pages.sequence(self.page_table[row.index], row.seqlen_k, dtype)
         return SequenceKeys(k, v, row.seqlen_k)
 
-    def keys_in_place(self, pages: AnyPages, row: SequenceRow, kv_block: int) -> SequenceKeys | None:
+    def keys_in_place(self, pages: Pages, row: SequenceRow, kv_block: int) -> SequenceKeys | None:
         """Return a sequence's keys and values in one layer where the pages are, for kernels that read whole blocks.
 
         Call `clear_tail` before a kernel reads values.
@@ -241,7 +202,7 @@ class Sequences:
         places, kept = self._places_of(row, page_size, found[1], kv_block)
         return SequenceKeys(found[0], values[0], row.seqlen_k, places, kept)
 
-    def clear_tail(self, pages: AnyPages, row: SequenceRow) -> None:
+    def clear_tail(self, pages: Pages, row: SequenceRow) -> None:
         """Set values behind a sequence's last key to zero in one layer, in the rest of its last page.
 
         Masked weights are zero, but zero times an infinite value of a former sequence is not. No other sequence reads
@@ -286,7 +247,7 @@ class Part(NamedTuple):
     page_table: Tensor  # (batch, max_pages) int32
     places: Tensor  # (batch, seqlen_q) int64 indices of their queries among the step's tokens
 
-    def cache(self, pages: AnyPages, summaries: PageSummaries | None = None) -> PagedCache:
+    def cache(self, pages: Pages, summaries: PageSummaries | None = None) -> PagedCache:
         """Return the cache of these sequences in one layer."""
         return pages.cache(self.seqused_k, self.page_table, summaries)
 
@@ -298,7 +259,7 @@ def on_device(numbers: Any, device: torch.device) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, pages: AnyPages, sequences: Sequences, rows: Sequence[SequenceRow], softmax: Softmax, out: Tensor
+    q: Tensor, pages: Pages, sequences: Sequences, rows: Sequence[SequenceRow], softmax: Softmax, out: Tensor
 ) -> None:
     """Attend to every visible key. Sequences with one query run in one call.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.runtime.paged import AnyPages, SequenceRow, Sequences, Softmax
+from dynaxx.integrations.runtime.paged import Pages, SequenceRow, Sequences, Softmax
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy.decode import DecodePlan
@@ -21,7 +21,7 @@ class LivingSummaries:
         self._summaries: PageSummaries | None = None
         self._memory = 0  # address of the summarized pages
 
-    def update(self, pages: AnyPages, sequences: Sequences, bound: float) -> PageSummaries:
+    def update(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
         """Update the summaries with the keys of a step, which are in the cache. New summaries cover all pages."""
         known = self._known(pages, bound)
         if known is None:
@@ -30,7 +30,7 @@ class LivingSummaries:
             summarize_pages(part.cache(pages, known), new_tokens=new_tokens)
         return known
 
-    def update_later(self, pages: AnyPages, bound: float) -> PageSummaries | None:
+    def update_later(self, pages: Pages, bound: float) -> PageSummaries | None:
         """Return the summaries, to which the caller adds the keys of a step later; None for new, complete ones."""
         known = self._known(pages, bound)
         if known is None:
@@ -41,7 +41,7 @@ class LivingSummaries:
         """Drop the summaries, because a step will add no keys to them."""
         self._summaries = None
 
-    def update_last(self, pages: AnyPages, sequences: Sequences, bound: float) -> PageSummaries:
+    def update_last(self, pages: Pages, sequences: Sequences, bound: float) -> PageSummaries:
         """Update the summaries for a step with one new key per sequence, without the host. A CUDA graph may capture it.
 
         Raises:
@@ -55,13 +55,13 @@ class LivingSummaries:
         summarize_pages(pages.cache(sequences.seqused_k, sequences.page_table, known), new_tokens=1)
         return known
 
-    def _known(self, pages: AnyPages, bound: float) -> PageSummaries | None:
+    def _known(self, pages: Pages, bound: float) -> PageSummaries | None:
         known = self._summaries
         if known is None or known.bound != bound or (self._memory, len(known.low)) != _place(pages):
             return None
         return known
 
-    def _made(self, pages: AnyPages, bound: float) -> PageSummaries:
+    def _made(self, pages: Pages, bound: float) -> PageSummaries:
         known = summarize_pages(_every_page(pages), bound=bound).summaries
         assert known is not None, "just made"
         self._summaries, self._memory = known, pages.memory.data_ptr()
@@ -70,7 +70,7 @@ class LivingSummaries:
 
 def decode(
     q: Tensor,
-    pages: AnyPages,
+    pages: Pages,
     sequences: Sequences,
     rows: Sequence[SequenceRow],
     plan: DecodePlan,
@@ -99,13 +99,13 @@ def decode(
         out[part.places[: len(some)]] = found[: len(some)]
 
 
-def _every_page(pages: AnyPages) -> PagedCache:
+def _every_page(pages: Pages) -> PagedCache:
     """Return the whole memory as one long sequence."""
     count, device = len(pages.memory), pages.memory.device
     used = torch.tensor([count * pages.page_size], dtype=torch.int32, device=device)
     return pages.cache(used, torch.arange(count, dtype=torch.int32, device=device)[None])
 
 
-def _place(pages: AnyPages) -> tuple[int, int]:
+def _place(pages: Pages) -> tuple[int, int]:
     """Return the address of the memory and its number of pages."""
     return pages.memory.data_ptr(), len(pages.memory)

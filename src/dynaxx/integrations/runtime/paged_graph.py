@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.runtime.paged import AnyPages, Sequences, Softmax
+from dynaxx.integrations.runtime.paged import Pages, Sequences, Softmax
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout.paging import PageSummaries
 from dynaxx.ops.decode import sparse_decode
@@ -97,7 +97,7 @@ def one_query_each(sequences: Sequences) -> bool:
 
 def decode_step(
     q: Tensor,
-    pages: AnyPages,
+    pages: Pages,
     sequences: Sequences,
     lengths: tuple[Tensor, Tensor],
     plan: DecodePlan,

@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
-from dynaxx.integrations.runtime.paged import AnyPages, SequenceRow, Sequences, Softmax
+from dynaxx.integrations.runtime.paged import Pages, SequenceRow, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_decode import LivingSummaries, decode
 from dynaxx.integrations.runtime.paged_graph import LayerLimits, StepLengths, decode_limits, decode_step, one_query_each
 from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, Route, SequenceLengths, is_step, route
@@ -146,7 +146,7 @@ class PagedLayer:
         self.watchers = watchers
         self._summaries = LivingSummaries()
 
-    def sparse(self, q: Tensor, pages: AnyPages, step: Step, out: Tensor) -> bool:
+    def sparse(self, q: Tensor, pages: Pages, step: Step, out: Tensor) -> bool:
         """Attend for the sequences of a step that run sparse under the policy in force.
 
         Args:
@@ -165,7 +165,7 @@ class PagedLayer:
             self._finish(step, step.updates)
         return worked
 
-    def _attend(self, q: Tensor, pages: AnyPages, step: Step, out: Tensor) -> bool:
+    def _attend(self, q: Tensor, pages: Pages, step: Step, out: Tensor) -> bool:
         split = step.split(self.index)
         summaries = self._summarized(pages, step, split)
         if not split.runs_sparse:
@@ -207,7 +207,7 @@ class PagedLayer:
         for reason, sequences in split.reasons.items():
             self.counts.dense_sequences(reason, sequences)
 
-    def _decode_step(self, q: Tensor, pages: AnyPages, step: Step, lengths: StepLengths, out: Tensor) -> bool:
+    def _decode_step(self, q: Tensor, pages: Pages, step: Step, lengths: StepLengths, out: Tensor) -> bool:
         """Attend as `sparse` does, in a step that may be captured: without decisions or counts on the host."""
         plan, summaries = step.deployed.decode[self.index], None
         try:
@@ -221,7 +221,7 @@ class PagedLayer:
             return False
         return True
 
-    def _sparse_row(self, q: Tensor, pages: AnyPages, step: Step, row: SequenceRow, out: Tensor) -> None:
+    def _sparse_row(self, q: Tensor, pages: Pages, step: Step, row: SequenceRow, out: Tensor) -> None:
         queries, guard, plan = q[None, row.tokens], step.deployed.guard, step.deployed.plans[self.index]
         runs, scale = plan if guard is None else guard.plan(self.index, plan), self.softmax.scale
         lead = runs.lead(row.seqlen_q, row.seqlen_k)
@@ -248,7 +248,7 @@ class PagedLayer:
             k, v = pages.sequence(step.sequences.page_table[row.index], row.seqlen_k, q.dtype)
             guard.take(self.index, queries, k, v, scale, plan, runs, found)
 
-    def _summarized(self, pages: AnyPages, step: Step, split: Split) -> PageSummaries | None:
+    def _summarized(self, pages: Pages, step: Step, split: Split) -> PageSummaries | None:
         """Return the page summaries if a sequence decodes. They include pages that dense sequences wrote."""
         plan = step.deployed.decode.get(self.index)
         if plan is None or plan.budget.reads_everything:
@@ -262,7 +262,7 @@ class PagedLayer:
             step.waiting.append(WaitingLayer(pages, known))
         return None
 
-    def _sample_unseen(self, q: Tensor, pages: AnyPages, step: Step, row: SequenceRow) -> None:
+    def _sample_unseen(self, q: Tensor, pages: Pages, step: Step, row: SequenceRow) -> None:
         """Sample the rule that the guard has disabled, so that the guard can detect a recovery."""
         guard = step.deployed.guard
         if guard is not None and guard.wants_call():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dynaxx.integrations.runtime.paged import AnyPages, Part, Sequences
+from dynaxx.integrations.runtime.paged import Pages, Part, Sequences
 from dynaxx.kernels.registry import DECODE
 from dynaxx.layout.paging import PageSummaries
 from dynaxx.ops.decode import summarize_pages
@@ -24,7 +24,7 @@ MOST_SETS = 16  # sets of waiting layers whose places are kept
 class WaitingLayer(NamedTuple):
     """A layer whose summaries lack the keys of the current step."""
 
-    pages: AnyPages
+    pages: Pages
     summaries: PageSummaries
 
 

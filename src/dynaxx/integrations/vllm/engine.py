@@ -12,15 +12,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from typing_extensions import override
-
 from dynaxx.errors import PolicyError, UnsupportedInputError
 from dynaxx.forks import new_lock
 from dynaxx.integrations.runtime.background import Background
+from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.runtime.paged import Softmax
-from dynaxx.integrations.runtime.paged_layer import PagedLayer, Watcher
-from dynaxx.integrations.runtime.served import ServedPolicy, policy_path
+from dynaxx.integrations.runtime.paged import Sequences, Softmax
+from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step, Watcher
+from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.vllm.refusals import (
     config_refusals,
     deployed_refusals,
@@ -28,24 +27,32 @@ from dynaxx.integrations.vllm.refusals import (
     policy_refusals,
 )
 from dynaxx.policy import (
+    KILL_SWITCH,
+    KillSwitch,
     LayerPlan,
     ModelFacts,
     Policy,
     PolicyFollower,
     Rollout,
     load_policy,
+    policy_digest,
 )
 from dynaxx.policy.decode import DecodePlan
 from dynaxx.telemetry import Recorder, recorder
+from dynaxx.telemetry.snapshot import Snapshot
 
+POLICY_VARIABLE = "DYNAXX_POLICY"  # the policy file
 FOLLOW_VARIABLE = "DYNAXX_FOLLOW"  # "1": a changed file comes into force while the engine runs
 
 
-class Engine(ServedPolicy):
+class Engine:
     """The policy of one engine in this process.
 
     Attributes:
+        path: the policy file.
         layers: the layers that may run sparse, by index; all others belong to vLLM.
+        counts: the outcomes of layer calls.
+        kill_switch: `engage()` makes everything dense from the next step on.
         watchers: functions called with the layer and the layout of every sequence that runs sparse.
         prepared: rules whose kernels are compiled.
         captured: whether CUDA graphs contain the decode rules, which then cannot change.
@@ -59,7 +66,12 @@ class Engine(ServedPolicy):
     def __init__(self, path: str, vllm_config: Any, rank: int) -> None:
         policy = load_policy(path)
         name = str(getattr(vllm_config.model_config, "served_model_name", None) or policy.model.model_type)
-        super().__init__(path, recorder().bind(model_name=name, engine=str(_engine_number(vllm_config))))
+        self._numbers = recorder().bind(model_name=name, engine=str(_engine_number(vllm_config)))
+        self._policy_events = PolicyEvents(self._numbers)
+        self.path = path
+        self.layers: dict[int, PagedLayer] = {}
+        self.kill_switch = KillSwitch(KILL_SWITCH)
+        self.counts = Counts(self._numbers)
         self.watchers: list[Watcher] = []
         self.captured = False
         self.prepared: set[Hashable] = set()
@@ -76,10 +88,15 @@ class Engine(ServedPolicy):
         self._policy_events.in_force(self.deployed)
 
     @property
-    @override
     def deployed(self) -> Deployed:
+        """The policy in force, with its state."""
         assert self._in_force is not None, "the constructor must have set it"
         return self._in_force
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self.deployed.policy
 
     @property
     def plans(self) -> Mapping[int, LayerPlan]:
@@ -110,6 +127,23 @@ class Engine(ServedPolicy):
     def serves(self, vllm_config: Any) -> bool:
         """Return whether this engine belongs to that configuration."""
         return self._config() is vllm_config
+
+    def step(self, sequences: Sequences) -> Step:
+        """Return a step with the policy and state that apply to it."""
+        return Step(sequences, self.deployed, killed=self._policy_events.killed(self.kill_switch.engaged()))
+
+    def status(self) -> dict[str, Any]:
+        """Return the state and the counts as plain data."""
+        return {
+            "active": bool(self.layers),
+            "policy": self.path,
+            "digest": policy_digest(self.policy),
+            "killed": self.kill_switch.engaged(),
+            "sparse_layers": sorted(self.layers),
+            "layers": self.policy.model.layers,
+            "density": Snapshot.of(self._numbers).mean("dynaxx_density_ratio"),
+            **self.counts.to_dict(),
+        }
 
     def bind(self, index: int, layer: Any, page_size: int) -> PagedLayer | None:
         """Connect one attention layer of vLLM to the policy.
@@ -177,6 +211,11 @@ class Engine(ServedPolicy):
 def softmax_of(impl: Any) -> Softmax:
     """Return the softmax of one of vLLM's attention implementations."""
     return Softmax(float(impl.scale), getattr(impl, "logits_soft_cap", None) or None, getattr(impl, "sinks", None))
+
+
+def policy_path() -> str | None:
+    """Return the policy file that the environment names."""
+    return os.environ.get(POLICY_VARIABLE) or None
 
 
 _current: Engine | None = None

@@ -7,15 +7,15 @@ plugin patches nothing in vLLM; it registers a backend.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.runtime import served
 from dynaxx.integrations.vllm import engine as vllm_engine
 from dynaxx.policy import load_policy
 from dynaxx.telemetry import prometheus
 
-NOT_STARTED = "no layer asked for the backend"
+logger = logging.getLogger("dynaxx")
 
 
 def register() -> None:
@@ -31,7 +31,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = served.policy_path()
+    path = vllm_engine.policy_path()
     if path is not None:
         load_policy(path)
         prometheus.register()
@@ -46,8 +46,19 @@ def register() -> None:
 
 
 def status() -> dict[str, Any]:
-    """Return the state of the policy in this process as plain data; see `runtime.served.status_of`."""
-    return served.status_of(vllm_engine.current(), NOT_STARTED)
+    """Return the state of the policy in this process as plain data.
+
+    Returns:
+        "active": whether layers follow it, otherwise "reason". "policy": its file, with its "digest". "killed": what
+        engages the kill switch, or None. "sparse_layers": indices of the sparse layers among "layers". "density": the
+        mean of sampled sparse calls. "sparse_calls", "dense_calls", "dense_sequences": see `Handle.stats`.
+    """
+    engine = vllm_engine.current()
+    if engine is None:
+        named = vllm_engine.policy_path() is not None
+        reason = "no layer asked for the backend" if named else f"{vllm_engine.POLICY_VARIABLE} is not set"
+        return {"active": False, "reason": reason}
+    return engine.status()
 
 
 def switch(enabled: bool) -> dict[str, Any]:
@@ -56,7 +67,15 @@ def switch(enabled: bool) -> dict[str, Any]:
     Raises:
         RuntimeError: no policy is active in this process.
     """
-    return served.switch(vllm_engine.current(), enabled, NOT_STARTED)
+    engine = vllm_engine.current()
+    if engine is None:
+        raise RuntimeError(f"no policy is active in this process: {status()['reason']}")
+    if enabled:
+        engine.kill_switch.release()
+    else:
+        engine.kill_switch.engage()
+    logger.info("sparse attention is switched %s", "on" if enabled else "off")
+    return engine.status()
 
 
 class WorkerExtension:
