@@ -14,24 +14,22 @@ from pathlib import Path
 import pytest
 
 from dynaxx.telemetry import CATALOG, Recorder
+from dynaxx.telemetry.dashboard import dashboard
 from dynaxx.telemetry.overview import DRIFTED, ERROR_HIGH, FALLBACKS_HIGH, RECALL_LOW
 
 yaml = pytest.importorskip("yaml")
 
 ROOM = Path(str(files("dynaxx.telemetry")))
-RULES, TESTS, DASHBOARD = ROOM / "alerts.yml", Path(__file__).parent / "alerts_test.yml", ROOM / "dashboard.json"
+RULES, TESTS = ROOM / "alerts.yml", Path(__file__).parent / "alerts_test.yml"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool: apt-get install prometheus")
 PROMETHEUS_LABELS = {"le", "instance", "job"}
+GRAFANA_UNITS = {"reqps", "ops", "short", "percentunit", "s", "flops", "Bps", "bytes"}
 
 
 def rules() -> list[dict]:
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
     return group["rules"]
-
-
-def dashboard() -> dict:
-    return json.loads(DASHBOARD.read_text(encoding="utf-8"))
 
 
 def panels() -> list[dict]:
@@ -125,10 +123,16 @@ def test_the_dashboard_is_well_formed():
     for panel in panels():
         assert panel["title"]
         assert panel["type"] in ("stat", "timeseries", "table")
-        assert all(target["refId"] for target in panel["targets"])
+        assert panel["description"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(references) == len(set(references))
+        defaults = panel["fieldConfig"]["defaults"]
+        assert defaults["unit"] in GRAFANA_UNITS
+        values = [step["value"] for step in defaults["thresholds"]["steps"]]
+        assert values[0] is None, "Grafana's first step has no value"
+        assert values[1:] == sorted(values[1:])
     variables = {variable["name"] for variable in board["templating"]["list"]}
-    text = DASHBOARD.read_text(encoding="utf-8")
-    used = set(re.findall(r"\$\{?(\w+)\}?", text)) - {"__rate_interval", "__all"}
+    used = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(board))) - {"__rate_interval", "__all"}
     assert used == variables
 
 
