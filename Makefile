@@ -68,7 +68,7 @@ test: lint types docs .venv/model.stamp ## Lint, types, documentation and the wh
 
 test-onnx: .venv/dev.stamp ## Test exports in ONNX Runtime, and its operator on the C++ core
 	@$(BIN)/pip install -qq --no-deps onnxruntime-extensions==0.15.2
-	$(BIN)/pytest -m "slow or not slow" tests/integrations/onnx
+	$(BIN)/pytest -m "slow or not slow" tests/engines/onnx
 
 # vLLM pins torch and transformers, so it has an environment of its own: 3.5 GB. What it removes are CUDA builds.
 $(VLLM_ENV)/vllm.stamp: pyproject.toml
@@ -80,8 +80,8 @@ $(VLLM_ENV)/vllm.stamp: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM_ENV)/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
-	$(VLLM_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_paged.py \
-	    tests/integrations/engines/test_vllm.py tests/integrations/engines/test_vllm_policies.py
+	$(VLLM_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_paged.py \
+	    tests/integrations/test_vllm.py tests/integrations/test_vllm_policies.py
 
 test-vllm-oldest: ## The same with the oldest vLLM for a CPU that is served
 	$(MAKE) test-vllm VLLM=$(VLLM_OLDEST) VLLM_ENV=.venv-vllm-oldest
@@ -97,7 +97,7 @@ $(TRITON_ENV)/triton.stamp: pyproject.toml
 	@touch $@
 
 test-triton: $(TRITON_ENV)/triton.stamp ## Test model repositories in a real Triton Inference Server
-	$(TRITON_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_triton_server.py
+	$(TRITON_ENV)/bin/python -m pytest -m "slow or not slow" tests/engines/test_triton_server.py
 
 # What transformers' own HTTP server needs beside transformers.
 $(SERVE_ENV)/serve.stamp: pyproject.toml
@@ -118,7 +118,7 @@ $(XFORMERS_ENV)/xformers.stamp: pyproject.toml
 	@touch $@
 
 test-xformers: $(XFORMERS_ENV)/xformers.stamp ## Test layouts of xFormers' own masks
-	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/engines/test_xformers_masks.py
+	$(XFORMERS_ENV)/bin/python -m pytest tests/integrations/test_xformers_masks.py
 
 # OpenVINO, its GenAI pipelines, and llama.cpp, which is compiled: ten minutes and more on two cores. 1.8 GB.
 $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
@@ -128,7 +128,7 @@ $(OPENVINO_ENV)/openvino.stamp: pyproject.toml
 	@touch $@
 
 test-openvino: $(OPENVINO_ENV)/openvino.stamp ## Test models in OpenVINO, dense and with a policy inside
-	$(OPENVINO_ENV)/bin/python -m pytest tests/integrations/engines/test_openvino*.py
+	$(OPENVINO_ENV)/bin/python -m pytest tests/engines/test_openvino*.py
 
 $(DEEPSPEED_ENV)/deepspeed.stamp: pyproject.toml
 	@echo "making $(DEEPSPEED_ENV): some minutes"
@@ -150,8 +150,8 @@ $(TENSORRT_ENV)/tensorrt.stamp: pyproject.toml
 
 # TensorRT's bindings come without its libraries, which no registry has: their test has a stand-in.
 test-tensorrt: $(TENSORRT_ENV)/tensorrt.stamp ## Build engines of TensorRT for RTX, and drive the plugins, without a GPU
-	$(TENSORRT_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_tensorrt.py \
-	    tests/integrations/engines/test_tensorrt_plugin.py
+	$(TENSORRT_ENV)/bin/python -m pytest -m "slow or not slow" tests/engines/test_tensorrt.py \
+	    tests/engines/test_tensorrt_plugin.py
 
 # transformers 5.22 is the newest that takes a release of kernels that can be had.
 $(KERNELS_ENV)/kernels.stamp: pyproject.toml
@@ -160,7 +160,7 @@ $(KERNELS_ENV)/kernels.stamp: pyproject.toml
 	@touch $@
 
 test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Hugging Face's kernels
-	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/engines/test_hub_kernels.py
+	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/engines/test_hub_kernels.py
 
 .venv-tritons/%/triton.stamp: .venv/dev.stamp
 	@$(BIN)/pip install -qq --no-deps --target $(@D) "triton==$*"

@@ -32,6 +32,7 @@ ROOMS = (
     "distributed",
     "telemetry",
     "integrations",
+    "engines",
     "lab",
     "cli",
 )

@@ -78,7 +78,7 @@ _SOURCES = {
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),
     "dynaxx.integrations.flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
-    "dynaxx.integrations.onnx": ("OnnxModel", "export_onnx"),
+    "dynaxx.engines.onnx": ("OnnxModel", "export_onnx"),
 }
 # Names of 0.1.0: they still work, with a warning, and are not listed.
 _OLD_NAMES = {

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import Ranks
 
 import dynaxx as dx
-from dynaxx.integrations.deepspeed import apply_with_ulysses
+from dynaxx.engines.deepspeed import apply_with_ulysses
 from dynaxx.integrations.transformers import model_facts
 
 SIZES = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,

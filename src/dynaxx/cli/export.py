@@ -16,7 +16,7 @@ from dynaxx.cli.running import progress_of, running
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-# The module of `dynaxx.integrations` for each format; it defines `export_model(folder, policy, out, options)`.
+# The module of `dynaxx.engines` for each format; it defines `export_model(folder, policy, out, options)`.
 FORMATS = {
     "onnx": "onnx.command",
     "openvino": "openvino.export",
@@ -81,7 +81,7 @@ class Exporter(Protocol):
 
 
 def _exporter(format: Format) -> Exporter:
-    export_model: Exporter = importlib.import_module(f"dynaxx.integrations.{FORMATS[format.value]}").export_model
+    export_model: Exporter = importlib.import_module(f"dynaxx.engines.{FORMATS[format.value]}").export_model
     return export_model
 
 

