@@ -2,6 +2,8 @@
 """The rooms import in one direction, and a plain import is light."""
 
 import ast
+import importlib
+import importlib.util
 import json
 import re
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import dynaxx
+from dynaxx.moved import MOVED
 
 ROOMS = (
     "errors",
@@ -19,6 +22,7 @@ ROOMS = (
     "storage",
     "arguments",
     "lazy",
+    "moved",
     "forks",
     "derivatives",
     "core",
@@ -171,6 +175,19 @@ def test_folders_are_small():
     folders = {path.parent for top in tops for path in top.rglob("*.py")}
     sizes = {str(folder): len([*folder.glob("*.py")]) for folder in folders}
     assert not {folder: size for folder, size in sizes.items() if size > MOST_FILES}
+
+
+def test_old_import_paths_are_the_modules_at_their_new_places():
+    with pytest.warns(DeprecationWarning, match="is now `dynaxx.engines.portable"):
+        old = importlib.import_module("dynaxx.integrations.portable.manifest")
+    assert old is importlib.import_module("dynaxx.engines.portable.manifest")
+    assert old.__spec__.name == "dynaxx.engines.portable.manifest"
+
+
+def test_moved_modules_exist():
+    for old, new in MOVED.items():
+        assert not any((SOURCE / old.replace(".", "/")).glob("*.py")), f"{old} is said to have moved"
+        assert importlib.util.find_spec(f"dynaxx.{new}"), f"{old} moved to {new}, which is missing"
 
 
 def test_a_circle_is_found():

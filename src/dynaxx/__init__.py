@@ -7,8 +7,11 @@ Names are loaded when they are first used, so `import dynaxx` costs little and l
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import Any
+
+from dynaxx.moved import MovedModules
 
 __version__ = "0.2.0"
 
@@ -90,6 +93,8 @@ _OLD_NAMES = {
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
 
 __all__ = ["__version__", *_SOURCE_OF]
+
+sys.meta_path.insert(0, MovedModules())
 
 
 def __getattr__(name: str) -> Any:

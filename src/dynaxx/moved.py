@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import paths of earlier versions: each still works for one version, with a warning that names the new path."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# New places by old ones, both relative to `dynaxx`; what lies below them moved along.
+MOVED = {
+    f"integrations.{engine}": f"engines.{engine}"
+    for engine in ("deepspeed", "hub_kernels", "onnx", "openvino", "portable", "tensorrt", "triton_server")
+}
+
+
+def new_path(name: str) -> str | None:
+    """Return where the module that was called `name` lies now; None if it did not move."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        place = MOVED.get(".".join(parts[1:end]))
+        if place is not None:
+            return ".".join([parts[0], place, *parts[end:]])
+    return None
+
+
+class _Alias(Loader):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let the old name stand for the module at its new path."""
+        sys.modules[module.__name__] = importlib.import_module(self.path)
+
+
+class MovedModules(MetaPathFinder):
+    """Find modules by their paths of earlier versions. It stands first, because folders that moved have both names."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return a spec for the module at its new path; None for all other modules."""
+        new = new_path(name) if name.startswith("dynaxx.") else None
+        if new is None:
+            return None
+        warnings.warn(f"`{name}` is now `{new}`", DeprecationWarning, stacklevel=2)
+        return ModuleSpec(name, _Alias(new))
