@@ -10,11 +10,10 @@ A page asks for a table with two comment lines, and everything between them is r
     <!-- results: attention_gpu -->
     <!-- /results -->
 
-A page links tables that it does not show, by their titles. The site has all tables on one page, which
-`docs/_hooks/generate.py` makes:
+A page names tables that it does not show. When the site is built, `docs/_hooks/generate.py` puts links to them there,
+and makes one page of all tables:
 
     <!-- more: attention_fa4 attention_softcap -->
-    <!-- /more -->
 
 A sentence asks for one cell by file, row (its first cell, or the start of it) and column:
 
@@ -46,7 +45,7 @@ from benchmarks import ran
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- /results -->", flags=re.DOTALL)
-MORE = re.compile(r"<!-- more: ([\w ]+) -->\n.*?<!-- /more -->", flags=re.DOTALL)
+MORE = re.compile(r"<!-- more: ([\w ]+) -->")
 VALUE = re.compile(r"<!-- value: (\w+); ([^;]+); ([^;]+?) -->.*?<!-- /value -->")
 RAN = re.compile(r"<!-- ran: ([^;]+); (GPU|CPU) -->.*?<!-- /ran -->")
 RAN_TABLE = re.compile(r"<!-- ran -->\n.*?<!-- /ran -->", flags=re.DOTALL)
@@ -121,10 +120,14 @@ def render(name: str) -> str:
     return "\n".join(lines)
 
 
-def links(names: str) -> str:
-    """Return a list of links to the tables of results, whose names are separated by spaces."""
-    titles = [f"- [{load_result(name)['title']}](results.md#{name})" for name in names.split()]
-    return "\n".join([f"<!-- more: {names} -->", *titles, "<!-- /more -->"])
+def with_links(text: str) -> str:
+    """Return a page's text with a list of links in place of each comment that names further tables."""
+
+    def links(more: re.Match[str]) -> str:
+        titles = (f"- [{load_result(name)['title']}](results.md#{name})" for name in more[1].split())
+        return "More tables:\n\n" + "\n".join(titles)
+
+    return MORE.sub(links, text)
 
 
 def all_results() -> str:
@@ -153,7 +156,6 @@ def cell(name: str, row: str, column: str) -> str:
 def rendered_page(text: str) -> str:
     """Return a page's text with everything between markers made anew."""
     text = VALUE.sub(lambda v: f"<!-- value: {v[1]}; {v[2]}; {v[3]} -->{cell(v[1], v[2], v[3])}<!-- /value -->", text)
-    text = MORE.sub(lambda more: links(more[1]), text)
     text = RAN.sub(lambda v: f"<!-- ran: {v[1]}; {v[2]} -->{ran.versions(v[1], v[2])}<!-- /ran -->", text)
     text = RAN_TABLE.sub(lambda _: "\n".join(["<!-- ran -->", *table(ran.COLUMNS, ran.rows()), "<!-- /ran -->"]), text)
     return BLOCK.sub(lambda block: f"<!-- results: {block[1]} -->\n{render(block[1])}\n<!-- /results -->", text)

@@ -112,10 +112,14 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
-def results_page() -> str:
-    """Return the Markdown of a page with every table of `benchmarks/results`."""
-    render = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "render.py"))
-    return str(render["all_results"]())
+def render() -> dict[str, Any]:
+    """Return the functions of `benchmarks/render.py`, which makes Markdown of benchmark results."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "render.py"))
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Put links to further tables where a page names them."""
+    return str(render()["with_links"](markdown)) if "<!-- more:" in markdown else markdown
 
 
 def gpus_page() -> str:
@@ -186,7 +190,8 @@ def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> s
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the build."""
-    pages = {"cli.md": cli_page(), "gpus.md": gpus_page(), "benchmarks/results.md": results_page(), **api_pages()}
+    results = render()["all_results"]()
+    pages = {"cli.md": cli_page(), "gpus.md": gpus_page(), "benchmarks/results.md": results, **api_pages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files

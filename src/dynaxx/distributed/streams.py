@@ -198,7 +198,7 @@ def in_returning_stages(
 ) -> None:
     """Run the stages of a backward pass, which also send gradients back to their owners.
 
-    All kernels are on the caller's stream: in the order of a second one they take as long (decision 71).
+    All kernels are on the caller's stream: in the order of a second one they take as long.
 
     Args:
         count: number of stages.

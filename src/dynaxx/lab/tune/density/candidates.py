@@ -2,8 +2,8 @@
 """Budgets of heads for any density, and the loss that they are predicted to cost on each kind of text.
 
 Budgets per head have the smallest loss on the mean of all kinds. More weight for the kind closest to the tolerance
-makes its predicted loss smaller, but not its loss on other text (decision 75). Tasks that must hold count beside the
-texts (decision 77).
+makes its predicted loss smaller, but not its loss on other text. Tasks that must hold count beside the
+texts: docs/decisions/tuning.md.
 """
 
 from __future__ import annotations
