@@ -393,8 +393,8 @@ def test_a_thread_ends_though_its_queue_is_full():
     while not background.submit(lambda: ran.append(1)):
         time.sleep(0.001)
     thread = background._thread
+    threading.Timer(0.1, blocked.set).start()
     background.stop()
-    blocked.set()
     thread.join(20)
     assert not thread.is_alive()
 
