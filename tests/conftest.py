@@ -2,8 +2,8 @@
 """Each test has its own metrics recorder, which raises on names that the catalogue does not list.
 
 Slow tests are skipped unless requested: `pytest -m slow`, or `-m "slow or not slow"` for all tests. Under Triton's
-interpreter, which takes a thousand times as long as a GPU, a sample of the cases of each test runs unless all are
-requested.
+interpreter, which takes a thousand times as long as a GPU, a sample of the cases of each test runs, or all with
+`--every-case`.
 """
 
 import os
@@ -18,10 +18,11 @@ import torch
 
 from dynaxx.core.build import processors
 from dynaxx.telemetry import Recorder, use
-from interpreter import DEVICE, INTERPRETED, NAME, start_interpreted, stop_interpreted
+from interpreter import DEVICE, INTERPRETED, NAME, OPTIONS, start_interpreted, stop_interpreted
 
 
 def pytest_addoption(parser):
+    parser.addoption("--every-case", action="store_true", help="run all cases under Triton's interpreter")
     parser.addoption("--record", type=Path, help="write what passed, and on what, for benchmarks/render.py")
 
 
@@ -37,6 +38,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_configure(config):
     """Divide the cores among pytest's workers, because with too many threads small tensors wait for each other."""
+    if config.getoption("--every-case"):
+        OPTIONS.append("--every-case")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), processors() // workers)))
@@ -44,13 +47,13 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.name == NAME)
+    if INTERPRETED and not config.getoption("--every-case"):
+        items[:] = _sample(items)
     if config.getoption("-m"):
         return
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow"))
-    if INTERPRETED:
-        items[:] = _sample(items)
 
 
 def _sample(items):

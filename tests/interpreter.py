@@ -28,6 +28,7 @@ on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 starts_interpreter = pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests below run in this process")
 
 
+OPTIONS: list[str] = []  # of pytest, for these processes
 NAME = "test_under_the_interpreter"
 GIVE_WAY = "import os, sys, pytest; hasattr(os, 'nice') and os.nice(19); sys.exit(pytest.main(sys.argv[1:]))"
 
@@ -55,7 +56,7 @@ def stop_interpreted() -> None:
 def _run(path: Path) -> tuple[int, str]:
     """Return the exit code and the output."""
     with subprocess.Popen(
-        [sys.executable, "-c", GIVE_WAY, "-x", "-p", "no:cacheprovider", str(path)],
+        [sys.executable, "-c", GIVE_WAY, "-x", "-p", "no:cacheprovider", *OPTIONS, str(path)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
