@@ -26,6 +26,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.targets import targets_of
+
 from dynaxx.lab.machine import machine_facts
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +92,7 @@ def result_of(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]
             "measured": text_of(each["value"]),
             "met": bool(each["ok"]),
         }
-        for each in found.get("targets", found.get("bars", []))
+        for each in found.get("targets", found.get("bars")) or [target.as_dict() for target in targets_of(found)]
         if each["ok"] is not None
     ]
     device, versions = place()

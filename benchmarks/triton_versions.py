@@ -39,9 +39,9 @@ def rows() -> list[tuple[str, str]]:
 
 def measure(backend: str, name: str) -> dict[str, float]:
     """Return milliseconds of the forward and the backward, or microseconds of the host until a call returns."""
+    from benchmarks.kernels.gpu_beside import host_calls, host_us
     from triton.testing import do_bench
 
-    from dynaxx.lab.bench.gpu_end_to_end import host_calls, host_us
     from dynaxx.lab.bench.gpu_workloads import WORKLOADS
     from dynaxx.ops.attention import sparse_attention
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from benchmarks.kernels.gpu_beside import LENGTH, PATTERNS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
 from dynaxx.core import library
-from dynaxx.lab.bench.gpu_end_to_end import LENGTH, PATTERNS
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks, from_block_mask, to_block_mask
 from dynaxx.patterns.build import build_layout, numpy_layout
 from dynaxx.patterns.compiled import layout_tensors

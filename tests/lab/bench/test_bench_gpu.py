@@ -3,12 +3,11 @@
 
 import pytest
 import torch
+from benchmarks.kernels.gpu_beside import draw_growth
+from benchmarks.targets import Target, gpu_targets
 
 from dynaxx.lab.bench import gpu as bench_gpu
-from dynaxx.lab.bench.gpu_end_to_end import draw_growth
-from dynaxx.lab.bench.gpu_targets import targets_of
 from dynaxx.lab.bench.gpu_workloads import MAIN, WORKLOADS, Workload
-from dynaxx.lab.bench.targets import Target
 
 
 def row(workload, implementation, forward, backward, **more):
@@ -21,7 +20,7 @@ def ratio(**peers):
     return {"ratio": {peer: {"forward": forward, "backward": backward} for peer, (forward, backward) in peers.items()}}
 
 
-def test_bars_hold_our_best_backend_to_the_peers_that_ran():
+def test_targets_hold_our_best_backend_to_the_peers_that_ran():
     rows = [
         row("random 10 %", "hopper", 560, 420, **ratio(fa4=(1.06, 0.9), flex=(1.5, 1.4))),
         row("random 10 %", "triton", 400, 300, **ratio(fa4=(0.7, 0.6), flex=(1.16, 0.9))),
@@ -31,7 +30,7 @@ def test_bars_hold_our_best_backend_to_the_peers_that_ran():
         row("head_dim 256", "triton", 200, 60, ratio={}),
         {"workload": "head_dim 256", "implementation": "flex", "skipped": "out of shared memory"},
     ]
-    targets = {(target.workload, target.name): target.ok for target in targets_of({"rows": rows})}
+    targets = {(target.workload, target.name): target.ok for target in gpu_targets({"rows": rows})}
     assert targets["random 10 %", "forward, times FA4"] is True
     assert targets["random 10 %", "backward, times FA4"] is False
     assert targets["random 10 %", "forward, times FlexAttention"] is True
@@ -52,7 +51,7 @@ def test_peers_by_name():
 
 
 def test_a_bar_whose_peer_is_absent_is_neither_met_nor_missed():
-    targets = targets_of({"rows": [row("random 10 %", "hopper", 560, 420, ratio={})]})
+    targets = gpu_targets({"rows": [row("random 10 %", "hopper", 560, 420, ratio={})]})
     assert targets
     assert all(target.ok is None for target in targets)
     assert "not measured" in str(targets[0])

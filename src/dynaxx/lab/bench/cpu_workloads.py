@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads of `dynaxx bench --suite cpu`, and the target of each figure."""
+"""Workloads of `dynaxx bench --suite cpu`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from dynaxx.lab.bench.targets import Target
 from dynaxx.layout import BlockLayout
 from dynaxx.patterns import Full, SlidingWindow
 
@@ -69,50 +66,3 @@ def random_causal_layout(seqlen: int, density: float, block_size: int, seed: int
     kept = ((row + 1) * density).round().clamp(min=1)
     rank = order.argsort(-1, descending=True).argsort(-1)
     return BlockLayout.from_block_indices(torch.where(rank < kept, column, -1), seqlen, block_size=block_size)
-
-
-def targets_of(rows: Iterable[dict[str, Any]]) -> list[Target]:
-    """Return the targets for the rows of `time_shape`. Rows with tokens first in memory have none."""
-    targets = []
-    for row in rows:
-        if row["memory"] != "heads first":
-            continue
-        name, forward = row["workload"], row["pass"] == "forward"
-        where = f"{name}, {row['seqlen']} x {row['head_dim']}"
-        main = name in ("window 512", "window 1024", "random 10 %, blocks 64")
-        if main and forward:
-            targets.append(Target("forward, useful GF of matmul", 0.70, row["of_gemm"], where))
-            targets.append(Target("forward, useful GF of SDPA", 0.90, row["of_sdpa"], where))
-        elif main:
-            targets.append(Target("backward, useful GF of matmul", 0.70, row["of_gemm"], where))
-        if forward and name in ("window 256", "random 10 %, blocks 32"):
-            targets.append(Target("forward, small windows and blocks, of matmul", 0.60, row["of_gemm"], where))
-        if name == "random 10 %, blocks 64":
-            targets.append(Target(f"{row['pass']}, times faster at 10 %", 9.0, row["times_faster"], where))
-        if forward and name == "window 512" and row["seqlen"] == 8192:
-            targets.append(Target("forward, times faster at window 512", 8.5, row["times_faster"], where))
-        if forward and name == "full density":
-            targets.append(Target("forward, times faster at full density", 1.1, row["times_faster"], where))
-    return targets
-
-
-def targets_of_small(rows: Iterable[dict[str, Any]]) -> list[Target]:
-    """Return the targets of short lengths: never slower than dense attention."""
-    return [Target("times faster at any length", 1.0, row["times_faster"], f"{row['seqlen']} tokens") for row in rows]
-
-
-def targets_of_half(rows: Iterable[dict[str, Any]]) -> list[Target]:
-    """Return the targets of half precision: bf16 and fp16 cost no more than fp32."""
-    return [
-        Target("speed as a share of fp32's", 0.9, row["of_fp32"], f"{row['pass']}, {row['dtype']} x {row['head_dim']}")
-        for row in rows
-    ]
-
-
-def targets_of_decode(rows: Iterable[dict[str, Any]]) -> list[Target]:
-    """Return the targets of pages of 64; pages of 16 have none."""
-    return [
-        Target("decode, times faster at 10 %", 9.0, row["times_faster"], f"{row['seqlen']} keys, pages of 64")
-        for row in rows
-        if row["page_size"] == 64
-    ]

@@ -3,7 +3,7 @@
 
 Useful FLOPs are 4 * head_dim * q_heads * visible (query, key) pairs forward and 2.5 times that backward; those of a
 dense peer are its own. A ratio is a peer's time over ours: above 1 we are faster. Selection and the building of layouts
-are in none of these times (layouts have rows of their own).
+are in none of these times.
 """
 
 from __future__ import annotations
@@ -12,19 +12,14 @@ import gc
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynaxx.lab.bench import gpu_end_to_end as end_to_end
 from dynaxx.lab.bench.gpu_peers import PEERS
-from dynaxx.lab.bench.gpu_targets import targets_of
 from dynaxx.lab.bench.gpu_workloads import WORKLOADS, Workload
-from dynaxx.lab.bench.rows import rows_named
-from dynaxx.lab.bench.targets import Report
-from dynaxx.lab.files import write_text
+from dynaxx.lab.bench.rows import Report, rows_named
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import unsupported_reasons
@@ -32,7 +27,6 @@ from dynaxx.ops.dispatch import unsupported_reasons
 BACKENDS = ("hopper", "triton")
 KINDS = ("forward", "backward")
 QUICK = ("random 10 %", "window 1024")
-BESIDE = ("layouts", "host", "encoder")
 DIFFERENT = 2e-2  # relative error in norm between two bf16 results of the same attention
 
 
@@ -42,22 +36,20 @@ def run_gpu_suite(
     only: Sequence[str] = (),
     peers: Sequence[str] | None = None,
     progress: Report | None = None,
-    plot: Path | None = None,
 ) -> dict[str, Any]:
     """Check the GPU backends on random problems, then time them and their peers.
 
     Args:
         quick: two workloads, and no peer that compiles (FlexAttention for a minute, FlashAttention 4 for seconds).
         seed: of the random blocks and of the inputs.
-        only: of the rows, those whose name starts so: workloads, and "layouts", "host", "encoder".
+        only: workloads whose name starts so; all by default.
         peers: those whose name starts so, as "flex"; all by default.
         progress: receives lines of text as results come, for example `print`.
-        plot: also time a window at lengths from 4k to 1M, and draw time and memory into this SVG file.
 
     Returns:
         "device", "versions", "checks" (problems passed by backend), "rows" (one dict per workload and implementation:
         ms, TF/s and peak MiB above the inputs, forward and backward, of ours the ratio to each peer; or "skipped" with
-        the reason), "layouts", "host", "encoder", "growth" (what was asked for of it) and "targets".
+        the reason).
 
     Raises:
         RuntimeError: no GPU, or a check that failed: then there are no times.
@@ -67,7 +59,7 @@ def run_gpu_suite(
         raise RuntimeError("the GPU suite needs a CUDA GPU; none is visible to torch")
     say = progress or (lambda line: None)
     device = torch.device("cuda", torch.cuda.current_device())
-    names = [*(workload.name for workload in WORKLOADS), *BESIDE]
+    names = [workload.name for workload in WORKLOADS]
     wanted = rows_named("only", only, names) if only else QUICK if quick else names
     workloads = [workload for workload in WORKLOADS if workload.name in wanted]
     beside_ours = [] if quick and peers is None else peers_named(peers)
@@ -81,20 +73,7 @@ def run_gpu_suite(
     found: dict[str, Any] = {"device": name, "versions": versions, "checks": checks, "rows": []}
     for workload in workloads:
         found["rows"] += time_workload(workload, device, seed, beside_ours, say)
-    for part, run in (
-        ("layouts", end_to_end.time_layouts),
-        ("host", end_to_end.time_host),
-        ("encoder", end_to_end.time_encoder),
-    ):
-        if part in wanted:
-            found[part] = run(device, say)
-    if plot is not None:
-        found["growth"] = end_to_end.time_growth(device, say)
-        write_text(plot, end_to_end.draw_growth(found["growth"]))
-    targets = targets_of(found)
-    for target in targets:
-        say(str(target))
-    return found | {"targets": [target.as_dict() for target in targets]}
+    return found
 
 
 def peers_named(names: Sequence[str] | None) -> list[str]:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select rows of a benchmark by name."""
+"""Select rows of a benchmark by name, and report them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+Report = Callable[[str], None]  # receives a line of text
 
 
 def rows_named(option: str, wanted: Sequence[str], names: Sequence[str]) -> list[str]:

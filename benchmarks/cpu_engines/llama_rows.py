@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.cpu_engines.engines import EngineRow, Given, NotHereError, Precision, Prefill
 from torch import Tensor
 
 from dynaxx.core.build import processors
-from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.storage import temporary_folder
 
 FILE_TYPES: dict[Precision, tuple[int, str]] = {"fp32": (0, "F32"), "bf16": (32, "BF16"), "int8": (7, "Q8_0")}

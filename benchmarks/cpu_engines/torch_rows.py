@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.cpu_engines.engines import Attention, EngineRow, Given, Precision, Prefill, prefill_of
+
 from dynaxx.integrations.onednn import use_onednn
 from dynaxx.integrations.transformers import apply
-from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, Precision, Prefill, prefill_of
 
 
 def torch_rows(precision: Precision) -> list[EngineRow]:

@@ -18,17 +18,17 @@ from statistics import median
 from typing import Any
 
 import torch
+from benchmarks.cpu_engines.engines import EngineRow, Given, NotHereError, Precision, Prefill
+from benchmarks.cpu_engines.libraries import facts_of_torch, libraries_of_torch
+from benchmarks.cpu_engines.llama_rows import llama_rows
+from benchmarks.cpu_engines.onnx_rows import onnx_rows
+from benchmarks.cpu_engines.openvino_rows import openvino_rows
+from benchmarks.cpu_engines.torch_rows import torch_rows
+from benchmarks.targets import Target
 from torch import Tensor
 
 from dynaxx.integrations.transformers import apply, model_facts
-from dynaxx.lab.bench.cpu_model.engines import EngineRow, Given, NotHereError, Precision, Prefill
-from dynaxx.lab.bench.cpu_model.libraries import facts_of_torch, libraries_of_torch
-from dynaxx.lab.bench.cpu_model.llama_rows import llama_rows
-from dynaxx.lab.bench.cpu_model.onnx_rows import onnx_rows
-from dynaxx.lab.bench.cpu_model.openvino_rows import openvino_rows
-from dynaxx.lab.bench.cpu_model.torch_rows import torch_rows
-from dynaxx.lab.bench.rows import rows_named
-from dynaxx.lab.bench.targets import Report, Target
+from dynaxx.lab.bench.rows import Report, rows_named
 from dynaxx.lab.machine import load_average
 from dynaxx.lab.models import PACKAGES, load_model
 from dynaxx.lab.texts import load_text
@@ -51,7 +51,7 @@ Turn = Callable[[], AbstractContextManager[Any]]
 Known = dict[bool, tuple[Tensor, Tensor]]
 
 
-def run_cpu_model_suite(
+def run_suite(
     model: str = "smollm2",
     *,
     policy: str | Path | None = None,

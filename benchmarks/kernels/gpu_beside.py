@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Further measurements of the GPU suite: layouts, host time, an encoder, growth with length."""
+"""Measure what `dynaxx bench --suite gpu` does not: building layouts, host time, an encoder, growth with length.
+
+    python benchmarks/kernels/gpu_beside.py                     # or some: layouts host encoder growth
+    python benchmarks/kernels/gpu_beside.py growth --plot growth.svg --json
+
+`python benchmarks/targets.py FILE` holds its JSON against the targets.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dynaxx import patterns as p
-from dynaxx.lab.bench.targets import Report
+from dynaxx.lab.bench.rows import Report
+from dynaxx.lab.machine import need_gpu
 from dynaxx.lab.report.charts import Axes, ChartLine, Point, line_chart
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
@@ -212,3 +223,27 @@ def draw_growth(rows: list[dict[str, Any]]) -> str:
         f"Time and memory per token of a sliding window of {GROWTH_WINDOW} keys, {GROWTH[0]:,} to {GROWTH[-1]:,} tokens"
     )
     return line_chart(series, axes, alt=alt)
+
+
+PARTS = {"layouts": time_layouts, "host": time_host, "encoder": time_encoder, "growth": time_growth}
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default all")
+    parser.add_argument("--plot", type=Path, help="draw growth into this SVG file")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    need_gpu()
+    device = torch.device("cuda", torch.cuda.current_device())
+    say = lambda line: print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
+    found = {part: PARTS[part](device, say) for part in args.parts or PARTS}
+    if args.plot:
+        args.plot.write_text(draw_growth(found["growth"]))
+    if args.json:
+        print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.cpu_engines.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from torch import Tensor
 
 from dynaxx.engines.openvino import OpenVinoPrompts, cpu_config, insert_policy, to_openvino
 from dynaxx.engines.openvino.packages import openvino
-from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.policy import Policy
 
 HINTS: dict[Precision, str] = {"fp32": "f32", "bf16": "bf16"}

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from benchmarks.cpu_engines.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from torch import Tensor
 
 from dynaxx.engines.onnx import OnnxModel, export_onnx
 from dynaxx.engines.onnx.packages import require
-from dynaxx.lab.bench.cpu_model.engines import Attention, EngineRow, Given, NotHereError, Precision, Prefill
 from dynaxx.policy import policy_digest
 
 
