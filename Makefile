@@ -169,7 +169,7 @@ test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Huggi
 # Each Triton lies over the one in .venv, with a cache of its own.
 test-gluon-%: .venv-tritons/%/triton.stamp
 	PYTHONPATH=.venv-tritons/$* TRITON_CACHE_DIR=.venv-tritons/$*/cache $(BIN)/python -m pytest -m "slow or not slow" \
-	    tests/kernels/test_fingerprints.py tests/kernels/test_compiled.py tests/kernels/tokens/test_compiled_tokens.py tests/kernels/gpu
+	    tests/kernels/test_fingerprints.py tests/kernels/test_compiled.py tests/trained/tokens/test_compiled_tokens.py tests/kernels/gpu
 
 test-gluon: $(addprefix test-gluon-,$(TRITONS)) ## Compile all kernels under each Triton, without a GPU
 

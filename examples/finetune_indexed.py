@@ -26,11 +26,11 @@ import torch
 from finetune_nsa import autocast, loss_of, sequences
 from nsa_trainer import check_finite, make_folder
 
-from dynaxx.integrations.transformers.indexed_llama import IndexedLlamaForCausalLM
 from dynaxx.lab.files import write_text
 from dynaxx.lab.models import LoadedModel, load_model, save_model
 from dynaxx.lab.texts import load_text, split_text
-from dynaxx.selection.tokens import TopKTokens
+from dynaxx.trained.tokens.choice import TopKTokens
+from dynaxx.trained.transformers.indexed_llama import IndexedLlamaForCausalLM
 
 PLACES = ("Lisbon", "Nairobi", "Oslo", "Quito", "Hanoi", "Cairo", "Perth", "Dublin")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from nsa_trainer import cannot_write, check_finite, load, make_folder, save
 
-import dynaxx.integrations.transformers.nsa_llama  # registers the model with transformers
+import dynaxx.trained.transformers.nsa_llama  # registers the model with transformers
 from dynaxx.lab.files import write_text
 from dynaxx.lab.models import LoadedModel, load_model, save_model
 from dynaxx.lab.texts import load_text, split_text
@@ -92,7 +92,7 @@ def loaded(args, device):
         model, tokenizer = load_model(args.model, device=device)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    if not isinstance(model, dynaxx.integrations.transformers.nsa_llama.NsaLlamaForCausalLM):
+    if not isinstance(model, dynaxx.trained.transformers.nsa_llama.NsaLlamaForCausalLM):
         raise SystemExit(f"{args.model} has no native sparse attention; make one with `dynaxx convert`")
     train, held_out = (sequences(tokenizer, part, args.context) for part in split_text(text))
     return model, tokenizer, train, held_out[: args.eval_sequences]

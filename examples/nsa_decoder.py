@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dynaxx as dx
-from dynaxx.nn import IndexedSparseAttention, NativeSparseAttention, NsaSizes, SparseAttention
+from dynaxx.trained.nn import IndexedSparseAttention, NativeSparseAttention, NsaSizes, SparseAttention
 
 VARIANTS = ("dense", "window", "nsa", "indexed")
 INDEX_HEADS = 4

@@ -13,7 +13,7 @@ import torch
 from nsa_decoder import Decoder
 
 from dynaxx.lab.files import write_file
-from dynaxx.nn import IndexedSparseAttention, NativeSparseAttention, NsaSizes
+from dynaxx.trained.nn import IndexedSparseAttention, NativeSparseAttention, NsaSizes
 
 FIND = 0.6  # of a run: how long --find-first lasts
 

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dynaxx as dx
 from dynaxx import distributed as dxd
 from dynaxx.integrations.transformers.loading import from_folder
-from dynaxx.integrations.transformers.nsa_llama import NsaLlamaForCausalLM, convert_to_nsa
+from dynaxx.trained.transformers.nsa_llama import NsaLlamaForCausalLM, convert_to_nsa
 
 GLOO_THREADS = 2  # of a process group
 

@@ -4,8 +4,8 @@
 import torch
 
 import dynaxx as dx
-from dynaxx.layout.tokens import TokenSpans
-from dynaxx.testing.tokens import random_token_choice
+from dynaxx.trained.testing.tokens import random_token_choice
+from dynaxx.trained.tokens.spans import TokenSpans
 
 BATCH, LENGTH = 3, 128
 

@@ -22,8 +22,8 @@ from gpu_indexer import draw
 from gpu_tokens import SHAPES, Shape, choices, milliseconds
 
 import dynaxx as dx
-from dynaxx.kernels.tokens.gpu import config, gradients, operators
-from dynaxx.kernels.tokens.triton import choose
+from dynaxx.trained.tokens.kernels.gpu import config, gradients, operators
+from dynaxx.trained.tokens.kernels.triton import choose
 
 Setting = tuple[str, dict[tuple[Any, str], Any]]  # a name, and attributes of modules
 
@@ -87,7 +87,7 @@ def indexers() -> Iterator[Setting]:
 
 def hopper_indexers() -> Iterator[Setting]:
     """Yield settings of Hopper's indexer: registers and programs per multiprocessor, and the size of the sample."""
-    from dynaxx.kernels.tokens.hopper import choose as hopper_choose
+    from dynaxx.trained.tokens.kernels.hopper import choose as hopper_choose
 
     yield "as it is", {}
     names = ("MOST_REGISTERS", "PROGRAMS", "SAMPLED_KEYS")

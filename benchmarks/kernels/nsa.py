@@ -22,14 +22,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from dynaxx.kernels.nsa.gpu import config as nsa_config
 from dynaxx.lab.machine import need_gpu
-from dynaxx.layout.nsa import NsaSizes
-from dynaxx.ops.nsa import compress, native_sparse_attention, select_nsa
-from dynaxx.ops.nsa_branches import compressed_attention, gated_sum, window_attention
-from dynaxx.ops.packing import pack
-from dynaxx.ops.selected import attend_selected, selected_attention
-from dynaxx.testing.nsa import random_selected_case
+from dynaxx.trained.nsa.attention import compress, native_sparse_attention, select_nsa
+from dynaxx.trained.nsa.branches import compressed_attention, gated_sum, window_attention
+from dynaxx.trained.nsa.kernels.gpu import config as nsa_config
+from dynaxx.trained.nsa.spans import NsaSizes
+from dynaxx.trained.packing import pack
+from dynaxx.trained.selected import attend_selected, selected_attention
+from dynaxx.trained.testing.nsa import random_selected_case
 
 DIM, SIZES = 128, NsaSizes()
 MAIN = ("64/4", "32/8")

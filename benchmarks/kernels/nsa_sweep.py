@@ -22,12 +22,12 @@ from itertools import pairwise
 import torch
 
 from dynaxx.lab.machine import need_gpu
-from dynaxx.layout.nsa import NsaSizes, nsa_spans
-from dynaxx.ops.nsa import compress, native_sparse_attention
-from dynaxx.ops.selected import selected_attention
 from dynaxx.testing import make_qkv
-from dynaxx.testing.nsa import random_selected_case
 from dynaxx.testing.oracle import check_forward, check_gradients, error_reports, oracle_attention
+from dynaxx.trained.nsa.attention import compress, native_sparse_attention
+from dynaxx.trained.nsa.spans import NsaSizes, nsa_spans
+from dynaxx.trained.selected import selected_attention
+from dynaxx.trained.testing.nsa import random_selected_case
 
 LENGTHS = (0, 1, 63, 65, 130, 190)
 WINDOWS = ((16, 8), (8, 8), (16, 16), (32, 16))

@@ -11,11 +11,11 @@ import torch
 from nsa import DIM, HEADS, SIZES, block_indices, inputs_of, parts_of
 from torch.profiler import ProfilerActivity, profile
 
-from dynaxx.kernels.nsa.gpu import config as nsa_config
-from dynaxx.kernels.nsa.gpu.config import KeyTiles, QueryTiles
-from dynaxx.kernels.nsa.triton import operators as nsa
 from dynaxx.lab.machine import need_gpu
-from dynaxx.ops.selected import selected_attention
+from dynaxx.trained.nsa.kernels.gpu import config as nsa_config
+from dynaxx.trained.nsa.kernels.gpu.config import KeyTiles, QueryTiles
+from dynaxx.trained.nsa.kernels.triton import operators as nsa
+from dynaxx.trained.selected import selected_attention
 
 QUERY = ((4, 4, 3), (4, 4, 2), (4, 8, 2), (8, 8, 2), (2, 4, 3), (8, 8, 3), (4, 4, 4))  # 16-row positions, warps, stages
 FORWARD = ((64, 4, 2), (128, 8, 2), (64, 4, 1), (64, 4, 3), (128, 8, 1), (128, 4, 2), (64, 8, 2))  # rows, warps, stages

@@ -29,7 +29,7 @@ ROOMS = {
     "patterns": ("Patterns", ["dynaxx.patterns"]),
     "selection": ("Selection", ["dynaxx.selection"]),
     "layout": ("Layout", ["dynaxx.layout"]),
-    "modules": ("Modules to train with", ["dynaxx.nn"]),
+    "modules": ("Modules to train with", ["dynaxx.trained.nn"]),
     "policy": ("Policy", ["dynaxx.policy"]),
     "integrations": ("Integrations", engines()),
     "distributed": ("Several GPUs", ["dynaxx.distributed"]),

@@ -11,9 +11,9 @@ from dynaxx.core.build import sources
 from dynaxx.kernels.decode import cpu as decode
 from dynaxx.kernels.runtime import core_arguments as arguments
 from dynaxx.kernels.selection.cpu import best_blocks, block_scores
-from dynaxx.kernels.tokens.cpu import attention as tokens
-from dynaxx.kernels.tokens.cpu import decode as token_decode
-from dynaxx.kernels.tokens.cpu import indexer
+from dynaxx.trained.tokens.kernels.cpu import attention as tokens
+from dynaxx.trained.tokens.kernels.cpu import decode as token_decode
+from dynaxx.trained.tokens.kernels.cpu import indexer
 
 STRUCTURES = {
     "Plan": arguments.WorkPlan,

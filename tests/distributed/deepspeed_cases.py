@@ -266,8 +266,8 @@ def case_zero_3_trains_native_sparse_attention(ranks: Ranks):
 
 def _trains_nsa(ranks, stage):
     """Train a Llama whose attention is native sparse attention."""
-    from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
-    from dynaxx.layout.nsa import NsaSizes
+    from dynaxx.trained.nsa.spans import NsaSizes
+    from dynaxx.trained.transformers.nsa_llama import convert_to_nsa
 
     sizes = NsaSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=24)
     model = convert_to_nsa(llama(hidden_size=96), sizes)

@@ -69,8 +69,8 @@ def _lowers_the_loss(ranks, stage):
     """Train native sparse attention of real sizes in bf16: the model learns rows that are repeated."""
     import deepspeed
 
-    from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
-    from dynaxx.layout.nsa import NsaSizes
+    from dynaxx.trained.nsa.spans import NsaSizes
+    from dynaxx.trained.transformers.nsa_llama import convert_to_nsa
 
     cases.start(ranks)
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,

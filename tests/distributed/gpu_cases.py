@@ -15,8 +15,8 @@ from dynaxx import distributed as dxd
 from dynaxx.distributed import streams
 from dynaxx.distributed.by_layout import backward
 from dynaxx.distributed.peer_memory import peer_memory_bytes
-from dynaxx.nn import NativeSparseAttention
 from dynaxx.testing import make_qkv
+from dynaxx.trained.nn import NativeSparseAttention
 
 SEQLEN, HEADS, DIM, BLOCK = 2048, (8, 4), 128, 128
 RULE = dx.SlidingWindow(256) | dx.Sink(128) | dx.TopK(0.2)

@@ -8,8 +8,8 @@ from rule_cases import close, splits, whole_and_own
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
-from dynaxx.nn import MixtureOfBlockAttention
 from dynaxx.testing import make_qkv
+from dynaxx.trained.nn import MixtureOfBlockAttention
 
 
 def case_layouts_and_rules(ranks: Ranks):

@@ -8,8 +8,8 @@ from ranks import Ranks
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
-from dynaxx.nn import MixtureOfBlockAttention, NativeSparseAttention, SparseAttention
 from dynaxx.testing import make_qkv
+from dynaxx.trained.nn import MixtureOfBlockAttention, NativeSparseAttention, SparseAttention
 
 RULES = {
     "mean pool": dx.TopK(3, dx.MeanPool()),

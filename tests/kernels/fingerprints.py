@@ -32,10 +32,10 @@ from triton import knobs
 from compiled import compiling
 from dynaxx.kernels.runtime.launcher import recording_launches
 from dynaxx.layout import BlockGrid
-from dynaxx.layout.nsa import NsaSizes, nsa_spans
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode import summarize_pages
 from dynaxx.patterns import GlobalTokens, SlidingWindow
+from dynaxx.trained.nsa.spans import NsaSizes, nsa_spans
 
 FILE = Path(__file__).with_suffix(".json")
 VERSION = ".".join(triton.__version__.split(".")[:2])
@@ -72,9 +72,9 @@ def selected(
 ) -> None:
     """Run selected attention, forward and backward."""
     if backend == "hopper":
-        from dynaxx.kernels.nsa.hopper import operators
+        from dynaxx.trained.nsa.kernels.hopper import operators
     else:
-        from dynaxx.kernels.nsa.triton import operators
+        from dynaxx.trained.nsa.kernels.triton import operators
     spans = nsa_spans(NsaSizes(64, 64, 64, slots, 0, 0), (0, TOKENS))
     q, k = (torch.zeros(TOKENS, count, head_dim, dtype=dtype) for count in (2 * group, 2))
     rows, indices = torch.zeros(2 * group, TOKENS), torch.zeros(TOKENS, 2, slots, dtype=torch.int32)
@@ -86,10 +86,10 @@ def selected(
 def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_heads: int = 2) -> None:
     """Run attention over chosen tokens, forward and backward; narrower values are the first part of the keys."""
     if backend == "hopper":
-        from dynaxx.kernels.tokens.hopper import operators
+        from dynaxx.trained.tokens.kernels.hopper import operators
     else:
-        from dynaxx.kernels.tokens.triton import operators
-    from dynaxx.layout.tokens import TokenSpans
+        from dynaxx.trained.tokens.kernels.triton import operators
+    from dynaxx.trained.tokens.spans import TokenSpans
 
     zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)
     q, k = zeros(kv_heads * group, dims[0]), zeros(kv_heads, dims[0])
@@ -103,7 +103,7 @@ def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_he
 
 def token_decode(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Run a decoding step over chosen tokens of a paged cache; narrower values are a view of the keys."""
-    from dynaxx.kernels.tokens.triton import step
+    from dynaxx.trained.tokens.kernels.triton import step
 
     k = torch.zeros(16, 64, heads[1], dims[0]).to(dtype)
     v = k[..., : dims[1]] if dims[1] < dims[0] else torch.zeros_like(k)
@@ -117,10 +117,10 @@ def token_decode(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dty
 def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int = 1) -> None:
     """Run the indexer: streaming, and with scores in memory for a few queries."""
     if backend == "hopper":
-        from dynaxx.kernels.tokens.hopper import choose
+        from dynaxx.trained.tokens.kernels.hopper import choose
     else:
-        from dynaxx.kernels.tokens.triton import choose
-    from dynaxx.layout.tokens import TokenSpans
+        from dynaxx.trained.tokens.kernels.triton import choose
+    from dynaxx.trained.tokens.spans import TokenSpans
 
     for queries in (TOKENS, 8):
         q, k = torch.zeros(queries, heads, dim).to(dtype), torch.zeros(TOKENS, dim).to(dtype)
@@ -131,8 +131,8 @@ def indexer(backend: str, heads: int, dim: int, dtype: torch.dtype, grain: int =
 
 def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dtype: torch.dtype) -> None:
     """Run the loss of an indexer and its gradients, over all keys and over chosen ones."""
-    from dynaxx.kernels.tokens.triton.index_loss import index_loss
-    from dynaxx.layout.tokens import TokenSpans
+    from dynaxx.trained.tokens.kernels.triton.index_loss import index_loss
+    from dynaxx.trained.tokens.spans import TokenSpans
 
     q, k = (torch.zeros(TOKENS, count, heads[2], dtype=dtype) for count in heads[:2])
     index_q, index_k = (
@@ -146,7 +146,7 @@ def index_loss(heads: tuple[int, int, int], index_heads: int, index_dim: int, dt
 
 def rows_in_8_bits(dtype: torch.dtype) -> None:
     """Round rows to fp8, or to whole numbers in bf16."""
-    from dynaxx.kernels.tokens.gpu.rounding import round_rows
+    from dynaxx.trained.tokens.kernels.gpu.rounding import round_rows
 
     round_rows(torch.zeros(TOKENS, 100, dtype=torch.bfloat16), dtype)
 
@@ -154,9 +154,9 @@ def rows_in_8_bits(dtype: torch.dtype) -> None:
 def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
     """Run block scores, selection of blocks, pooling and the gated sum of native sparse attention."""
     if backend == "hopper":
-        from dynaxx.kernels.nsa.hopper import operators
+        from dynaxx.trained.nsa.kernels.hopper import operators
     else:
-        from dynaxx.kernels.nsa.triton import operators
+        from dynaxx.trained.nsa.kernels.triton import operators
     spans = nsa_spans(NsaSizes(*sizes), (0, TOKENS))
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
     pooled, lse = q[: spans.ends_cmp[-1], :1].contiguous(), torch.zeros(16, TOKENS)
@@ -173,7 +173,7 @@ def nsa_selection(backend: str, sizes: tuple[int, int, int]) -> None:
 
 def nsa_backward() -> None:
     """Run the row kernels of the Hopper backward of native sparse attention, over all branches."""
-    from dynaxx.kernels.nsa.hopper import operators
+    from dynaxx.trained.nsa.kernels.hopper import operators
 
     spans = nsa_spans(NsaSizes(64, 64, 64, 6, 0, 0), (0, TOKENS))
     q, k = (torch.zeros(TOKENS, count, 128, dtype=torch.bfloat16) for count in (16, 1))

@@ -219,8 +219,8 @@ def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled):
 @pytest.mark.parametrize(("group", "spilled"), [(16, [0, 0, 8, 48]), (4, [0, 0, 8]), (1, [0])])
 def test_selected(group, spilled):
     """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
-    from dynaxx.kernels.nsa.hopper import operators as nsa
-    from dynaxx.testing.nsa import random_selected_case
+    from dynaxx.trained.nsa.kernels.hopper import operators as nsa
+    from dynaxx.trained.testing.nsa import random_selected_case
 
     fixed = {"head_dims": (128,), "blocks": (64,), "lengths": (300, 517), "groups": (group,), "slots": (6,)}
     case = random_selected_case(3, device="cpu", dtype=torch.bfloat16, **fixed)
@@ -239,8 +239,8 @@ def test_selected(group, spilled):
 @pytest.mark.parametrize(("sizes", "spilled"), [((32, 16, 64), 0), ((16, 16, 16), 8)])
 def test_scores(sizes, spilled):
     """Scores of blocks of several compressed tokens, and of one, whose scores take the most shared memory."""
-    from dynaxx.kernels.nsa.hopper import operators as nsa
-    from dynaxx.layout.nsa import NsaSizes, nsa_spans
+    from dynaxx.trained.nsa.kernels.hopper import operators as nsa
+    from dynaxx.trained.nsa.spans import NsaSizes, nsa_spans
 
     spans = nsa_spans(NsaSizes(*sizes), (0, TOKENS))
     q = torch.zeros(TOKENS, 16, 128, dtype=torch.bfloat16)
@@ -253,8 +253,8 @@ def test_scores(sizes, spilled):
 @pytest.mark.slow
 def test_latent_attention():
     """Forward, and the steps of the backward that have kernels for Hopper: nothing waits, and nothing spills."""
-    from dynaxx.kernels.tokens.hopper import operators
-    from dynaxx.layout.tokens import TokenSpans
+    from dynaxx.trained.tokens.kernels.hopper import operators
+    from dynaxx.trained.tokens.spans import TokenSpans
 
     zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)
     q, k, lse = zeros(128, 576), zeros(1, 576), torch.zeros(128, 64)

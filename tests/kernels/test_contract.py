@@ -10,9 +10,9 @@ import dynaxx as dx
 from dynaxx.kernels import registry
 from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeKernels
-from dynaxx.kernels.nsa.contract import FusedBranches, Gating, NsaDecodeKernels, NsaKernels, Pooling
 from dynaxx.kernels.selection.contract import SelectionKernels
-from dynaxx.kernels.tokens.contract import IndexLossKernels
+from dynaxx.trained.nsa.kernels.contract import FusedBranches, Gating, NsaDecodeKernels, NsaKernels, Pooling
+from dynaxx.trained.tokens.kernels.contract import IndexLossKernels
 
 OPERATIONS = (
     (registry.ATTENTION, AttentionKernels),

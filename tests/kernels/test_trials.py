@@ -12,8 +12,8 @@ from dynaxx.kernels import trials
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.registry import ATTENTION, INDEXER, NSA, QUERY_SCORES, TOKENS
 from dynaxx.kernels.selection.contract import QueryScoresProblem
-from dynaxx.kernels.tokens.contract import IndexerProblem
 from dynaxx.kernels.trials import INSIDE, LAUNCHES
+from dynaxx.trained.tokens.kernels.contract import IndexerProblem
 from interpreter import on_hopper
 
 CUDA = torch.device("cuda", 0)

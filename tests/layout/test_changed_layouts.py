@@ -96,7 +96,7 @@ def test_what_inference_caches_serves_training():
             dx.select_blocks(q, k, rule)
         assert not any(x.is_inference() for x in dx.select_blocks(q, k, rule).tensors), rule
     with torch.inference_mode():
-        spans = dx.layout.nsa.nsa_spans(dx.NsaSizes(), (0, 211))
+        spans = dx.nsa_spans(dx.NsaSizes(), (0, 211))
     assert not spans.last_key.is_inference()
 
 

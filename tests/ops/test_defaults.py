@@ -12,11 +12,11 @@ import torch
 import dynaxx as dx
 from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.layout.paging import PagedCache
-from dynaxx.nn import IndexedSparseAttention
-from dynaxx.ops.indexer import index_tokens
 from dynaxx.patterns import base, packed
 from dynaxx.selection.pages import PageBudget
 from dynaxx.selection.scorers import simhash
+from dynaxx.trained.nn import IndexedSparseAttention
+from dynaxx.trained.tokens.indexer import index_tokens
 
 PATTERN = dx.SlidingWindow(40) | dx.Sink(4)
 

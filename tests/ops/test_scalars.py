@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 import dynaxx as dx
 from dynaxx.integrations.flash_attn import flash_attn_func
 from dynaxx.layout.paging import PagedCache
-from dynaxx.ops.indexer import index_loss
+from dynaxx.trained.tokens.indexer import index_loss
 
 Q, K = torch.randn(1, 32, 2, 16), torch.randn(1, 32, 2, 16)
 LAYOUT = dx.Causal().layout(32, block_size=16)

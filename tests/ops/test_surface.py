@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx import nn, policy
+from dynaxx import policy
 from dynaxx.layout import from_block_mask, to_block_mask
 from dynaxx.testing import make_qkv
+from dynaxx.trained import nn
 
 PACKAGE = str(Path(dx.__file__).parent)
 ENDS = torch.tensor([0, 40, 64], dtype=torch.int32)

@@ -28,9 +28,9 @@ from dynaxx.kernels.attention.cpu.plan import plan_of
 from dynaxx.kernels.decode import cpu as decode
 from dynaxx.kernels.runtime.core_arguments import forward_args
 from dynaxx.kernels.selection.cpu import best_blocks, block_scores
-from dynaxx.kernels.tokens.cpu import attention as tokens
-from dynaxx.kernels.tokens.cpu import decode as token_decode
-from dynaxx.kernels.tokens.cpu import indexer
+from dynaxx.trained.tokens.kernels.cpu import attention as tokens
+from dynaxx.trained.tokens.kernels.cpu import decode as token_decode
+from dynaxx.trained.tokens.kernels.cpu import indexer
 
 EXTREME = (-(2**63), -(2**62), -(2**31), -1, 2**41, 2**62, 2**63 - 1)
 ANY = (*EXTREME, 0, 1, 2, 7, 2**31 - 1, 2**31, 2**32)

@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.core import library
-from dynaxx.kernels.tokens.cpu.indexer import best_scores
+from dynaxx.trained.tokens.kernels.cpu.indexer import best_scores
 
 ISAS = ["", "torch"]
 

@@ -13,7 +13,6 @@ import dynaxx
 from dynaxx.cli.analyze import analyze
 from dynaxx.cli.bench import bench
 from dynaxx.cli.cache import cache
-from dynaxx.cli.convert import convert
 from dynaxx.cli.diff import diff
 from dynaxx.cli.doctor import doctor
 from dynaxx.cli.export import export
@@ -24,6 +23,7 @@ from dynaxx.cli.serve_metrics import serve_metrics
 from dynaxx.cli.tune import tune
 from dynaxx.cli.validate import validate
 from dynaxx.cli.watch import watch
+from dynaxx.trained.convert import convert
 
 
 def _help(command: Callable[..., Any]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SplitModules`: run the attention modules of `dynaxx.nn` with the sequence split over ranks."""
+"""`SplitModules`: run the attention modules of `dynaxx.trained.nn` with the sequence split over ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dynaxx.distributed.gather import gather_runs, query_runs
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BLOCK_SIZES, BlockLayout, CuSeqlens
-from dynaxx.nn import SparseAttention
-from dynaxx.nn.projection import ProjectedAttention
 from dynaxx.patterns import Causal
+from dynaxx.trained.nn import SparseAttention
+from dynaxx.trained.nn.projection import ProjectedAttention
 
 
 @typed
@@ -25,19 +25,19 @@ class SplitModules:
     """Make a model's attention modules attend to the tokens of all ranks; `remove` restores them.
 
     Args:
-        model: a model with modules from `dynaxx.nn`; changed in place.
+        model: a model with modules from `dynaxx.trained.nn`; changed in place.
         mesh: the ranks, as for `dynaxx.distributed.sparse_attention`.
         split: which rank owns which tokens of the next sequences. Assign `split` again when the length changes.
 
     Raises:
-        ValueError: the model has no module from `dynaxx.nn`.
+        ValueError: the model has no module from `dynaxx.trained.nn`.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, split: SequenceSplit) -> None:
         self.group, self.split = group_of(mesh), split
         self.modules = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
         if not self.modules:
-            raise ValueError("`model` must have attention modules from dynaxx.nn, got none")
+            raise ValueError("`model` must have attention modules from dynaxx.trained.nn, got none")
         for module in self.modules:
             vars(module)["attend"] = _Attend(module, self)
             vars(module)["attend_dense"] = _AttendDense(module, self)

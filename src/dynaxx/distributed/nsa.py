@@ -15,9 +15,9 @@ from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages
 from dynaxx.distributed.rules import staged_runs
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.layout.nsa import NsaSizes
-from dynaxx.ops.nsa import compress
-from dynaxx.ops.nsa import native_sparse_attention as attend_on_one_device
+from dynaxx.trained.nsa.attention import compress
+from dynaxx.trained.nsa.attention import native_sparse_attention as attend_on_one_device
+from dynaxx.trained.nsa.spans import NsaSizes
 
 
 @typed

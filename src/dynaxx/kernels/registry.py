@@ -21,9 +21,10 @@ from dynaxx.errors import UnsupportedInputError
 from dynaxx.kernels import trials
 from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
-from dynaxx.kernels.nsa.contract import NsaDecodeKernels, NsaKernels
 from dynaxx.kernels.selection.contract import QueryScoresKernels, QueryScoresProblem, SelectionKernels, SelectionProblem
-from dynaxx.kernels.tokens.contract import (
+from dynaxx.layout.host import never_traced
+from dynaxx.trained.nsa.kernels.contract import NsaDecodeKernels, NsaKernels
+from dynaxx.trained.tokens.kernels.contract import (
     IndexerKernels,
     IndexerProblem,
     IndexLossKernels,
@@ -31,14 +32,14 @@ from dynaxx.kernels.tokens.contract import (
     TokenDecodeKernels,
     TokenKernels,
 )
-from dynaxx.layout.host import never_traced
 
+ROOT = __name__.rpartition(".kernels.")[0]  # `dynaxx`, or the name of a copy of it
 P = TypeVar("P")  # type of problems
 K = TypeVar("K")  # type of kernels
 
 
 class Backend(NamedTuple):
-    """The modules of one backend of an operation, relative to `dynaxx.kernels`."""
+    """The modules of one backend of an operation, relative to `dynaxx`."""
 
     kernels: str  # module
     reasons: str  # "module:function", where the function takes a problem
@@ -94,7 +95,7 @@ class Operation(Generic[P, K]):
 
 
 def _imported(name: str) -> Any:
-    found = _import_once(f"{__package__}.{name}")
+    found = _import_once(f"{ROOT}.{name}")
     if isinstance(found, ImportError):
         raise found
     return found
@@ -121,7 +122,7 @@ def _never_traced_kernels(name: str) -> Any:
 
 
 def _passes_addresses(module: str) -> bool:
-    inside = module.removeprefix(f"{__package__}.")
+    inside = module.removeprefix(f"{ROOT}.")
     return inside != module and not PASS_ADDRESSES.isdisjoint(inside.split("."))
 
 
@@ -130,78 +131,93 @@ _marked: set[str] = set()
 ATTENTION: Operation[AttentionProblem, AttentionKernels] = Operation(
     "attention",
     {
-        "hopper": Backend("attention.hopper.operators", "support.hopper:unsupported_reasons"),
-        "triton": Backend("attention.triton.operators", "support.triton:unsupported_reasons"),
-        "cpu": Backend("attention.cpu", "attention.cpu.support:unsupported_reasons"),
-        "reference": Backend("attention.reference", "attention.reference:unsupported_reasons"),
+        "hopper": Backend("kernels.attention.hopper.operators", "kernels.support.hopper:unsupported_reasons"),
+        "triton": Backend("kernels.attention.triton.operators", "kernels.support.triton:unsupported_reasons"),
+        "cpu": Backend("kernels.attention.cpu", "kernels.attention.cpu.support:unsupported_reasons"),
+        "reference": Backend("kernels.attention.reference", "kernels.attention.reference:unsupported_reasons"),
     },
 )
 DECODE: Operation[DecodeProblem, DecodeKernels] = Operation(
     "decode",
     {
-        "triton": Backend("decode.triton.launch", "support.triton:decode_reasons"),
-        "cpu": Backend("decode.cpu", "decode.cpu:unsupported_reasons"),
-        "reference": Backend("decode.reference", "decode.reference:unsupported_reasons"),
+        "triton": Backend("kernels.decode.triton.launch", "kernels.support.triton:decode_reasons"),
+        "cpu": Backend("kernels.decode.cpu", "kernels.decode.cpu:unsupported_reasons"),
+        "reference": Backend("kernels.decode.reference", "kernels.decode.reference:unsupported_reasons"),
     },
 )
 NSA: Operation[AttentionProblem, NsaKernels] = Operation(
     "native sparse attention",
     {
-        "hopper": Backend("nsa.hopper.operators", "support.hopper:nsa_reasons"),
-        "triton": Backend("nsa.triton.operators", "support.triton:unsupported_reasons"),
-        "cpu": Backend("nsa.cpu", "attention.cpu.support:unsupported_reasons"),
-        "reference": Backend("nsa.reference", "attention.reference:unsupported_reasons"),
+        "hopper": Backend("trained.nsa.kernels.hopper.operators", "kernels.support.hopper:nsa_reasons"),
+        "triton": Backend("trained.nsa.kernels.triton.operators", "kernels.support.triton:unsupported_reasons"),
+        "cpu": Backend("trained.nsa.kernels.cpu", "kernels.attention.cpu.support:unsupported_reasons"),
+        "reference": Backend("trained.nsa.kernels.reference", "kernels.attention.reference:unsupported_reasons"),
     },
 )
 NSA_DECODE: Operation[DecodeProblem, NsaDecodeKernels] = Operation(
     "native sparse attention of a decode step",
     {
-        "triton": Backend("nsa.triton.decode", "support.triton:decode_reasons"),
-        "cpu": Backend("nsa.reference_decode", "decode.cpu:unsupported_reasons"),  # torch, with attention in the core
-        "reference": Backend("nsa.reference_decode", "decode.reference:unsupported_reasons"),
+        "triton": Backend("trained.nsa.kernels.triton.decode", "kernels.support.triton:decode_reasons"),
+        "cpu": Backend(
+            "trained.nsa.kernels.reference_decode", "kernels.decode.cpu:unsupported_reasons"
+        ),  # torch, with attention in the core
+        "reference": Backend("trained.nsa.kernels.reference_decode", "kernels.decode.reference:unsupported_reasons"),
     },
 )
 TOKENS: Operation[AttentionProblem, TokenKernels] = Operation(
     "attention over chosen tokens",
     {
-        "hopper": Backend("tokens.hopper.operators", "support.hopper:token_reasons"),
-        "triton": Backend("tokens.triton.operators", "support.triton:token_reasons"),
-        "cpu": Backend("tokens.cpu.attention", "attention.cpu.support:unsupported_reasons"),
-        "reference": Backend("tokens.reference.attention", "tokens.reference.attention:unsupported_reasons"),
+        "hopper": Backend("trained.tokens.kernels.hopper.operators", "kernels.support.hopper:token_reasons"),
+        "triton": Backend("trained.tokens.kernels.triton.operators", "kernels.support.triton:token_reasons"),
+        "cpu": Backend("trained.tokens.kernels.cpu.attention", "kernels.attention.cpu.support:unsupported_reasons"),
+        "reference": Backend(
+            "trained.tokens.kernels.reference.attention",
+            "trained.tokens.kernels.reference.attention:unsupported_reasons",
+        ),
     },
 )
 TOKEN_DECODE: Operation[DecodeProblem, TokenDecodeKernels] = Operation(
     "attention over chosen tokens of a decoding step",
     {
-        "triton": Backend("tokens.triton.step", "support.triton:token_decode_reasons"),
-        "cpu": Backend("tokens.cpu.decode", "decode.cpu:unsupported_reasons"),
-        "reference": Backend("tokens.reference.attention", "decode.reference:unsupported_reasons"),
+        "triton": Backend("trained.tokens.kernels.triton.step", "kernels.support.triton:token_decode_reasons"),
+        "cpu": Backend("trained.tokens.kernels.cpu.decode", "kernels.decode.cpu:unsupported_reasons"),
+        "reference": Backend(
+            "trained.tokens.kernels.reference.attention", "kernels.decode.reference:unsupported_reasons"
+        ),
     },
 )
 INDEXER: Operation[IndexerProblem, IndexerKernels] = Operation(
     "choice of tokens by an indexer",
     {
-        "hopper": Backend("tokens.hopper.choose", "support.hopper:indexer_reasons"),
-        "triton": Backend("tokens.triton.choose", "support.triton:indexer_reasons"),
-        "cpu": Backend("tokens.cpu.indexer", "tokens.cpu.indexer:unsupported_reasons"),
-        "reference": Backend("tokens.reference.indexer", "tokens.reference.indexer:unsupported_reasons"),
+        "hopper": Backend("trained.tokens.kernels.hopper.choose", "kernels.support.hopper:indexer_reasons"),
+        "triton": Backend("trained.tokens.kernels.triton.choose", "kernels.support.triton:indexer_reasons"),
+        "cpu": Backend("trained.tokens.kernels.cpu.indexer", "trained.tokens.kernels.cpu.indexer:unsupported_reasons"),
+        "reference": Backend(
+            "trained.tokens.kernels.reference.indexer",
+            "trained.tokens.kernels.reference.indexer:unsupported_reasons",
+        ),
     },
 )
 INDEX_LOSS: Operation[IndexLossProblem, IndexLossKernels] = Operation(
     "the loss of an indexer",
     {
-        "triton": Backend("tokens.triton.index_loss", "support.triton:index_loss_reasons"),
-        "reference": Backend("tokens.reference.index_loss", "tokens.reference.index_loss:unsupported_reasons"),
+        "triton": Backend("trained.tokens.kernels.triton.index_loss", "kernels.support.triton:index_loss_reasons"),
+        "reference": Backend(
+            "trained.tokens.kernels.reference.index_loss",
+            "trained.tokens.kernels.reference.index_loss:unsupported_reasons",
+        ),
     },
 )
 SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(
     "selection",
-    {"triton": Backend("selection.triton.operators", "support.triton:selection_reasons")},  # torch serves the rest
+    {
+        "triton": Backend("kernels.selection.triton.operators", "kernels.support.triton:selection_reasons")
+    },  # torch serves the rest
 )
 QUERY_SCORES: Operation[QueryScoresProblem, QueryScoresKernels] = Operation(
     "scores of one query per row",
     {
-        "hopper": Backend("selection.hopper.query_scores", "support.hopper:query_scores_reasons"),
-        "triton": Backend("selection.triton.query_scores", "support.triton:query_scores_reasons"),
+        "hopper": Backend("kernels.selection.hopper.query_scores", "kernels.support.hopper:query_scores_reasons"),
+        "triton": Backend("kernels.selection.triton.query_scores", "kernels.support.triton:query_scores_reasons"),
     },
 )

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
-from dynaxx.kernels.nsa.contract import NsaDecodeKernels
 from dynaxx.kernels.registry import DECODE, NSA_DECODE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
+from dynaxx.trained.nsa.kernels.contract import NsaDecodeKernels
 
 MOST_FORMS = 1024  # cached combinations of input shapes; a growing cache has a new one at every step
 

@@ -11,8 +11,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.integrations.transformers.forward_context import DecoderArguments
-from dynaxx.integrations.transformers.nsa_llama import convert_to_nsa
-from dynaxx.layout.nsa import NsaSizes
+from dynaxx.trained.nsa.spans import NsaSizes
+from dynaxx.trained.transformers.nsa_llama import convert_to_nsa
 from tiny import llama, tokens
 
 

@@ -15,7 +15,7 @@ import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.runtime import launch_cache  # noqa: E402
 from dynaxx.kernels.support import triton as support  # noqa: E402
 from dynaxx.ops import decode_checks, decode_dispatch  # noqa: E402
-from dynaxx.ops import nsa_decode as nsa_decode  # noqa: E402
+from dynaxx.trained.nsa import decode as nsa_decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -40,7 +40,7 @@ def test_every_pattern_selector_and_scorer_is_drawn():
         {sub.__name__ for sub in cls.__subclasses__()} | {name for sub in cls.__subclasses__() for name in names(sub)}
     )
     ours = lambda cls: {name for name in names(cls) if hasattr(dx, name)}
-    # One stands for `GlobalTokens` once resolved; the other's keys are no tokens, tests/kernels/nsa/test_nsa.py has it.
+    # One stands for `GlobalTokens` once resolved; the other's keys are no tokens, tests/trained/nsa/test_nsa.py has it.
     assert kinds["pattern"] == ours(dx.Pattern) - {"GlobalContent", "Compressed"}
     assert kinds["selector"] == ours(dx.Selector) | {"Hybrid"}
     assert kinds["scorer"] == ours(Scorer) | {"ClusterRanks"}

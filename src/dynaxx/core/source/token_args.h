@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over tokens that each query chooses: what Python passes, field by field as `kernels/tokens/cpu/attention.py` lists them.
+// Attention over tokens that each query chooses: what Python passes, field by field as `trained/tokens/kernels/cpu/attention.py` lists them.
 #pragma once
 #include <algorithm>
 #include <vector>

@@ -11,8 +11,8 @@ from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.attention.hopper.config import tile_width
 from dynaxx.kernels.device import gpu_of
 from dynaxx.kernels.selection.contract import QueryScoresProblem
-from dynaxx.kernels.tokens.contract import IndexerProblem
 from dynaxx.kernels.trials import triton_version
+from dynaxx.trained.tokens.kernels.contract import IndexerProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(64, 257, 8)  # head_dim of q and k; TMA needs rows that are multiples of 16 bytes

@@ -12,7 +12,7 @@ from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeProblem
 from dynaxx.kernels.device import interpreted
 from dynaxx.kernels.selection.contract import QueryScoresProblem, SelectionProblem
-from dynaxx.kernels.tokens.contract import IndexerProblem, IndexLossProblem
+from dynaxx.trained.tokens.kernels.contract import IndexerProblem, IndexLossProblem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512

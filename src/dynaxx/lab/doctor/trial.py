@@ -20,10 +20,10 @@ import dynaxx as dx
 from dynaxx.kernels.registry import INDEXER, QUERY_SCORES
 from dynaxx.kernels.trials import KINDS
 from dynaxx.layout import BlockGrid
-from dynaxx.layout.tokens import TokenSpans
 from dynaxx.testing import ErrorReport, check_forward, check_gradients, make_qkv
-from dynaxx.testing.nsa import random_selected_case
-from dynaxx.testing.tokens import random_token_case
+from dynaxx.trained.testing.nsa import random_selected_case
+from dynaxx.trained.testing.tokens import random_token_case
+from dynaxx.trained.tokens.spans import TokenSpans
 
 CALLS = 6  # of one function: recorded, replayed, and launched as a graph
 SEEDS = 6

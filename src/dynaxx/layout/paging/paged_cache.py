@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.form import Form, form_of
-from dynaxx.layout.paging.compressed import CompressedPages, check_pages
 from dynaxx.layout.paging.exact_tokens import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.paging.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
 from dynaxx.layout.paging.summaries import PageSummaries
 from dynaxx.lazy import lazy
+from dynaxx.trained.nsa.compressed_pages import CompressedPages, check_pages
 
 CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
 

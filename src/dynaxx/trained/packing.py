@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and packing of the inputs of native sparse attention: sequences are laid out one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynaxx.derivatives import refuse_transforms
+from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.layout.entries import has_duplicates
+from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.ops.checks import DTYPES, looks_at_values
+from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans, nsa_spans
+
+
+@dataclass(frozen=True)
+class Packed:
+    """q, k, v without a batch dimension."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    batch: tuple[int, int] | None  # (batch, seqlen_q) of the caller's q; None if it was packed already
+
+    def unpack(self, out: Tensor) -> Tensor:
+        """Reshape (tokens, ...) to the batch of the caller's q."""
+        return out if self.batch is None else out.view(*self.batch, *out.shape[1:])
+
+
+def pack(
+    q: Tensor, k: Tensor, v: Tensor, sizes: NsaSizes, ends_q: CuSeqlens | None, ends_k: CuSeqlens | None
+) -> tuple[NsaSpans, Packed]:
+    """Check that q, k and v match each other, and pack their sequences.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype or device is wrong, or lengths do not match.
+    """
+    refuse_transforms("native sparse attention and selected attention", q, k, v)
+    _check_tensors(q, k, v)
+    if q.ndim == 4:
+        if ends_q is not None or ends_k is not None:
+            raise ValueError("`cu_seqlens_q` and `cu_seqlens_k` need packed (tokens, heads, head_dim) inputs")
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        packed = Packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), (batch, seqlen_q))
+        ends_q, ends_k = (tuple([i * seqlen for i in range(batch + 1)]) for seqlen in (seqlen_q, seqlen_k))
+    elif ends_q is None:
+        raise ValueError("packed (tokens, heads, head_dim) inputs need `cu_seqlens_q`, e.g. (0, tokens)")
+    else:
+        packed = Packed(q, k, v, None)
+        ends_q = host_lengths("cu_seqlens_q", ends_q)
+        ends_k = ends_q if ends_k is None else host_lengths("cu_seqlens_k", ends_k)
+        if (ends_q[-1], ends_k[-1]) != (len(q), len(k)):
+            raise ValueError(
+                f"`cu_seqlens_q` and `cu_seqlens_k` must end at the token counts {len(q)} and {len(k)}, "
+                f"got {ends_q[-1]} and {ends_k[-1]}"
+            )
+    return nsa_spans(sizes, ends_q, ends_k, device=q.device), packed
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that shapes, dtypes and devices of q, k and v match each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim not in (3, 4) or x.ndim != q.ndim:
+            raise ValueError(
+                f"`{name}` must be (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens_q`, "
+                f"like q, got {tuple(x.shape)}"
+            )
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise TypeError(f"`{name}` must have q's dtype, one of {DTYPES}, got {x.dtype} and q {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"`{name}` must be on q's device {q.device}, got {x.device}")
+    if k.shape[:-1] != v.shape[:-1] or k.shape[-1] != q.shape[-1] or k.shape[:-3] != q.shape[:-3]:
+        raise ValueError(
+            "`q`, `k` and `v` must agree in batch, k and v in seqlen and heads, q and k in head_dim, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if not (q.shape[-2] and k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q_heads must be a multiple of kv_heads, both >= 1, got {q.shape[-2]} and {k.shape[-2]}")
+    if not (q.shape[-1] and v.shape[-1]):
+        raise ValueError(f"head_dim must be >= 1, got {q.shape[-1]} and {v.shape[-1]}")
+
+
+def check_indices(block_indices: Tensor, packed: Packed, spans: NsaSpans) -> Tensor:
+    """Check block indices of a batch or of packed queries; their values only on a CPU or with DYNAXX_DEBUG=1.
+
+    Returns:
+        The indices as (tokens, select_heads, slots).
+
+    Raises:
+        ValueError, TypeError: like `selected_attention`.
+    """
+    before = packed.batch or (packed.q.shape[0],)
+    if block_indices.ndim != len(before) + 2 or block_indices.shape[:-2] != before:
+        raise ValueError(
+            f"`block_indices` must be {tuple(before)} + (select_heads, slots), got {tuple(block_indices.shape)}"
+        )
+    indices = block_indices.flatten(0, -3)
+    heads, q_heads, kv_heads = indices.shape[1], packed.q.shape[1], packed.k.shape[1]
+    if heads == 0 or heads % kv_heads or q_heads % heads:
+        raise ValueError(
+            f"select_heads of `block_indices` must be a multiple of kv_heads {kv_heads} and divide q_heads {q_heads}, "
+            f"got {heads}"
+        )
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise TypeError(f"`block_indices` must be integers, got {indices.dtype}")
+    if indices.device != packed.q.device:
+        raise ValueError(f"`block_indices` must be on q's device {packed.q.device}, got {indices.device}")
+    if not looks_at_values(indices.device):
+        return indices
+    lengths = (
+        torch.tensor(spans.ends_k, dtype=torch.int64, device="cpu").diff().add(spans.sizes.slc_block - 1)
+        // spans.sizes.slc_block
+    )
+    blocks = torch.repeat_interleave(lengths, torch.tensor(spans.ends_q, dtype=torch.int64, device="cpu").diff()).to(
+        indices.device
+    )[:, None, None]
+    wrong = (indices < -1) | (indices >= blocks)
+    if wrong.any():
+        raise ValueError(
+            "`block_indices` must be -1 or a block of the query's own sequence, "
+            f"got {indices[wrong][0].item()}, but there are {blocks.expand_as(indices)[wrong][0].item()} blocks"
+        )
+    if has_duplicates(indices):
+        raise ValueError("`block_indices` must not name a block twice for one query; set duplicates to -1")
+    return indices
+
+
+def packed_problem(q: Tensor, k: Tensor, v: Tensor, block_size: int, softcap: float | None = None) -> AttentionProblem:
+    """Describe packed q, k and v for backends. Queries choose their blocks one by one, so the q block is 1."""
+    return AttentionProblem(
+        device=q.device,
+        dtype=q.dtype,
+        batch=1,
+        seqlen_q=q.shape[0],
+        seqlen_k=k.shape[0],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        head_dim_v=v.shape[2],
+        block_size=(1, block_size),
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        softcap=softcap,
+    )

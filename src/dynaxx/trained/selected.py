@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`selected_attention`: every query position attends to its own blocks of keys, which a group of q heads shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.arguments import typed
+from dynaxx.derivatives import first_derivative_only
+from dynaxx.kernels.registry import NSA, TOKENS
+from dynaxx.kernels.scale import softmax_scale
+from dynaxx.layout.grid import BLOCK_SIZES
+from dynaxx.layout.packed import CuSeqlens
+from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.explain import Explanation
+from dynaxx.trained.nsa.kernels.contract import NsaKernels
+from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
+from dynaxx.trained.packing import check_indices, pack, packed_problem
+from dynaxx.trained.tokens.attention import attend_tokens, check_block_size, check_scores, check_tokens
+from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans
+
+
+@typed
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    block_size: int = 64,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | SparseAttentionOutput:
+    """Attend from each query position to the keys of its blocks, up to its own position, exactly. Differentiable.
+
+    Blocks of 1 to 8 tokens, and calls with a softcap, with sinks or with fewer select_heads than kv_heads, are served
+    by kernels that read keys one by one; the others by those of Native Sparse Attention.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys; packed (tokens, q_heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim); packed without batch.
+        v: (batch, seqlen_k, kv_heads, head_dim_v); packed without batch.
+        block_indices: (batch, seqlen_q, select_heads, slots), integers in any order, -1 for an empty slot. Blocks
+            count from the start of the sequence. Each of the select_heads selects for
+            q_heads / select_heads neighbouring q heads; their number divides kv_heads or is a multiple of it.
+        block_size: keys per block: 1, 2, 4, 8, 16, 32, 64 or 128.
+        cu_seqlens_q: packed inputs only: (num_seqs + 1,) cumulative lengths from 0.
+        cu_seqlens_k: packed inputs only: cumulative lengths of the keys; defaults to `cu_seqlens_q`.
+        scale: softmax scale, default head_dim ** -0.5.
+        softcap: c > 0 caps each score s to c * tanh(s / c), after the scale.
+        sinks: (q_heads,), a logit per head that joins each softmax's denominator and has no value.
+        return_lse: also return the log-sum-exp of the visible scores.
+        backend: "auto", "hopper", "triton", "cpu" or "reference".
+
+    Returns:
+        out (batch, seqlen_q, q_heads, head_dim_v), or (out, lse) with lse (batch, q_heads, seqlen_q) fp32; packed
+        without batch. A query that sees nothing has out = 0 and lse = -inf.
+
+    Raises:
+        ValueError, TypeError: the inputs do not match each other. On a CPU, and on a GPU with DYNAXX_DEBUG=1, also if
+            an index is out of range or a query names a block twice; otherwise GPU kernels skip indices out of range.
+        UnsupportedInputError: no backend, or not the named one, can serve the call; lists the reasons of each.
+    """
+    check_block_size(block_size)
+    spans, packed = pack(q, k, v, _sizes(block_indices, block_size), cu_seqlens_q, cu_seqlens_k)
+    scale = softmax_scale(scale, q.shape[-1])
+    by_token = _goes_by_token(packed.k, block_indices, block_size)
+    if by_token or softcap is not None or sinks is not None:
+        softcap = check_scores(softcap, sinks, packed.q)
+        token_spans = TokenSpans(spans.ends_q, spans.ends_k, block_size)
+        chosen = check_tokens(block_indices, packed, token_spans)
+        out, lse = attend_tokens(packed.q, packed.k, packed.v, chosen, token_spans, scale, backend, softcap, sinks)
+    else:
+        indices = check_indices(block_indices, packed, spans)
+        out, lse = attend_selected(packed.q, packed.k, packed.v, indices.to(torch.int32), spans, scale, backend)
+    out = packed.unpack(out)
+    if not return_lse:
+        return out
+    lse = lse if packed.batch is None else lse.unflatten(1, packed.batch).transpose(0, 1)
+    return SparseAttentionOutput(out, lse)
+
+
+def _sizes(block_indices: Tensor, block_size: int) -> NsaSizes:
+    """Return sizes that lay out the sequences; of blocks that are no blocks of NSA, lengths alone matter."""
+    if block_size not in BLOCK_SIZES:
+        return NsaSizes(16, 16, 16, 1, 0, 0)
+    count = block_indices.shape[-1] if block_indices.ndim else 0
+    return NsaSizes(block_size, block_size, block_size, max(1, count), 0, 0)
+
+
+def _goes_by_token(k: Tensor, block_indices: Tensor, block_size: int) -> bool:
+    """Return whether kernels that read keys one by one serve a choice."""
+    return block_size in TOKEN_BLOCKS or (block_indices.ndim > 1 and block_indices.shape[-2] < k.shape[-2])
+
+
+def nsa_backend(q: Tensor, k: Tensor, v: Tensor, block_size: int, backend: str) -> str:
+    """Return the named backend, or for "auto" the first one that can serve packed q, k and v.
+
+    Raises:
+        ValueError, UnsupportedInputError: like `selected_attention`.
+    """
+    return _serving(packed_problem(q, k, v, block_size), backend)
+
+
+_serving = lru_cache(maxsize=256)(NSA.resolve)
+
+
+def attend_selected(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, spans: NsaSpans, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Choose a backend and call it on packed, checked inputs; return out (T, Hq, E) and lse (Hq, T)."""
+    name = nsa_backend(q, k, v, spans.sizes.slc_block, backend)
+    kernels = NSA.kernels(name)
+    plan = kernels.prepare_selected(indices.contiguous(), spans, q, k, v)
+    if name == "reference":
+        return kernels.selected_forward(q, k, v, plan, scale)
+    return _SelectedAttention.apply(q, k, v, plan, scale, kernels)
+
+
+class _SelectedAttention(torch.autograd.Function):
+    """Combine a backend's forward and backward; gradients flow through `out` and through `lse`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, kernels: NsaKernels) -> Any:
+        out, lse = kernels.selected_forward(q, k, v, plan, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale, ctx.kernels = plan, scale, kernels
+        return out, lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *ctx.kernels.selected_backward(do, dlse, q, k, v, out, lse, ctx.plan, ctx.scale), None, None, None
+
+
+@dataclass(frozen=True)
+class SelectedExplanation(Explanation):
+    """Result of `explain_selected`. Print it or read its fields."""
+
+    schedule: str = ""  # order in which the chosen backend processes the blocks
+    overlap: float = 0.0  # share of a query's blocks that the previous query also selected
+
+    def __str__(self) -> str:
+        """Return a line per backend: whether it would run, or the reasons against it."""
+        lines = [str(self.problem), f"neighbouring queries share {self.overlap:.0%} of their blocks"]
+        for name, why in self.reasons.items():
+            verdict = f"would run, {self.schedule}" if name == self.chosen else "; ".join(why) or "could serve too"
+            lines.append(f"  {name:<10} {verdict}")
+        return "\n".join([*lines, *filter(None, [self.unproven])])
+
+
+@typed
+def explain_selected(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, block_size: int = 64, backend: str = "auto"
+) -> SelectedExplanation:
+    """Report the backend and schedule that `selected_attention` would use, and how similarly neighbours select.
+
+    Reads the selection back from a GPU.
+
+    Args:
+        q: (batch, seqlen_q, q_heads, head_dim); packed inputs are not supported.
+        k: keys, as for `selected_attention`.
+        v: values, as for `selected_attention`.
+        block_indices: as for `selected_attention`.
+        block_size: as for `selected_attention`.
+        backend: "auto" or a backend's name.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError: like `selected_attention`.
+    """
+    check_block_size(block_size)
+    spans, packed = pack(q, k, v, _sizes(block_indices, block_size), None, None)
+    if packed.batch is None:
+        raise ValueError(f"`q` must be (batch, seqlen, heads, head_dim), got {tuple(q.shape)}")
+    if _goes_by_token(packed.k, block_indices, block_size):
+        check_tokens(block_indices, packed, TokenSpans(spans.ends_q, spans.ends_k, block_size))
+        tokens = packed_problem(packed.q, packed.k, packed.v, block_size)
+        name, schedule = TOKENS.resolve(tokens, backend), "token by token, each query its own list"
+        reasons, operation = TOKENS.explain(tokens), "tokens"
+        return SelectedExplanation(tokens, name, reasons, None, schedule, _overlap(block_indices), operation=operation)
+    check_indices(block_indices, packed, spans)
+    chosen = nsa_backend(packed.q, packed.k, packed.v, block_size, backend)
+    problem = packed_problem(packed.q, packed.k, packed.v, block_size)
+    schedule = NSA.kernels(chosen).schedule_of(q.shape[2] // block_indices.shape[2], block_size)
+    reasons, operation = NSA.explain(problem), "native sparse attention"
+    return SelectedExplanation(problem, chosen, reasons, None, schedule, _overlap(block_indices), operation=operation)
+
+
+def _overlap(block_indices: Tensor) -> float:
+    """Return the share of each query's blocks that its predecessor also selected. O(queries x slots x slots)."""
+    now, before = block_indices[:, 1:], block_indices[:, :-1]
+    shared = ((now[..., :, None] == before[..., None, :]) & (now[..., :, None] >= 0)).sum()
+    return float(shared / (now >= 0).sum().clamp(min=1))

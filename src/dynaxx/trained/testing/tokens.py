@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw random problems of attention over chosen tokens."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from dynaxx.testing.cases import make_qkv
+from dynaxx.trained.testing.nsa import SelectedCase, random_choices
+from dynaxx.trained.tokens.spans import TokenSpans
+
+
+def random_token_case(
+    seed: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    head_dims: tuple[tuple[int, int], ...] = ((8, 8), (24, 16), (64, 64), (100, 60), (144, 128)),
+    lengths: tuple[int, ...] = (0, 1, 17, 63, 90),
+    groups: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 16, 17),
+    block_sizes: tuple[int, ...] = (1, 1, 2, 4, 8),
+    slots: tuple[int, ...] = (1, 3, 30, 70),
+    softcaps: tuple[float | None, ...] = (None, None, 5.0),
+) -> SelectedCase:
+    """Draw ragged sequences by seed: any group, heads that choose together or apart, empty rows, keys of the future."""
+    rng = random.Random(seed)
+    lengths_q = [rng.choice(lengths) for _ in range(rng.choice((1, 1, 3)))]
+    lengths_k = [n if rng.random() < 0.6 else max(1, n + rng.choice((-3, 1, 40))) for n in lengths_q]
+    ends_q, ends_k = (tuple(sum(some[:i]) for i in range(len(some) + 1)) for some in (lengths_q, lengths_k))
+    spans = TokenSpans(ends_q, ends_k, rng.choice(block_sizes))
+    group, kv_heads = rng.choice(groups), rng.choice((1, 2))
+    head_dim, head_dim_v = rng.choice(head_dims)
+    heads = rng.choice(sorted({1, kv_heads, kv_heads * group}))
+    indices = random_token_choice(rng, spans, heads, rng.choice(slots), overlap=rng.choice((0.0, 0.8)))
+    q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], group * kv_heads, kv_heads, head_dim, head_dim_v,
+                       dtype=dtype, device=device, seed=seed)  # fmt: skip
+    softcap = rng.choice(softcaps)
+    label = (
+        f"seed {seed}: lengths {lengths_q} x {lengths_k} heads {q.shape[2]}/{kv_heads}, {heads} selecting, "
+        f"dims {head_dim}/{head_dim_v}, {indices.shape[2]} blocks of {spans.block_size}, softcap {softcap}"
+    )
+    return SelectedCase(q, k, v, indices.to(device), spans, label, softcap)
+
+
+def random_token_choice(rng: random.Random, spans: TokenSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:
+    """Draw (tokens_q, heads, count) int32 blocks of each query's own sequence, in any order, some slots empty."""
+    return random_choices(rng, (spans.ends_q, spans.ends_k), spans.block_size, heads, count, overlap)

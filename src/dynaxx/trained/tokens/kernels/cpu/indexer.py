@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer on the CPU: scores and choices by the core in one pass, or a few queries at a time in torch."""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_int64, c_void_p
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dynaxx.core.library import active_library
+from dynaxx.core.status import raise_for_status
+from dynaxx.kernels.rounding import to_fp8, to_int8
+from dynaxx.layout.host import address, never_traced, on_host
+from dynaxx.trained.tokens.kernels.contract import IndexerProblem
+from dynaxx.trained.tokens.kernels.reference import indexer as reference
+from dynaxx.trained.tokens.spans import TokenSpans
+
+__all__ = ["best_scores", "index_tokens", "to_fp8", "to_int8", "unsupported_reasons"]
+
+ROW = 16  # floats that rows are filled up to
+SCORE_BYTES = 32 << 20  # of scores held at once where there is no core
+
+
+class IndexArgs(Structure):
+    """Arguments of one launch, as in `core/source/indexer.cpp`."""
+
+    _fields_: ClassVar = [
+        ("q", c_void_p),
+        ("weights", c_void_p),
+        ("k", c_void_p),
+        ("k_scale", c_void_p),
+        ("ends_q", c_void_p),
+        ("ends_k", c_void_p),
+        ("sequences", c_int64),
+        ("heads", c_int64),
+        ("row", c_int64),
+        ("slots", c_int64),
+        ("block_size", c_int64),
+        ("chosen", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
+def unsupported_reasons(problem: IndexerProblem) -> list[str]:
+    """Return why the core cannot serve: another device."""
+    return [] if problem.device.type == "cpu" else [f"tensors are on {problem.device}, not on the CPU"]
+
+
+@on_host
+@never_traced
+def index_tokens(
+    q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int
+) -> Tensor:
+    """Return the best blocks of each query (T, 1, slots) int32, as `tokens.reference.indexer`, computed in fp32."""
+    library = active_library()
+    if library is None:
+        return _by_chunks(q, k, weights, k_scale, spans, slots)
+    row = -(-q.shape[2] // ROW) * ROW
+    widen = lambda x: pad(x.detach().float(), (0, row - x.shape[-1])).contiguous()
+    q_rows, k_rows, factors = widen(q), widen(k), weights.detach().float().contiguous()
+    scale = None if k_scale is None else k_scale.detach().float().contiguous()
+    ends_q, ends_k = torch.tensor(spans.ends_q, dtype=torch.int64), torch.tensor(spans.ends_k, dtype=torch.int64)
+    chosen = torch.empty(q.shape[0], 1, slots, dtype=torch.int32)
+    args = IndexArgs(
+        address(q_rows, torch.float32, (spans.ends_q[-1], q.shape[1], row)),
+        address(factors, torch.float32, q.shape[:2]),
+        address(k_rows, torch.float32, (spans.ends_k[-1], row)),
+        None if scale is None else address(scale, torch.float32, (spans.ends_k[-1],)),
+        address(ends_q, torch.int64, ends_q.shape),
+        address(ends_k, torch.int64, ends_q.shape),
+        len(ends_q) - 1,
+        q.shape[1],
+        row,
+        slots,
+        spans.block_size,
+        address(chosen, torch.int32, chosen.shape),
+        torch.get_num_threads(),
+    )
+    raise_for_status(library.dynaxx_cpu_index_tokens(byref(args)))
+    return chosen
+
+
+def _by_chunks(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int) -> Tensor:
+    chosen = torch.full((q.shape[0], 1, slots), -1, dtype=torch.int32, device="cpu")
+    for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
+        step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, d - c)))
+        for at in range(a, b, step):
+            stop = min(at + step, b)
+            seen = min(d - c, max(0, d - c - (b - stop)))  # keys of the last query
+            own = TokenSpans((0, stop - at), (0, seen), spans.block_size)
+            scale = None if k_scale is None else k_scale[c : c + seen]
+            chosen[at:stop] = reference.index_tokens(
+                q[at:stop].float(), k[c : c + seen].float(), weights[at:stop].float(), scale, own, slots
+            )
+    return chosen
+
+
+@on_host
+@never_traced
+def best_scores(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
+    """Return indices of the best `slots` of the first counts (rows,) scores (rows, width) fp32: ascending, then -1.
+
+    Of equal scores the earlier one wins.
+    """
+    library = active_library()
+    scores, counts = scores.float().contiguous(), counts.int().contiguous()
+    rows, width = scores.shape
+    if library is not None:
+        chosen = torch.empty(rows, slots, dtype=torch.int32)
+        read = address(scores, torch.float32, scores.shape), rows, width, address(counts, torch.int32, (rows,))
+        written = slots, torch.get_num_threads(), address(chosen, torch.int32, chosen.shape)
+        raise_for_status(library.dynaxx_cpu_token_top(*read, *written))
+        return chosen
+    hidden = torch.arange(width) >= counts[:, None]
+    best = (scores + 0.0).masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :slots]
+    best = torch.where(best < counts[:, None], best, width).sort(1).values
+    return pad(torch.where(best < width, best, -1), (0, slots - best.shape[1]), value=-1).int()
