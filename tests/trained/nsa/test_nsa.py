@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.kernels.registry import NSA
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.trained.nsa import attention as nsa
 from dynaxx.trained.nsa.attention import compress, compression_windows, native_sparse_attention, select_nsa
 from dynaxx.trained.nsa.spans import NsaSizes, nsa_spans
 from dynaxx.trained.packing import packed_problem
+from dynaxx.trained.registry import NSA
 from dynaxx.trained.selected import selected_attention
 from dynaxx.trained.testing.nsa import random_selected_case
 from nsa_oracle import nsa_oracle, windows_of

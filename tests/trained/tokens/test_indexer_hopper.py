@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, on_hopper]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    from dynaxx.kernels.support import hopper as support
+    from dynaxx.trained.support import hopper as support
 
     monkeypatch.setattr(support, "INDEX_QUERIES", 0)
 

@@ -7,6 +7,7 @@ Calls that no rule covers go to the model's original attention with the same arg
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any, overload
 
@@ -23,8 +24,10 @@ from dynaxx.integrations.transformers.masks.lazy import mask_maker
 from dynaxx.policy import ModelFacts, Policy
 
 if TYPE_CHECKING:
-    from dynaxx.distributed.group import Mesh
-    from dynaxx.integrations.sequence_parallel.handle import SplitHandle
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Mesh = DeviceMesh | ProcessGroup
 
 logger = logging.getLogger("dynaxx")
 
@@ -45,7 +48,7 @@ def apply(
 
 
 @overload
-def apply(model: nn.Module, policy: Policy | None = None, *, mesh: Mesh) -> SplitHandle: ...
+def apply(model: nn.Module, policy: Policy | None = None, *, mesh: Mesh) -> Any: ...
 
 
 @typed
@@ -57,7 +60,7 @@ def apply(
     window: int | tuple[int, int] | None = None,
     name: str = "",
     mesh: Mesh | None = None,
-) -> Handle | EncoderHandle | SplitHandle:
+) -> Handle | EncoderHandle | Any:
     """Run a transformers model's attention on dynaxx's kernels, in place.
 
     Without a policy each layer computes exactly what it did before: full causal attention, sliding windows, chunks,
@@ -90,9 +93,7 @@ def apply(
     """
     _check_options(policy, own_pattern, window, name, mesh)
     if mesh is not None:
-        from dynaxx.integrations.sequence_parallel.handle import attach
-
-        return attach(model, policy, mesh)
+        return importlib.import_module("dynaxx.distributed.transformers.handle").attach(model, policy, mesh)
     if window is None and policy is None and is_sparse_encoder(model):
         if name:
             raise ValueError(f"`name` must be empty for {type(model).__name__}, which has no metrics by model name")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import torch
 
@@ -12,14 +11,11 @@ from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeProblem
 from dynaxx.kernels.device import interpreted
 from dynaxx.kernels.selection.contract import QueryScoresProblem, SelectionProblem
-from dynaxx.trained.tokens.kernels.contract import IndexerProblem, IndexLossProblem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
-MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
 MAX_PAGES = 16384  # scores that one program ranks in registers
 MAX_LISTS = 8192
-MAX_INDEX_BYTES = 512  # of a row of an indexer's q and k, for its loss
 MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
 
 
@@ -36,17 +32,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append("Triton's interpreter does not multiply bf16")
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
-    return reasons
-
-
-def token_reasons(problem: AttentionProblem) -> list[str]:
-    """Return why the kernels over chosen tokens cannot serve: as attention, but latent widths, 576/512, are served."""
-    narrow = replace(
-        problem, head_dim=min(problem.head_dim, MAX_HEAD_DIM), head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM)
-    )
-    reasons = unsupported_reasons(narrow)
-    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
-        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
     return reasons
 
 
@@ -70,21 +55,6 @@ def decode_reasons(problem: DecodeProblem) -> list[str]:
     return reasons
 
 
-def token_decode_reasons(problem: DecodeProblem) -> list[str]:
-    """Return why the decoding kernels over chosen tokens cannot serve: latent widths, 576/512, are served."""
-    narrow = replace(
-        problem,
-        head_dim=min(problem.head_dim, MAX_HEAD_DIM),
-        head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM),
-        max_seqlen_k=0,
-        batch=1,
-    )
-    reasons = decode_reasons(narrow)
-    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
-        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
-    return reasons
-
-
 def selection_reasons(problem: SelectionProblem) -> list[str]:
     """Return the reasons why the selection kernels cannot serve; empty if they can."""
     if problem.device.type != "cuda":
@@ -104,31 +74,3 @@ def selection_reasons(problem: SelectionProblem) -> list[str]:
 def query_scores_reasons(problem: QueryScoresProblem) -> list[str]:
     """Return the reasons why the kernel of scores by one query per row cannot serve; empty if it can."""
     return selection_reasons(SelectionProblem(problem.device))
-
-
-def indexer_reasons(problem: IndexerProblem) -> list[str]:
-    """Return the reasons why the indexer's kernels cannot serve; empty if they can."""
-    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
-    return [] if importlib.util.find_spec("triton") else ["triton is not installed: pip install triton"]
-
-
-def index_loss_reasons(problem: IndexLossProblem) -> list[str]:
-    """Return the reasons why the kernels of an indexer's loss cannot serve; empty if they can."""
-    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
-    reasons = []
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed: pip install triton")
-    for dtype in {problem.dtype, problem.index_dtype}:
-        if dtype not in DTYPES:
-            reasons.append(f"serves fp16, bf16 and fp32, got {dtype}")
-        elif dtype == torch.bfloat16 and problem.device.type == "cpu":
-            reasons.append("Triton's interpreter does not multiply bf16")
-    most = MAX_INDEX_BYTES // problem.index_dtype.itemsize
-    if problem.head_dim > MAX_LATENT_DIM or problem.index_dim > most:
-        reasons.append(
-            f"serves head_dim up to {MAX_LATENT_DIM} and, in {problem.index_dtype}, index_dim up to {most}, "
-            f"got {problem.head_dim} and {problem.index_dim}"
-        )
-    return reasons

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import dynaxx as dx
-from dynaxx.kernels.registry import INDEXER, QUERY_SCORES
-from dynaxx.kernels.trials import KINDS
+from dynaxx.kernels.registry import ATTENTION, QUERY_SCORES
+from dynaxx.kernels.trials import TRIED
 from dynaxx.layout import BlockGrid
 from dynaxx.testing import ErrorReport, check_forward, check_gradients, make_qkv
-from dynaxx.trained.testing.nsa import random_selected_case
-from dynaxx.trained.testing.tokens import random_token_case
-from dynaxx.trained.tokens.spans import TokenSpans
 
 CALLS = 6  # of one function: recorded, replayed, and launched as a graph
-SEEDS = 6
 
 
 def attention(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
@@ -43,33 +39,6 @@ def attention(device: torch.device, backend: str, dtype: torch.dtype, **of: Any)
 
     check = check_gradients if of["needs_grad"] else check_forward
     return [each for _ in range(CALLS) for each in check(attend, q, k, v, layout, softcap=softcap)]
-
-
-def selected(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
-    """Report the errors of attention over selected blocks."""
-    sizes = {"groups": (of["group_size"],), "head_dims": (of["head_dim"],), "blocks": (of["block_size"][1],)}
-    cases = [random_selected_case(seed, dtype=dtype, device=device, lengths=(130, 517), slots=(6,), **sizes)
-             for seed in range(SEEDS)]  # fmt: skip
-    return [report for case in cases for report in case.check(backend, of["needs_grad"])]
-
-
-def tokens(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
-    """Report the errors of attention over chosen tokens."""
-    sizes = {"groups": (of["group_size"],), "head_dims": ((of["head_dim"], of["head_dim_v"]),), "block_sizes": (1,)}
-    cases = [random_token_case(seed, dtype=dtype, device=device, softcaps=(None,), **sizes) for seed in range(SEEDS)]
-    return [report for case in cases for report in case.check(backend, of["needs_grad"])]
-
-
-def indexer(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
-    """Report rows whose choice differs from sorting; whole numbers make scores exact and often equal."""
-    draw = torch.Generator(device).manual_seed(0)
-    whole = lambda *shape: torch.randn(shape, generator=draw, device=device, dtype=torch.float32).mul(1.3).round()
-    q, k, weights = whole(300, of["heads"], of["dim"]), whole(3000, of["dim"]), whole(300, of["heads"])
-    scale = None if dtype.itemsize > 1 else torch.ones(len(k), device=device, dtype=torch.float32)
-    spans = TokenSpans((0, len(q)), (0, len(k)))
-    run = lambda name, dtype: INDEXER.kernels(name).index_tokens(q.to(dtype), k.to(dtype), weights, scale, spans, 100)
-    wrong = (run(backend, dtype) != run("reference", torch.float64)).any(-1).float().mean()
-    return [ErrorReport("choices", float(wrong), 0.0)]
 
 
 def scores(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
@@ -93,17 +62,15 @@ def scores(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) ->
     return [ErrorReport("scores", float(error), budget)]
 
 
-TRIALS: dict[str, Callable[..., list[ErrorReport]]] = dict(
-    zip(KINDS, (attention, selected, tokens, indexer, scores), strict=True)
-)
+Trials = Mapping[str, Callable[..., list[ErrorReport]]]  # functions that report errors, by operation
 
 
-def reason_against(operation: str, backend: str, values: Sequence[Any], index: int) -> str:
+def reason_against(trials: Trials, operation: str, backend: str, values: Sequence[Any], index: int) -> str:
     """Run the kernels of a kind; return why they must not be used, "" if they agree with fp64."""
-    of = dict(zip(KINDS[operation], values, strict=True))
+    of = dict(zip(TRIED[operation].fields, values, strict=True))
     dtype = getattr(torch, of.pop("dtype"))
     try:
-        reports = TRIALS[operation](torch.device("cuda", index), backend, dtype, **of)
+        reports = trials[operation](torch.device("cuda", index), backend, dtype, **of)
         torch.cuda.synchronize(index)
     except Exception as error:  # whatever a new compiler raises is the reason
         return f"its trial failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
@@ -111,6 +78,12 @@ def reason_against(operation: str, backend: str, values: Sequence[Any], index: i
     return f"it disagrees with the oracle: {wrong[0]}" if wrong else ""
 
 
+def main(trials: Trials) -> None:
+    """Run the trial that the command line names, and print its reason."""
+    operation, backend, values, index = json.loads(sys.argv[1])
+    torch.cuda.set_device(index)
+    print(json.dumps({"reason": reason_against(trials, operation, backend, values, index)}))
+
+
 if __name__ == "__main__":
-    torch.cuda.set_device(json.loads(sys.argv[1])[3])
-    print(json.dumps({"reason": reason_against(*json.loads(sys.argv[1]))}))
+    main({ATTENTION.name: attention, QUERY_SCORES.name: scores})

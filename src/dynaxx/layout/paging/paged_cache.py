@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +16,27 @@ from dynaxx.layout.paging.exact_tokens import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.paging.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
 from dynaxx.layout.paging.summaries import PageSummaries
 from dynaxx.lazy import lazy
-from dynaxx.trained.nsa.compressed_pages import CompressedPages, check_pages
 
 CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
+
+
+class CompressedTokens(Protocol):
+    """Tokens that stand for several keys, stored next to a cache; see `trained.nsa.compressed_pages`."""
+
+    @property
+    def k(self) -> Tensor:
+        """Return the keys, page by page or sequence by sequence as in the cache."""
+
+    @property
+    def v(self) -> Tensor:
+        """Return the values."""
+
+    @property
+    def sizes(self) -> Hashable:
+        """Return the sizes that the compressed tokens were made with."""
+
+    def check(self, cache: PagedCache) -> None:
+        """Raise ValueError if these are not tokens of the cache."""
 
 
 @typed
@@ -55,7 +75,7 @@ class PagedCache:
     v_scale: Tensor | None = None
     summaries: PageSummaries | None = None
     exact: ExactTokens | None = None
-    compressed: CompressedPages | None = None
+    compressed: CompressedTokens | None = None
 
     def __post_init__(self) -> None:
         """Take `page_size` from `k` if it is not given, and check tensors of a new form."""
@@ -99,12 +119,7 @@ class PagedCache:
         if self.exact is not None:
             self._check_exact(self.exact)
         if self.compressed is not None:
-            check_pages(self.page_size, self.compressed.sizes)
-            if not self.compressed.fits(self):
-                raise ValueError(
-                    f"`compressed` must match this cache, got {tuple(self.compressed.k.shape)} for k "
-                    f"{tuple(self.k.shape)}; make them with compress_pages(cache, sizes, ...)"
-                )
+            self.compressed.check(self)
 
     @classmethod
     @typed

@@ -12,7 +12,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.paging.pages import PAGE_SIZES
-from dynaxx.trained.nsa.compressed_pages import CompressedPages
+from dynaxx.trained.nsa.compressed_pages import CompressedPages, compressed_of
 from dynaxx.trained.nsa.decode import Pooling, compress_pages
 from dynaxx.trained.nsa.spans import NsaSizes
 
@@ -109,8 +109,7 @@ class LayerCache:
 
     def compressed_views(self, sizes: NsaSizes, compress_k: Pooling, compress_v: Pooling) -> tuple[Tensor, Tensor]:
         """Return all compressed keys and values, (batch, compressed tokens, kv_heads, dim), for equal lengths."""
-        kept = self.pages(sizes, compress_k, compress_v).compressed
-        assert kept is not None, "`pages` must have built them"
+        kept = compressed_of(self.pages(sizes, compress_k, compress_v))
         some = slice(kept.hidden, kept.hidden + sizes.compressed(max(self.lengths, default=0)))
         view = lambda x: x.unflatten(0, (len(self.lengths), -1)).flatten(1, 2)[:, some]
         return view(kept.k), view(kept.v)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.registry import NSA
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.trained.nsa.branches import (
@@ -27,6 +26,7 @@ from dynaxx.trained.nsa.kernels import reference as definition
 from dynaxx.trained.nsa.kernels.contract import FusedBranches, NsaKernels, Pooling
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
 from dynaxx.trained.packing import Packed, pack
+from dynaxx.trained.registry import NSA
 from dynaxx.trained.selected import attend_selected, nsa_backend
 
 FULL_ROWS = 1 << 19  # tokens * heads that fill a GPU; with half as many, a call takes a tenth longer than its share

@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.derivatives import first_derivative_only
-from dynaxx.kernels.registry import NSA
 from dynaxx.layout import BlockLayout, pack_layouts
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.dispatch import backend_for, load_backend
@@ -25,6 +24,7 @@ from dynaxx.trained.nsa.kernels import reference as definition
 from dynaxx.trained.nsa.kernels.contract import FusedBranches, Gating
 from dynaxx.trained.nsa.spans import EqualLengths, NsaSpans
 from dynaxx.trained.packing import Packed
+from dynaxx.trained.registry import NSA
 
 LAYOUT_BLOCK = {"cpu": 64}  # block size by device type; 128 for all others
 

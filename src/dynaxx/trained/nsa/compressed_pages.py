@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.layout.paging.paged_cache import PagedCache
 from dynaxx.trained.nsa.spans import NsaSizes
-
-if TYPE_CHECKING:
-    from dynaxx.layout.paging import PagedCache
 
 
 def check_pages(page_size: int, sizes: NsaSizes) -> None:
@@ -23,6 +21,13 @@ def check_pages(page_size: int, sizes: NsaSizes) -> None:
             f"pages must divide slc_block = {sizes.slc_block} and be a multiple of cmp_stride = {sizes.cmp_stride}, "
             f"got {page_size} tokens"
         )
+
+
+def compressed_of(cache: PagedCache) -> CompressedPages:
+    """Return a cache's compressed tokens; raise ValueError if it has none."""
+    if not isinstance(cache.compressed, CompressedPages):
+        raise ValueError("`cache` must have compressed tokens; add them with compress_pages(cache, sizes, ...)")
+    return cache.compressed
 
 
 class NsaLengths(NamedTuple):
@@ -83,13 +88,17 @@ class CompressedPages:
             compressed=None,
         )
 
-    def fits(self, cache: PagedCache) -> bool:
-        """Return whether the shapes match a cache. A contiguous cache may be shorter than these tensors allow."""
+    def check(self, cache: PagedCache) -> None:
+        """Raise ValueError unless these match a cache. A contiguous cache may be shorter than these tensors allow."""
+        check_pages(cache.page_size, self.sizes)
         for mine, x in ((self.k, cache.k), (self.v, cache.v)):
             room = mine.shape[1] - x.shape[1] // self.sizes.cmp_stride
-            if (mine.shape[0], *mine.shape[2:]) != (x.shape[0], *x.shape[2:]) or room < 0 or (room and cache.is_paged):
-                return False
-        return self.k.device == cache.device
+            differs = (mine.shape[0], *mine.shape[2:]) != (x.shape[0], *x.shape[2:]) or mine.device != x.device
+            if differs or room < 0 or (room and cache.is_paged):
+                raise ValueError(
+                    f"`compressed` must match this cache, got {tuple(self.k.shape)} for k {tuple(cache.k.shape)}; "
+                    "make them with compress_pages(cache, sizes, ...)"
+                )
 
     def grown(self, positions: int) -> CompressedPages:
         """Return a copy for a contiguous cache with room for `positions` positions."""

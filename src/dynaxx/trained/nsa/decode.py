@@ -17,9 +17,10 @@ from dynaxx.layout.paging.pages import SCALED_DTYPES
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.ops.decode_checks import check_cache
 from dynaxx.ops.decode_dispatch import serving
-from dynaxx.trained.nsa.compressed_pages import CompressedPages
+from dynaxx.trained.nsa.compressed_pages import CompressedPages, compressed_of
 from dynaxx.trained.nsa.kernels.contract import NsaDecodeKernels
 from dynaxx.trained.nsa.spans import NsaSizes
+from dynaxx.trained.registry import NSA_DECODE
 
 # How windows become compressed tokens. None: their mean. Tensor: a weighted sum with weights (cmp_block, kv_heads).
 # Callable: a function from (windows, cmp_block, kv_heads, dim) to (windows, kv_heads, dim).
@@ -82,15 +83,14 @@ def compress_pages(
                 "a cache without compressed tokens needs `sizes`, and `new_tokens` = None, because all must be computed"
             )
         cache = replace(cache, compressed=CompressedPages.empty(cache, sizes))
-    kept = cache.compressed
-    assert kept is not None, "created above"
+    kept = compressed_of(cache)
     if sizes is not None and (sizes.cmp_block, sizes.cmp_stride) != (kept.sizes.cmp_block, kept.sizes.cmp_stride):
         raise ValueError(f"`sizes` must keep cmp_block and cmp_stride of the cache's {kept.sizes}, got {sizes}")
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
     if sizes is not None and sizes != kept.sizes:
         cache = replace(cache, compressed=replace(kept, sizes=sizes))
-    kernels = serving(None, cache, backend).nsa
+    kernels = NSA_DECODE.kernels(serving(None, cache, backend).backend)
     total = kept.sizes.compressed(cache.max_keys)
     if new_tokens is not None:
         total = min(total, -(-new_tokens // kept.sizes.cmp_stride))
@@ -146,9 +146,8 @@ def nsa_decode(
             compressed tokens.
     """
     _check_cache(cache)
-    kernels = serving(q, cache, backend).nsa
-    if cache.compressed is None:
-        raise ValueError("`cache` must have compressed tokens; add them with compress_pages(cache, sizes, ...)")
+    kernels = NSA_DECODE.kernels(serving(q, cache, backend).backend)
+    compressed_of(cache)
     if gates.shape != (*q.shape[:-1], 3):
         raise ValueError(f"`gates` must be {(*q.shape[:-1], 3)}, got {tuple(gates.shape)}")
     if block_indices is not None and block_indices.shape[:3] != (*q.shape[:2], cache.kv_heads):
@@ -174,8 +173,7 @@ def _step(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) and blocks (T, Hk, slots) for one query per sequence."""
-    compressed = cache.compressed
-    assert compressed is not None, "checked before"
+    compressed = compressed_of(cache)
     sizes = compressed.sizes
     attend = lambda pages, of: sparse_decode(q, of, pages, scale=scale, return_lse=True, backend=backend)
     lengths = kernels.step_lengths(cache.seqused_k, sizes)

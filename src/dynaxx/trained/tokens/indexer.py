@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
-from dynaxx.kernels.registry import INDEX_LOSS, INDEXER
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.trained.registry import INDEX_LOSS, INDEXER
 from dynaxx.trained.tokens.attention import check_block_size, check_choice
 from dynaxx.trained.tokens.choice import TopKTokens, check_queries_and_keys
 from dynaxx.trained.tokens.kernels.contract import IndexerKernels, IndexerProblem, IndexLossKernels, IndexLossProblem

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout.paging import PagedCache
-from dynaxx.trained.nsa.compressed_pages import CompressedPages
+from dynaxx.trained.nsa.compressed_pages import CompressedPages, compressed_of
 from dynaxx.trained.nsa.decode import Pooling, compress_pages
 from dynaxx.trained.nsa.spans import NsaSizes
 
@@ -60,6 +60,5 @@ class NsaMemory:
                 kept = kept.grown(positions + SPARE_BLOCKS * sizes.slc_block // sizes.cmp_stride)
             cache = replace(cache, compressed=replace(kept, sizes=sizes))
             cache = compress_pages(cache, sizes, compress_k, compress_v, new_tokens=used - known.covered)
-        assert cache.compressed is not None, "just made"
-        self._of[self._layer] = _CompressedLayer(cache.compressed, weakref.ref(keys), used)
+        self._of[self._layer] = _CompressedLayer(compressed_of(cache), weakref.ref(keys), used)
         return cache

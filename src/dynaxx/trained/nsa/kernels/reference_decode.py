@@ -2,7 +2,7 @@
 """Reference definition of decoding with native sparse attention: compression of new windows, and selection of blocks.
 
 Legend: B sequences with one query each; W windows per sequence; Hq, Hk query and kv heads; D head_dim of q and k, E
-head_dim of v; L compressed tokens; P logical pages; n selected blocks. `layout.paging.compressed.CompressedPages`
+head_dim of v; L compressed tokens; P logical pages; n selected blocks. `trained.nsa.compressed_pages.CompressedPages`
 defines the positions of compressed tokens.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynaxx.kernels.decode.reference import read_keys
 from dynaxx.layout.paging import PagedCache
-from dynaxx.trained.nsa.compressed_pages import CompressedPages, NsaLengths
+from dynaxx.trained.nsa.compressed_pages import CompressedPages, NsaLengths, compressed_of
 from dynaxx.trained.nsa.kernels.reference import choose_blocks, gated_sum
 from dynaxx.trained.nsa.spans import NsaSizes
 
@@ -72,8 +72,7 @@ def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | N
         wide = windows.to(torch.promote_types(windows.dtype, torch.float32))
         return wide.mean(1) if weight is None else torch.einsum("wlhd,lh->whd", wide, weight.to(wide.dtype))
 
-    compressed = cache.compressed
-    assert compressed is not None, "`compress_pages` makes them"
+    compressed = compressed_of(cache)
     k, v = gather_windows(cache, compressed.sizes, count, skip)
     store_compressed(cache, compressed, pool(k, weights[0]), pool(v, weights[1]), count, skip)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
-from dynaxx.kernels.registry import TOKEN_DECODE
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.paging import PagedCache
@@ -18,6 +17,7 @@ from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
 from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.trained.registry import TOKEN_DECODE
 from dynaxx.trained.tokens.attention import check_block_size, check_choice, check_scores, refuse_duplicates
 
 _serving_decode = lru_cache(maxsize=256)(TOKEN_DECODE.resolve)

@@ -8,7 +8,7 @@ length.
 
 Legend: B sequences with one query each; Hq, Hk query and kv heads; D head_dim of q and k, E head_dim of v; C selection
 blocks that a sequence may have; n selected blocks. Positions of compressed tokens are defined in
-`layout.paging.compressed.CompressedPages`.
+`trained.nsa.compressed_pages.CompressedPages`.
 """
 
 import torch

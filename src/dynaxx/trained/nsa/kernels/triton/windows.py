@@ -5,7 +5,7 @@ Results are those of `kernels.nsa.reference_decode`. Lengths are read on the dev
 length.
 
 Legend: B sequences, W windows per sequence; Hk kv heads; D head_dim of k or of v. Positions of compressed tokens are
-defined in `layout.paging.compressed.CompressedPages`.
+defined in `trained.nsa.compressed_pages.CompressedPages`.
 """
 
 import triton
@@ -17,7 +17,7 @@ from dynaxx.kernels.device import padded
 from dynaxx.kernels.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.layout.paging import PagedCache, PageStrides
-from dynaxx.trained.nsa.compressed_pages import CompressedPages
+from dynaxx.trained.nsa.compressed_pages import CompressedPages, compressed_of
 from dynaxx.trained.nsa.spans import NsaSizes
 
 
@@ -136,7 +136,7 @@ def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | N
 
 
 def _compress(cache, weight_k, weight_v, count, skip):
-    compressed = cache.compressed
+    compressed = compressed_of(cache)
     sizes = compressed.sizes
     for x, kept, weight in ((cache.k, compressed.k, weight_k), (cache.v, compressed.v, weight_v)):
         if count * cache.batch * cache.kv_heads:

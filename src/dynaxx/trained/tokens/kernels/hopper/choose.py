@@ -15,9 +15,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dynaxx.kernels.device import power_of_two, processors
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_type
 from dynaxx.kernels.runtime.arguments import as_template, nowhere, rebased
-from dynaxx.kernels.support.hopper import DTYPES, INDEX_HEADS
+from dynaxx.kernels.support.hopper import DTYPES
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
+from dynaxx.trained.support.hopper import INDEX_HEADS
 from dynaxx.trained.tokens.kernels.gpu.plan import query_places
 from dynaxx.trained.tokens.kernels.gpu.rounding import to_fp8, to_int8
 from dynaxx.trained.tokens.kernels.hopper import best, indexer, indexer_heads

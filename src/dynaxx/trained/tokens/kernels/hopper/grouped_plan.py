@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dynaxx.kernels.runtime.arguments import packed_strides_of
 from dynaxx.kernels.sinks import include_sinks
-from dynaxx.kernels.support.hopper import DTYPES, GROUPED, GROUPED_DIM
+from dynaxx.kernels.support.hopper import DTYPES
+from dynaxx.trained.support.hopper import GROUPED, GROUPED_DIM
 from dynaxx.trained.tokens.kernels.gpu import plan as portable_plan
 from dynaxx.trained.tokens.kernels.gpu.config import MOST_MARKS, TileRows
 from dynaxx.trained.tokens.kernels.gpu.gradients import GradientRows, Portion

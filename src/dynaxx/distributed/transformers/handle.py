@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from dynaxx.distributed.group import Mesh, group_of, peer_errors
 from dynaxx.distributed.split import SequenceSplit
+from dynaxx.distributed.transformers.layer import SplitLayer, is_row_by_row
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.sequence_parallel.layer import SplitLayer, is_row_by_row
 from dynaxx.integrations.transformers.calls.own_pattern import BLOCK
 from dynaxx.integrations.transformers.decoder import Decoder, implementation, window_of
 from dynaxx.integrations.transformers.masks.lazy import LazyMask

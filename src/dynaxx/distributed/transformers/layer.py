@@ -32,7 +32,7 @@ from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 
 if TYPE_CHECKING:
-    from dynaxx.integrations.sequence_parallel.handle import SplitHandle
+    from dynaxx.distributed.transformers.handle import SplitHandle
 
 
 class SplitLayer:

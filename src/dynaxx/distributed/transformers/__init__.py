@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from dynaxx.lazy import load_at_first_use
 
 if TYPE_CHECKING:
-    from dynaxx.integrations.sequence_parallel.handle import SplitHandle
+    from dynaxx.distributed.transformers.handle import SplitHandle
 
 __all__ = ["SplitHandle"]
 

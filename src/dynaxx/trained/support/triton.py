@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The problems of trained sparse attention that the Triton backend serves."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+
+from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.decode.contract import DecodeProblem
+from dynaxx.kernels.device import interpreted
+from dynaxx.kernels.support.triton import DTYPES, MAX_HEAD_DIM, decode_reasons, unsupported_reasons
+from dynaxx.trained.tokens.kernels.contract import IndexerProblem, IndexLossProblem
+
+MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
+MAX_INDEX_BYTES = 512  # of a row of an indexer's q and k, for its loss
+
+
+def token_reasons(problem: AttentionProblem) -> list[str]:
+    """Return why the kernels over chosen tokens cannot serve: as attention, but latent widths, 576/512, are served."""
+    narrow = replace(
+        problem, head_dim=min(problem.head_dim, MAX_HEAD_DIM), head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM)
+    )
+    reasons = unsupported_reasons(narrow)
+    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
+        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
+def token_decode_reasons(problem: DecodeProblem) -> list[str]:
+    """Return why the decoding kernels over chosen tokens cannot serve: latent widths, 576/512, are served."""
+    narrow = replace(
+        problem,
+        head_dim=min(problem.head_dim, MAX_HEAD_DIM),
+        head_dim_v=min(problem.head_dim_v, MAX_HEAD_DIM),
+        max_seqlen_k=0,
+        batch=1,
+    )
+    reasons = decode_reasons(narrow)
+    if max(problem.head_dim, problem.head_dim_v) > MAX_LATENT_DIM:
+        reasons.append(f"serves head_dim up to {MAX_LATENT_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
+    return reasons
+
+
+def indexer_reasons(problem: IndexerProblem) -> list[str]:
+    """Return the reasons why the indexer's kernels cannot serve; empty if they can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    return [] if importlib.util.find_spec("triton") else ["triton is not installed: pip install triton"]
+
+
+def index_loss_reasons(problem: IndexLossProblem) -> list[str]:
+    """Return the reasons why the kernels of an indexer's loss cannot serve; empty if they can."""
+    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
+    reasons = []
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("triton is not installed: pip install triton")
+    for dtype in {problem.dtype, problem.index_dtype}:
+        if dtype not in DTYPES:
+            reasons.append(f"serves fp16, bf16 and fp32, got {dtype}")
+        elif dtype == torch.bfloat16 and problem.device.type == "cpu":
+            reasons.append("Triton's interpreter does not multiply bf16")
+    most = MAX_INDEX_BYTES // problem.index_dtype.itemsize
+    if problem.head_dim > MAX_LATENT_DIM or problem.index_dim > most:
+        reasons.append(
+            f"serves head_dim up to {MAX_LATENT_DIM} and, in {problem.index_dtype}, index_dim up to {most}, "
+            f"got {problem.head_dim} and {problem.index_dim}"
+        )
+    return reasons
