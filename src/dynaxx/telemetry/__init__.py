@@ -6,6 +6,7 @@ The files:
     recorder, store, snapshot, catalog  the numbers, and every metric by name
     probe, samples, clocks, caches      what integrations measure
     prometheus, otel, multiprocess, files, logging  exporters
+    dashboard                           the Grafana dashboard, made from the catalog
     sources, overview, terminal, web, background_watch, http  `dynaxx watch`
 """
 
