@@ -16,6 +16,7 @@ import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import pydoc_text
+from dynaxx.patterns import content_tokens
 
 TERMS = (("Base Rate", "seven percent"), ("Guarantor", "Northwind Shipping"), ("Delivery Port", "Rotterdam"))
 
@@ -47,7 +48,7 @@ def main():
     model, tokenizer = load_model("smollm2")
 
     window = dx.Sink(4) | dx.SlidingWindow(options.window)
-    headings = dx.GlobalContent(sequences=dx.content_tokens(tokenizer, ["DEFINITIONS"]), span=options.span)
+    headings = dx.GlobalContent(sequences=content_tokens(tokenizer, ["DEFINITIONS"]), span=options.span)
     cases = [contract(tokenizer, term, value, options.tokens) for term, value in TERMS]
     for name, rule in (("dense", dx.Causal()), ("window", window), ("window + headings", window | headings)):
         policy = dx.Policy(model=model_facts(model), block_size=32, rules=(dx.Rule.of(rule),))

@@ -20,7 +20,9 @@ def make_attention(variant, hidden, q_heads, kv_heads, head_dim, sizes, compress
     if variant == "nsa":
         return NativeSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, sizes=sizes, compression=compression)
     if variant == "indexed":  # as many tokens as the NSA variant selects, one by one
-        choice = dx.TopKTokens(sizes.slc_count * sizes.slc_block)  # head_dim columns: as many rotate as in attention
+        choice = dx.trained.TopKTokens(
+            sizes.slc_count * sizes.slc_block
+        )  # head_dim columns: as many rotate as in attention
         return IndexedSparseAttention(hidden, q_heads, kv_heads, head_dim=head_dim, choice=choice,
                                       index_heads=INDEX_HEADS, index_dim=head_dim)  # fmt: skip
     block_size = 128 if torch.cuda.is_available() else 64

@@ -52,7 +52,7 @@ def make_model(args):
         rope_theta=500_000.0,
         use_cache=False,
     )
-    sizes = dx.NsaSizes() if args.tokens >= 4096 else dx.NsaSizes(8, 4, 16, 4, 1, 1, window=32)
+    sizes = dx.trained.NsaSizes() if args.tokens >= 4096 else dx.trained.NsaSizes(8, 4, 16, 4, 1, 1, window=32)
     return convert_to_nsa(LlamaForCausalLM(config), sizes, compression="weighted", gate_init=(0.3, 0.5, 0.3))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import dynaxx
-from dynaxx.moved import MOVED
+from dynaxx.moved import MOVED, NAMES
 
 ROOMS = (
     "errors",
@@ -188,6 +188,25 @@ def test_moved_modules_exist():
     for old, new in MOVED.items():
         assert not any((SOURCE / old.replace(".", "/")).glob("*.py")), f"{old} is said to have moved"
         assert importlib.util.find_spec(f"dynaxx.{new}"), f"{old} moved to {new}, which is missing"
+
+
+def test_the_front_door_is_short():
+    assert len(dynaxx.__all__) <= 50
+    assert all(getattr(dynaxx, name) is not None for name in dynaxx.__all__)
+
+
+def test_old_names_of_the_front_door_work_and_name_the_new_place():
+    names = {**NAMES, "trained": dynaxx.trained.__all__}
+    for module, offered in names.items():
+        for name in offered:
+            assert name not in dynaxx.__all__
+            with pytest.warns(DeprecationWarning, match=rf"`dynaxx.{name}` is now `dynaxx.{module}.{name}`"):
+                old = getattr(dynaxx, name)
+            assert old is getattr(importlib.import_module(f"dynaxx.{module}"), name)
+    with pytest.warns(DeprecationWarning, match="is now `dynaxx.trained.NsaSizes`"):
+        assert dynaxx.NativeSizes is dynaxx.trained.NsaSizes
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = dynaxx.no_such_name
 
 
 def test_a_circle_is_found():

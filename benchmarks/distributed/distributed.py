@@ -32,7 +32,7 @@ from dynaxx.distributed.peer_memory import peer_memory_bytes
 
 BLOCK = 128
 SHAPES = {"cuda": ((32, 8), (64, 4), 128), "cpu": ((4, 2), (4, 1), 16)}  # heads, of NSA, head_dim; a CPU only tries it
-SIZES = dx.NsaSizes()
+SIZES = dx.trained.NsaSizes()
 HYBRID = dx.SlidingWindow(1024) | dx.Sink(128) | dx.TopK(0.1)
 BARS = {"window": 1.85, "random": 1.85, "hybrid": 1.8, "nsa": 1.8}
 MEMORY_BAR = 0.55
@@ -185,8 +185,8 @@ class Case:
     def one(self, *inputs):
         if self.name == "nsa":
             q, k, v, gates = inputs
-            compressed = dx.compress(k, SIZES), dx.compress(v, SIZES)
-            return dx.native_sparse_attention(q, k, v, compressed, gates, SIZES)
+            compressed = dx.trained.compress(k, SIZES), dx.trained.compress(v, SIZES)
+            return dx.trained.native_sparse_attention(q, k, v, compressed, gates, SIZES)
         if self.layout is None:
             return dx.sparse_attention(*inputs, dx.select_blocks(*inputs[:2], HYBRID, block_size=BLOCK))
         if self.whole is None:

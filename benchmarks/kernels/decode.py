@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
 import dynaxx as dx
+from dynaxx.layout.paging import quantize_pages
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 EVEN_AND_UNEVEN = ("batch 16, 32k", "batch 1, 128k", "batch 64, 32k")  # cases that `--uneven` compares
@@ -118,7 +119,7 @@ def make_cache(case, k, v):
     dtype = getattr(torch, case.dtype)
     scales = {}
     if dtype.itemsize == 1:
-        (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, case.page_size) for x in (k, v))
+        (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, case.page_size) for x in (k, v))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
     used = torch.full((case.batch,), case.seqlen, dtype=torch.int32, device=k.device)
     if not case.paged:
@@ -141,7 +142,7 @@ def check(device):
         q = torch.randn(2, 3, 6, 64, generator=generator).to(device, torch.bfloat16 if seed % 2 else torch.float32)
         scales = {}
         if dtype.itemsize == 1:
-            (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, 32) for x in (k, v))
+            (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, 32) for x in (k, v))
             scales = {"k_scale": k_scale, "v_scale": v_scale}
         used = torch.tensor([500, 77], dtype=torch.int32, device=device)
         cache = dx.PagedCache(k.to(dtype), v.to(dtype), used, page_size=32, **scales)

@@ -42,7 +42,7 @@ def check(heads: int, dim: int, precision: str) -> None:
     """
     inputs = draw(2200, 6000, heads, dim)
     got, want = (
-        dx.index_tokens(*inputs, dx.TopKTokens(512), precision=precision, backend=backend)  # type: ignore[arg-type]
+        dx.trained.index_tokens(*inputs, dx.trained.TopKTokens(512), precision=precision, backend=backend)  # type: ignore[arg-type]
         for backend in ("auto", "reference")
     )
     same = float((got == want).float().mean())
@@ -60,7 +60,7 @@ def memory_of(queries: int, keys: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
     inputs = tuple(x.bfloat16() for x in draw(queries, keys, 4, 64))
     own = sum(x.nbytes for x in inputs)
-    run = lambda: dx.index_tokens(*inputs, dx.TopKTokens(TOKENS), precision="bf16")
+    run = lambda: dx.trained.index_tokens(*inputs, dx.trained.TopKTokens(TOKENS), precision="bf16")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     choice = run()
@@ -92,8 +92,8 @@ def main() -> None:
         for precision in precisions:
             check(heads, dim, precision)
             given = inputs if precision == "fp32" else tuple(x.bfloat16() for x in inputs)
-            runs[precision] = lambda given=given, precision=precision: dx.index_tokens(
-                *given, dx.TopKTokens(TOKENS), precision=precision
+            runs[precision] = lambda given=given, precision=precision: dx.trained.index_tokens(
+                *given, dx.trained.TopKTokens(TOKENS), precision=precision
             )
         q = torch.randn(1, q_heads, args.keys, head_dim, device="cuda", dtype=torch.bfloat16)
         k = torch.randn(1, q_heads, args.keys, head_dim, device="cuda", dtype=torch.bfloat16)

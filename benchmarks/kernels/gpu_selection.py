@@ -17,6 +17,7 @@ from triton.testing import do_bench
 
 import dynaxx as dx
 from dynaxx.lab.machine import need_gpu
+from dynaxx.selection import ClusterGlobals, KeyClusters, TwoStage
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
@@ -24,8 +25,8 @@ RULES = [
     dx.TopK(0.1),
     dx.TopK(0.1, per="head"),
     dx.TopK(0.1, dx.MeanQuery(precision="int8")),
-    dx.TopK(0.1, dx.TwoStage(0.4)),
-    dx.TopK(0.1, dx.TwoStage(0.4, dx.MeanQuery(precision="int8"))),
+    dx.TopK(0.1, TwoStage(0.4)),
+    dx.TopK(0.1, TwoStage(0.4, dx.MeanQuery(precision="int8"))),
     dx.TopP(0.9),
     dx.Threshold(0.1),
     dx.TopK(0.1, dx.MeanPool()),
@@ -36,10 +37,10 @@ RULES = [
     dx.TopK(0.1, dx.LastQueryProbe()),
     dx.TopK(0.1, dx.AntiDiagonal()),
 ]
-LONG = [dx.TopK(256, scorer) for scorer in (dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.TwoStage(1024),
-                                            dx.TwoStage(1024, dx.MeanQuery(precision="int8")),
+LONG = [dx.TopK(256, scorer) for scorer in (dx.MeanQuery(), dx.MeanQuery(precision="int8"), TwoStage(1024),
+                                            TwoStage(1024, dx.MeanQuery(precision="int8")),
                                             dx.LastQueryProbe())]  # fmt: skip
-CLUSTERED = [dx.ClusterGlobals(1, clusters=64), dx.TopK(0.1, dx.KeyClusters())]  # torch code, not to be captured
+CLUSTERED = [ClusterGlobals(1, clusters=64), dx.TopK(0.1, KeyClusters())]  # torch code, not to be captured
 
 
 def inputs(seqlen):

@@ -37,7 +37,7 @@ def decoding(name: str, batch: int, keys: int) -> tuple[Callable[[], Tensor], Ca
     q = torch.randn(batch, 1, q_heads, dim, device="cuda", dtype=torch.bfloat16)
     chosen = torch.stack([torch.randperm(keys, device="cuda")[:TOKENS].sort().values for _ in range(batch)])
     chosen = chosen.int()[:, None, None]
-    run = lambda: dx.selected_decode(q, cache, chosen, block_size=1)
+    run = lambda: dx.trained.selected_decode(q, cache, chosen, block_size=1)
     dense_k, dense_v = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
     at = chosen[0, 0, 0].long()
     some_k, some_v = (x[:1, :, at].double().repeat_interleave(q_heads // kv_heads, 1) for x in (dense_k, dense_v))

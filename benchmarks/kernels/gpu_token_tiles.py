@@ -131,7 +131,7 @@ def attention(shape: Shape, backward: bool, backend: str = "auto") -> Callable[[
     do = torch.randn(*q.shape[:3], shape.dim_v, device="cuda", dtype=q.dtype)
 
     def make() -> Callable[[], Any]:
-        attend = lambda: dx.selected_attention(q, k, v, chosen, block_size=shape.block_size, backend=backend)
+        attend = lambda: dx.trained.selected_attention(q, k, v, chosen, block_size=shape.block_size, backend=backend)
         if not backward:
             return torch.no_grad()(attend)
         out = attend()
@@ -143,7 +143,7 @@ def attention(shape: Shape, backward: bool, backend: str = "auto") -> Callable[[
 def index(keys: int, backend: str) -> Callable[[], Any]:
     """Return a call of the indexer."""
     inputs = [x.bfloat16() for x in draw(keys, keys, 4, 64)]
-    return lambda: dx.index_tokens(*inputs, dx.TopKTokens(2048), precision="bf16", backend=backend)
+    return lambda: dx.trained.index_tokens(*inputs, dx.trained.TopKTokens(2048), precision="bf16", backend=backend)
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def check(shape: Shape, served: str = "auto") -> None:
     for backend, dtype in ((served, torch.bfloat16), ("reference", torch.float64)):
         q, k = (x.to(dtype) for x in inputs[:2])
         v = k[..., : shape.dim_v] if shape.dim_v < shape.dim else inputs[2].to(dtype)
-        out = dx.selected_attention(q, k, v, chosen, block_size=shape.block_size, backend=backend)
+        out = dx.trained.selected_attention(q, k, v, chosen, block_size=shape.block_size, backend=backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for name, got, want in zip(("out", "dq", "dk", "dv"), *results, strict=False):
         error = float((got.double() - want.double()).norm() / want.double().norm())
@@ -122,7 +122,7 @@ def measure(shape: Shape, served: str = "auto") -> dict[str, Any]:
     """Time one shape: milliseconds and TF/s of visible pairs, and the same layer dense."""
     q, k, v = shape.inputs(shape.queries, shape.keys)
     chosen = choices(shape.queries, shape.keys, shape.tokens // shape.block_size, shape.block_size)
-    attend = lambda: dx.selected_attention(q, k, v, chosen, block_size=shape.block_size, backend=served)
+    attend = lambda: dx.trained.selected_attention(q, k, v, chosen, block_size=shape.block_size, backend=served)
     out = attend()
     do = torch.randn_like(out)
     leaves = (q, k) if shape.dim_v < shape.dim else (q, k, v)

@@ -27,7 +27,7 @@ from triton.testing import do_bench
 import dynaxx as dx
 from dynaxx.lab.machine import need_gpu
 
-DIM, PAGE, SIZES = 128, 64, dx.NsaSizes()
+DIM, PAGE, SIZES = 128, 64, dx.trained.NsaSizes()
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -60,13 +60,13 @@ def check(q, cache, gates):
     """Stop unless the first sequence's step agrees with fp64 over its blocks."""
     q, gates = q[:1], gates[:1]
     cache = replace(cache, seqused_k=cache.seqused_k[:1], page_table=cache.page_table[:1])
-    out, blocks = dx.nsa_decode(q, cache, gates)
+    out, blocks = dx.trained.nsa_decode(q, cache, gates)
     kept = cache.compressed
     wide = replace(
         cache, k=cache.k.double(), v=cache.v.double(),
         compressed=replace(kept, k=kept.k.double(), v=kept.v.double()),
     )  # fmt: skip
-    want = dx.nsa_decode(q.double(), wide, gates.double(), block_indices=blocks, backend="reference").out
+    want = dx.trained.nsa_decode(q.double(), wide, gates.double(), block_indices=blocks, backend="reference").out
     error = float((out - want).abs().max())
     if error > 2e-2 * float(want.abs().max()):
         sys.exit(f"differs from fp64 by {error}, so nothing is timed")
@@ -80,13 +80,13 @@ def row_of(q_heads, kv_heads, batch, seqlen):
     q, gates = draw(batch, 1, q_heads, DIM), torch.rand(batch, 1, q_heads, 3, device="cuda", dtype=torch.bfloat16)
     used = torch.full((batch,), seqlen, dtype=torch.int32, device="cuda")
     table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
-    cache = dx.compress_pages(dx.PagedCache(k, v, used, table), SIZES)
+    cache = dx.trained.compress_pages(dx.PagedCache(k, v, used, table), SIZES)
     check(q, cache, gates)
-    blocks = dx.nsa_decode(q, cache, gates).block_indices
+    blocks = dx.trained.nsa_decode(q, cache, gates).block_indices
 
     def step(**given):
-        dx.compress_pages(cache, new_tokens=1)
-        return dx.nsa_decode(q, cache, gates, **given)
+        dx.trained.compress_pages(cache, new_tokens=1)
+        return dx.trained.nsa_decode(q, cache, gates, **given)
 
     row = {"heads": f"{q_heads}/{kv_heads}", "batch": batch, "tokens": seqlen, "step_us": time_of(captured(step))}
     row["kept_us"] = time_of(captured(lambda: step(block_indices=blocks)))

@@ -81,8 +81,8 @@ def check(shape: tuple[int, ...]) -> None:
     q, k = torch.randn(1, 40, q_heads, dim), torch.randn(1, 300, kv_heads, dim)
     v = k[..., :dim_v] if dim_v < dim else torch.randn(1, 300, kv_heads, dim_v)
     chosen = choices(40, 300, 64, 0.5)
-    got = dx.selected_attention(q, k, v, chosen, block_size=1, backend="cpu").double()
-    want = dx.selected_attention(q.double(), k.double(), v.double(), chosen, block_size=1, backend="reference")
+    got = dx.trained.selected_attention(q, k, v, chosen, block_size=1, backend="cpu").double()
+    want = dx.trained.selected_attention(q.double(), k.double(), v.double(), chosen, block_size=1, backend="reference")
     error = float((got - want).norm() / want.norm())
     if not error < 2e-6:
         raise SystemExit(f"wrong: relative error {error:.1e} against fp64")
@@ -100,13 +100,13 @@ def rates(shape: tuple[int, ...], rows: int, args: argparse.Namespace, overlap: 
         torch.randn(1, q_heads, args.dense, width, requires_grad=True) for width in (dense_dim, dense_dim, dense_dim_v)
     ]
     dense_do = torch.randn(1, q_heads, args.dense, dense_dim_v)
-    sparse_out = dx.selected_attention(q, k, v, chosen, block_size=1)
+    sparse_out = dx.trained.selected_attention(q, k, v, chosen, block_size=1)
     dense_out = scaled_dot_product_attention(*dense, is_causal=True)
     leaves = (q, k) if dim_v < dim else (q, k, v)
 
     def forward() -> None:
         with torch.no_grad():
-            dx.selected_attention(q, k, v, chosen, block_size=1)
+            dx.trained.selected_attention(q, k, v, chosen, block_size=1)
 
     def dense_forward() -> None:
         with torch.no_grad():
@@ -145,7 +145,7 @@ def reads(shape: tuple[int, ...], args: argparse.Namespace) -> list[dict[str, An
             ("the last ones", last.int()[None, :, None]),
         ):
             cases[f"{keys} {order}"] = (keys, order, k.nbytes + v.nbytes)
-            runs[f"{keys} {order}"] = lambda k=k, v=v, chosen=chosen: dx.selected_attention(
+            runs[f"{keys} {order}"] = lambda k=k, v=v, chosen=chosen: dx.trained.selected_attention(
                 q, k, v, chosen, block_size=1
             )
     found = medians(runs, args.repeats)

@@ -67,8 +67,8 @@ def nsa_call() -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
     gates = torch.rand(1, SEQLEN, 64, 3, device="cuda")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        compressed = (dx.compress(k, sizes), dx.compress(v, sizes))
-        return dx.native_sparse_attention(q, k, v, compressed, gates, sizes)
+        compressed = (dx.trained.compress(k, sizes), dx.trained.compress(v, sizes))
+        return dx.trained.native_sparse_attention(q, k, v, compressed, gates, sizes)
 
     return attend, tuple(x.bfloat16().requires_grad_() for x in (q, k, v, gates))
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import dynaxx as dx
+from dynaxx.engines.onnx import OnnxModel, export_onnx
 from dynaxx.integrations.transformers import model_facts
 from dynaxx.policy import Policy, Rule
 
@@ -37,7 +38,7 @@ DYNAMIC = dx.Sink(64) | dx.SlidingWindow(256) | dx.TopK(0.1)
 def exported(folder, model, policy=None, **settings):
     """Return an exported model; what is in the folder already is used again."""
     if not folder.exists():
-        dx.export_onnx(model, folder, policy, **settings)
+        export_onnx(model, folder, policy, **settings)
     return folder
 
 
@@ -58,7 +59,7 @@ def decoder(exports, threads):
         "static, custom": exported(exports / "static-custom", model, static, form="custom"),
         "dynamic, custom": exported(exports / "custom", model, dynamic, form="custom"),
     }
-    ran = {name: dx.OnnxModel(folder, threads=threads) for name, folder in folders.items()}
+    ran = {name: OnnxModel(folder, threads=threads) for name, folder in folders.items()}
     portable = ran["static, portable"]
 
     def dense(ids):
@@ -92,7 +93,7 @@ def encoder(exports, threads):
         "window of halves, portable": exported(exports / "bert-halves", model, window=HALVES),
         "window of halves, custom": exported(exports / "bert-halves-custom", model, window=HALVES, form="custom"),
     }
-    ran = {name: dx.OnnxModel(folder, threads=threads) for name, folder in forms.items()}
+    ran = {name: OnnxModel(folder, threads=threads) for name, folder in forms.items()}
     alone = session_alone(forms["dense, portable"] / "model.onnx", threads)
 
     def windowed(window):

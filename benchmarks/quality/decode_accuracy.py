@@ -25,6 +25,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.decoder import with_cache
+from dynaxx.layout.paging import quantize_pages
 
 CENTRED, EXACT = ", centred keys", ", exact tokens"
 EIGHT_BITS = ("float8_e4m3fn", "int8")
@@ -75,7 +76,7 @@ def cache_of(k, v, dtype):
         k = k - k.mean(1, keepdim=True)
     dtype, scales = getattr(torch, dtype.removesuffix(CENTRED)), {}
     if dtype.itemsize == 1:
-        (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, PAGE_SIZE) for x in (k, v))
+        (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, PAGE_SIZE) for x in (k, v))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
     used = torch.tensor([k.shape[1]], dtype=torch.int32)
     return dx.summarize_pages(dx.PagedCache(k.to(dtype), v.to(dtype), used, page_size=PAGE_SIZE, **scales), bound=0.5)
@@ -111,7 +112,7 @@ def rounding():
     for dtype in (torch.float8_e4m3fn, torch.int8):
         rounded = []
         for x in (k, v):
-            stored, scale = dx.quantize_pages(x[:, :, None], dtype, 64)
+            stored, scale = quantize_pages(x[:, :, None], dtype, 64)
             rounded.append((stored.double() * scale.repeat_interleave(64, 1)[..., None]).squeeze(2))
         both, keys, values = cosine(*rounded), cosine(rounded[0], v), cosine(k, rounded[1])
         print(f"{dtype}: keys alone {keys:.5f}, values alone {values:.5f}, both {both:.5f}")

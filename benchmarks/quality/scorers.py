@@ -16,6 +16,7 @@ import dynaxx as dx
 from dynaxx.lab.analyze.capture import visit_attention
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, load_text
+from dynaxx.selection import KeyClusters, TwoStage
 
 FORCED = dx.Sink(64) | dx.LocalBlocks(1)
 COLUMNS = {
@@ -31,9 +32,9 @@ SCORERS = {
     "`MeanQuery()`": dx.MeanQuery(),
     '`MeanQuery(precision="int8")`, a group together': dx.MeanQuery(precision="int8"),
     '`MeanQuery(precision="int8")`': dx.MeanQuery(precision="int8"),
-    "`TwoStage(0.2, MeanQuery())`": dx.TwoStage(0.2),
-    "`TwoStage(0.4, MeanQuery())`": dx.TwoStage(0.4),
-    "`TwoStage(0.4, MeanQuery())`, a group together": dx.TwoStage(0.4),
+    "`TwoStage(0.2, MeanQuery())`": TwoStage(0.2),
+    "`TwoStage(0.4, MeanQuery())`": TwoStage(0.4),
+    "`TwoStage(0.4, MeanQuery())`, a group together": TwoStage(0.4),
     "`MeanPool()`": dx.MeanPool(),
     "`MeanPool(16)`": dx.MeanPool(pool=16),
     "`MinMax()`": dx.MinMax(),
@@ -43,7 +44,7 @@ SCORERS = {
     "`LastQueryProbe()`": dx.LastQueryProbe(),
     "`AntiDiagonal()`": dx.AntiDiagonal(),
     "`SimHash()`": dx.SimHash(),
-    "`KeyClusters()`": dx.KeyClusters(),
+    "`KeyClusters()`": KeyClusters(),
 }
 RULES = [
     dx.TopK(0.25, dx.MinMax(0.5), per="head"),

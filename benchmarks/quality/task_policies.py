@@ -16,6 +16,7 @@ from dynaxx.lab.tune.costs import BUDGETS, Costs, rule_of
 from dynaxx.lab.tune.sensitivity import measure_head_costs
 from dynaxx.layout import as_block_size
 from dynaxx.policy.resolve import head_rules, resolve
+from dynaxx.selection import TileQueries
 
 BY_COSTS = {"tuned", "even", "tasks"}  # methods whose budgets come from the costs of the heads
 LEFT_OUT = {"tuned": "tuned on the other texts", "even": "evenly tuned on the other texts"}
@@ -131,7 +132,7 @@ def scorer_named(name):
     kind, _, tokens = name.partition(" ")
     if kind == "mean":
         return dx.MeanQuery(sharpness=float(tokens or 0.75))
-    return {"tile": dx.TileQueries, "anti": dx.AntiDiagonal}[kind](int(tokens)) if tokens else dx.MinMax()
+    return {"tile": TileQueries, "anti": dx.AntiDiagonal}[kind](int(tokens)) if tokens else dx.MinMax()
 
 
 def budget_rule(args, scorer, budget):

@@ -15,11 +15,15 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from dynaxx.moved import NAMES
+
 
 def engines() -> list[str]:
-    """Return the integrations that have public names."""
-    found = sorted((Path(__file__).parents[2] / "src" / "dynaxx" / "integrations").glob("*/__init__.py"))
-    return [f"dynaxx.integrations.{p.parent.name}" for p in found if "__all__" in p.read_text(encoding="utf-8")]
+    """Return the integrations and engines that have public names."""
+    source = Path(__file__).parents[2] / "src" / "dynaxx"
+    found = sorted([*source.glob("integrations/*/__init__.py"), *source.glob("engines/*/__init__.py")])
+    public = [path for path in found if "__all__" in path.read_text(encoding="utf-8")]
+    return [f"dynaxx.{path.parent.parent.name}.{path.parent.name}" for path in public]
 
 
 # One page per room: file name, title, and the modules whose `__all__` are public. A name appears on the first page
@@ -29,13 +33,14 @@ ROOMS = {
     "patterns": ("Patterns", ["dynaxx.patterns"]),
     "selection": ("Selection", ["dynaxx.selection"]),
     "layout": ("Layout", ["dynaxx.layout"]),
+    "trained": ("Trained sparse attention", ["dynaxx.trained"]),
     "modules": ("Modules to train with", ["dynaxx.trained.nn"]),
     "policy": ("Policy", ["dynaxx.policy"]),
     "integrations": ("Integrations", engines()),
     "distributed": ("Several GPUs", ["dynaxx.distributed"]),
     "telemetry": ("Telemetry", ["dynaxx.telemetry"]),
     "testing": ("Testing", ["dynaxx.testing"]),
-    "more": ("Paged caches, native sparse attention, packed batches, errors", ["dynaxx"]),
+    "more": ("Paged caches, packed batches, errors", [f"dynaxx.{module}" for module in NAMES] + ["dynaxx"]),
 }
 
 WITH_BASE = ("BlockLayout",)  # classes whose fields and sizes lie in a base that is not public
@@ -48,7 +53,8 @@ def public_names() -> dict[str, list[tuple[str, str]]]:
     for page, (_, modules) in ROOMS.items():
         entries = []
         for module in modules:
-            for name in importlib.import_module(module).__all__:
+            public = getattr(importlib.import_module(module), "__all__", None)
+            for name in NAMES[module.removeprefix("dynaxx.")] if public is None else public:
                 path = definition(module, name)
                 if not name.startswith("__") and path not in seen:
                     seen.add(path)
@@ -142,8 +148,8 @@ def gpus_page() -> str:
         *(f"- {line}" for line in reasons()),
         "",
         "On a GPU without measurements, `dynaxx doctor --device cuda` checks the kernels against fp64, and",
-        "`dx.autotune` measures tile sizes. It stores them in a file that names the GPU and the versions; please send",
-        "us that file.",
+        "`dynaxx.ops.autotune` measures tiles, and stores them in a file that names the GPU and the versions;",
+        "please send us that file.",
     ]
     return "\n".join(lines)
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import Any
 
-from dynaxx.moved import MovedModules
+from dynaxx.moved import MovedModules, moved_name
 
 __version__ = "0.2.0"
 
+WINGS = ("trained", "engines", "distributed")
+
 _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),
-    "dynaxx.layout": ("BlockLayout", "PackedLayout", "pack_layouts"),
-    "dynaxx.trained.nsa.compressed_pages": ("CompressedPages",),
-    "dynaxx.layout.paging.exact_tokens": ("ExactTokens",),
-    "dynaxx.layout.paging": ("PageSummaries", "PagedCache", "quantize_pages"),
+    "dynaxx.layout": ("BlockLayout",),
+    "dynaxx.layout.paging": ("PagedCache",),
     "dynaxx.patterns": (
         "Causal",
         "Dilated",
@@ -36,15 +35,13 @@ _SOURCES = {
         "SlidingWindow",
         "Strided",
         "bigbird",
-        "content_tokens",
         "longformer",
         "streaming",
     ),
+    "dynaxx.patterns.packed": ("packed_layout",),
     "dynaxx.selection": (
         "AntiDiagonal",
-        "ClusterGlobals",
         "Hybrid",
-        "KeyClusters",
         "LastQueryProbe",
         "MeanPool",
         "MeanQuery",
@@ -53,42 +50,16 @@ _SOURCES = {
         "Selector",
         "SimHash",
         "Threshold",
-        "TileQueries",
         "TopK",
         "TopP",
-        "TwoStage",
         "recall",
         "select_blocks",
     ),
-    "dynaxx.patterns.packed": ("packed_layout",),
-    "dynaxx.trained.tokens.choice": ("TopKTokens",),
-    "dynaxx.selection.packed": ("select_packed_blocks",),
     "dynaxx.selection.pages": ("PageBudget",),
-    "dynaxx.selection.page_plan": ("PagePlan",),
-    "dynaxx.ops": ("SparseAttentionOutput", "explain", "merge_states", "sparse_attention"),
-    "dynaxx.ops.explain": ("explain_decode", "explain_selection"),
-    "dynaxx.ops.autotune": ("autotune",),
+    "dynaxx.ops": ("explain", "merge_states", "sparse_attention"),
     "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),
-    "dynaxx.trained.nsa.spans": ("NsaSizes", "nsa_spans"),
-    "dynaxx.patterns.compressed": ("Compressed",),
-    "dynaxx.trained.selected": ("explain_selected", "selected_attention"),
-    "dynaxx.trained.tokens.steps.attend": ("selected_decode",),
-    "dynaxx.trained.tokens.steps.choose": ("index_decode",),
-    "dynaxx.trained.tokens.indexer": ("IndexLoss", "index_loss", "index_tokens"),
-    "dynaxx.trained.nsa.attention": ("compress", "compression_windows", "native_sparse_attention", "select_nsa"),
-    "dynaxx.trained.nsa.decode": ("compress_pages", "nsa_decode"),
-    "dynaxx.ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),
-    "dynaxx.integrations.flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
-    "dynaxx.engines.onnx": ("OnnxModel", "export_onnx"),
-}
-# Names of 0.1.0: they still work, with a warning, and are not listed.
-_OLD_NAMES = {
-    "NativeSizes": "NsaSizes",
-    "native_decode": "nsa_decode",
-    "native_spans": "nsa_spans",
-    "select_native": "select_nsa",
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
 
@@ -98,14 +69,12 @@ sys.meta_path.insert(0, MovedModules())
 
 
 def __getattr__(name: str) -> Any:
-    if name == "distributed":  # a room with a `sparse_attention` of its own
-        return importlib.import_module("dynaxx.distributed")
-    if name in _OLD_NAMES:
-        warnings.warn(f"`dynaxx.{name}` is now `dynaxx.{_OLD_NAMES[name]}`", DeprecationWarning, stacklevel=2)
-        name = _OLD_NAMES[name]
-    if name not in _SOURCE_OF:
-        raise AttributeError(f"module 'dynaxx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_SOURCE_OF[name]), name)
+    if name in WINGS:
+        return importlib.import_module(f"dynaxx.{name}")
+    source = _SOURCE_OF.get(name)
+    if source is None:
+        return moved_name(name)
+    value = getattr(importlib.import_module(source), name)
     globals()[name] = value
     return value
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import paths of earlier versions: each still works for one version, with a warning that names the new path."""
+"""Import paths and names of earlier versions: each works for one version, with a warning that names the new place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 # New places by old ones, both relative to `dynaxx`; what lies below them moved along.
 MOVED = {
@@ -36,6 +37,45 @@ MOVED = {
     "testing.nsa": "trained.testing.nsa",
     "testing.tokens": "trained.testing.tokens",
 }
+
+# Names that `dynaxx` itself offered, beside those of `trained`, by the module that offers them now.
+NAMES = {
+    "engines.onnx": ("OnnxModel", "export_onnx"),
+    "integrations.flash_attn": ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    "layout": ("PackedLayout", "pack_layouts"),
+    "layout.paging": ("ExactTokens", "PageSummaries", "quantize_pages"),
+    "ops": ("SparseAttentionOutput",),
+    "ops.autotune": ("autotune",),
+    "ops.buckets": ("Bucket", "Request", "attend_in_buckets", "bucket_by_length"),
+    "ops.explain": ("explain_decode", "explain_selection"),
+    "patterns": ("content_tokens",),
+    "patterns.compressed": ("Compressed",),
+    "selection": ("ClusterGlobals", "KeyClusters", "TileQueries", "TwoStage"),
+    "selection.packed": ("select_packed_blocks",),
+    "selection.page_plan": ("PagePlan",),
+}
+# Names of 0.1.0 that have changed since.
+RENAMED = {
+    "NativeSizes": "NsaSizes",
+    "native_decode": "nsa_decode",
+    "native_spans": "nsa_spans",
+    "select_native": "select_nsa",
+}
+
+
+def moved_name(name: str) -> Any:
+    """Return what `dynaxx.NAME` meant, and warn with its new place.
+
+    Raises:
+        AttributeError: `dynaxx` never had the name.
+    """
+    new = RENAMED.get(name, name)
+    names = {**NAMES, "trained": importlib.import_module("dynaxx.trained").__all__}
+    module = next((f"dynaxx.{module}" for module, offered in names.items() if new in offered), None)
+    if module is None:
+        raise AttributeError(f"module 'dynaxx' has no attribute {name!r}")
+    warnings.warn(f"`dynaxx.{name}` is now `{module}.{new}`", DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(module), new)
 
 
 def new_path(name: str) -> str | None:

@@ -172,20 +172,22 @@ def case_bytes_are_as_planned(ranks: Ranks):
 
 
 def case_native_sparse_attention(ranks: Ranks):
-    heads, sizes = (8, 2), dx.NsaSizes()
+    heads, sizes = (8, 2), dx.trained.NsaSizes()
     gates = torch.rand(1, SEQLEN, heads[0], 3, generator=torch.Generator().manual_seed(2)).to(ranks.device)
     tensors = (*inputs(ranks, heads=heads), gates.bfloat16())
     split = dxd.SequenceSplit.zigzag(SEQLEN, ranks.count, BLOCK)
 
     def whole(q, k, v, gates):
-        return dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+        return dx.trained.native_sparse_attention(
+            q, k, v, (dx.trained.compress(k, sizes), dx.trained.compress(v, sizes)), gates, sizes
+        )
 
     compare(ranks, split, tensors, whole, lambda *x: dxd.native_sparse_attention(*x, sizes, split, ranks.mesh))
 
 
 def case_modules_train_alike(ranks: Ranks):
     torch.manual_seed(1)
-    module = NativeSparseAttention(256, 8, 2, sizes=dx.NsaSizes()).to(ranks.device, torch.bfloat16)
+    module = NativeSparseAttention(256, 8, 2, sizes=dx.trained.NsaSizes()).to(ranks.device, torch.bfloat16)
     x = torch.randn(1, SEQLEN, 256, device=ranks.device, dtype=torch.bfloat16)
     out = module(x)
     out.square().sum().backward()

@@ -40,12 +40,14 @@ def case_layouts_and_rules(ranks: Ranks):
 
 def case_native_sparse_attention(ranks: Ranks):
     """Each rank runs a function of the whole sequence on its own heads."""
-    sizes = dx.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
+    sizes = dx.trained.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
     q, k, v = make_qkv(1, 120, 120, 8, 4, 16, device=ranks.device)
     gates = torch.rand(1, 120, 8, 3, generator=torch.Generator().manual_seed(2)).to(ranks.device)
 
     def attend(q, k, v, gates, share=None):
-        return dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+        return dx.trained.native_sparse_attention(
+            q, k, v, (dx.trained.compress(k, sizes), dx.trained.compress(v, sizes)), gates, sizes
+        )
 
     for split in splits(120, ranks.count, 16):
         own = lambda *x, split=split: dxd.attend_by_heads(attend, x, (True, False, False, True), split, ranks.mesh)

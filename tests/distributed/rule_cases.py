@@ -8,6 +8,7 @@ from ranks import Ranks
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
+from dynaxx.selection import ClusterGlobals, KeyClusters
 from dynaxx.testing import make_qkv
 from dynaxx.trained.nn import MixtureOfBlockAttention, NativeSparseAttention, SparseAttention
 
@@ -83,7 +84,7 @@ def case_choosing_and_attending_at_once(ranks: Ranks):
 def case_rules_that_look_at_other_ranks_are_refused(ranks: Ranks):
     split = dxd.SequenceSplit.contiguous(64, ranks.count, 16)
     q = torch.zeros(1, split.length(ranks.rank), 2, 8, device=ranks.device)
-    for rule in (dx.TopK(1, dx.LastQueryProbe(8)), dx.ClusterGlobals(1), dx.TopK(1, dx.KeyClusters(8))):
+    for rule in (dx.TopK(1, dx.LastQueryProbe(8)), ClusterGlobals(1), dx.TopK(1, KeyClusters(8))):
         with pytest.raises(dx.UnsupportedInputError, match="row by row"):
             dxd.select_split_blocks(q, q, rule, split, ranks.mesh, block_size=16)
     with pytest.raises(ValueError, match="`budget`"):
@@ -91,12 +92,14 @@ def case_rules_that_look_at_other_ranks_are_refused(ranks: Ranks):
 
 
 def case_native_sparse_attention(ranks: Ranks):
-    sizes = dx.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
+    sizes = dx.trained.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
     q, k, v = make_qkv(1, 200, 200, 4, 2, 16, device=ranks.device)
     gates = torch.rand(1, 200, 4, 3, generator=torch.Generator().manual_seed(2)).to(ranks.device)
 
     def whole(q, k, v, gates):
-        return dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+        return dx.trained.native_sparse_attention(
+            q, k, v, (dx.trained.compress(k, sizes), dx.trained.compress(v, sizes)), gates, sizes
+        )
 
     for stages, split in zip((1, 2), splits(200, ranks.count, 16), strict=True):
         own = lambda *x, split=split, stages=stages: dxd.native_sparse_attention(
@@ -107,7 +110,7 @@ def case_native_sparse_attention(ranks: Ranks):
 
 def case_modules_train_alike(ranks: Ranks):
     """Outputs, and gradients of parameters summed over ranks, equal those of one device."""
-    sizes = dx.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
+    sizes = dx.trained.NsaSizes(8, 4, 16, 4, 1, 1, window=24)
     makers = (
         lambda: NativeSparseAttention(32, 4, 2, sizes=sizes, compression="weighted"),
         lambda: MixtureOfBlockAttention(32, 4, 2, block_size=16, top_k=3),

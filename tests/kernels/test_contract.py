@@ -11,6 +11,7 @@ from dynaxx.kernels import registry
 from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeKernels
 from dynaxx.kernels.selection.contract import SelectionKernels
+from dynaxx.ops.explain import explain_decode, explain_selection
 from dynaxx.trained import registry as trained_registry
 from dynaxx.trained.nsa.kernels.contract import FusedBranches, Gating, NsaDecodeKernels, NsaKernels, Pooling
 from dynaxx.trained.tokens.kernels.contract import IndexLossKernels
@@ -81,10 +82,10 @@ def test_a_backend_that_does_not_import_says_so(monkeypatch):
 def test_explanations_of_decoding_and_selection():
     q, k = torch.randn(2, 1, 4, 16), torch.randn(2, 64, 2, 16)
     cache = dx.PagedCache(k, k, torch.tensor([60, 9], dtype=torch.int32), page_size=16)
-    found = dx.explain_decode(q, cache)
+    found = explain_decode(q, cache)
     assert found.chosen == "cpu"
     assert "runs on a GPU" in str(found)
-    found = dx.explain_selection(torch.randn(2, 64, 4, 16), k, dx.Sink(16) | dx.TopK(2), block_size=16)
+    found = explain_selection(torch.randn(2, 64, 4, 16), k, dx.Sink(16) | dx.TopK(2), block_size=16)
     assert found.chosen == "torch"
     assert "runs on a GPU" in found.reasons["triton"][0]
     assert "TopK" in str(found)

@@ -14,6 +14,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.core.library import active_library
+from dynaxx.layout import pack_layouts
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.lazy import lazy
 
@@ -96,7 +97,7 @@ def test_what_inference_caches_serves_training():
             dx.select_blocks(q, k, rule)
         assert not any(x.is_inference() for x in dx.select_blocks(q, k, rule).tensors), rule
     with torch.inference_mode():
-        spans = dx.nsa_spans(dx.NsaSizes(), (0, 211))
+        spans = dx.trained.nsa_spans(dx.trained.NsaSizes(), (0, 211))
     assert not spans.last_key.is_inference()
 
 
@@ -127,7 +128,7 @@ def test_causal_masks_belong_to_the_layout_they_are_in():
 
 def test_a_packed_layout_has_its_own_lengths():
     ends = torch.tensor([0, 32, 64], dtype=torch.int32)
-    layout = dx.pack_layouts([PATTERN.layout(32, block_size=16)] * 2, ends, block_size=16)
+    layout = pack_layouts([PATTERN.layout(32, block_size=16)] * 2, ends, block_size=16)
     ends.fill_(10**6)
     assert layout.cu_seqlens_q.tolist() == [0, 32, 64]
 

@@ -10,6 +10,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.layout import BLOCK_SIZES, pack_layouts
+from dynaxx.selection.packed import select_packed_blocks
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_pattern
 
 LENGTHS = (0, 0, 1, 5, 16, 17, 33, 64, 70)
@@ -118,9 +119,9 @@ def test_packed_attention_keeps_the_derived_tolerance(seed):
 def test_each_sequence_selects_as_it_would_alone(rule, lengths):
     ends = cumulative(lengths)
     q, k, v = (x[0] for x in make_qkv(1, ends[-1], ends[-1], 4, 2, 16, dtype=torch.float64))
-    layout = dx.select_packed_blocks(q, k, rule, ends, block_size=32)
+    layout = select_packed_blocks(q, k, rule, ends, block_size=32)
     want = attend_each(q, k, v, ends, ends, lambda one_q, one_k: dx.select_blocks(one_q, one_k, rule, block_size=32))
-    budgeted = dx.select_packed_blocks(q, k, rule, ends, block_size=32, memory_budget=4096)
+    budgeted = select_packed_blocks(q, k, rule, ends, block_size=32, memory_budget=4096)
     assert torch.equal(budgeted.to_dense(), layout.to_dense())
     assert dx.explain(q, k, v, layout).chosen
     got = dx.sparse_attention(q, k, v, layout, cu_seqlens_q=ends, return_lse=True)

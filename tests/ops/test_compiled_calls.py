@@ -7,11 +7,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynaxx as dx
+from dynaxx.integrations.flash_attn import flash_attn_with_kvcache
 from interpreter import DEVICE
 
 SEQLEN = 100
-SIZES = dx.NsaSizes(8, 4, 16, 3, 1, 1, 24)
-CHOICE = dx.TopKTokens(8)
+SIZES = dx.trained.NsaSizes(8, 4, 16, 3, 1, 1, 24)
+CHOICE = dx.trained.TopKTokens(8)
 RULE = dx.Sink(1) | dx.TopK(2)
 
 
@@ -33,23 +34,28 @@ def used_blocks(layout):
 
 def selected(size):
     blocks = torch.randint(0, SEQLEN // 16, (1, SEQLEN, 2, 1), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    return lambda q, k, v, *_: dx.selected_attention(q, k, v, blocks, block_size=size)
+    return lambda q, k, v, *_: dx.trained.selected_attention(q, k, v, blocks, block_size=size)
 
 
 CALLS = {
     "TopKTokens": lambda q, k, *_: CHOICE.select(q, k),
-    "index_tokens": lambda q, k, v, *index: dx.index_tokens(*index, CHOICE),
-    "index_loss": lambda q, k, v, *index: dx.index_loss(*index, q, k).loss,
+    "index_tokens": lambda q, k, v, *index: dx.trained.index_tokens(*index, CHOICE),
+    "index_loss": lambda q, k, v, *index: dx.trained.index_loss(*index, q, k).loss,
     "select_blocks": lambda q, k, *_: used_blocks(dx.select_blocks(q, k, RULE, block_size=16)),
     "selected blocks": selected(16),
     "selected tokens": selected(1),
-    "native": lambda q, k, v, *_: dx.native_sparse_attention(
-        q, k, v, (dx.compress(k, SIZES), dx.compress(v, SIZES)), torch.ones(1, SEQLEN, 4, 3, device=DEVICE), SIZES
+    "native": lambda q, k, v, *_: dx.trained.native_sparse_attention(
+        q,
+        k,
+        v,
+        (dx.trained.compress(k, SIZES), dx.trained.compress(v, SIZES)),
+        torch.ones(1, SEQLEN, 4, 3, device=DEVICE),
+        SIZES,
     ),
     "decode": lambda q, k, v, *_: dx.sparse_decode(
         last(q), dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16)), dx.PageBudget(2)
     ),
-    "kvcache": lambda q, k, v, *_: dx.flash_attn_with_kvcache(last(q), k[:, :96].contiguous(), v[:, :96].contiguous()),
+    "kvcache": lambda q, k, v, *_: flash_attn_with_kvcache(last(q), k[:, :96].contiguous(), v[:, :96].contiguous()),
 }
 
 
@@ -85,6 +91,6 @@ def test_transforms_are_refused(name, transform):
 def test_layouts_that_are_cached_under_a_mode_are_real():
     with FakeTensorMode(allow_non_fake_inputs=True):
         dx.SlidingWindow(9).layout(77, block_size=16)
-        dx.nsa_spans(SIZES, (0, 77))
+        dx.trained.nsa_spans(SIZES, (0, 77))
     assert type(dx.SlidingWindow(9).layout(77, block_size=16).kv_indices) is torch.Tensor
-    assert type(dx.nsa_spans(SIZES, (0, 77)).last_key) is torch.Tensor
+    assert type(dx.trained.nsa_spans(SIZES, (0, 77)).last_key) is torch.Tensor

@@ -13,6 +13,8 @@ import dynaxx as dx
 from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.patterns import base, packed
+from dynaxx.selection import KeyClusters, TileQueries, TwoStage
+from dynaxx.selection.packed import select_packed_blocks
 from dynaxx.selection.pages import PageBudget
 from dynaxx.selection.scorers import simhash
 from dynaxx.trained.nn import IndexedSparseAttention
@@ -40,9 +42,9 @@ CALLS = {
     "gathers": lambda q, k, v: dx.sparse_attention(q.double(), k.double(), v.double(), PATTERN.layout(300)),
     "top-k": lambda q, k, v: dx.select_blocks(q, k, PATTERN | dx.TopK(0.2), block_size=32).kv_indices,
     "top-p": lambda q, k, v: dx.select_blocks(q, k, PATTERN | dx.TopP(0.8, dx.MinMax()), block_size=32).kv_indices,
-    "clusters": lambda q, k, v: dx.select_blocks(q, k, dx.TopK(0.2, dx.KeyClusters()), block_size=32).kv_indices,
+    "clusters": lambda q, k, v: dx.select_blocks(q, k, dx.TopK(0.2, KeyClusters()), block_size=32).kv_indices,
     "packed": lambda q, k, v: (
-        dx.select_packed_blocks(q[0], k[0], PATTERN | dx.TopK(0.3), (0, 100, 300), block_size=16).kv_indices
+        select_packed_blocks(q[0], k[0], PATTERN | dx.TopK(0.3), (0, 100, 300), block_size=16).kv_indices
     ),
     "packed patterns": lambda q, k, v: dx.packed_layout(PATTERN, (0, 90, 290), block_size=16).kv_indices,
     "decoding": lambda q, k, v: dx.sparse_decode(
@@ -71,12 +73,12 @@ def test_gradients_too(qkv):
 SCORERS = {
     "mean pool": dx.MeanPool(),
     "min max": dx.MinMax(),
-    "tile queries": dx.TileQueries(),
+    "tile queries": TileQueries(),
     "anti-diagonal": dx.AntiDiagonal(),
     "probe": dx.LastQueryProbe(),
     "simhash": dx.SimHash(),
-    "clusters": dx.KeyClusters(),
-    "two stages": dx.TwoStage(),
+    "clusters": KeyClusters(),
+    "two stages": TwoStage(),
 }
 
 
@@ -97,12 +99,12 @@ MORE = {
         lambda *x: dx.sparse_attention(*x, PATTERN.layout(300, block_size=32)), q, k, v
     ),
     "selected blocks": lambda q, k, v: gradients(
-        lambda *x: dx.selected_attention(*x, blocks_of(q), block_size=16), q, k, v
+        lambda *x: dx.trained.selected_attention(*x, blocks_of(q), block_size=16), q, k, v
     ),
     "single tokens": lambda q, k, v: gradients(
-        lambda *x: dx.selected_attention(*x, blocks_of(q), block_size=1), q, k, v
+        lambda *x: dx.trained.selected_attention(*x, blocks_of(q), block_size=1), q, k, v
     ),
-    "indexer": lambda q, k, v: index_tokens(q, k[:, :, 0], v[:, :, 0, :4].abs(), dx.TopKTokens(9)),
+    "indexer": lambda q, k, v: index_tokens(q, k[:, :, 0], v[:, :, 0, :4].abs(), dx.trained.TopKTokens(9)),
     "recall": lambda q, k, v: torch.tensor(
         dx.recall(q, k, PATTERN.layout(300), rows=40).mean, dtype=torch.float64, device="cpu"
     ),
@@ -166,7 +168,7 @@ def test_more_results_are_the_same_under_a_device(call, qkv):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_module_learns_under_a_default_dtype(dtype, default_dtype):
     default_dtype(dtype)
-    module = IndexedSparseAttention(64, 4, 2, choice=dx.TopKTokens(8))
+    module = IndexedSparseAttention(64, 4, 2, choice=dx.trained.TopKTokens(8))
     out = module(torch.randn(1, 70, 64))
     out.square().sum().backward()
     assert out.dtype == dtype

@@ -100,7 +100,7 @@ class Draw:
         return attend, True, lambda: layout().to_dense()
 
     def by_tokens(self, chosen, q, k, v, **options):
-        return dx.selected_attention(q, k, v, chosen, block_size=1, **options)
+        return dx.trained.selected_attention(q, k, v, chosen, block_size=1, **options)
 
     def by_decode(self, size, q, k, v, **options):
         return dx.sparse_decode(q, PagedCache.contiguous(k, v, page_size=size), **options)

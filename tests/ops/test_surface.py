@@ -10,13 +10,19 @@ import torch
 
 import dynaxx as dx
 from dynaxx import policy
-from dynaxx.layout import from_block_mask, to_block_mask
+from dynaxx.layout import from_block_mask, pack_layouts, to_block_mask
+from dynaxx.layout.paging import ExactTokens, quantize_pages
+from dynaxx.ops.buckets import Bucket, attend_in_buckets, bucket_by_length
+from dynaxx.patterns.compressed import Compressed
+from dynaxx.selection import ClusterGlobals, KeyClusters, TileQueries, TwoStage
+from dynaxx.selection.packed import select_packed_blocks
+from dynaxx.selection.page_plan import PagePlan
 from dynaxx.testing import make_qkv
 from dynaxx.trained import nn
 
 PACKAGE = str(Path(dx.__file__).parent)
 ENDS = torch.tensor([0, 40, 64], dtype=torch.int32)
-SIZES = dx.NsaSizes(8, 4, 16, 2, 1, 1, 16)
+SIZES = dx.trained.NsaSizes(8, 4, 16, 2, 1, 1, 16)
 SCORER = dx.MeanPool()
 WINDOW = dx.SlidingWindow(16)
 
@@ -31,7 +37,7 @@ def keys():
 
 def cache():
     made = dx.PagedCache(keys(), keys(), torch.tensor([64, 30], dtype=torch.int32), page_size=16)
-    return dx.compress_pages(dx.summarize_pages(made), SIZES)
+    return dx.trained.compress_pages(dx.summarize_pages(made), SIZES)
 
 
 def qkv():
@@ -47,12 +53,12 @@ def layout(rule=WINDOW, tokens=64):
 
 
 def buckets():
-    return [dx.Bucket(10, dx.Full()), dx.Bucket(None, WINDOW)]
+    return [Bucket(10, dx.Full()), Bucket(None, WINDOW)]
 
 
 def nsa_inputs():
     q, k, v = packed()
-    compressed = tuple(dx.compress(x, SIZES, cu_seqlens=ENDS) for x in (k, v))
+    compressed = tuple(dx.trained.compress(x, SIZES, cu_seqlens=ENDS) for x in (k, v))
     return q, k, v, compressed, torch.ones(64, 4, 3), SIZES
 
 
@@ -86,22 +92,22 @@ CALLS = {
         {**BLOCKED, "scale": None, "memory_budget": None},
     ),
     "select_packed_blocks": lambda: (
-        dx.select_packed_blocks,
+        select_packed_blocks,
         [*packed()[:2], dx.TopK(2), ENDS, ENDS],
         {**BLOCKED, "scale": None, "memory_budget": None},
     ),
     "packed_layout": lambda: (dx.packed_layout, [WINDOW, ENDS, ENDS], {**BLOCKED, "device": "cpu"}),
     "pack_layouts": lambda: (
-        dx.pack_layouts,
+        pack_layouts,
         [[layout(tokens=40), layout(tokens=24)], ENDS, ENDS],
         {"block_size": 16},
     ),
     "attend_in_buckets": lambda: (
-        dx.attend_in_buckets,
+        attend_in_buckets,
         [[packed(), packed()], buckets()],
         {**BLOCKED, **SCALED, "softcap": None, "sinks": None},
     ),
-    "bucket_by_length": lambda: (dx.bucket_by_length, [[3, 30], buckets()], {}),
+    "bucket_by_length": lambda: (bucket_by_length, [[3, 30], buckets()], {}),
     "PagedCache": lambda: (
         dx.PagedCache,
         [keys(), keys(), torch.tensor([64, 30], dtype=torch.int32)],
@@ -118,57 +124,57 @@ CALLS = {
         [keys(), keys(), torch.int8],
         {"page_size": 16, "seqused_k": None, "leftpad_k": None, "sinks": 4, "window": 28},
     ),
-    "quantize_pages": lambda: (dx.quantize_pages, [keys(), torch.int8, 16], {}),
+    "quantize_pages": lambda: (quantize_pages, [keys(), torch.int8, 16], {}),
     "summarize_pages": lambda: (
         dx.summarize_pages,
         [dx.PagedCache.contiguous(keys(), keys(), page_size=16)],
         {"bound": None, "new_tokens": None, "dtype": None, "backend": "auto"},
     ),
-    "PagePlan.of": lambda: (dx.PagePlan.of, [WINDOW, 100], {"page_size": 16, "seqlen_q": 1, "device": "cpu"}),
+    "PagePlan.of": lambda: (PagePlan.of, [WINDOW, 100], {"page_size": 16, "seqlen_q": 1, "device": "cpu"}),
     "PagePlan.pages": lambda: (
-        dx.PagePlan.of(WINDOW, 100).pages,
+        PagePlan.of(WINDOW, 100).pages,
         [torch.tensor([64, 30], dtype=torch.int32), 2],
         {},
     ),
     "recall": lambda: (dx.recall, [*qkv()[:2], layout()], {"rows": 16, "seed": 0, "scale": None, "causal": True}),
     "PageBudget": lambda: (dx.PageBudget, [2, 1, 1, 1.0], {}),
-    "ExactTokens": lambda: (dx.ExactTokens, [keys()[:, :20].contiguous(), keys()[:, :20].contiguous(), 4], {}),
+    "ExactTokens": lambda: (ExactTokens, [keys()[:, :20].contiguous(), keys()[:, :20].contiguous(), 4], {}),
     "sparse_decode": lambda: (dx.sparse_decode, [QUERY, cache(), dx.PageBudget(2)], {**SCALED, "return_lse": False}),
     "select_pages": lambda: (dx.select_pages, [QUERY, cache(), dx.PageBudget(2)], SCALED),
     "nsa_decode": lambda: (
-        dx.nsa_decode,
+        dx.trained.nsa_decode,
         [QUERY, cache(), torch.ones(2, 1, 4, 3)],
         {**SCALED, "block_indices": None},
     ),
-    "native_sparse_attention": lambda: (dx.native_sparse_attention, [*nsa_inputs()], {**ENDED, **SCALED}),
+    "native_sparse_attention": lambda: (dx.trained.native_sparse_attention, [*nsa_inputs()], {**ENDED, **SCALED}),
     "selected_attention": lambda: (
-        dx.selected_attention,
+        dx.trained.selected_attention,
         [*packed(), torch.zeros(64, 2, 1, dtype=torch.int32)],
         {**ENDED, **SCALED, "block_size": 16, "return_lse": True},
     ),
     "selected_attention of tokens": lambda: (
-        dx.selected_attention,
+        dx.trained.selected_attention,
         [*packed(), torch.tensor([0, 3]).expand(64, 1, 2)],
         {**ENDED, **SCALED, "block_size": 1, "softcap": 3.0, "sinks": torch.ones(4), "return_lse": True},
     ),
     "index_tokens": lambda: (
-        dx.index_tokens,
-        [torch.ones(64, 4, 8), torch.ones(64, 8), torch.ones(64, 4), dx.TopKTokens(4)],
+        dx.trained.index_tokens,
+        [torch.ones(64, 4, 8), torch.ones(64, 8), torch.ones(64, 4), dx.trained.TopKTokens(4)],
         {**ENDED, "precision": "fp32", "backend": "auto"},
     ),
     "index_decode": lambda: (
-        dx.index_decode,
+        dx.trained.index_decode,
         [
             torch.ones(2, 1, 4, 8),
             torch.ones(2, 64, 8),
             torch.ones(2, 1, 4),
-            dx.TopKTokens(4),
+            dx.trained.TopKTokens(4),
             torch.tensor([64, 9]).int(),
         ],
         {"page_table": torch.tensor([[0, 1], [1, -1]]).int(), "precision": "fp32"},
     ),
     "index_loss": lambda: (
-        dx.index_loss,
+        dx.trained.index_loss,
         [torch.ones(1, 64, 4, 8), torch.ones(1, 64, 8), torch.ones(1, 64, 4), *qkv()[:2]],
         {
             "block_indices": torch.tensor([0, 3]).expand(1, 64, 1, 2),
@@ -178,21 +184,21 @@ CALLS = {
         },
     ),
     "selected_decode": lambda: (
-        dx.selected_decode,
+        dx.trained.selected_decode,
         [QUERY, cache(), torch.tensor([0, 3]).expand(2, 1, 1, 2)],
         {**SCALED, "block_size": 1, "softcap": 3.0, "sinks": torch.ones(4), "return_lse": True},
     ),
-    "TopKTokens": lambda: (dx.TopKTokens, [8], {"block_size": 4}),
-    "TopKTokens.select": lambda: (dx.TopKTokens(8).select, [*packed()[:2]], {**ENDED, "scale": None}),
+    "TopKTokens": lambda: (dx.trained.TopKTokens, [8], {"block_size": 4}),
+    "TopKTokens.select": lambda: (dx.trained.TopKTokens(8).select, [*packed()[:2]], {**ENDED, "scale": None}),
     "explain_selected": lambda: (
-        dx.explain_selected,
+        dx.trained.explain_selected,
         [*qkv(), torch.zeros(1, 64, 2, 1, dtype=torch.int32)],
         {"block_size": 16, "backend": "auto"},
     ),
-    "compress": lambda: (dx.compress, [packed()[1], SIZES, torch.ones(8, 2)], {"cu_seqlens": ENDS}),
-    "compression_windows": lambda: (dx.compression_windows, [packed()[1], SIZES], {"cu_seqlens": ENDS}),
-    "nsa_spans": lambda: (dx.nsa_spans, [SIZES, ENDS, ENDS], {"device": "cpu"}),
-    "NsaSizes": lambda: (dx.NsaSizes, [8, 4, 16, 2, 1, 1, 16, "sum"], {}),
+    "compress": lambda: (dx.trained.compress, [packed()[1], SIZES, torch.ones(8, 2)], {"cu_seqlens": ENDS}),
+    "compression_windows": lambda: (dx.trained.compression_windows, [packed()[1], SIZES], {"cu_seqlens": ENDS}),
+    "nsa_spans": lambda: (dx.trained.nsa_spans, [SIZES, ENDS, ENDS], {"device": "cpu"}),
+    "NsaSizes": lambda: (dx.trained.NsaSizes, [8, 4, 16, 2, 1, 1, 16, "sum"], {}),
     "from_dense": lambda: (dx.BlockLayout.from_dense, [torch.ones(1, 1, 64, 64) > 0], {"block_size": 16}),
     "from_block_indices": lambda: (
         dx.BlockLayout.from_block_indices,
@@ -219,24 +225,24 @@ CALLS = {
     "Sink": lambda: (dx.Sink, [4], {}),
     "SlidingWindow": lambda: (dx.SlidingWindow, [4], {}),
     "Strided": lambda: (dx.Strided, [4], {}),
-    "Compressed": lambda: (dx.Compressed, [8, 4, 0], {}),
+    "Compressed": lambda: (Compressed, [8, 4, 0], {}),
     "bigbird": lambda: (dx.bigbird, [4, 2, 2, 0], {}),
     "longformer": lambda: (dx.longformer, [4, 1], {}),
     "streaming": lambda: (dx.streaming, [4, 2], {}),
     "AntiDiagonal": lambda: (dx.AntiDiagonal, [16], {}),
-    "ClusterGlobals": lambda: (dx.ClusterGlobals, [1, 8, 2, 0], {}),
+    "ClusterGlobals": lambda: (ClusterGlobals, [1, 8, 2, 0], {}),
     "Hybrid": lambda: (dx.Hybrid, [dx.Full(), dx.TopK(1)], {}),
-    "KeyClusters": lambda: (dx.KeyClusters, [8, 4, 2, 0], {}),
+    "KeyClusters": lambda: (KeyClusters, [8, 4, 2, 0], {}),
     "LastQueryProbe": lambda: (dx.LastQueryProbe, [8], {}),
     "MeanPool": lambda: (dx.MeanPool, [None], {}),
     "MeanQuery": lambda: (dx.MeanQuery, [0.75, "full"], {}),
     "MinMax": lambda: (dx.MinMax, [1.0, None], {}),
     "SimHash": lambda: (dx.SimHash, [4, 4, 0], {}),
-    "TileQueries": lambda: (dx.TileQueries, [8, 0.75], {}),
+    "TileQueries": lambda: (TileQueries, [8, 0.75], {}),
     "Threshold": lambda: (dx.Threshold, [0.5, "max", SCORER, "group"], {}),
     "TopK": lambda: (dx.TopK, [2, SCORER, 0, "group"], {}),
     "TopP": lambda: (dx.TopP, [0.5, SCORER, "group"], {}),
-    "TwoStage": lambda: (dx.TwoStage, [0.25, dx.MeanQuery(), 32], {}),
+    "TwoStage": lambda: (TwoStage, [0.25, dx.MeanQuery(), 32], {}),
     "nn.SparseAttention": lambda: (nn.SparseAttention, [32, 4, 2], {"pattern": WINDOW, "block_size": 16}),
     "nn.NativeSparseAttention": lambda: (
         nn.NativeSparseAttention,

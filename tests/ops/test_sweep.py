@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dynaxx as dx
+from dynaxx.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from dynaxx.testing import Expected, random_memory, random_problem
 from interpreter import DEVICE
 
@@ -168,7 +169,7 @@ def test_selected_attention(batched, seed):
         q, k, v = problem.shaped(q, seqlen_q), problem.shaped(k, seqlen_k), problem.shaped(v, seqlen_k)
         blocks = chosen.to(DEVICE).view(*q.shape[:-2], heads, slots)
         sinks = None if sinks is None else sinks.to(DEVICE)
-        out, lse = dx.selected_attention(
+        out, lse = dx.trained.selected_attention(
             q, k, v, blocks, block_size=size, **ends, **problem.options, sinks=sinks, return_lse=True,
             backend=rng.choice(("auto", "auto", "reference")),
         )  # fmt: skip
@@ -196,8 +197,8 @@ def test_flash_attention(batched, seed):
     def attend(q, k, v):
         q, k, v = problem.shaped(q, seqlen_q), problem.shaped(k, seqlen_k), problem.shaped(v, seqlen_k)
         if not batched:
-            return dx.flash_attn_varlen_func(q, k, v, *problem.ends, 99, 99, **options)[:2]
-        out, lse, _ = dx.flash_attn_func(q, k, v, **options)
+            return flash_attn_varlen_func(q, k, v, *problem.ends, 99, 99, **options)[:2]
+        out, lse, _ = flash_attn_func(q, k, v, **options)
         return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
     problem.check(attend, mask)
@@ -210,7 +211,7 @@ def test_native_sparse_attention(batched, seed):
     problem = Problem(seed, batched=batched)
     problem.sinks, problem.options["softcap"] = None, None
     stride, parts, window = problem.rng.choice((4, 8, 16)), problem.rng.choice((1, 2)), problem.rng.choice((1, 9, 99))
-    sizes = dx.NsaSizes(min(16, stride * parts), stride, 16, 99, 1, 1, window)
+    sizes = dx.trained.NsaSizes(min(16, stride * parts), stride, 16, 99, 1, 1, window)
     seqlen_q, seqlen_k = problem.lengths[0]
     ends = {} if batched else {"cu_seqlens_q": problem.ends[0], "cu_seqlens_k": problem.ends[1]}
     of_keys = {} if batched else {"cu_seqlens": problem.ends[1]}
@@ -218,9 +219,10 @@ def test_native_sparse_attention(batched, seed):
 
     def attend(q, k, v, gates):
         q, k, v = problem.shaped(q, seqlen_q), problem.shaped(k, seqlen_k), problem.shaped(v, seqlen_k)
-        pooled = dx.compress(k, sizes, **of_keys), dx.compress(v, sizes, **of_keys)
-        out = dx.native_sparse_attention(q, k, v, pooled, gates.to(DEVICE).view(*q.shape[:-1], 3), sizes, **ends,
-                                         scale=problem.options["scale"])  # fmt: skip
+        pooled = dx.trained.compress(k, sizes, **of_keys), dx.trained.compress(v, sizes, **of_keys)
+        out = dx.trained.native_sparse_attention(
+            q, k, v, pooled, gates.to(DEVICE).view(*q.shape[:-1], 3), sizes, **ends, scale=problem.options["scale"]
+        )
         return (out.flatten(0, 1) if batched else out).cpu()
 
     def definition(q, k, v, gates):
@@ -340,7 +342,7 @@ def test_decoding_over_chosen_tokens(seed):
     chosen = torch.tensor(rows, dtype=torch.int64).view(batch, seqlen, heads, slots)
     mask = (chosen[..., None] == keys // size).any(-2).transpose(1, 2).repeat_interleave(problem.heads // heads, 1)
     sinks = None if problem.sinks is None else problem.sinks.to(DEVICE)
-    found = dx.selected_decode(q.to(DEVICE), pages.cache, chosen.to(DEVICE), block_size=size, **problem.options,
+    found = dx.trained.selected_decode(q.to(DEVICE), pages.cache, chosen.to(DEVICE), block_size=size, **problem.options,
                                sinks=sinks, return_lse=True)  # fmt: skip
     pages.check(problem, q, found, mask)
 
@@ -353,7 +355,7 @@ def test_choices_of_an_indexer(seed):
     whole = lambda *shape: torch.randint(-2, 3, shape, generator=problem.generator).to(problem.dtype)
     q, k, weights = whole(len(problem.q), heads, dim), whole(len(problem.k), dim), whole(len(problem.q), heads)
     size, slots = rng.choice((1, 1, 2, 8, 16)), rng.choice((1, 3, 40))
-    choice, precision = dx.TopKTokens(size * slots, size), rng.choice(("fp32", "bf16"))
+    choice, precision = dx.trained.TopKTokens(size * slots, size), rng.choice(("fp32", "bf16"))
     scores = (torch.einsum("qhd,kd->qhk", q.double(), k.double()).relu() * weights.double()[..., None]).sum(1)
     wanted = torch.full((len(q), 1, slots), -1, dtype=torch.int32)
     for rows, cols, position in problem.pieces():
@@ -364,9 +366,11 @@ def test_choices_of_an_indexer(seed):
     ends = {"cu_seqlens_q": problem.ends[0], "cu_seqlens_k": problem.ends[1]}
     q, k, weights = (x.to(DEVICE) for x in (q, k, weights))
     for backend in ("auto", "reference"):
-        found = dx.index_tokens(q, k, weights, choice, **ends, precision=precision, backend=backend)
+        found = dx.trained.index_tokens(q, k, weights, choice, **ends, precision=precision, backend=backend)
         assert torch.equal(found.cpu(), wanted)
     for rows, cols, _ in problem.pieces():
         used = torch.tensor([cols.stop - cols.start], dtype=torch.int32, device=DEVICE)
-        step = dx.index_decode(q[None, rows], k[None, cols], weights[None, rows], choice, used, precision=precision)
+        step = dx.trained.index_decode(
+            q[None, rows], k[None, cols], weights[None, rows], choice, used, precision=precision
+        )
         assert torch.equal(step[0].cpu(), wanted[rows])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.patterns import content_tokens
 from dynaxx.policy import ModelFacts, resolve, to_spec
 from dynaxx.testing import make_qkv
 
@@ -144,11 +145,11 @@ class WordTokenizer:
 def test_texts_become_every_way_they_are_written():
     tokenizer = WordTokenizer()
     word = lambda *words: tuple(tokenizer.words.index(each) for each in words)
-    assert set(dx.content_tokens(tokenizer, ["DEFINED"])) == {
+    assert set(content_tokens(tokenizer, ["DEFINED"])) == {
         word("DEF", "INED"), word(" DEF", "INED"), word("(DEF", "INED")
     }  # fmt: skip
-    assert word("DEF", "INED", ":\n") in dx.content_tokens(tokenizer, ["DEFINED:"])
-    assert set(dx.content_tokens(tokenizer, ["b", "DEFINED"])) > {word("b"), word("DEF", "INED")}
+    assert word("DEF", "INED", ":\n") in content_tokens(tokenizer, ["DEFINED:"])
+    assert set(content_tokens(tokenizer, ["b", "DEFINED"])) > {word("b"), word("DEF", "INED")}
     for texts, error, message in (
         ([""], ValueError, "empty"),
         ([" "], ValueError, "empty"),
@@ -156,7 +157,7 @@ def test_texts_become_every_way_they_are_written():
         ("DEFINED", TypeError, "put it in a list"),
     ):
         with pytest.raises(error, match=message):
-            dx.content_tokens(tokenizer, texts)
+            content_tokens(tokenizer, texts)
 
 
 needs_transformers = pytest.mark.skipif(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.selection import ClusterGlobals
 from dynaxx.testing import make_qkv
 
 BLOCK = 16
@@ -38,7 +39,7 @@ def planted(homes, strays=3, blocks=12):
 def test_every_cluster_keeps_its_home_in_sight():
     homes = (2, 5, 9)
     q, k, _ = planted(homes)
-    seen = columns(q, k, dx.ClusterGlobals(clusters=8))
+    seen = columns(q, k, ClusterGlobals(clusters=8))
     assert set(homes) <= set(seen[0, 0].nonzero().flatten().tolist())
     assert seen[0, 0].sum() <= 8
     assert (seen == seen[:1, :1]).all(), "global: the same columns for every query and head"
@@ -48,7 +49,7 @@ def test_it_is_the_blocks_with_most_keys_of_each_cluster():
     """Count the keys of each block from the same centroids."""
     q, k, _ = make_qkv(1, 200, 200, 4, 2, 16, seed=3)
     for most in (1, 2, 5):
-        rule = dx.ClusterGlobals(most, clusters=6, seed=2)
+        rule = ClusterGlobals(most, clusters=6, seed=2)
         centroids = rule.scorer.index._centroids(k, 1 << 20)[0]
         seen = columns(q, k, rule)
         for head in range(4):
@@ -67,12 +68,12 @@ def test_it_is_the_blocks_with_most_keys_of_each_cluster():
 def test_an_attention_sink_is_a_cluster_of_its_own():
     q, k, _ = make_qkv(1, 256, 256, 2, 1, 16)
     k[0, 100, 0] = 30.0
-    assert columns(q, k, dx.ClusterGlobals(clusters=16))[:, :, 100 // BLOCK].all()
+    assert columns(q, k, ClusterGlobals(clusters=16))[:, :, 100 // BLOCK].all()
 
 
 def test_queries_do_not_matter_and_causality_does():
     q, k, _ = make_qkv(1, 128, 160, 4, 2, 16)
-    rule = dx.ClusterGlobals(2, clusters=5)
+    rule = ClusterGlobals(2, clusters=5)
     seen = columns(q, k, rule)
     assert torch.equal(columns(torch.randn_like(q), k, rule), seen)
     dense = dx.select_blocks(q, k, rule, block_size=BLOCK, causal=True).to_dense()[0]
@@ -83,7 +84,7 @@ def test_queries_do_not_matter_and_causality_does():
 def test_numbers_per_head_nothing_and_everything():
     q, k, _ = make_qkv(1, 100, 100, 4, 2, 16)
     window = dx.SlidingWindow(20)
-    seen = columns(q, k, window | dx.ClusterGlobals((0, 1, 3, math.inf), clusters=4), causal=True)
+    seen = columns(q, k, window | ClusterGlobals((0, 1, 3, math.inf), clusters=4), causal=True)
     shown = columns(q, k, window, causal=True)[0]
     assert torch.equal(seen[0], shown)
     assert torch.equal(seen[3], columns(q, k, dx.Full(), causal=True)[0])
@@ -105,7 +106,7 @@ def test_globals_keep_the_answers_that_lie_far_away():
     of = lambda rule: (
         dx.recall(q[:, late], k, dx.select_blocks(q[:, late], k, rule, block_size=BLOCK), rows=10_000).mean
     )
-    with_globals = of(near | dx.ClusterGlobals(clusters=8))
+    with_globals = of(near | ClusterGlobals(clusters=8))
     assert with_globals > 0.7
     assert with_globals > 1.5 * of(near | dx.RandomBlocks(8))  # as many blocks at most, chosen blindly
 
@@ -113,16 +114,16 @@ def test_globals_keep_the_answers_that_lie_far_away():
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 0), (0, 40), (40, 0), (1, 1), (3, 70)])
 def test_odd_lengths(seqlen_q, seqlen_k):
     q, k, _ = make_qkv(2, seqlen_q, seqlen_k, 4, 2, 16)
-    dx.select_blocks(q, k, dx.Sink(2) | dx.ClusterGlobals(2), block_size=BLOCK).validate()
+    dx.select_blocks(q, k, dx.Sink(2) | ClusterGlobals(2), block_size=BLOCK).validate()
 
 
 def test_bad_numbers_say_so():
     q, k, _ = make_qkv(1, 40, 40, 4, 2, 16)
     for make, message in (
-        (lambda: dx.ClusterGlobals(-1), "`per_cluster` must be a number of blocks >= 0"),
-        (lambda: dx.ClusterGlobals(float("nan")), "`per_cluster` must be"),
-        (lambda: dx.ClusterGlobals(1, clusters=0), "`clusters` must be from 1 to"),
-        (lambda: dx.select_blocks(q, k, dx.ClusterGlobals((1, 2))), r"one per q head \(4\), got 2"),
+        (lambda: ClusterGlobals(-1), "`per_cluster` must be a number of blocks >= 0"),
+        (lambda: ClusterGlobals(float("nan")), "`per_cluster` must be"),
+        (lambda: ClusterGlobals(1, clusters=0), "`clusters` must be from 1 to"),
+        (lambda: dx.select_blocks(q, k, ClusterGlobals((1, 2))), r"one per q head \(4\), got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

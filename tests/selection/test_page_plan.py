@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.selection.page_plan import PagePlan
 from interpreter import on_gpu
 
 RULES = (
@@ -23,7 +24,7 @@ RULES = (
 def test_a_row_lists_the_pages_that_the_rule_shows(rule, page_size):
     """A row covers steps whose last token is anywhere in its page; RandomBlocks depends on the block size."""
     for seqlen, seqlen_q in ((1, 1), (300, 1), (517, 20), (517, 70)):
-        plan = dx.PagePlan.of(rule, seqlen, page_size=page_size, seqlen_q=seqlen_q)
+        plan = PagePlan.of(rule, seqlen, page_size=page_size, seqlen_q=seqlen_q)
         mask = rule.layout(seqlen, block_size=min(page_size, 128)).to_dense()[0, 0]
         for page, row in enumerate(plan.table):
             first = max(0, page * page_size - seqlen_q + 1) // page_size * page_size
@@ -37,7 +38,7 @@ def follow(device, steps):
     rng, gen = random.Random(0), torch.Generator().manual_seed(0)
     seqlen, batch, kv_heads, rule = 700, 3, 2, dx.Dilated(24, 15) | dx.SlidingWindow(40) | dx.Sink(4)
     k, v = torch.randn(2, batch, seqlen, kv_heads, 32, generator=gen).to(device)
-    plan = dx.PagePlan.of(rule, seqlen, page_size=32, device=device)
+    plan = PagePlan.of(rule, seqlen, page_size=32, device=device)
     mask = rule.layout(seqlen, block_size=32).to_dense()[0, 0]
     lengths = torch.tensor([rng.randrange(seqlen - steps) for _ in range(batch)], dtype=torch.int32)
     used = lengths.to(device)
@@ -94,8 +95,8 @@ def test_one_plan_serves_all_steps_of_a_captured_graph(never_waits):
 
 def test_lengths_outside_the_plan_are_refused():
     with pytest.raises(ValueError, match="`max_seqlen` and `seqlen_q` must be at least 1, got 0 and 1"):
-        dx.PagePlan.of(RULES[0], 0)
-    plan = dx.PagePlan.of(RULES[0], 100, page_size=64)
+        PagePlan.of(RULES[0], 0)
+    plan = PagePlan.of(RULES[0], 100, page_size=64)
     with pytest.raises(ValueError, match="at most the 128 keys of the plan, got 129"):
         plan.pages(torch.tensor([3, 129], dtype=torch.int32), 2)
     assert plan.pages(torch.tensor([0, 128], dtype=torch.int32), 2).tolist() == [[[0, -1]] * 2, [[0, 1]] * 2]

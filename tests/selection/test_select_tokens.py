@@ -38,7 +38,7 @@ def test_best_scores(isa, width, slots, monkeypatch):
 def test_the_tokens_with_most_attention(isa, size, queries, keys, monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
     q, k = torch.randn(2, queries, 6, 16), torch.randn(2, keys, 2, 16)
-    chosen = dx.TopKTokens(8, block_size=size).select(q, k)
+    chosen = dx.trained.TopKTokens(8, block_size=size).select(q, k)
     assert chosen.shape == (2, queries, 2, 8 // size)
     weights = (q.unflatten(2, (2, 3)).permute(0, 2, 3, 1, 4) @ k.permute(0, 2, 3, 1)[:, :, None]) / 4
     position = torch.arange(queries) + keys - queries
@@ -52,15 +52,15 @@ def test_the_tokens_with_most_attention(isa, size, queries, keys, monkeypatch):
             got = chosen[b, :, h]
             assert torch.equal(got, want)
     v = torch.randn(2, keys, 2, 16)
-    dx.selected_attention(q, k, v, chosen, block_size=size)
+    dx.trained.selected_attention(q, k, v, chosen, block_size=size)
 
 
 def test_packed_and_all():
     q, k, v = torch.randn(90, 4, 8), torch.randn(90, 2, 8), torch.randn(90, 2, 8)
     ends = (0, 40, 40, 90)
-    chosen = dx.TopKTokens(64).select(q, k, cu_seqlens_q=ends)
-    assert torch.equal(chosen[:40], dx.TopKTokens(64).select(q[None, :40], k[None, :40])[0])
-    got = dx.selected_attention(q, k, v, chosen, block_size=1, cu_seqlens_q=ends)
+    chosen = dx.trained.TopKTokens(64).select(q, k, cu_seqlens_q=ends)
+    assert torch.equal(chosen[:40], dx.trained.TopKTokens(64).select(q[None, :40], k[None, :40])[0])
+    got = dx.trained.selected_attention(q, k, v, chosen, block_size=1, cu_seqlens_q=ends)
     dense = dx.sparse_attention(q, k, v, dx.packed_layout(dx.Causal(), ends))
     torch.testing.assert_close(got, dense, atol=2e-6, rtol=1e-5)  # 64 of at most 50: all
 
@@ -68,11 +68,11 @@ def test_packed_and_all():
 def test_errors():
     for wrong in ({"k": 0}, {"k": 6, "block_size": 4}, {"k": 6, "block_size": 3}, {"k": 1 << 30}):
         with pytest.raises(ValueError, match="must be"):
-            dx.TopKTokens(**wrong)
+            dx.trained.TopKTokens(**wrong)
     q, k = torch.randn(1, 9, 4, 8), torch.randn(1, 9, 3, 8)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
-        dx.TopKTokens(4).select(q, k)
+        dx.trained.TopKTokens(4).select(q, k)
     with pytest.raises(ValueError, match="go with packed"):
-        dx.TopKTokens(4).select(q, q, cu_seqlens_q=(0, 9))
+        dx.trained.TopKTokens(4).select(q, q, cu_seqlens_q=(0, 9))
     with pytest.raises(ValueError, match="end at 9 and 9"):
-        dx.TopKTokens(4).select(q[0], q[0], cu_seqlens_q=(0, 8))
+        dx.trained.TopKTokens(4).select(q[0], q[0], cu_seqlens_q=(0, 8))

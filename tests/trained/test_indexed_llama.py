@@ -33,7 +33,7 @@ def ids(folder):
 
 
 def convert(model, count=24):
-    return convert_to_indexed(model, dx.TopKTokens(count), index_heads=2, index_dim=16)
+    return convert_to_indexed(model, dx.trained.TopKTokens(count), index_heads=2, index_dim=16)
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def test_the_example_leaves_out_what_it_measures(finetune):
 
 
 def test_indexers_start_as_heads_of_attention(dense, ids):
-    made = convert_to_indexed(dense, dx.TopKTokens(64), index_heads=2, index_dim=16, sample=ids)
+    made = convert_to_indexed(dense, dx.trained.TopKTokens(64), index_heads=2, index_dim=16, sample=ids)
     for layer in made.model.layers:
         attention = layer.self_attn
         assert torch.equal(attention.indexer.k_proj.weight[:16], attention.k_proj.weight[:16])

@@ -37,7 +37,7 @@ def native_sparse_attention(
 ) -> Tensor:
     """Attend from this rank's queries to compressed tokens, selected blocks and a window of the whole sequence.
 
-    Blocks are selected among those of all ranks, so the result equals that of `dynaxx.native_sparse_attention` on one
+    Blocks are selected among those of all ranks, so the result equals that of `native_sparse_attention` on one
     device. Every rank gathers all keys and values and compresses them, because a rank's queries together select nearly
     all blocks. Differentiable; gradients of keys and values return to their owners.
 
@@ -49,10 +49,10 @@ def native_sparse_attention(
         sizes: sizes of the branches.
         split: which rank owns which tokens. Zigzag balances the compressed branch, whose work grows with the position.
         mesh: the ranks, as for `dynaxx.distributed.sparse_attention`.
-        weights: (cmp_block, kv_heads) weights for k and for v, as for `dynaxx.compress`; the mean by default. Each rank
+        weights: (cmp_block, kv_heads) weights for k and for v, as for `compress`; the mean by default. Each rank
             gets its part of their gradient; sum it over the ranks.
         scale: softmax scale, default head_dim ** -0.5.
-        backend: as for `dynaxx.native_sparse_attention`.
+        backend: as for `dynaxx.trained.native_sparse_attention`.
         stages: number of groups of kv heads that are gathered and computed one after another. More stages need less
             memory and more time.
 
@@ -60,7 +60,7 @@ def native_sparse_attention(
         (batch, own tokens, q_heads, head_dim_v).
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: like `dynaxx.native_sparse_attention`.
+        ValueError, TypeError, UnsupportedInputError: like `dynaxx.trained.native_sparse_attention`.
         PeerError: another rank failed.
     """
     rank = dist.get_rank(group_of(mesh))

@@ -44,7 +44,7 @@ def never_ran(gpu: Gpu, operation: str) -> str:
     proof = proof_of(gpu.architecture, operation)
     if gpu.vendor == "interpreter" or proof.state in ("measured", "tests passed"):
         return ""
-    advice = "`dynaxx doctor --device cuda` checks them, `dx.autotune` measures tile sizes"
+    advice = "`dynaxx doctor --device cuda` checks them, `dynaxx.ops.autotune.autotune` measures tile sizes"
     return f"the developers never ran these kernels on {gpu} ({proof.state}): {advice}"
 
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
 import dynaxx as dx
-from dynaxx.engines.onnx import library, packages
+from dynaxx.engines.onnx import OnnxModel, export_onnx, library, packages
 from dynaxx.engines.onnx.plans import _plan, operator_plans
 from dynaxx.engines.portable import PortableModel
 from dynaxx.errors import UnsupportedInputError
@@ -171,9 +171,9 @@ def test_an_old_runtime_is_refused(monkeypatch):
 def test_a_dynamic_policy_exported_equals_torch_and_generates_the_same(tmp_path):
     model, ids = llama(), tokens(2, 300)
     policy = Policy(model=model_facts(model), rules=[Rule.of(dx.Sink(4) | dx.LocalBlocks(1) | dx.TopK(0.3))])
-    made = dx.export_onnx(model, tmp_path / "out", policy, all_logits=True)
+    made = export_onnx(model, tmp_path / "out", policy, all_logits=True)
     assert (made.form, made.graphs) == ("custom", ("model",))
-    ran = dx.OnnxModel(made.folder)
+    ran = OnnxModel(made.folder)
     with dx.apply(model, policy):
         torch.testing.assert_close(torch.from_numpy(ran.step(ids.numpy())[0]), model(ids).logits, atol=1e-4, rtol=1e-4)
         mask = torch.ones_like(ids)
@@ -190,10 +190,10 @@ def test_a_policy_as_tune_writes_it_equals_torch(tmp_path, caplog):
     model, ids = llama(), tokens(1, 700)
     rule = dx.Sink(32) | dx.LocalBlocks(4) | dx.LastQueries(64) | dx.TopK((0.1, 0.3, 0.0, 0.5, 0.2, 1.0), per="head")
     tuned = Policy(model=model_facts(model), block_size=32, rules=[Rule.of(rule)], guard={})
-    made = dx.export_onnx(model, tmp_path / "out", tuned, all_logits=True)
+    made = export_onnx(model, tmp_path / "out", tuned, all_logits=True)
     assert made.form == "custom"
     assert "guard does not run in ONNX Runtime" in caplog.text
-    found = torch.from_numpy(dx.OnnxModel(made.folder).step(ids.numpy())[0])
+    found = torch.from_numpy(OnnxModel(made.folder).step(ids.numpy())[0])
     with dx.apply(model, tuned.replace(guard=None)):
         torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)
 
@@ -205,9 +205,9 @@ def test_an_encoder_with_a_window_padding_and_layers_that_see_everything(tmp_pat
     bert = BertModel(BertConfig(**sizes, vocab_size=64, max_position_embeddings=700), add_pooling_layer=False).eval()
     ids = tokens(5, 333)
     for number, window in enumerate((None, (130, 7), 20)):
-        made = dx.export_onnx(bert, tmp_path / str(number), form="custom", window=window)
+        made = export_onnx(bert, tmp_path / str(number), form="custom", window=window)
         assert (made.form, made.graphs) == ("custom", ("model",))
-        ran = dx.OnnxModel(made.folder, threads=1 + number % 2)
+        ran = OnnxModel(made.folder, threads=1 + number % 2)
         applied = contextlib.nullcontext() if window is None else dx.apply(bert, window=window)
         with applied:
             mask = torch.ones_like(ids)
@@ -243,5 +243,5 @@ def test_an_encoder_whose_layers_have_windows_of_their_own(tmp_path):
     mask = torch.ones_like(ids)
     mask[1, 120:] = 0
     close(PortableModel(model)(ids, [mask]).numpy(), model(ids, attention_mask=mask)[0], mask)
-    ran = dx.OnnxModel(dx.export_onnx(model, tmp_path / "out", form="custom").folder)
+    ran = OnnxModel(export_onnx(model, tmp_path / "out", form="custom").folder)
     close(ran.encode(ids.numpy(), mask.numpy()), model(ids, attention_mask=mask)[0], mask)

@@ -11,7 +11,7 @@ import onnx
 from transformers import BertConfig, BertModel
 
 import dynaxx as dx
-from dynaxx.engines.onnx import session
+from dynaxx.engines.onnx import OnnxModel, export_onnx, session
 from dynaxx.engines.onnx.python_operator import PythonOperatorError, renamed
 from dynaxx.integrations.transformers import model_facts
 from dynaxx.policy import Policy, Rule
@@ -34,8 +34,8 @@ RULES = {
 def test_a_decoder_equals_torch_and_generates_the_same(tmp_path, rules):
     model, ids = llama(), tokens(2, 300)
     policy = Policy(model=model_facts(model), rules=rules, dense_below=200)
-    made = dx.export_onnx(model, tmp_path / "out", policy, all_logits=True, form="custom")
-    ran = dx.OnnxModel(made.folder, operator="python")
+    made = export_onnx(model, tmp_path / "out", policy, all_logits=True, form="custom")
+    ran = OnnxModel(made.folder, operator="python")
     with dx.apply(model, policy):
         for seqlen in (300, 100):
             some = ids[:, :seqlen]
@@ -53,8 +53,8 @@ def test_an_encoder_with_a_window_and_padding(tmp_path):
     sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
     bert = BertModel(BertConfig(**sizes, vocab_size=64, max_position_embeddings=700), add_pooling_layer=False).eval()
     ids = tokens(3, 333)
-    made = dx.export_onnx(bert, tmp_path / "out", form="custom", window=(130, 7))
-    ran = dx.OnnxModel(made.folder, threads=2, operator="python")
+    made = export_onnx(bert, tmp_path / "out", form="custom", window=(130, 7))
+    ran = OnnxModel(made.folder, threads=2, operator="python")
     mask = torch.ones_like(ids)
     mask[1, 150:], mask[2, :100] = 0, 0
     with dx.apply(bert, window=(130, 7)):
@@ -71,20 +71,20 @@ def test_it_takes_the_place_of_a_library_that_cannot_be_compiled(tmp_path, monke
     def missing():
         raise RuntimeError("there is no C++ compiler")
 
-    made = dx.export_onnx(llama(), tmp_path / "out", form="custom")
+    made = export_onnx(llama(), tmp_path / "out", form="custom")
     monkeypatch.setattr(session, "library_path", missing)
     with pytest.raises(RuntimeError, match="no C"):
-        dx.OnnxModel(made.folder, operator="library").step(tokens(1, 9).numpy())
-    logits, _ = dx.OnnxModel(made.folder).step(tokens(1, 9).numpy())
+        OnnxModel(made.folder, operator="library").step(tokens(1, 9).numpy())
+    logits, _ = OnnxModel(made.folder).step(tokens(1, 9).numpy())
     assert np.isfinite(logits).all()
     assert "runs in Python, with copies" in caplog.text
     monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="or run it in Python: pip install onnxruntime-extensions"):
-        dx.OnnxModel(made.folder).step(tokens(1, 9).numpy())
+        OnnxModel(made.folder).step(tokens(1, 9).numpy())
 
 
 def test_exports_of_older_versions_are_refused(tmp_path):
-    made = dx.export_onnx(llama(), tmp_path / "out", form="custom")
+    made = export_onnx(llama(), tmp_path / "out", form="custom")
     path = made.folder / "model.onnx"
     model = onnx.load(str(path), load_external_data=False)
     for node in model.graph.node:

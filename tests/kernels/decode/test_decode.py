@@ -8,6 +8,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.kernels.decode.reference import read_cache, visible_keys
+from dynaxx.layout.paging import PageSummaries, quantize_pages
 from dynaxx.testing import oracle_attention
 
 LOW = {torch.float8_e4m3fn, torch.int8}
@@ -36,7 +37,7 @@ def random_cache(seed, *, dtype=torch.float32, kv_heads=None, head_dim=None, pag
     table = torch.randperm(pages, generator=gen)[: batch * capacity].view(batch, capacity).int() if paged else None
     scales = {}
     if dtype in LOW:
-        (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, None if paged else page_size) for x in (k, v))
+        (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, None if paged else page_size) for x in (k, v))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         if rng.random() < 0.3:
             scales = {name: torch.full((kv_heads,), 0.01) for name in scales}
@@ -258,8 +259,8 @@ def test_invalid_inputs_are_refused():
         (lambda: dx.PagedCache(k[:, :16, :, ::2], k[:, :16], used, table), "dense last"),
         (lambda: dx.summarize_pages(cache, new_tokens=1), "`new_tokens`"),
         (lambda: dx.summarize_pages(dx.summarize_pages(cache, bound=0.5), bound=1.0), "`bound` and `dtype` must match"),
-        (lambda: dx.PageSummaries(k.to(torch.int8), k.to(torch.int8), 1.0), "`scale`"),
-        (lambda: dx.PageSummaries(k, k + 1, 1.0, torch.ones(2, 64, 2)), "`scale`"),
+        (lambda: PageSummaries(k.to(torch.int8), k.to(torch.int8), 1.0), "`scale`"),
+        (lambda: PageSummaries(k, k + 1, 1.0, torch.ones(2, 64, 2)), "`scale`"),
         (lambda: dx.PageBudget(1.5), "`budget`"),
         (lambda: dx.PageBudget(-1), "`budget`"),
         (lambda: dx.PageBudget(1, window=0), "`window`"),

@@ -9,6 +9,7 @@ import torch
 from test_decode import check_attention, check_summaries, queries, random_cache, random_pages
 
 import dynaxx as dx
+from dynaxx.layout.paging import ExactTokens, quantize_pages
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
@@ -49,7 +50,7 @@ def test_a_chunk_of_queries(dtype):
     k, v = torch.randn(2, 1, 250, 2, 16, generator=gen)
     scales = {}
     if dtype == torch.int8:
-        (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, 16) for x in (k, v))
+        (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, 16) for x in (k, v))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
     cache = dx.PagedCache(k, v, torch.tensor([243], dtype=torch.int32), page_size=16, **scales)
     cache = dx.summarize_pages(to_device(cache), backend="reference")
@@ -144,13 +145,13 @@ def test_a_captured_graph_follows_exact_tokens(dtype):
         out = step()
     for lengths in ([2000, 1, 0, 700], [64, 60, 3, 30]):
         used.copy_(torch.tensor(lengths, dtype=torch.int32))
-        started = dx.ExactTokens.of(k, v, used)
+        started = ExactTokens.of(k, v, used)
         cache.exact.k.copy_(started.k)
         cache.exact.v.copy_(started.v)
         dx.summarize_pages(cache)
         for _ in range(40):
             graph.replay()
-            fresh = replace(cache, exact=dx.ExactTokens.of(k, v, used))
+            fresh = replace(cache, exact=ExactTokens.of(k, v, used))
             assert torch.equal(out, dx.sparse_decode(q, fresh, budget))
         assert used.tolist() == [length + 40 for length in lengths]
         exact = dx.sparse_decode(q.double(), fresh, dx.select_pages(q, fresh, budget), backend="reference")
@@ -173,7 +174,7 @@ def test_several_layers_in_one_launch(dtype, bound):
         k = torch.randn(12, 16, 2, 24, generator=draw)
         scales = {}
         if dtype.itemsize == 1:
-            k, scale = dx.quantize_pages(k, dtype, 16)
+            k, scale = quantize_pages(k, dtype, 16)
             scales = {"k_scale": scale.to(DEVICE).squeeze(1), "v_scale": scale.to(DEVICE).squeeze(1)}
         k = k.to(DEVICE, dtype)
         layers.append(dx.PagedCache(k, k, used, table, **scales))

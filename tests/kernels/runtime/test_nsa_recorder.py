@@ -19,7 +19,7 @@ from dynaxx.trained.nsa import decode as nsa_decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-SIZES = dx.NsaSizes(slc_count=4, window=70)
+SIZES = dx.trained.NsaSizes(slc_count=4, window=70)
 
 
 def inputs(seed=0, batch=3, page_size=64, steps=1, weighted=False):
@@ -31,12 +31,12 @@ def inputs(seed=0, batch=3, page_size=64, steps=1, weighted=False):
     cache = dx.PagedCache(*(x.to(DEVICE) for x in (k, v, lengths, table)))
     weight = torch.rand(SIZES.cmp_block, 2).to(DEVICE) if weighted else None
     q, gates = torch.randn(batch, steps, 8, 64).to(DEVICE), torch.rand(batch, steps, 8, 3).to(DEVICE)
-    return dx.compress_pages(cache, SIZES, weight, weight, backend="triton"), q, gates, weight
+    return dx.trained.compress_pages(cache, SIZES, weight, weight, backend="triton"), q, gates, weight
 
 
 def step(cache, q, gates, weight, blocks=None):
-    dx.compress_pages(cache, compress_k=weight, compress_v=weight, new_tokens=1, backend="triton")
-    return dx.nsa_decode(q, cache, gates, block_indices=blocks, backend="triton")
+    dx.trained.compress_pages(cache, compress_k=weight, compress_v=weight, new_tokens=1, backend="triton")
+    return dx.trained.nsa_decode(q, cache, gates, block_indices=blocks, backend="triton")
 
 
 @pytest.fixture

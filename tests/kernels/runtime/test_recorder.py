@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.runtime import launch_cache  # noqa: E402
 from dynaxx.kernels.runtime.launcher import kernel_launcher  # noqa: E402
+from dynaxx.layout.paging import quantize_pages  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -203,7 +204,7 @@ def case(seed=0, batch=2, seqlen=700, dtype=torch.bfloat16, paged=False, exact=F
     else:
         scales = {}
         if dtype.itemsize == 1:
-            (k, k_scale), (v, v_scale) = (dx.quantize_pages(x, dtype, 64) for x in (k, v))
+            (k, k_scale), (v, v_scale) = (quantize_pages(x, dtype, 64) for x in (k, v))
             scales = {"k_scale": k_scale, "v_scale": v_scale}
         cache = dx.PagedCache(k.to(dtype), v.to(dtype), lengths, page_size=64, **scales)
     if paged:

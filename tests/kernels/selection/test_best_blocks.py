@@ -10,7 +10,7 @@ import dynaxx as dx
 from dynaxx.core import library
 from dynaxx.kernels.selection.cpu import best_blocks
 from dynaxx.layout import BlockGrid
-from dynaxx.selection import in_core
+from dynaxx.selection import TileQueries, in_core
 from isas import ISAS
 
 
@@ -61,9 +61,9 @@ PATTERNS = [
     [
         (dx.MeanQuery(), (32, 32)),
         (dx.MeanQuery(sharpness=0.4), (16, 64)),
-        (dx.TileQueries(8), (32, 16)),
-        (dx.TileQueries(16), (128, 32)),
-        (dx.TileQueries(4), (64, 64)),
+        (TileQueries(8), (32, 16)),
+        (TileQueries(16), (128, 32)),
+        (TileQueries(4), (64, 64)),
     ],
     ids=["mean", "mean-16x64", "tile-8", "tile-16", "tile-4"],
 )
@@ -88,14 +88,14 @@ def test_the_core_chooses_what_torch_chooses(both, scorer, block_size, pattern):
 def test_every_instruction_set_chooses_alike(isa, both):
     torch.manual_seed(1)
     q, k = torch.randn(1, 517, 6, 40), torch.randn(1, 517, 2, 40)
-    for scorer in (dx.MeanQuery(), dx.TileQueries(8)):
+    for scorer in (dx.MeanQuery(), TileQueries(8)):
         rule = PATTERNS[1] | dx.TopK((0.1, 0.2, 0.3, 0.0, 1.0, 0.4), scorer, per="head")
         assert_same(*both(q, k, rule, block_size=32))
 
 
 def test_of_equal_blocks_the_first_ones_are_chosen(isa):
     q, k = torch.zeros(1, 256, 1, 16), torch.zeros(1, 256, 1, 16)
-    for scorer in (dx.MeanQuery(), dx.TileQueries(8)):
+    for scorer in (dx.MeanQuery(), TileQueries(8)):
         layout = dx.select_blocks(q, k, dx.TopK(3, scorer, per="head"), block_size=16, causal=False)
         assert layout.kv_indices.view(16, 3).tolist() == [[0, 1, 2]] * 16
 
@@ -114,7 +114,7 @@ def test_nan_is_not_chosen_and_spoils_no_other_head(isa):
     q, k = torch.randn(1, 160, 4, 16), torch.randn(1, 160, 2, 16)
     spoiled = q.clone()
     spoiled[0, 70:90, 1] = torch.nan
-    for scorer in (dx.MeanQuery(), dx.TileQueries(8)):
+    for scorer in (dx.MeanQuery(), TileQueries(8)):
         rule = dx.TopK(0.4, scorer, per="head")
         before, after = (dx.select_blocks(x, k, rule, block_size=32).to_dense() for x in (q, spoiled))
         assert torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
@@ -127,7 +127,7 @@ def test_nan_is_not_chosen_and_spoils_no_other_head(isa):
 def test_threads_do_not_change_the_choice():
     torch.manual_seed(3)
     q, k = torch.randn(1, 900, 6, 32), torch.randn(1, 900, 2, 32)
-    rule, before, found = dx.TopK(0.2, dx.TileQueries(8), per="head"), torch.get_num_threads(), []
+    rule, before, found = dx.TopK(0.2, TileQueries(8), per="head"), torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
@@ -140,7 +140,7 @@ def test_threads_do_not_change_the_choice():
 
 def test_a_default_device_does_not_matter():
     q, k = torch.randn(1, 96, 4, 16), torch.randn(1, 96, 2, 16)
-    rule = dx.Sink(7) | dx.TopK(0.3, dx.TileQueries(4), per="head")
+    rule = dx.Sink(7) | dx.TopK(0.3, TileQueries(4), per="head")
     expected = rule.select(q, k, block_size=32)
     in_core._given.cache_clear()
     in_core._counts.clear()
@@ -159,7 +159,7 @@ def test_the_core_serves_plain_fp32_choices_by_count():
     assert not serves(dx.Threshold(0.1, per="head"))
     assert not serves(dx.TopK(0.5, dx.MinMax(), per="head"))
     assert not serves(dx.TopK(0.5, dx.MeanQuery(precision="int8"), per="head"))
-    assert not serves(dx.TopK(0.5, dx.TileQueries(1), per="head"))  # 32 tiles per row
+    assert not serves(dx.TopK(0.5, TileQueries(1), per="head"))  # 32 tiles per row
     assert not serves(alone, q.bfloat16(), k.bfloat16())
     assert not serves(alone, q.transpose(1, 3), k.transpose(1, 3))
     assert not serves(alone, budget=1)

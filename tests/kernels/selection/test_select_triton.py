@@ -6,6 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.layout import BlockGrid
+from dynaxx.selection import TileQueries, TwoStage
 from dynaxx.selection.base import Hybrid
 from dynaxx.selection.device import select_on_device
 from interpreter import INTERPRETED, on_gpu, run_interpreted, starts_interpreter
@@ -110,7 +111,7 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 @on_gpu
 @pytest.mark.parametrize(
     "scorer",
-    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.TwoStage(), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
+    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), TwoStage(), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
      dx.AntiDiagonal(), dx.SimHash()],
     ids=str,
 )  # fmt: skip
@@ -167,7 +168,7 @@ def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter(seqlen_q, seqlen_
     got = torch.zeros_like(expected)
     tile_mass(*[means(x) / counts(x.shape[1]) for x in (q * 0.25, k)], 0, got, grid, (8, 8))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    expected = dx.TileQueries(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
+    expected = TileQueries(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
     got = torch.zeros_like(expected)
     tile_mass(means(q * 0.1875) / counts(seqlen_q), k, 0, got, grid, (8, 1))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -8,6 +8,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.lab.tune.costs import Costs
+from dynaxx.selection import TileQueries
 from example_scripts import ROOT, import_script
 from tiny import save_tiny_model
 
@@ -60,7 +61,7 @@ def test_each_head_takes_the_scorer_that_loses_least(model):
     [
         ("mean", dx.MeanQuery()),
         ("mean 1", dx.MeanQuery(sharpness=1.0)),
-        ("tile 8", dx.TileQueries(8)),
+        ("tile 8", TileQueries(8)),
         ("anti 16", dx.AntiDiagonal(16)),
         ("bounds", dx.MinMax()),
     ],

@@ -11,8 +11,9 @@ from dynaxx.trained.nn.index_start import _places
 
 def make(kv_heads=3, dim=48, heads=8, dtype=torch.float32):
     torch.manual_seed(0)
-    attention = nn.IndexedSparseAttention(64, 6, kv_heads, head_dim=16, choice=dx.TopKTokens(16), index_heads=heads,
-                                          index_dim=dim)  # fmt: skip
+    attention = nn.IndexedSparseAttention(
+        64, 6, kv_heads, head_dim=16, choice=dx.trained.TopKTokens(16), index_heads=heads, index_dim=dim
+    )
     with torch.no_grad():
         attention.q_proj.weight *= 8  # attention to few tokens
     return attention.to(dtype), (torch.randn(2, 200, 64) + 0.5).to(dtype)

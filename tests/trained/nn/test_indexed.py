@@ -17,7 +17,7 @@ from dynaxx.trained.nn.projection import rotate
 
 def module(count=16, **more):
     torch.manual_seed(0)
-    return nn.IndexedSparseAttention(48, 4, 2, choice=dx.TopKTokens(count), index_heads=3, index_dim=8, **more)
+    return nn.IndexedSparseAttention(48, 4, 2, choice=dx.trained.TopKTokens(count), index_heads=3, index_dim=8, **more)
 
 
 def rotary(tokens, dim=12):
@@ -75,9 +75,11 @@ def test_each_loss_moves_its_own_part(dense):
 
 def test_it_attends_to_what_the_indexer_chooses():
     attention, x = module(8).eval(), torch.randn(1, 40, 48)
-    chosen = dx.index_tokens(*attention.indexer(x), dx.TopKTokens(8))
+    chosen = dx.trained.index_tokens(*attention.indexer(x), dx.trained.TopKTokens(8))
     q, k, v = (part(x).unflatten(-1, (-1, 12)) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
-    want = attention.o_proj(dx.selected_attention(q, k, v, chosen, block_size=1, backend="reference").flatten(-2))
+    want = attention.o_proj(
+        dx.trained.selected_attention(q, k, v, chosen, block_size=1, backend="reference").flatten(-2)
+    )
     torch.testing.assert_close(attention(x), want, atol=1e-6, rtol=1e-4)
 
 
@@ -114,7 +116,7 @@ def test_sizes():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_decoding_over_pages_is_the_forward_traced_whole(precision):
     torch.manual_seed(0)
-    attention = nn.IndexedSparseAttention(32, 4, 2, head_dim=16, choice=dx.TopKTokens(12), index_dim=8,
+    attention = nn.IndexedSparseAttention(32, 4, 2, head_dim=16, choice=dx.trained.TopKTokens(12), index_dim=8,
                                           precision=precision).eval()  # fmt: skip
     x = torch.randn(2, 40, 32)
     angle = torch.arange(40)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001]).repeat(4)

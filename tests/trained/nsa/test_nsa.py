@@ -263,7 +263,7 @@ def test_explain():
     q, k = torch.randn(1, 40, 4, 8), torch.randn(1, 40, 2, 8)
     indices = torch.zeros(1, 40, 2, 2, dtype=torch.int32)
     indices[..., 1] = torch.arange(40)[:, None] % 2 + 1
-    found = dx.explain_selected(q, k, k, indices, block_size=16)
+    found = dx.trained.explain_selected(q, k, k, indices, block_size=16)
     assert found.chosen == "cpu"
     assert found.overlap == 0.5
     assert "runs on a GPU" in str(found)

@@ -19,13 +19,15 @@ SEEDS = 8 if BACKEND == "cpu" else 2
 
 def random_sizes(rng):
     if DEVICE == "cuda":  # two kinds only, because each is compiled
-        return rng.choice((dx.NsaSizes(window=70, slc_count=4), dx.NsaSizes(24, 8, 32, 3, 1, 0, 20, "max")))
+        return rng.choice(
+            (dx.trained.NsaSizes(window=70, slc_count=4), dx.trained.NsaSizes(24, 8, 32, 3, 1, 0, 20, "max"))
+        )
     slc_block = rng.choice((16, 32, 64))
     stride = rng.choice([size for size in (4, 8, 16) if size <= slc_block])
     cmp_block = rng.choice([size for size in (stride, 2 * stride, 3 * stride) if size <= slc_block])
     first, local, more = rng.choice((0, 1, 2)), rng.choice((0, 1, 2)), rng.choice((0, 1, 3))
     count, window = max(1, first + local + more), rng.choice((1, 20, 70))
-    return dx.NsaSizes(cmp_block, stride, slc_block, count, first, local, window, rng.choice(("sum", "max")))
+    return dx.trained.NsaSizes(cmp_block, stride, slc_block, count, first, local, window, rng.choice(("sum", "max")))
 
 
 def paged(rng, sizes, lengths, k, v):
@@ -63,8 +65,8 @@ def problem(seed, group, dtype=torch.float32):
     want = []
     for parts in zip(q, k, v, gates, strict=True):
         a, b, c, g = (x[None] for x in parts)
-        pooled = dx.compress(b, sizes, weight), dx.compress(c, sizes, weight)
-        want.append(dx.native_sparse_attention(a, b, c, pooled, g, sizes, scale=0.3, backend="cpu")[0])
+        pooled = dx.trained.compress(b, sizes, weight), dx.trained.compress(c, sizes, weight)
+        want.append(dx.trained.native_sparse_attention(a, b, c, pooled, g, sizes, scale=0.3, backend="cpu")[0])
     how = (
         weight
         if weight is None or seed % 2
@@ -86,13 +88,13 @@ def test_each_step_is_the_training_forward(group):
     full = cache.seqused_k.clone()
     begin = [max(0, n - STEPS) for n in lengths]
     cache.seqused_k.copy_(torch.tensor(begin))
-    cache = dx.compress_pages(cache, sizes, how, how, backend=BACKEND)
+    cache = dx.trained.compress_pages(cache, sizes, how, how, backend=BACKEND)
     for _ in range(STEPS):
         cache.seqused_k.copy_(torch.minimum(cache.seqused_k + 1, full))
-        dx.compress_pages(cache, sizes, how, how, new_tokens=1, backend=BACKEND)
+        dx.trained.compress_pages(cache, sizes, how, how, new_tokens=1, backend=BACKEND)
         at = [int(n) - 1 for n in cache.seqused_k]
         pick = lambda parts: torch.stack([x[t] for x, t in zip(parts, at, strict=True)])[:, None].to(DEVICE)  # noqa: B023
-        out, blocks = dx.nsa_decode(pick(q), cache, pick(gates), scale=0.3, backend=BACKEND)
+        out, blocks = dx.trained.nsa_decode(pick(q), cache, pick(gates), scale=0.3, backend=BACKEND)
         assert torch.allclose(out, pick(want), atol=2e-5), (at, sizes)
         assert blocks.shape == (len(lengths), 1, k[0].shape[1], sizes.slc_count)
 
@@ -101,9 +103,9 @@ def test_each_step_is_the_training_forward(group):
 def test_several_queries_at_once(seed):
     rng, sizes, lengths, q, k, v, gates, how, want = problem(100 + seed, rng_group(seed))
     steps = min(5, *lengths)
-    cache = dx.compress_pages(paged(rng, sizes, lengths, k, v), sizes, how, how, backend=BACKEND)
+    cache = dx.trained.compress_pages(paged(rng, sizes, lengths, k, v), sizes, how, how, backend=BACKEND)
     last = lambda parts: torch.stack([x[-steps:] for x in parts]).to(DEVICE)
-    out = dx.nsa_decode(last(q), cache, last(gates), scale=0.3, backend=BACKEND).out
+    out = dx.trained.nsa_decode(last(q), cache, last(gates), scale=0.3, backend=BACKEND).out
     assert torch.allclose(out, last(want), atol=2e-5)
 
 
@@ -119,21 +121,21 @@ def test_a_contiguous_cache(seed):
     gates = torch.rand(batch, 1, 4, 3)
     k, v, q, gates = (x.to(DEVICE) for x in (k, v, q, gates))
     cache = dx.PagedCache.contiguous(k, v, page_size=sizes.slc_block)
-    cache = dx.compress_pages(cache, sizes, backend=BACKEND)
-    pooled = dx.compress(k, sizes), dx.compress(v, sizes)
-    want = dx.native_sparse_attention(q, k, v, pooled, gates, sizes, backend="reference")
-    assert torch.allclose(dx.nsa_decode(q, cache, gates, backend=BACKEND).out, want, atol=2e-5)
+    cache = dx.trained.compress_pages(cache, sizes, backend=BACKEND)
+    pooled = dx.trained.compress(k, sizes), dx.trained.compress(v, sizes)
+    want = dx.trained.native_sparse_attention(q, k, v, pooled, gates, sizes, backend="reference")
+    assert torch.allclose(dx.trained.nsa_decode(q, cache, gates, backend=BACKEND).out, want, atol=2e-5)
     with pytest.raises(ValueError, match="page table"):
-        dx.nsa_decode(q.expand(-1, 2, -1, -1), cache, gates.expand(-1, 2, -1, -1), backend=BACKEND)
+        dx.trained.nsa_decode(q.expand(-1, 2, -1, -1), cache, gates.expand(-1, 2, -1, -1), backend=BACKEND)
 
 
 def test_a_fork_shares_whole_pages():
     """Two sequences share a prefix; its last page and compressed tokens are copied, and they continue differently."""
-    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.trained.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     prefix, more, heads = 40, 9 if INTERPRETED else 30, 2  # past the end of the copied page
     draw = lambda n, width=16: torch.randn(n, heads, width)
     k, v = draw(prefix), draw(prefix)
-    cache = dx.compress_pages(paged(random.Random(0), sizes, [prefix], [k], [v]), sizes, backend=BACKEND)
+    cache = dx.trained.compress_pages(paged(random.Random(0), sizes, [prefix], [k], [v]), sizes, backend=BACKEND)
     grow = lambda x: torch.cat([x, x.new_full((8, *x.shape[1:]), torch.nan)])
     kept = cache.compressed
     first_new, last = len(cache.k), int(cache.page_table[0, 2])
@@ -154,12 +156,14 @@ def test_a_fork_shares_whole_pages():
             where = table[b][at // 16], at % 16
             cache.k[where], cache.v[where] = own_k[b][at].to(DEVICE), own_v[b][at].to(DEVICE)
         used += 1
-        dx.compress_pages(cache, new_tokens=1, backend=BACKEND)
-        got = dx.nsa_decode(q[:, at, None].to(DEVICE), cache, gates[:, at, None].to(DEVICE), backend=BACKEND).out
+        dx.trained.compress_pages(cache, new_tokens=1, backend=BACKEND)
+        got = dx.trained.nsa_decode(
+            q[:, at, None].to(DEVICE), cache, gates[:, at, None].to(DEVICE), backend=BACKEND
+        ).out
         for b in range(2):
             x, y = own_k[b][None, : at + 1], own_v[b][None, : at + 1]
-            pooled = dx.compress(x, sizes), dx.compress(y, sizes)
-            want = dx.native_sparse_attention(
+            pooled = dx.trained.compress(x, sizes), dx.trained.compress(y, sizes)
+            want = dx.trained.native_sparse_attention(
                 q[b, at, None][None], x, y, pooled, gates[b, at, None][None], sizes, backend="cpu"
             )
             assert torch.allclose(got[b].cpu(), want[0], atol=2e-5), (at, b)
@@ -167,16 +171,16 @@ def test_a_fork_shares_whole_pages():
 
 def test_blocks_of_an_earlier_step():
     """Earlier blocks with the current forced blocks; selected again, they are exact."""
-    sizes = dx.NsaSizes(16, 8, 16, 4, 1, 1, window=20)
+    sizes = dx.trained.NsaSizes(16, 8, 16, 4, 1, 1, window=20)
     k, v = torch.randn(200, 2, 16), torch.randn(200, 2, 16)
-    cache = dx.compress_pages(paged(random.Random(0), sizes, [200], [k], [v]), sizes, backend=BACKEND)
+    cache = dx.trained.compress_pages(paged(random.Random(0), sizes, [200], [k], [v]), sizes, backend=BACKEND)
     q, gates = torch.randn(1, 1, 4, 16).to(DEVICE), torch.rand(1, 1, 4, 3).to(DEVICE)
     cache.seqused_k.fill_(190)
-    then = dx.nsa_decode(q, cache, gates, backend=BACKEND).block_indices
-    same = dx.nsa_decode(q, cache, gates, block_indices=then, backend=BACKEND)
-    torch.testing.assert_close(same.out, dx.nsa_decode(q, cache, gates, backend=BACKEND).out)
+    then = dx.trained.nsa_decode(q, cache, gates, backend=BACKEND).block_indices
+    same = dx.trained.nsa_decode(q, cache, gates, block_indices=then, backend=BACKEND)
+    torch.testing.assert_close(same.out, dx.trained.nsa_decode(q, cache, gates, backend=BACKEND).out)
     cache.seqused_k.fill_(200)  # one block later
-    now = dx.nsa_decode(q, cache, gates, block_indices=then, backend=BACKEND)
+    now = dx.trained.nsa_decode(q, cache, gates, block_indices=then, backend=BACKEND)
     for head in range(2):
         kept = {int(j) for j in then[0, 0, head] if j >= 0} | {12}
         assert {int(j) for j in now.block_indices[0, 0, head] if j >= 0} == kept
@@ -184,7 +188,7 @@ def test_blocks_of_an_earlier_step():
                  for row in now.block_indices[0, 0]]  # fmt: skip
     only = torch.zeros_like(gates)
     only[..., 1] = 1
-    alone = dx.nsa_decode(q, cache, only, block_indices=then, backend=BACKEND).out[0, 0].cpu()
+    alone = dx.trained.nsa_decode(q, cache, only, block_indices=then, backend=BACKEND).out[0, 0].cpu()
     for head in range(4):
         keys = mask_keys[head // 2]
         weights = (k[keys, head // 2] @ q[0, 0, head].cpu() / 4).softmax(0)
@@ -192,51 +196,51 @@ def test_blocks_of_an_earlier_step():
 
 
 def test_saved_and_copied():
-    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.trained.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     k, v = torch.randn(60, 2, 16), torch.randn(60, 2, 16)
-    cache = dx.compress_pages(paged(random.Random(0), sizes, [60], [k], [v]), sizes, backend=BACKEND)
+    cache = dx.trained.compress_pages(paged(random.Random(0), sizes, [60], [k], [v]), sizes, backend=BACKEND)
     q, gates = torch.randn(1, 1, 4, 16).to(DEVICE), torch.rand(1, 1, 4, 3).to(DEVICE)
     again = copy.deepcopy(cache)
-    want = dx.nsa_decode(q, cache, gates, backend=BACKEND).out
+    want = dx.trained.nsa_decode(q, cache, gates, backend=BACKEND).out
     cache.k.zero_()
-    assert torch.equal(dx.nsa_decode(q, again, gates, backend=BACKEND).out, want)
+    assert torch.equal(dx.trained.nsa_decode(q, again, gates, backend=BACKEND).out, want)
 
 
 def test_no_keys_and_no_sequences():
-    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.trained.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     for batch in (0, 2):
         pool = torch.full((4, 16, 2, 16), torch.nan, device=DEVICE)
         used = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
         cache = dx.PagedCache(pool, pool, used, torch.full((batch, 2), -1, dtype=torch.int32, device=DEVICE))
-        cache = dx.compress_pages(cache, sizes, backend=BACKEND)
+        cache = dx.trained.compress_pages(cache, sizes, backend=BACKEND)
         q, gates = torch.randn(batch, 1, 4, 16, device=DEVICE), torch.rand(batch, 1, 4, 3, device=DEVICE)
-        out, blocks = dx.nsa_decode(q, cache, gates, backend=BACKEND)
+        out, blocks = dx.trained.nsa_decode(q, cache, gates, backend=BACKEND)
         assert (out == 0).all()
         assert (blocks == -1).all()
 
 
 def test_bad_arguments():
-    sizes = dx.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
+    sizes = dx.trained.NsaSizes(16, 8, 16, 3, 1, 1, window=20)
     k = torch.randn(1, 32, 2, 16)
     cache = dx.PagedCache.contiguous(k, k, page_size=16)
     q, gates = torch.randn(1, 1, 4, 16), torch.rand(1, 1, 4, 3)
     with pytest.raises(ValueError, match="compressed tokens"):
-        dx.nsa_decode(q, cache, gates)
+        dx.trained.nsa_decode(q, cache, gates)
     with pytest.raises(ValueError, match="needs `sizes`"):
-        dx.compress_pages(cache)
+        dx.trained.compress_pages(cache)
     with pytest.raises(ValueError, match="must divide slc_block"):
-        dx.compress_pages(dx.PagedCache.contiguous(k, k, page_size=64), sizes)
+        dx.trained.compress_pages(dx.PagedCache.contiguous(k, k, page_size=64), sizes)
     with pytest.raises(ValueError, match="16 bits or more"):
-        dx.compress_pages(dx.PagedCache.quantized(k, k, page_size=16), sizes)
+        dx.trained.compress_pages(dx.PagedCache.quantized(k, k, page_size=16), sizes)
     with pytest.raises(ValueError, match="leftpad_k"):
-        dx.compress_pages(replace(cache, leftpad_k=torch.ones(1, dtype=torch.int32)), sizes)
-    made = dx.compress_pages(cache, sizes)
+        dx.trained.compress_pages(replace(cache, leftpad_k=torch.ones(1, dtype=torch.int32)), sizes)
+    made = dx.trained.compress_pages(cache, sizes)
     with pytest.raises(ValueError, match="must keep cmp_block"):
-        dx.compress_pages(made, replace(sizes, cmp_block=8))
+        dx.trained.compress_pages(made, replace(sizes, cmp_block=8))
     with pytest.raises(ValueError, match="`gates` must be"):
-        dx.nsa_decode(q, made, gates[..., :2])
+        dx.trained.nsa_decode(q, made, gates[..., :2])
     with pytest.raises(ValueError, match="`block_indices` must be"):
-        dx.nsa_decode(q, made, gates, block_indices=torch.zeros(1, 2, 3, dtype=torch.int32))
+        dx.trained.nsa_decode(q, made, gates, block_indices=torch.zeros(1, 2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="match this cache"):
         replace(made, k=k[..., :8], v=k[..., :8])
 
@@ -246,18 +250,18 @@ def test_bad_arguments():
 @pytest.mark.parametrize("heads", [(64, 4), (32, 8), (8, 8)])
 def test_a_captured_step_follows_the_lengths(heads):
     """bf16 and the paper's sizes against fp64 over the same blocks."""
-    sizes, pages = dx.NsaSizes(), 64
+    sizes, pages = dx.trained.NsaSizes(), 64
     q_heads, kv_heads = heads
     draw = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
     k, v, q = draw(2 * pages, 64, kv_heads, 128), draw(2 * pages, 64, kv_heads, 128), draw(2, 1, q_heads, 128)
     gates = torch.rand(2, 1, q_heads, 3, device=DEVICE, dtype=torch.bfloat16)
     used = torch.full((2,), pages * 64, device=DEVICE, dtype=torch.int32)
     table = torch.randperm(2 * pages, device=DEVICE).view(2, pages).int()
-    cache = dx.compress_pages(dx.PagedCache(k, v, used, table), sizes)
+    cache = dx.trained.compress_pages(dx.PagedCache(k, v, used, table), sizes)
 
     def step():
-        dx.compress_pages(cache, new_tokens=1)
-        return dx.nsa_decode(q, cache, gates)
+        dx.trained.compress_pages(cache, new_tokens=1)
+        return dx.trained.nsa_decode(q, cache, gates)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -270,8 +274,8 @@ def test_a_captured_step_follows_the_lengths(heads):
             cache, k=k.double(), v=v.double(),
             compressed=replace(cache.compressed, k=cache.compressed.k.double(), v=cache.compressed.v.double()),
         )  # fmt: skip
-        exact = dx.nsa_decode(q.double(), wide, gates.double(), block_indices=blocks, backend="reference").out
+        exact = dx.trained.nsa_decode(q.double(), wide, gates.double(), block_indices=blocks, backend="reference").out
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
-        mine = dx.nsa_decode(q.double(), wide, gates.double(), backend="reference").block_indices
+        mine = dx.trained.nsa_decode(q.double(), wide, gates.double(), backend="reference").block_indices
         differs = (mine.sort(-1).values != blocks.sort(-1).values).float().mean()
         assert differs < 0.2  # because of near ties

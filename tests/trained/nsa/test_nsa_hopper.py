@@ -99,13 +99,15 @@ def test_two_runs_agree_bit_for_bit():
 @pytest.mark.parametrize("group", [16, 4])
 def test_a_cuda_graph_repeats_a_step_bit_for_bit(group):
     """Run everything, forward and backward; a capture fails if anything waits for the GPU."""
-    sizes, tokens = dx.NsaSizes(32, 16, 64, 4), 700
+    sizes, tokens = dx.trained.NsaSizes(32, 16, 64, 4), 700
     draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
     leaves = [draw(group, 64), draw(1, 64), draw(1, 64), draw(group, 3)]
 
     def step():
         q, k, v, gates = leaves
-        out = dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+        out = dx.trained.native_sparse_attention(
+            q, k, v, (dx.trained.compress(k, sizes), dx.trained.compress(v, sizes)), gates, sizes
+        )
         return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
 
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -127,7 +129,7 @@ def test_explain_says_which_schedule(q_heads, words):
     q, k = (torch.zeros(1, 40, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (q_heads, 1))
     indices = torch.zeros(1, 40, 1, 2, dtype=torch.int32, device="cuda")
     indices[..., 1] = -1
-    found = dx.explain_selected(q, k, k, indices)
+    found = dx.trained.explain_selected(q, k, k, indices)
     assert found.chosen == "hopper"
     assert words in str(found)
 
@@ -147,11 +149,13 @@ def test_branches_together_have_the_gradients_that_they_have_apart(group, dtype,
     from dynaxx.trained.nsa.kernels.hopper.operators import HopperSelectedPlan
 
     monkeypatch.setattr(HopperSelectedPlan, "attends_window", False)
-    sizes, tokens = dx.NsaSizes(slc_block=block, slc_count=5, window=100), 777
+    sizes, tokens = dx.trained.NsaSizes(slc_block=block, slc_count=5, window=100), 777
     draw = lambda *shape: torch.randn(1, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
     q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]
     do = torch.randn_like(q)
-    run = lambda: dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+    run = lambda: dx.trained.native_sparse_attention(
+        q, k, v, (dx.trained.compress(k, sizes), dx.trained.compress(v, sizes)), gates, sizes
+    )
 
     def step():
         out = run()
@@ -173,11 +177,13 @@ def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
     """One pass for the compressed branch and the window, or for one of them; both orders of adding to dq."""
     from dynaxx.trained.nsa.kernels.hopper import backward as nsa_backward
 
-    sizes, tokens = dx.NsaSizes(slc_count=5, window=100), 4500
+    sizes, tokens = dx.trained.NsaSizes(slc_count=5, window=100), 4500
     draw = lambda *shape: torch.randn(2, tokens, *shape, dtype=dtype, device="cuda").requires_grad_()
     q, k, v, gates = leaves = [draw(2 * group, dim), draw(2, dim), draw(2, dim), draw(2 * group, 3)]
     do = torch.randn_like(q)
-    out = dx.native_sparse_attention(q, k, v, (dx.compress(k, sizes), dx.compress(v, sizes)), gates, sizes)
+    out = dx.trained.native_sparse_attention(
+        q, k, v, (dx.trained.compress(k, sizes), dx.trained.compress(v, sizes)), gates, sizes
+    )
 
     def run(*keys):
         """Force one pass for branches with this many keys."""
@@ -209,7 +215,7 @@ def test_sums_of_dq_in_one_pass_agree_with_two(group, dtype, dim, monkeypatch):
 def test_the_window_beside_selected_blocks(group, dtype, dim, block, window, growth, lengths_q, lengths_k):
     """Test the window alone, with zero gates for the other branches. Scores grow by `step` from key to key."""
     ends_q, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (lengths_q, lengths_k))
-    sizes = dx.NsaSizes(slc_block=block, slc_count=4, window=window)
+    sizes = dx.trained.NsaSizes(slc_block=block, slc_count=4, window=window)
     q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], 2 * group, 2, dim, dim, dtype=dtype, device="cuda", seed=window)
     if growth:
         q[..., 0], k[..., 0] = dim**0.5, growth * torch.arange(k.shape[1], device="cuda")[:, None]
@@ -219,8 +225,8 @@ def test_the_window_beside_selected_blocks(group, dtype, dim, block, window, gro
     do = torch.randn_like(q)
 
     def ours(q, k, v):
-        pooled = tuple(dx.compress(x[0], sizes, cu_seqlens=ends_k) for x in (k, v))
-        return dx.native_sparse_attention(
+        pooled = tuple(dx.trained.compress(x[0], sizes, cu_seqlens=ends_k) for x in (k, v))
+        return dx.trained.native_sparse_attention(
             q[0], k[0], v[0], pooled, gates, sizes, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, backend="hopper"
         )[None]
 

@@ -22,7 +22,7 @@ def draw(queries, keys, heads, slots, dtype=torch.bfloat16):
 
 
 def run(inputs, chosen, dtype, backend, **more):
-    out, lse = dx.selected_attention(
+    out, lse = dx.trained.selected_attention(
         *(x.to(dtype) for x in inputs), chosen, block_size=1, scale=SCALE, return_lse=True, backend=backend, **more
     )
     loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
@@ -101,7 +101,7 @@ def test_packed_sequences_sinks_strides_and_rows_that_nobody_chose():
     both = torch.stack([k, v], 2)
     for start, stop in ((30, 83), (113, 200)):
         both[start:stop] = torch.nan
-    attend = lambda q, k, v, backend: dx.selected_attention(
+    attend = lambda q, k, v, backend: dx.trained.selected_attention(
         q, k, v, chosen, block_size=1, scale=SCALE, cu_seqlens_q=ends, cu_seqlens_k=ends_k, sinks=sinks, backend=backend
     )
     got = attend(q, both[:, :, 0], both[:, :, 1], "hopper")
@@ -115,8 +115,10 @@ def test_others_are_served_too():
     compare(run(inputs, chosen, torch.bfloat16, "hopper", softcap=5.0),
             run(inputs, chosen, torch.float64, "reference", softcap=5.0))  # fmt: skip
     apart = [torch.nn.functional.pad(x.detach(), (0, 1))[..., :128] for x in inputs]
-    got = dx.selected_attention(*apart, chosen, block_size=1, scale=SCALE, backend="hopper")
-    want = dx.selected_attention(*(x.detach() for x in inputs), chosen, block_size=1, scale=SCALE, backend="triton")
+    got = dx.trained.selected_attention(*apart, chosen, block_size=1, scale=SCALE, backend="hopper")
+    want = dx.trained.selected_attention(
+        *(x.detach() for x in inputs), chosen, block_size=1, scale=SCALE, backend="triton"
+    )
     assert (got - want).norm() <= 1e-2 * want.norm()
 
 

@@ -100,7 +100,7 @@ def run(indexer, attention, blocks, spans, batched=False):
         more["block_indices"] = None if blocks is None else blocks[None]
     else:
         given, more = [*leaves, *attention], more | {"cu_seqlens_q": spans.ends_q, "cu_seqlens_k": spans.ends_k}
-    loss, recall = dx.index_loss(*given, **more)
+    loss, recall = dx.trained.index_loss(*given, **more)
     return [loss.detach(), recall, *torch.autograd.grad(loss, leaves)]
 
 
@@ -165,7 +165,7 @@ def test_views_nothing_to_do_and_no_gradients():
     turned = lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)
     check((turned(iq), ik, w.T.contiguous().T), (turned(q), turned(k)), None, spans)
     with torch.no_grad():
-        loss, recall = dx.index_loss(iq, ik, w, q, k, cu_seqlens_q=(0, 24), backend="triton")
+        loss, recall = dx.trained.index_loss(iq, ik, w, q, k, cu_seqlens_q=(0, 24), backend="triton")
     torch.testing.assert_close(loss, run((iq, ik, w), (q, k), None, spans)[0])
     assert recall == 1
     none = torch.zeros(24, 1, 0, dtype=torch.int32, device=DEVICE)
@@ -228,7 +228,9 @@ def test_memory_is_bounded(chosen, monkeypatch):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    dx.index_loss(*leaves, *attention, cu_seqlens_q=(0, n), block_indices=blocks, backend="triton").loss.backward()
+    dx.trained.index_loss(
+        *leaves, *attention, cu_seqlens_q=(0, n), block_indices=blocks, backend="triton"
+    ).loss.backward()
     assert torch.cuda.max_memory_allocated() - before < 0.15 * 2**30
 
 
@@ -241,8 +243,8 @@ def test_in_a_graph():
     leaves, graph, side = [x.requires_grad_() for x in indexer], torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
     def step():
-        one = dx.index_loss(*leaves, *attention, cu_seqlens_q=(0, 300)).loss
-        two = dx.index_loss(*leaves, *attention, cu_seqlens_q=(0, 300), block_indices=blocks).loss
+        one = dx.trained.index_loss(*leaves, *attention, cu_seqlens_q=(0, 300)).loss
+        two = dx.trained.index_loss(*leaves, *attention, cu_seqlens_q=(0, 300), block_indices=blocks).loss
         return one, two, *torch.autograd.grad(one + two, leaves)
 
     side.wait_stream(torch.cuda.current_stream())

@@ -33,9 +33,9 @@ def whole(x):
 def test_choices_are_those_of_sorting(isa, size, queries, keys, count, monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
     inputs = [whole(x) for x in draw(queries, keys, batch=1)]
-    choice = dx.TopKTokens(count, block_size=size)
-    got = dx.index_tokens(*inputs, choice, backend="cpu")
-    want = dx.index_tokens(*(x.double() for x in inputs), choice, backend="reference")
+    choice = dx.trained.TopKTokens(count, block_size=size)
+    got = dx.trained.index_tokens(*inputs, choice, backend="cpu")
+    want = dx.trained.index_tokens(*(x.double() for x in inputs), choice, backend="reference")
     assert torch.equal(got, want)
     assert got.shape == (1, queries, 1, count // size)
 
@@ -49,7 +49,7 @@ def test_nan_ranks_first(size, value):
     for broken in (k[0, 5], k[0, 40:44], q[0, 20], weights[0, 30], k):
         broken.fill_(value)
         got, want = (
-            dx.index_tokens(q, k, weights, dx.TopKTokens(12, block_size=size), backend=backend)
+            dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(12, block_size=size), backend=backend)
             for backend in ("cpu", "reference")
         )
         assert torch.equal(got, want)
@@ -58,7 +58,7 @@ def test_nan_ranks_first(size, value):
 
 def test_the_definition():
     q, k, weights = (x.double() for x in draw(9, 12, batch=1))
-    chosen = dx.index_tokens(q, k, weights, dx.TopKTokens(3), backend="reference")[0, :, 0]
+    chosen = dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(3), backend="reference")[0, :, 0]
     for t in range(9):
         scores = [
             sum(float(weights[0, t, h]) * max(0.0, float(q[0, t, h] @ k[0, s])) for h in range(3)) for s in range(t + 4)
@@ -71,9 +71,13 @@ def test_packed_is_each_sequence_alone(isa, monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
     q, k, weights = (x[0] for x in draw(100, 140))
     ends, ends_k = (0, 33, 33, 100), (0, 60, 71, 140)
-    got = dx.index_tokens(q, k, weights, dx.TopKTokens(8, block_size=2), cu_seqlens_q=ends, cu_seqlens_k=ends_k)
+    got = dx.trained.index_tokens(
+        q, k, weights, dx.trained.TopKTokens(8, block_size=2), cu_seqlens_q=ends, cu_seqlens_k=ends_k
+    )
     for (a, b), (c, d) in zip(pairwise(ends), pairwise(ends_k), strict=True):
-        alone = dx.index_tokens(q[None, a:b], k[None, c:d], weights[None, a:b], dx.TopKTokens(8, block_size=2))
+        alone = dx.trained.index_tokens(
+            q[None, a:b], k[None, c:d], weights[None, a:b], dx.trained.TopKTokens(8, block_size=2)
+        )
         assert torch.equal(got[a:b], alone[0])
 
 
@@ -81,12 +85,12 @@ def test_packed_is_each_sequence_alone(isa, monkeypatch):
 def test_precision(precision):
     """Most choices agree with those of fp32, and the core agrees with the definition on rounded numbers."""
     inputs = draw(80, 80)
-    choice = dx.TopKTokens(16)
-    got, exact = (dx.index_tokens(*inputs, choice, precision=p) for p in (precision, "fp32"))
+    choice = dx.trained.TopKTokens(16)
+    got, exact = (dx.trained.index_tokens(*inputs, choice, precision=p) for p in (precision, "fp32"))
     same = (got[..., :, None] == exact[..., None, :]) & (got >= 0)[..., None]
     assert same.sum() / (exact >= 0).sum() > 0.95
     assert not torch.equal(got, exact)
-    by_definition = dx.index_tokens(*inputs, choice, precision=precision, backend="reference")
+    by_definition = dx.trained.index_tokens(*inputs, choice, precision=precision, backend="reference")
     assert (got == by_definition).float().mean() > 0.99  # sums in another order may swap near equals
 
 
@@ -110,8 +114,8 @@ def test_loss_and_gradients(sparse, piece, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
     leaves = [x.requires_grad_() for x in draw(40, 50)]
     q, k = torch.randn(2, 40, 6, 16), torch.randn(2, 50, 2, 16)
-    chosen = dx.index_tokens(*leaves, dx.TopKTokens(8, block_size=2)) if sparse else None
-    got = dx.index_loss(*leaves, q, k, block_indices=chosen, block_size=2)
+    chosen = dx.trained.index_tokens(*leaves, dx.trained.TopKTokens(8, block_size=2)) if sparse else None
+    got = dx.trained.index_loss(*leaves, q, k, block_indices=chosen, block_size=2)
     visible = torch.ones(40, 50, dtype=torch.bool).tril(10).expand(2, 40, 50)
     if sparse:
         mask = torch.zeros(2, 40, 26, dtype=torch.bool).scatter_(
@@ -134,15 +138,15 @@ def test_loss_of_packed_sequences_and_under_autocast():
     for (a, b), (c, d) in zip(pairwise(ends), pairwise(ends_k), strict=True):
         if b > a:
             alone = [x[None, a:b] if x.shape[0] == 40 else x[None, c:d] for x in inputs]
-            losses.append((b - a) * dx.index_loss(*alone).loss)
-    packed = dx.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k).loss
+            losses.append((b - a) * dx.trained.index_loss(*alone).loss)
+    packed = dx.trained.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k).loss
     torch.testing.assert_close(packed, sum(losses) / 40)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(packed, dx.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k).loss)
+        assert torch.equal(packed, dx.trained.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k).loss)
     with pytest.raises(ValueError, match="must have 3 dimensions"):
-        dx.index_loss(*inputs[:3], q, k, cu_seqlens_q=ends, cu_seqlens_k=ends_k)
+        dx.trained.index_loss(*inputs[:3], q, k, cu_seqlens_q=ends, cu_seqlens_k=ends_k)
     with pytest.raises(UnsupportedInputError, match="runs on a GPU"):
-        dx.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k, backend="triton")
+        dx.trained.index_loss(*inputs, cu_seqlens_q=ends, cu_seqlens_k=ends_k, backend="triton")
 
 
 def test_it_learns():
@@ -154,12 +158,14 @@ def test_it_learns():
     optimizer = torch.optim.Adam([p for layer in layers for p in layer.parameters()], lr=1e-2)
     project = lambda: (layers[0](x).unflatten(-1, (4, 12)), layers[1](x), layers[2](x))
     recall = lambda: (
-        dx.index_loss(*project(), q, k, block_indices=dx.index_tokens(*project(), dx.TopKTokens(12))).recall
+        dx.trained.index_loss(
+            *project(), q, k, block_indices=dx.trained.index_tokens(*project(), dx.trained.TopKTokens(12))
+        ).recall
     )
     before = float(recall())
     for _ in range(40):
         optimizer.zero_grad()
-        dx.index_loss(*project(), q, k).loss.backward()
+        dx.trained.index_loss(*project(), q, k).loss.backward()
         optimizer.step()
     assert float(recall()) > max(0.6, before + 0.15)
 
@@ -167,16 +173,16 @@ def test_it_learns():
 def test_errors():
     q, k, weights = draw(9, 9)
     with pytest.raises(ValueError, match="`index_q` must be"):
-        dx.index_tokens(q, k[:, :, None], weights, dx.TopKTokens(4))
+        dx.trained.index_tokens(q, k[:, :, None], weights, dx.trained.TopKTokens(4))
     with pytest.raises(ValueError, match="agree in batch and index_dim"):
-        dx.index_tokens(q, k[..., :3], weights, dx.TopKTokens(4))
+        dx.trained.index_tokens(q, k[..., :3], weights, dx.trained.TopKTokens(4))
     with pytest.raises(ValueError, match="need `cu_seqlens_q`"):
-        dx.index_tokens(q[0], k[0], weights[0], dx.TopKTokens(4))
+        dx.trained.index_tokens(q[0], k[0], weights[0], dx.trained.TopKTokens(4))
     with pytest.raises(ValueError, match="`precision` must be"):
-        dx.index_tokens(q, k, weights, dx.TopKTokens(4), precision="fp4")
+        dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(4), precision="fp4")
     with pytest.raises(ValueError, match="of the tokens that the indexer has"):
-        dx.index_loss(q, k, weights, torch.randn(2, 8, 2, 4), torch.randn(2, 9, 2, 4))
+        dx.trained.index_loss(q, k, weights, torch.randn(2, 8, 2, 4), torch.randn(2, 9, 2, 4))
     with pytest.raises(ValueError, match="'cpu', 'reference'"):
-        dx.index_tokens(q, k, weights, dx.TopKTokens(4), backend="cuda")
+        dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(4), backend="cuda")
     with pytest.raises(UnsupportedInputError, match="runs on a Hopper GPU"):
-        dx.index_tokens(q, k, weights, dx.TopKTokens(4), backend="hopper")
+        dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(4), backend="hopper")

@@ -24,7 +24,7 @@ def draw(queries, keys, heads=4, dim=64, kind=torch.bfloat16, most=1.3):
 
 
 def compare(inputs, choice, **more):
-    run = lambda backend, kind: dx.index_tokens(*(x.to(kind) for x in inputs), choice, backend=backend, **more)
+    run = lambda backend, kind: dx.trained.index_tokens(*(x.to(kind) for x in inputs), choice, backend=backend, **more)
     got = run("hopper", inputs[0].dtype)
     assert torch.equal(got, run("reference", torch.float64))
     assert torch.equal(got, run("hopper", inputs[0].dtype))
@@ -37,7 +37,7 @@ def compare(inputs, choice, **more):
 )
 def test_choices_are_those_of_sorting(queries, keys, count, heads, dim, kind):
     torch.manual_seed(queries)
-    compare(draw(queries, keys, heads, dim, kind), dx.TopKTokens(count))
+    compare(draw(queries, keys, heads, dim, kind), dx.trained.TopKTokens(count))
 
 
 @pytest.mark.parametrize("where", ["anywhere", "sampled", "elsewhere"])
@@ -51,13 +51,13 @@ def test_thresholds_of_a_sample(where, count, heads):
     sampled = torch.arange(keys, device="cuda") // 64 % (keys // 64 // (64 if count == 2048 else 8)) == 0
     if where != "anywhere":
         k[0, sampled if where == "sampled" else ~sampled] *= 64
-    compare((q, k, weights), dx.TopKTokens(count))
+    compare((q, k, weights), dx.trained.TopKTokens(count))
 
 
 def test_rising_scores_overflow_lists_again_and_again():
     q, weights = (torch.ones(1, 70, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((2, 32), (2,)))
     k = torch.arange(30000, device="cuda").div(128).floor()[None, :, None].expand(1, 30000, 32).bfloat16().contiguous()
-    compare((q, k, weights), dx.TopKTokens(100))
+    compare((q, k, weights), dx.trained.TopKTokens(100))
 
 
 @pytest.mark.parametrize("heads", [4, 64])
@@ -65,7 +65,7 @@ def test_packed_sequences(heads):
     torch.manual_seed(0)
     q, k, weights = (x[0] for x in draw(330, 420, heads))
     ends, ends_k = (0, 130, 130, 330), (0, 180, 200, 420)
-    compare((q, k, weights), dx.TopKTokens(60), cu_seqlens_q=ends, cu_seqlens_k=ends_k)
+    compare((q, k, weights), dx.trained.TopKTokens(60), cu_seqlens_q=ends, cu_seqlens_k=ends_k)
 
 
 def test_large_and_missing_numbers():
@@ -74,20 +74,25 @@ def test_large_and_missing_numbers():
     k[0, ::5] = 1e20
     q, k = q.abs() + 1, k.abs()
     for factor in (-1, 1):
-        compare((q, k, factor * (weights.abs() + 1)), dx.TopKTokens(370))
-    few = dx.index_tokens(q[:, :80], k[:, :1], weights[:, :80], dx.TopKTokens(3), backend="hopper")
+        compare((q, k, factor * (weights.abs() + 1)), dx.trained.TopKTokens(370))
+    few = dx.trained.index_tokens(q[:, :80], k[:, :1], weights[:, :80], dx.trained.TopKTokens(3), backend="hopper")
     assert (few[0, :79] < 0).all()
-    assert dx.index_tokens(q[:, :0], k, weights[:, :0], dx.TopKTokens(3), backend="hopper").shape == (1, 0, 1, 3)
+    assert dx.trained.index_tokens(q[:, :0], k, weights[:, :0], dx.trained.TopKTokens(3), backend="hopper").shape == (
+        1,
+        0,
+        1,
+        3,
+    )
 
 
 def test_every_slot_is_written(monkeypatch):
     """Every slot is written, even in memory that held other numbers."""
     torch.manual_seed(1)
     inputs = draw(200, 150)
-    want = dx.index_tokens(*inputs, dx.TopKTokens(170), backend="hopper")
+    want = dx.trained.index_tokens(*inputs, dx.trained.TopKTokens(170), backend="hopper")
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, **more: empty(*sizes, **more).fill_(77))
-    assert torch.equal(dx.index_tokens(*inputs, dx.TopKTokens(170), backend="hopper"), want)
+    assert torch.equal(dx.trained.index_tokens(*inputs, dx.trained.TopKTokens(170), backend="hopper"), want)
 
 
 @pytest.mark.parametrize("heads", [64, 8])
@@ -96,7 +101,7 @@ def test_fp8(heads):
     torch.manual_seed(3)
     inputs = draw(150, 5000, heads, 128)
     got, want = (
-        dx.index_tokens(*inputs, dx.TopKTokens(256), precision="fp8", backend=backend)
+        dx.trained.index_tokens(*inputs, dx.trained.TopKTokens(256), precision="fp8", backend=backend)
         for backend in ("hopper", "reference")
     )
     shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(got[0, :, 0], want[0, :, 0], strict=True))
@@ -111,14 +116,16 @@ def test_eight_bits_with_few_heads(precision, heads, dim):
     q, k, weights = draw(300, 5000, heads, dim)
     k[0, ::3] *= 4
     k[0, ::97] = 0
-    run = lambda backend: dx.index_tokens(q, k, weights, dx.TopKTokens(200), precision=precision, backend=backend)
+    run = lambda backend: dx.trained.index_tokens(
+        q, k, weights, dx.trained.TopKTokens(200), precision=precision, backend=backend
+    )
     got, want = run("hopper"), run("reference")
     shared = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(got[0, :, 0], want[0, :, 0], strict=True))
     assert shared > 0.999 * got.numel()
     assert torch.equal(got, run("hopper"))
     ends, ends_k = (0, 100, 100, 300), (0, 1111, 1200, 5000)
-    packed = lambda backend: dx.index_tokens(
-        q[0], k[0], weights[0], dx.TopKTokens(200), precision=precision, backend=backend, cu_seqlens_q=ends,
+    packed = lambda backend: dx.trained.index_tokens(
+        q[0], k[0], weights[0], dx.trained.TopKTokens(200), precision=precision, backend=backend, cu_seqlens_q=ends,
         cu_seqlens_k=ends_k,
     )  # fmt: skip
     got, want = packed("hopper"), packed("reference")
@@ -135,8 +142,8 @@ def test_many_equal_scores(heads, levels):
     k = torch.zeros(1, 9000, 32, device="cuda", dtype=torch.bfloat16)
     k[0, :, 0] = torch.randint(-1, levels, (9000,), device="cuda").clamp(max=256)
     for count in (1, 100, 1000):
-        compare((q, k, weights), dx.TopKTokens(count))
-        compare((q, k, -weights), dx.TopKTokens(count))
+        compare((q, k, weights), dx.trained.TopKTokens(count))
+        compare((q, k, -weights), dx.trained.TopKTokens(count))
 
 
 def test_numbers_that_are_none():
@@ -144,7 +151,7 @@ def test_numbers_that_are_none():
     torch.manual_seed(2)
     q, k, weights = draw(100, 6000, 4, 64)
     k[0, 4000:4020] = float("nan")
-    got = dx.index_tokens(q, k, weights, dx.TopKTokens(64), backend="hopper")
+    got = dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(64), backend="hopper")
     assert (got[0, :, 0] >= 4000).sum(1).ge(20).all()
     assert ((got[0, :, 0] >= 4000) & (got[0, :, 0] < 4020)).sum(1).eq(20).all()
 
@@ -156,7 +163,7 @@ def test_long_sequences_against_the_portable_kernel(heads, dim):
     inputs = draw(40000 if heads < 8 else 9000, 40000, heads, dim, most=2.0)
     for count in (17, 2048):
         got, want = (
-            dx.index_tokens(*inputs, dx.TopKTokens(count), precision="bf16", backend=backend)
+            dx.trained.index_tokens(*inputs, dx.trained.TopKTokens(count), precision="bf16", backend=backend)
             for backend in ("hopper", "triton")
         )
         assert torch.equal(got, want)

@@ -43,10 +43,10 @@ def both_ways(monkeypatch):
 def test_choices_are_those_of_sorting(size, queries, keys, count, monkeypatch):
     torch.manual_seed(queries)
     inputs = draw(queries, keys)
-    choice = dx.TopKTokens(count, block_size=size)
-    want = dx.index_tokens(*(x.double() for x in inputs), choice, backend="reference")
+    choice = dx.trained.TopKTokens(count, block_size=size)
+    want = dx.trained.index_tokens(*(x.double() for x in inputs), choice, backend="reference")
     for _ in both_ways(monkeypatch):
-        got = dx.index_tokens(*inputs, choice, backend="triton")
+        got = dx.trained.index_tokens(*inputs, choice, backend="triton")
         assert torch.equal(got, want)
 
 
@@ -54,10 +54,10 @@ def test_choices_are_those_of_sorting(size, queries, keys, count, monkeypatch):
 def test_large_blocks(monkeypatch):
     torch.manual_seed(1)
     inputs = draw(4, 300)
-    choice = dx.TopKTokens(256, block_size=128)
-    want = dx.index_tokens(*(x.double() for x in inputs), choice, backend="reference")
+    choice = dx.trained.TopKTokens(256, block_size=128)
+    want = dx.trained.index_tokens(*(x.double() for x in inputs), choice, backend="reference")
     for _ in both_ways(monkeypatch):
-        assert torch.equal(dx.index_tokens(*inputs, choice, backend="triton"), want)
+        assert torch.equal(dx.trained.index_tokens(*inputs, choice, backend="triton"), want)
 
 
 @runs_here
@@ -65,11 +65,11 @@ def test_packed_int8_and_many_heads(monkeypatch):
     torch.manual_seed(0)
     q, k, weights = (x[0] for x in draw(30, 42, heads=10))
     ends, ends_k = (0, 13, 13, 30), (0, 18, 20, 42)
-    run = lambda backend: dx.index_tokens(
-        q, k, weights, dx.TopKTokens(6, block_size=2), cu_seqlens_q=ends, cu_seqlens_k=ends_k, backend=backend
+    run = lambda backend: dx.trained.index_tokens(
+        q, k, weights, dx.trained.TopKTokens(6, block_size=2), cu_seqlens_q=ends, cu_seqlens_k=ends_k, backend=backend
     )
-    exact = lambda backend, precision="int8": dx.index_tokens(
-        q[None], k[None], weights[None], dx.TopKTokens(6), precision=precision, backend=backend
+    exact = lambda backend, precision="int8": dx.trained.index_tokens(
+        q[None], k[None], weights[None], dx.trained.TopKTokens(6), precision=precision, backend=backend
     )
     for _ in both_ways(monkeypatch):
         assert torch.equal(run("triton"), run("reference"))
@@ -88,10 +88,12 @@ def test_thresholds_of_a_sample(where, monkeypatch):
     sampled = torch.arange(400, device=DEVICE) // 32 % 6 == 0
     if where != "anywhere":
         k[0, sampled if where == "sampled" else ~sampled] *= 64
-    want = dx.index_tokens(*(x.double() for x in (q, k, weights)), dx.TopKTokens(40), backend="reference")
+    want = dx.trained.index_tokens(
+        *(x.double() for x in (q, k, weights)), dx.trained.TopKTokens(40), backend="reference"
+    )
     monkeypatch.setattr(choose, "SAMPLED_KEYS", 64)
     next(both_ways(monkeypatch))
-    assert torch.equal(dx.index_tokens(q, k, weights, dx.TopKTokens(40), backend="triton"), want)
+    assert torch.equal(dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(40), backend="triton"), want)
 
 
 @runs_here
@@ -102,10 +104,20 @@ def test_large_negative_scores_and_nothing_to_see(monkeypatch):
     q, weights = q.abs() + 1, -weights.abs() - 1
     k = k.abs()
     for _ in both_ways(monkeypatch):
-        got = dx.index_tokens(q, k, weights, dx.TopKTokens(37), backend="triton")
-        assert torch.equal(got, dx.index_tokens(q, k, weights, dx.TopKTokens(37), backend="reference"))
-        assert (dx.index_tokens(q[:, :2], k[:, :1], weights[:, :2], dx.TopKTokens(3), backend="triton")[0, 0] < 0).all()
-    assert dx.index_tokens(q[:, :0], k, weights[:, :0], dx.TopKTokens(3), backend="triton").shape == (1, 0, 1, 3)
+        got = dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(37), backend="triton")
+        assert torch.equal(got, dx.trained.index_tokens(q, k, weights, dx.trained.TopKTokens(37), backend="reference"))
+        assert (
+            dx.trained.index_tokens(q[:, :2], k[:, :1], weights[:, :2], dx.trained.TopKTokens(3), backend="triton")[
+                0, 0
+            ]
+            < 0
+        ).all()
+    assert dx.trained.index_tokens(q[:, :0], k, weights[:, :0], dx.trained.TopKTokens(3), backend="triton").shape == (
+        1,
+        0,
+        1,
+        3,
+    )
 
 
 @on_gpu
@@ -117,13 +129,13 @@ def test_long_sequences(queries, keys, count, size, precision):
     """fp32 and bf16 are exact for whole numbers up to 5; scales of 8 bits round."""
     torch.manual_seed(0)
     inputs = draw(queries, keys, heads=4, dim=64)
-    choice = dx.TopKTokens(count, block_size=size)
-    got = dx.index_tokens(*inputs, choice, precision=precision, backend="triton")
-    assert torch.equal(got, dx.index_tokens(*inputs, choice, precision=precision, backend="triton"))
+    choice = dx.trained.TopKTokens(count, block_size=size)
+    got = dx.trained.index_tokens(*inputs, choice, precision=precision, backend="triton")
+    assert torch.equal(got, dx.trained.index_tokens(*inputs, choice, precision=precision, backend="triton"))
     for some in (slice(0, 40), slice(-40, None)):
         few = tuple(x[:, some] for x in (inputs[0], inputs[2]))
         seen = keys - queries + range(queries)[some].stop
-        want = dx.index_tokens(
+        want = dx.trained.index_tokens(
             few[0].double(), inputs[1][:, :seen].double(), few[1].double(), choice, backend="reference"
         )
         assert torch.equal(got[:, some], want) or precision in ("int8", "fp8")

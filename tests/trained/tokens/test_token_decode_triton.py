@@ -29,7 +29,7 @@ def moved(cache):
 
 
 def compare(cache, q, indices, size, dtype=torch.float32, **more):
-    run = lambda q, backend: dx.selected_decode(
+    run = lambda q, backend: dx.trained.selected_decode(
         q, moved(cache), indices.to(DEVICE), block_size=size, return_lse=True, backend=backend, **more
     )
     got, want = run(q.to(DEVICE, dtype), "triton"), run(q.to(DEVICE, torch.float64), "reference")

@@ -43,15 +43,15 @@ def scores_of(found, q, k, weights, precision, size):
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 def test_choices_are_those_of_index_tokens(precision, count, size, seqlen_q):
     q, k, weights, used, table = pages([100, 3, 250], seqlen_q=seqlen_q)
-    choice = dx.TopKTokens(count, block_size=size)
-    got = dx.index_decode(q, k, weights, choice, used, page_table=table, precision=precision)
+    choice = dx.trained.TopKTokens(count, block_size=size)
+    got = dx.trained.index_decode(q, k, weights, choice, used, page_table=table, precision=precision)
     assert got.dtype == torch.int32
     assert got.shape == (3, seqlen_q, 1, choice.slots)
     for b, length in enumerate(used.tolist()):
         rows = k[table[b].long()].flatten(0, 1)[None]
         own, some = rows[:, :length], slice(b, b + 1)
-        want = dx.index_tokens(q[some], own, weights[some], choice, precision=precision, backend="reference")
-        plain = dx.index_decode(q[some], rows, weights[some], choice, used[some], precision=precision)
+        want = dx.trained.index_tokens(q[some], own, weights[some], choice, precision=precision, backend="reference")
+        plain = dx.trained.index_decode(q[some], rows, weights[some], choice, used[some], precision=precision)
         for found in (got[some], plain):
             if precision in ("fp32", "bf16"):  # products of whole numbers are exact, products of scales are not
                 assert torch.equal(found, want)
@@ -63,16 +63,16 @@ def test_choices_are_those_of_index_tokens(precision, count, size, seqlen_q):
 def test_missing_pages_are_never_chosen():
     q, k, weights, used, table = pages([90, 60])
     table[0, 2] = -1
-    got = dx.index_decode(q, k, weights, dx.TopKTokens(90), used, page_table=table)[0, 0, 0]
+    got = dx.trained.index_decode(q, k, weights, dx.trained.TopKTokens(90), used, page_table=table)[0, 0, 0]
     assert sorted(got[got >= 0].tolist()) == [i for i in range(90) if not 32 <= i < 48]
-    empty = dx.index_decode(q, k, weights, dx.TopKTokens(5), torch.zeros_like(used), page_table=table)
+    empty = dx.trained.index_decode(q, k, weights, dx.trained.TopKTokens(5), torch.zeros_like(used), page_table=table)
     assert (empty == -1).all()
 
 
 def step(q, index, k, v, used, table):
     """A decoding step; the indexer's tensors are (q, k, weights)."""
-    chosen = dx.index_decode(*index, dx.TopKTokens(24), used, page_table=table)
-    out, lse = dx.selected_decode(q, dx.PagedCache(k, v, used, table), chosen, return_lse=True)
+    chosen = dx.trained.index_decode(*index, dx.trained.TopKTokens(24), used, page_table=table)
+    out, lse = dx.trained.selected_decode(q, dx.PagedCache(k, v, used, table), chosen, return_lse=True)
     return out, lse, chosen
 
 
@@ -125,4 +125,4 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
     q, k, weights, used, table = pages([100, 3, 250])
     given = {"index_q": q, "index_k": k, "index_weights": weights, "seqused_k": used, "page_table": table} | change
     with pytest.raises(ValueError, match=message):
-        dx.index_decode(choice=dx.TopKTokens(8), **given)
+        dx.trained.index_decode(choice=dx.trained.TopKTokens(8), **given)

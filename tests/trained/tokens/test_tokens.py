@@ -53,7 +53,7 @@ def test_the_definition_is_attention_over_a_list(seed):
     indices = choose(queries, keys, rng.choice((1, kv_heads, kv_heads * group)), 6, size, seed)
     more = {"softcap": 2.0, "sinks": torch.randn(2 * group, dtype=torch.float64)} if seed % 2 else {}
     want = by_loops(q, k, v, indices[0], size, 0.3, **more)
-    got = dx.selected_attention(
+    got = dx.trained.selected_attention(
         q[None], k[None], v[None], indices, block_size=size, scale=0.3, return_lse=True, backend="reference", **more
     )
     for one, other in zip(got, want, strict=True):
@@ -92,7 +92,7 @@ def test_sinks_and_their_gradients(isa, monkeypatch):
 
     def run(backend, dtype):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, sinks)]
-        out, lse = dx.selected_attention(
+        out, lse = dx.trained.selected_attention(
             *leaves[:3], indices, block_size=1, sinks=leaves[3], softcap=4.0, return_lse=True, backend=backend
         )
         return out, lse, *torch.autograd.grad(out.square().sum() + lse.sin().sum(), leaves)
@@ -105,9 +105,9 @@ def test_sinks_and_their_gradients(isa, monkeypatch):
 def test_large_blocks_are_selected_attention(size):
     q, k, v = (torch.randn(1, 130, heads, 16) for heads in (4, 2, 2))
     indices = choose(130, 130, 2, 2, size)
-    want = dx.selected_attention(q, k, v, indices, block_size=size)
+    want = dx.trained.selected_attention(q, k, v, indices, block_size=size)
     for more in ({"softcap": 1e5}, {"sinks": torch.full((4,), -1e4)}):
-        got = dx.selected_attention(q, k, v, indices, block_size=size, **more)
+        got = dx.trained.selected_attention(q, k, v, indices, block_size=size, **more)
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
@@ -120,7 +120,7 @@ def test_latent_attention_shares_memory_and_gradients():
     def run(backend):
         k = latent.double() if backend == "reference" else latent
         own = q.double() if backend == "reference" else q
-        out = dx.selected_attention(own, k, k[..., :128], indices, block_size=1, backend=backend)
+        out = dx.trained.selected_attention(own, k, k[..., :128], indices, block_size=1, backend=backend)
         seen.append(torch.autograd.grad(out.square().sum(), (q, latent)))
         return out
 
@@ -138,8 +138,8 @@ def test_rows_that_nobody_chose_are_not_read():
     kept = torch.arange(64) % 3 != 1
     kept &= torch.zeros(64, dtype=torch.bool).scatter_(0, indices[indices >= 0].long(), True)
     poisoned = [x.masked_fill(~kept[:, None, None], torch.nan).requires_grad_() for x in (k, v)]
-    out, lse = dx.selected_attention(q, *poisoned, indices, block_size=1, return_lse=True)
-    want = dx.selected_attention(q.double(), k.double(), v.double(), indices, block_size=1, backend="reference")
+    out, lse = dx.trained.selected_attention(q, *poisoned, indices, block_size=1, return_lse=True)
+    want = dx.trained.selected_attention(q.double(), k.double(), v.double(), indices, block_size=1, backend="reference")
     torch.testing.assert_close(out.double(), want, atol=2e-6, rtol=1e-5)
     assert not lse.isnan().any()
     for grad in torch.autograd.grad(out.sum(), poisoned):
@@ -150,14 +150,14 @@ def test_rows_that_nobody_chose_are_not_read():
 def test_nothing_to_see():
     q, k, v = (torch.randn(1, 30, 2, 8, requires_grad=True) for _ in range(3))
     none = torch.full((1, 30, 1, 4), -1)
-    out, lse = dx.selected_attention(q, k, v, none, block_size=1, return_lse=True)
+    out, lse = dx.trained.selected_attention(q, k, v, none, block_size=1, return_lse=True)
     assert not out.any()
     assert (lse == -math.inf).all()
     assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), (q, k, v)))
-    empty = dx.selected_attention(q, k, v, none[..., :0], block_size=4)
+    empty = dx.trained.selected_attention(q, k, v, none[..., :0], block_size=4)
     assert not empty.any()
-    assert dx.selected_attention(q[:, :0], k, v, none[:, :0], block_size=1).shape == (1, 0, 2, 8)
-    assert dx.selected_attention(q[:0], k[:0], v[:0], none[:0], block_size=1).shape == (0, 30, 2, 8)
+    assert dx.trained.selected_attention(q[:, :0], k, v, none[:, :0], block_size=1).shape == (1, 0, 2, 8)
+    assert dx.trained.selected_attention(q[:0], k[:0], v[:0], none[:0], block_size=1).shape == (0, 30, 2, 8)
 
 
 def test_the_same_bits_on_any_number_of_threads():
@@ -166,7 +166,7 @@ def test_the_same_bits_on_any_number_of_threads():
     threads = torch.get_num_threads()
     for count in (1, 3, 2, 3):
         torch.set_num_threads(count)
-        out = dx.selected_attention(q, k, v, indices, block_size=1)
+        out = dx.trained.selected_attention(q, k, v, indices, block_size=1)
         seen.append([out, *torch.autograd.grad(out, (q, k, v), do)])
     torch.set_num_threads(threads)
     for other in seen[1:]:
@@ -178,7 +178,7 @@ def test_wrong_choices(isa, monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
     q, k, v = (torch.randn(1, 30, heads, 8) for heads in (4, 2, 2))
     good = choose(30, 30, 1, 5)
-    attend = lambda indices, size=1, **more: dx.selected_attention(q, k, v, indices, block_size=size, **more)
+    attend = lambda indices, size=1, **more: dx.trained.selected_attention(q, k, v, indices, block_size=size, **more)
     for value in (30, -2, 1 << 40):
         wrong = good.long().clone()
         wrong[0, 3, 0, 2] = value
@@ -201,12 +201,12 @@ def test_wrong_choices(isa, monkeypatch):
     with pytest.raises(ValueError, match="sinks"):
         attend(good, sinks=torch.ones(3))
     with pytest.raises(UnsupportedInputError, match="computes in fp32"):
-        dx.selected_attention(q.double(), k.double(), v.double(), good, block_size=1, backend="cpu")
+        dx.trained.selected_attention(q.double(), k.double(), v.double(), good, block_size=1, backend="cpu")
 
 
 def test_explanation():
     q, k, v = (torch.randn(1, 30, heads, 8) for heads in (4, 2, 2))
-    said = str(dx.explain_selected(q, k, v, choose(30, 30, 2, 5, 4), block_size=4))
+    said = str(dx.trained.explain_selected(q, k, v, choose(30, 30, 2, 5, 4), block_size=4))
     assert "blocks of 1x4" in said
     assert "cpu        would run, token by token" in said
 

@@ -23,7 +23,7 @@ def draw(queries, keys, heads, slots, dtype=torch.bfloat16):
 
 def run(q, latent, chosen, dtype, backend, **more):
     x = latent.to(dtype)
-    out, lse = dx.selected_attention(
+    out, lse = dx.trained.selected_attention(
         q.to(dtype), x, x[..., :512], chosen, block_size=1, scale=SCALE, return_lse=True, backend=backend, **more
     )
     loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
@@ -65,7 +65,7 @@ def test_packed_sequences_sinks_and_rows_that_nobody_chose():
     latent = latent.clone()
     for start, stop in ((15, 33), (48, 100)):
         latent[start:stop] = torch.nan
-    attend = lambda q, x, backend: dx.selected_attention(
+    attend = lambda q, x, backend: dx.trained.selected_attention(
         q, x, x[..., :512], chosen, block_size=1, scale=SCALE, cu_seqlens_q=ends, cu_seqlens_k=ends_k, sinks=sinks,
         backend=backend,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def test_rows_that_begin_anywhere():
     grads = []
     for dtype, backend in ((torch.bfloat16, "hopper"), (torch.float64, "reference")):
         x = latent.to(dtype)
-        out = dx.selected_attention(
+        out = dx.trained.selected_attention(
             apart.to(dtype) if dtype == torch.float64 else apart, x, x[..., :512], chosen, block_size=1, scale=SCALE,
             backend=backend,
         )  # fmt: skip
@@ -99,6 +99,8 @@ def test_others_are_served_too():
         x, y = (each.double().masked_fill(each == -torch.inf, 0.0) for each in (x, y))
         assert (x - y).norm() <= 1e-2 * y.norm()
     apart = latent[..., :512].clone()
-    out = dx.selected_attention(q, latent, apart, chosen, block_size=1, scale=SCALE, backend="hopper")
-    same = dx.selected_attention(q, latent, latent[..., :512], chosen, block_size=1, scale=SCALE, backend="triton")
+    out = dx.trained.selected_attention(q, latent, apart, chosen, block_size=1, scale=SCALE, backend="hopper")
+    same = dx.trained.selected_attention(
+        q, latent, latent[..., :512], chosen, block_size=1, scale=SCALE, backend="triton"
+    )
     assert (out - same).norm() <= 1e-2 * same.norm()

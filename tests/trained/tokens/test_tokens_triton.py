@@ -51,7 +51,9 @@ def test_sinks_odd_strides_and_the_same_bits():
     q, k, v = (torch.randn(1, 12, heads, 40, device=DEVICE)[..., ::2].requires_grad_() for heads in (4, 2, 2))
     sinks = torch.randn(4, device=DEVICE)
     chosen = torch.stack([torch.randperm(12, device=DEVICE)[:6] for _ in range(12)])[None, :, None]
-    run = lambda backend, *inputs: dx.selected_attention(*inputs, chosen, block_size=1, sinks=sinks, backend=backend)
+    run = lambda backend, *inputs: dx.trained.selected_attention(
+        *inputs, chosen, block_size=1, sinks=sinks, backend=backend
+    )
     out = run("triton", q, k, v)
     torch.testing.assert_close(out.double(), run("reference", q.double(), k.double(), v.double()), atol=1e-6, rtol=1e-5)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
@@ -104,7 +106,7 @@ def test_rows_of_gradients_in_pieces(heads, select_heads, wide, monkeypatch):
     chosen[0, 5] = -1
 
     def gradients_of(backend, dtype):
-        out, lse = dx.selected_attention(
+        out, lse = dx.trained.selected_attention(
             *(x.to(dtype) for x in (q, k, v)), chosen, block_size=2, return_lse=True, backend=backend
         )
         return torch.autograd.grad((out * out).sum() + lse[lse.isfinite()].sin().sum(), (q, k, v))
@@ -146,7 +148,7 @@ def test_rows_in_16_bits_are_added_by_products(select_heads, widths, by_thread, 
     chosen[:21] = torch.where(chosen[:21] < 21, chosen[:21], -1)
 
     def gradients_of(backend, dtype):
-        out = dx.selected_attention(
+        out = dx.trained.selected_attention(
             *(x.to(dtype) for x in (q, k, v)), chosen, block_size=1, cu_seqlens_q=ends, backend=backend
         )
         return torch.autograd.grad(out.square().sum(), (q, k, v))
@@ -182,7 +184,7 @@ def compare_latent(widths, dtype, wide, monkeypatch):
 
     def run(backend, kind):
         x, y = q.to(kind), latent.to(kind)
-        out = dx.selected_attention(x, y, y[..., : widths[1]], chosen, block_size=1, scale=0.1, backend=backend)
+        out = dx.trained.selected_attention(x, y, y[..., : widths[1]], chosen, block_size=1, scale=0.1, backend=backend)
         return out, *torch.autograd.grad(out.square().sum(), (q, latent))
 
     limit = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]

@@ -34,7 +34,7 @@ class GpuStatus:
             lines.append(f"tiles     measured here: {self.tiles}")
         elif any(proof.state != "measured" for proof in self.proofs.values()):
             lines.append(
-                "tiles     never measured: `dx.autotune(q, k, v, layout)` does, and says where it stores them;"
+                "tiles     never measured: `autotune` of dynaxx.ops.autotune does, and says where it stores them;"
             )
             lines.append("          please send that file to the developers")
         return lines
