@@ -119,10 +119,6 @@ class Probe:
             self._last_request, clock = now, clock_of(device)
         return RequestTimer(self, route, tokens, clock)
 
-    def times_next_request(self) -> bool:
-        """Return whether `request` would time a pass that begins now, if there is room."""
-        return time.monotonic() - self._last_request >= self.spacing
-
     def request_counters(self, route: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the functions that count requests and their tokens on a route."""
         known = self._requests.get(route)

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass that is certain to be dense goes straight to the model's original attention, with equal results and counts."""
-
-import threading
-import time
+"""Dense calls are planned once per pass and kind of layer, with results and counts as if each was planned."""
 
 import pytest
 import torch
 from small_models import INPUTS, SPARSE, close, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
-from dynaxx.integrations.transformers import passes
 from dynaxx.integrations.transformers.calls import border
 from dynaxx.integrations.transformers.calls import layer as layers
-from dynaxx.integrations.transformers.calls.arguments import Signature
-from dynaxx.integrations.transformers.passes import Passes
 
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
 def planned(monkeypatch):
-    """List the layers whose calls are planned instead of going straight to the original attention."""
+    """List the layers whose calls are planned."""
     found, plan_call = [], layers.plan_call
 
     def watched(current, index, *given):
@@ -33,7 +27,7 @@ def planned(monkeypatch):
 
 @pytest.mark.parametrize("make", [llama, gemma3])
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_results_and_counts_are_those_of_planned_calls(make, inputs, planned, monkeypatch):
+def test_dense_calls_are_planned_once_per_kind(make, inputs, planned):
     model = make()
     arguments, _ = inputs(model)
     dense = logits(model, **arguments)
@@ -41,41 +35,8 @@ def test_results_and_counts_are_those_of_planned_calls(make, inputs, planned, mo
     with dx.apply(model, policy_for(model, *rules, dense_below=200)) as handle:
         for _ in range(4):
             assert torch.equal(logits(model, **arguments), dense)
-        straight = handle.stats()
-        assert len(planned) == (1 if make is llama else 2)  # one call per kind of layer
-        monkeypatch.setattr(passes, "_dense_pass", lambda *given: (False, None))
-        handle.reset_stats()
-        for _ in range(4):
-            assert torch.equal(logits(model, **arguments), dense)
-        assert handle.stats() == straight
-        assert sum(straight["dense_calls"].values()) == 12
-
-
-def test_a_known_dense_pass_asks_for_nothing(planned, monkeypatch):
-    """From the third pass on, calls are not looked up; masks, lengths and the kill switch still count."""
-    model, ids = llama(), tokens(2, 60)
-    padding = torch.ones(2, 60, dtype=torch.int64)
-    padding[1, :20] = 0
-    dense, padded = logits(model, input_ids=ids), logits(model, input_ids=ids, attention_mask=padding)
-    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
-        for _ in range(2):
-            logits(model, input_ids=ids)
-        monkeypatch.setattr(Signature, "of", lambda *given: pytest.fail("looked up"))
-        assert torch.equal(logits(model, input_ids=ids), dense)
-        assert torch.equal(logits(model, input_ids=ids, attention_mask=padding), padded)
-        assert handle.stats()["dense_calls"] == {"below dense_below": 12}
-        monkeypatch.undo()
-        handle.kill_switch.engage()
-        assert torch.equal(logits(model, input_ids=ids), dense)
-        assert handle.stats()["dense_calls"] == {"below dense_below": 12, "kill switch": 3}
-        handle.kill_switch.release()
-        long = tokens(2, 220)
-        logits(model, input_ids=long)
-        assert handle.stats()["sparse_calls"] == 3
-        with pytest.raises(IndexError):  # a failing pass leaves no trace
-            logits(model, input_ids=ids + 10**6)
-        logits(model, input_ids=long)
-        assert handle.stats()["sparse_calls"] == 6
+        assert len(planned) == 4 * (1 if make is llama else 2)  # once per pass and kind of layer
+        assert sum(handle.stats()["dense_calls"].values()) == 12
 
 
 def test_steps_without_a_decode_rule_are_dense(planned):
@@ -83,7 +44,7 @@ def test_steps_without_a_decode_rule_are_dense(planned):
     wanted = model.generate(tokens(1, 40), max_new_tokens=6, do_sample=False)
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=100)) as handle:
         assert torch.equal(model.generate(tokens(1, 40), max_new_tokens=6, do_sample=False), wanted)
-        assert planned == [0, 0]  # of the prompt and of the first step
+        assert planned == [0] * 6  # of the prompt and of each step
         assert handle.stats()["dense_calls"] == {"below dense_below": 3, "decode": 15}
 
 
@@ -165,70 +126,6 @@ def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv
     assert wins("cuda", causal_kind(q, k), border)
     assert not wins("cuda", causal_kind(q, k), border - 1)
     assert wins("cpu", causal_kind(q, k), 256)
-
-
-def test_passes_of_a_known_shape_need_no_context(monkeypatch):
-    model, ids = llama(), tokens(2, 60)
-    dense = logits(model, input_ids=ids)
-    begun, start = [], Passes.start_pass
-    monkeypatch.setattr(Passes, "start_pass", lambda self, given: begun.append(1) or start(self, given))
-    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
-        handle.counts.probe.spacing = 1e9
-
-        def starts(passes=1, **given):
-            """Return how many of the passes had a context."""
-            begun.clear()
-            for _ in range(passes):
-                assert torch.equal(logits(model, **{"input_ids": ids, **given}), dense)
-            return len(begun)
-
-        handle.counts.probe._last_request = time.monotonic()
-        before = handle.counts.numbers.value("dynaxx_requests_total", route="dense")
-        assert starts(6) == 3  # the first sets the state of the border, the second is planned, the third is known
-        assert handle.counts.numbers.value("dynaxx_requests_total", route="dense") == before + 6
-        assert handle.stats()["dense_calls"] == {"below dense_below": 18}
-        cache = model(ids, use_cache=True).past_key_values
-        assert handle.passes.requests.get(cache) is not None
-        assert starts(past_key_values=transformers.DynamicCache()) == 1
-        with handle.request("one"):
-            assert starts() == 1
-        handle.kill_switch.engage()
-        assert starts(2) == 2
-        handle.kill_switch.release()
-        assert starts(2) == 1  # notes that the switch was released
-        handle.counts.probe.spacing = 0.0
-        assert starts(2) == 2  # timed
-        handle.counts.probe.spacing = 1e9
-        handle.replace(policy_for(model, dx.Rule.of(SPARSE), dense_below=190))
-        assert starts(4) == 3
-        assert sum(handle.stats()["dense_calls"].values()) == 3 * (6 + 1 + 1 + 1 + 2 + 2 + 2 + 4)
-        begun.clear()
-        with torch.enable_grad():
-            model(ids)
-        assert begun
-        with pytest.raises(IndexError):
-            logits(model, input_ids=ids + 10**6)
-        logits(model, input_ids=tokens(2, 220))  # a failing pass leaves no trace
-        assert handle.stats()["sparse_calls"] == 3
-        threads = [threading.Thread(target=starts, args=(5,)) for _ in range(3)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert torch.equal(logits(model, input_ids=ids), dense)
-
-
-def test_a_replaced_attention_is_noticed_in_passes_of_a_known_shape(caplog):
-    model, ids = llama(), tokens(1, 60)
-    with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE), dense_below=200)) as handle:
-        handle.counts.probe.spacing = 1e9
-        handle.counts.probe._last_request = time.monotonic()
-        for _ in range(3):
-            logits(model, input_ids=ids)
-        model.set_attn_implementation("sdpa")
-        logits(model, input_ids=ids)
-        assert "nothing runs on dynaxx" in caplog.text
-        assert handle.stats()["dense_calls"] == {"below dense_below": 9}
 
 
 def test_equal_dense_calls_of_an_uncertain_pass_are_planned_once(planned, monkeypatch):

@@ -39,9 +39,7 @@ class Counts:
         self._sequences: Counter[DenseReason] = Counter()
         self._count_dense: dict[tuple[DenseReason, str], Callable[[int], None]] = {}  # telemetry counters
         self._count_steps: dict[str, Callable[[], None]] = {}  # telemetry counters by backend
-        self._dense_passes: dict[tuple[DenseReason, str], list[int]] = {}  # passes, calls and tokens, see `flush`
         self._logged: set[str] = set()
-        numbers.add_source(self)
 
     def sparse(self, calls: int = 1) -> None:
         """Count calls with at least one sparse sequence."""
@@ -95,28 +93,6 @@ class Counts:
             count = self._count_dense[reason, phase] = self.probe.dense_counter(reason.value, phase)
         count(calls)
 
-    def dense_pass(self, outcome: tuple[DenseReason, str], calls: int, tokens: int) -> None:
-        """Count a whole dense pass over prompts that was not timed. `flush` passes the numbers on."""
-        with self._lock:
-            found = self._dense_passes.get(outcome)
-            if found is None:
-                found = self._dense_passes[outcome] = [0, 0, 0]
-            found[0] += 1
-            found[1] += calls
-            found[2] += tokens
-
-    def flush(self) -> None:
-        """Pass on the numbers of dense passes. Readers of metrics and of `to_dict` call it first."""
-        if not self._dense_passes:
-            return
-        with self._lock:
-            pending, self._dense_passes = self._dense_passes, {}
-        for outcome, (passes, calls, tokens) in pending.items():
-            self.dense(*outcome, calls)
-            requests, tokens_of = self.probe.request_counters("dense")
-            requests(passes)
-            tokens_of(tokens)
-
     def failed(self, layer: int, error: Exception, phase: str = "prefill") -> None:
         """Count a call that runs dense because a kernel failed. Log each kind of failure once, with its traceback."""
         event = failure_reason(error)
@@ -148,7 +124,6 @@ class Counts:
 
     def reset(self) -> None:
         """Start from zero."""
-        self.flush()
         with self._lock:
             self._sparse = self._own_pattern = 0
             self._dense.clear()
@@ -156,7 +131,6 @@ class Counts:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in the form of `Handle.stats`."""
-        self.flush()
         with self._lock:
             return {
                 "sparse_calls": self._sparse,

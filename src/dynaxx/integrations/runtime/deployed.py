@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.guarding import LiveGuard
@@ -52,17 +51,12 @@ class Deployed:
         decode: decode rules by layer.
         rules: the inputs of `route` by layer.
         kinds: a number by layer with a rule, equal for layers with equal routing and plans.
-        one_of_each: one layer of each kind.
-        outcomes: (reason, phase) of calls in dense passes, by kind of layer, lengths and state.
-        dense_passes: what all calls of a dense pass had in common, by its length and state.
-        dense_up_to: largest (seqlen_q, seqlen_k) known to be dense in every layer, by the state of a pass.
         breakers: by layer, whether failures made it rest.
         guard: the guard; None if the policy has none, or if this process has only some heads.
         was_long: whether the last sequence ran sparse, for lengths between the policy's two borders.
         decode_was_long: the same for decoding steps.
         prepared: prepared calls of its rules, by the signature of the call.
         steps: the same for decoding steps.
-        steps_repeat: whether the last pass repeated prepared steps, so that the next step is hardly a dense pass.
     """
 
     def __init__(
@@ -96,13 +90,8 @@ class Deployed:
         self.flags = open_feature() if policy.rollout.flag is not None else None
         self.prepared: dict[Hashable, Prepared] = {}
         self.steps: dict[Hashable, PreparedStep] = {}
-        self.steps_repeat = False
         self._kinds: dict[object, int] = {}
         self.kinds = {layer: self._kind_of(layer) for layer in self.rules}
-        self.outcomes: dict[Hashable, tuple[DenseReason, str]] = {}
-        self.dense_passes: dict[Hashable, Any] = {}
-        self.dense_up_to: dict[Hashable, tuple[int, int]] = {}
-        self.one_of_each = tuple({kind: layer for layer, kind in self.kinds.items()}.values())
 
     def rules_of(self, layer: int) -> LayerRules:
         """Return the policy's rules for a layer."""

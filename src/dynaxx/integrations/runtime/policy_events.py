@@ -46,11 +46,6 @@ class PolicyEvents:
         """Report that the policy was removed."""
         self._numbers.event("policy_removed")
 
-    @property
-    def was_killed(self) -> bool:
-        """Return whether the kill switch was engaged at the last report."""
-        return self._killed_by is not None
-
     def killed(self, by: str | None) -> bool:
         """Report what engages the kill switch (see `KillSwitch.engaged`), and return whether it is engaged."""
         if by != self._killed_by:

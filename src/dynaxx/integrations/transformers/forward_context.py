@@ -31,11 +31,10 @@ from dynaxx.integrations.transformers.calls.decode import CacheMemory
 from dynaxx.integrations.transformers.calls.own_pattern import OwnPart
 from dynaxx.integrations.transformers.calls.planning import CallPlan
 from dynaxx.integrations.transformers.decoder import cache_of, is_exporting
-from dynaxx.integrations.transformers.masks.lazy import LazyMask, lazy_mask, make_plain_masks
+from dynaxx.integrations.transformers.masks.lazy import LazyMask, lazy_mask
 from dynaxx.integrations.transformers.masks.runs import MaskRun, causal_runs, read_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts
 from dynaxx.integrations.transformers.repeats.dense_calls import DenseCall
-from dynaxx.integrations.transformers.repeats.dense_passes import DensePass, keep_dense_pass, running
 from dynaxx.integrations.transformers.repeats.prepared import RepeatedCall, RepeatedStep
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
 from dynaxx.layout import BlockLayout
@@ -67,8 +66,6 @@ class ForwardContext:
         call_plans: plans of calls by signature, so that equal layers are planned once.
         parts: layouts of the model's own pattern, or why there are none, by `Signature.of_pattern`.
         dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
-        is_dense: whether the whole pass is certain to be dense.
-        dense_pass: its calls, if they are known from an earlier pass.
         repeats: calls that equal layers make without planning, by signature. Empty for unannounced passes.
         measures_next: whether the next call is measured, because a repeated call was drawn.
         arguments: the decoder's arguments by name, while it runs.
@@ -88,9 +85,7 @@ class ForwardContext:
         "call_plans",
         "choice",
         "dense_calls",
-        "dense_pass",
         "deployed",
-        "is_dense",
         "measures_next",
         "memory",
         "parts",
@@ -120,8 +115,7 @@ class ForwardContext:
         self.call_plans: dict[Signature, CallPlan] = {}
         self.parts: dict[Signature, OwnParts] = {}
         self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
-        self.is_dense = self.measures_next = False
-        self.dense_pass: DensePass | None = None
+        self.measures_next = False
         self.repeats: dict[Signature, DenseCall | RepeatedCall | RepeatedStep] = {}
         self.arguments: dict[str, Any] = {}
         self.wants_weights = False
@@ -134,15 +128,10 @@ class ForwardContext:
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass at its end. Later ones, as of recomputed layers, count themselves."""
-        if self.dense_pass is not None:
-            counts.dense(*self.dense_pass.outcome, self.dense_pass.calls)
-        elif self.is_dense and not self.dense_calls:
-            keep_dense_pass(self, self.deployed.policy.model.layers)
-        planned, self.dense_calls, self.dense_pass = self.dense_calls or Counter(), None, None
-        repeats, self.repeats, self.is_dense = self.repeats, {}, False
+        planned, self.dense_calls = self.dense_calls or Counter(), None
+        repeats, self.repeats = self.repeats, {}
         for (reason, phase), calls in planned.items():
             counts.dense(reason, phase, calls)
-        self.deployed.steps_repeat = False
         for call in repeats.values():
             call.count(counts)
 
@@ -254,12 +243,6 @@ class Starter(Protocol):
 
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """End a pass. `cache` is the cache that it filled, or None."""
-
-    def dense_again(self, kwargs: dict[str, Any]) -> DensePass | None:
-        """Begin a pass that needs no context, because it is dense like an earlier one; None for all others."""
-
-    def end_dense(self, done: DensePass, cache: Any) -> None:
-        """End a pass that `dense_again` began."""
 
 
 class DecoderArguments(NamedTuple):
@@ -425,14 +408,8 @@ def _start(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch._C._get_tracing_state() is not None:
         return None
-    running.dense = None  # a pass that failed may have left one
     starter, entered = hooks.starter, False
     try:
-        again = None if args else starter.dense_again(kwargs)
-        if again is not None:
-            again.config, running.dense = body.config, again
-            make_plain_masks(True)
-            return None
         entered = starter.running.enter()
         if not entered:
             return None
@@ -444,27 +421,20 @@ def _start(
             starter.running.leave()
         return None
     current.arguments, current.dense_calls = arguments, Counter()
-    make_plain_masks(current.dense_pass is not None)
     return args, {**kwargs, ARGUMENT: current}
 
 
 def _end(hooks: PassHooks, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    dense, done = running.dense, kwargs.get(ARGUMENT)
-    if done is None and dense is None:
+    done = kwargs.get(ARGUMENT)
+    if done is None:
         return
     found = output if isinstance(output, tuple) else (cache_of(output),)
     cache = next((each for each in found if hasattr(each, "get_seq_length")), None)
-    make_plain_masks(False)
     try:
-        if done is not None:
-            hooks.starter.running.leave()
-            arguments, done.arguments = done.arguments, {}
-            if output is not None:  # otherwise the pass failed
-                hooks.starter.end_pass(done, arguments, output, cache)
-        elif dense is not None:
-            running.dense = None
-            if output is not None:
-                hooks.starter.end_dense(dense, cache)
+        hooks.starter.running.leave()
+        arguments, done.arguments = done.arguments, {}
+        if output is not None:  # otherwise the pass failed
+            hooks.starter.end_pass(done, arguments, output, cache)
     except Exception:  # the output is complete, so do not fail the request
         logger.warning("the state after a forward pass could not be stored", exc_info=True)
 

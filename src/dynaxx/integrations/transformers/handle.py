@@ -275,7 +275,6 @@ class Handle:
         if self._statistics is not None:
             self._statistics.stop()
         self.background.stop()
-        self.counts.flush()
         if self.attached:
             self._policy_events.removed()
 

@@ -26,10 +26,8 @@ from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, co
 from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.transformers.batching import is_open
 from dynaxx.integrations.transformers.calls.decode import CacheMemories
-from dynaxx.integrations.transformers.calls.planning import is_dense_pass
 from dynaxx.integrations.transformers.decoder import NAME, Decoder
 from dynaxx.integrations.transformers.forward_context import ForwardContext, prompt_tokens
-from dynaxx.integrations.transformers.repeats.dense_passes import DensePass, DensePasses, dense_pass
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens, TokenReader
 from dynaxx.policy import KillSwitch
 from dynaxx.policy.rollout import ALL, ChosenRequests, DeclaredRequests, choose, current_request
@@ -154,7 +152,6 @@ class Passes:
         self.requests: ByIdentity[tuple[Deployed, ChosenRequests]] = ByIdentity()
         self.tokens: TokenReader | None = None
         self._memories = CacheMemories()
-        self._dense_passes = DensePasses()
         self._unnamed = itertools.count()
         self._warned_replaced = False
         self._of_thread = threading.local()  # the pass of each thread, if the decoder drops the keyword argument
@@ -180,7 +177,6 @@ class Passes:
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
         count, device = prompt_tokens(arguments)
-        current.is_dense, current.dense_pass = _dense_pass(current, arguments, cache)
         if count and device is not None:
             current.timer = self._counts.probe.request("dense", count, device)
         return current
@@ -209,32 +205,9 @@ class Passes:
             return self.deployed, self._choose(declared)
         return before
 
-    def dense_again(self, kwargs: dict[str, Any]) -> DensePass | None:
-        """Return the calls of a pass that needs no context, from the decoder's keyword arguments; None for others.
-
-        Such a pass is like an earlier one, and neither measured nor declared; no switch is engaged.
-        """
-        found = None if self.tokens is not None else self._dense_passes.again(kwargs, self.deployed)
-        if found is None or self._policy_events.was_killed or self._kill_switch.engaged() is not None:
-            return None
-        if current_request() is not None or comparing() or self._counts.probe.times_next_request():
-            return None
-        return found
-
-    def end_dense(self, done: DensePass, cache: Any) -> None:
-        """End a pass that `dense_again` began."""
-        self._counts.dense_pass(done.outcome, done.calls, done.tokens)
-        if cache is not None:
-            self.requests.put(cache, (done.deployed, ALL))
-        if not done.calls:
-            self._watch_implementation()
-
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Store the state that later passes over `cache` need."""
-        if done.dense_pass is not None:
-            self._dense_passes.keep(done, done.dense_pass, arguments.get("input_ids"), arguments.get("past_key_values"))
         done.count(self._counts)
-        self._counts.flush()
         if done.choice is COMPARISON:
             return
         if cache is not None:
@@ -289,19 +262,6 @@ class Passes:
 
     def _is_killed(self) -> bool:
         return self._policy_events.killed(self._kill_switch.engaged())
-
-
-def _dense_pass(current: ForwardContext, arguments: dict[str, Any], cache: Any) -> tuple[bool, DensePass | None]:
-    """Return whether a pass is certain to be dense, and its calls, if they are known from an earlier pass."""
-    given = arguments.get("input_ids")
-    given = arguments.get("inputs_embeds") if given is None else given
-    if given is None or given.ndim < 2 or "write_index" in arguments.get("kwargs", {}):
-        return False, None
-    past, seqlen_q = 0 if cache is None else cache.get_seq_length(), int(given.shape[1])
-    if not isinstance(past, int) or (seqlen_q == 1 and current.deployed.steps_repeat):
-        return False, None
-    known = dense_pass(current, given.device.type, seqlen_q, past)
-    return known is not None or is_dense_pass(current, given.device, seqlen_q, past), known
 
 
 def _is_empty(cache: Any) -> bool:

@@ -15,7 +15,6 @@ from dynaxx.integrations.transformers.calls.layer import Layer, warn_once
 from dynaxx.integrations.transformers.compiled import ATTRIBUTE, TracedLayer, attend_compiled
 from dynaxx.integrations.transformers.decoder import before_of
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
-from dynaxx.integrations.transformers.repeats.dense_passes import running
 
 LAYERS: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
 
@@ -47,16 +46,7 @@ def attention(
     if torch._C._get_tracing_state() is not None:  # torch.jit.trace: the code that it makes knows no handle
         kwargs.pop(ARGUMENT, None)
         return original_of(module)(module, query, key, value, attention_mask, **kwargs)
-    current: ForwardContext | None = None
-    dense = running.dense
-    if dense is None or dense.config is not module.config:
-        current = kwargs.pop(ARGUMENT, None)
-        dense = None if current is None else current.dense_pass
-    if dense is not None:
-        dense.calls += 1
-        mask = None if attention_mask is None else dense.plain(attention_mask)
-        attended: tuple[Tensor, Tensor | None] = dense.attention(module, query, key, value, mask, **kwargs)
-        return attended
+    current: ForwardContext | None = kwargs.pop(ARGUMENT, None)
     layer = LAYERS.get(module)
     if layer is None:  # a copy of a model with a policy, or one that shares its config
         warn_once(f"{type(module).__name__} asks for dynaxx attention but has no handle, so it runs dense")

@@ -17,7 +17,7 @@ from dynaxx.integrations.transformers.calls.planning import CallPlan, plan_call
 from dynaxx.integrations.transformers.calls.sparse import Drawn, SparseCall, run_sparse, sample_disabled
 from dynaxx.integrations.transformers.compiled import remember
 from dynaxx.integrations.transformers.forward_context import ForwardContext
-from dynaxx.integrations.transformers.repeats.dense_calls import dense_call, keep_dense
+from dynaxx.integrations.transformers.repeats.dense_calls import keep_dense
 from dynaxx.integrations.transformers.repeats.prepared import keep_repeated, keep_step, restore_prepared
 from dynaxx.policy.guard import Level
 
@@ -57,8 +57,6 @@ class Layer:
         except Exception as error:  # an error in routing must not fail the request
             return self._not_decided(call, error)
         known = current.repeats.get(form)
-        if known is None and current.is_dense:
-            known = dense_call(current, self, call, form)
         found = None if known is None else known.run(current, self.index, call)
         if found is not None:
             return found

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import (
-    MOST_QUERIES,
     CallProperties,
     DenseReason,
     Route,
@@ -20,7 +18,6 @@ from dynaxx.integrations.runtime.routing import (
     route,
 )
 from dynaxx.integrations.transformers.calls.arguments import Signature
-from dynaxx.integrations.transformers.calls.border import beats_sdpa
 from dynaxx.integrations.transformers.calls.decode import StepRows
 from dynaxx.integrations.transformers.calls.dense_fallback import PlainMask
 from dynaxx.integrations.transformers.calls.own_pattern import OwnPart
@@ -154,40 +151,6 @@ def _why_dense(
         return route(rules, state, properties, lengths).reason
 
     return [[reason_of(run, row) for run in entry] for row, entry in enumerate(runs)]
-
-
-def is_dense_pass(current: ForwardContext, device: torch.device, seqlen_q: int, past: int) -> bool:
-    """Return whether every call of a pass is certain to be dense, whatever its mask.
-
-    Args:
-        current: the context of the forward pass.
-        device: the device of its tokens.
-        seqlen_q: number of new tokens of each row, padding included.
-        past: number of cached tokens of each row.
-    """
-    deployed = current.deployed
-    if 1 < seqlen_q < MOST_QUERIES or deployed.window is not None or current.steps:
-        return False
-    if deployed.own_pattern and beats_sdpa(device.type, seqlen_q):
-        return False
-    key, seqlen_k = (current.blocked, deployed.was_long, deployed.decode_was_long, seqlen_q == 1), past + seqlen_q
-    most_q, most_k = deployed.dense_up_to.get(key, (0, 0))
-    if seqlen_q <= most_q and seqlen_k <= most_k:
-        return True
-    for length in (1 << seqlen_k.bit_length(), seqlen_k):  # the longer one holds for the next steps of a cache too
-        if _is_dense_up_to(current, seqlen_q, length):
-            deployed.dense_up_to[key] = seqlen_q, length
-            return True
-    return False
-
-
-def _is_dense_up_to(current: ForwardContext, seqlen_q: int, seqlen_k: int) -> bool:
-    deployed, longest = current.deployed, SequenceLengths(seqlen_q, seqlen_k, seqlen_q == 1)
-    found = (
-        route(deployed.rules[layer], deployed.state(layer, current.blocked), CallProperties(), longest).reason
-        for layer in deployed.one_of_each
-    )
-    return all(reason not in (None, DenseReason.LENGTH_LEFT_OUT) for reason in found)  # shorter ones may be in
 
 
 def _plan_step(current: ForwardContext, index: int, form: Signature, mask: Tensor | None) -> CallPlan:

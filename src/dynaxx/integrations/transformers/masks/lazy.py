@@ -8,7 +8,6 @@ tensor of the right shape without data. Any operation on this tensor computes th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar
@@ -20,20 +19,6 @@ from torch.utils._pytree import tree_map
 from dynaxx.integrations.transformers.decoder import before_of, is_exporting
 from dynaxx.integrations.transformers.masks.rules import MaskRule, read_rule
 from dynaxx.integrations.transformers.masks.traced import CausalParts, traced_mask
-
-
-class _Thread(threading.local):
-    """State of a thread."""
-
-    makes_plain_masks = False  # whether SDPA will read the masks of the pass that runs
-
-
-_thread = _Thread()
-
-
-def make_plain_masks(whether: bool) -> None:
-    """Let the function of `mask_maker` return SDPA's masks in this thread, or stop it, when a pass starts and ends."""
-    _thread.makes_plain_masks = whether
 
 
 class LazyMask(Tensor):
@@ -154,7 +139,7 @@ def mask_maker() -> Callable[..., Tensor | None]:
         if is_exporting() or torch._C._get_tracing_state() is not None:
             config = request.get("config")
             return AttentionMaskInterface()["sdpa" if config is None else before_of(config)](**request)
-        if _thread.makes_plain_masks or request["q_length"] == 1:
+        if request["q_length"] == 1:
             return sdpa_mask(**request)
         rule = read_rule(request.get("mask_function", causal_mask_function))
         return sdpa_mask(**request) if rule is None else LazyMask.of(rule, request)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from dynaxx.integrations.runtime.counts import Counts
-from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import Route
 from dynaxx.integrations.transformers.calls.arguments import AttentionCall, Signature, sinks_of
 from dynaxx.integrations.transformers.calls.decode import StepTaken, repeat_step
@@ -100,7 +99,6 @@ class RepeatedStep:
 
     condition: RepeatCondition
     step: StepTaken
-    deployed: Deployed
     calls: int = 0
 
     def run(self, current: ForwardContext, layer: int, call: AttentionCall) -> Attended | None:
@@ -122,7 +120,6 @@ class RepeatedStep:
         if self.calls:
             counts.sparse(self.calls)
             counts.probe.counter("triton", "decode")(self.calls)
-            self.deployed.steps_repeat = True
 
 
 def keep_repeated(current: ForwardContext, layer: Layer, form: Signature, planned: CallPlan) -> None:
@@ -140,7 +137,7 @@ def keep_step(current: ForwardContext, layer: Layer, form: Signature) -> None:
     step, current.memory.repeated = current.memory.repeated, None
     if step is not None and current.deployed.guard is None and form.autocast is None:
         condition = RepeatCondition.of(layer, by_rule=True)
-        keep(current, layer, form, RepeatedStep(condition, step, current.deployed))
+        keep(current, layer, form, RepeatedStep(condition, step))
 
 
 def restore_prepared(call: SparseCall) -> None:
