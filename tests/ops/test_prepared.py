@@ -148,9 +148,9 @@ def test_a_repeated_call_in_a_graph():
 def test_models_repeat_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from dynaxx.integrations.transformers import repeats
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.integrations.transformers.calls import layer as layers
-    from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
                          num_key_value_heads=2, vocab_size=99, attn_implementation="sdpa")  # fmt: skip
@@ -159,7 +159,7 @@ def test_models_repeat_layers():
     rules = [dx.Rule.of(RULES["hybrid"], layers=[0, 1, 2]), dx.Rule.of(PATTERNS["window"], layers=[3])]
     policy = dx.Policy(model=model_facts(model), block_size=64, dense_below=0, rules=rules)
     served = []
-    repeat, run = layers.Layer._repeat, prepared_calls.RepeatedCall.run
+    repeat, run = layers.Layer._repeat, repeats.RepeatedCall.run
     for length in (1000, 700, 1000):
         ids = torch.randint(0, 99, (2, length), device="cuda", generator=torch.Generator("cuda").manual_seed(length))
         outs = []
@@ -177,7 +177,7 @@ def test_models_repeat_layers():
 
             with pytest.MonkeyPatch.context() as patch, dx.apply(model, policy) as handle, torch.no_grad():
                 patch.setattr(layers.Layer, "_repeat", watched)
-                patch.setattr(prepared_calls.RepeatedCall, "run", watched_run)
+                patch.setattr(repeats.RepeatedCall, "run", watched_run)
                 handle.counts.probe.sample_rate = 0.0
                 for _ in range(3):
                     outs.append(model(ids, logits_to_keep=1).logits)
@@ -199,9 +199,9 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
     """Every step of a cache that grows beyond two pages equals the step that is not prepared."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from dynaxx.integrations.transformers import repeats
     from dynaxx.integrations.transformers.apply_policy import model_facts
     from dynaxx.integrations.transformers.calls import decode
-    from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 
     config = LlamaConfig(hidden_size=256, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                          num_key_value_heads=2, vocab_size=99, attn_implementation="sdpa")  # fmt: skip
@@ -210,7 +210,7 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
     rules = [dx.Rule.of(rule, phase="decode")]
     policy = dx.Policy(model=model_facts(model), block_size=64, dense_below=0, rules=rules)
     ids = torch.randint(0, 99, (batch, 500), device="cuda")
-    repeated, repeat, served = decode.LayerSteps._repeat, prepared_calls.repeat_step, []
+    repeated, repeat, served = decode.LayerSteps._repeat, repeats.repeat_step, []
 
     def watched(*given):
         out = repeated(*given)
@@ -222,7 +222,7 @@ def test_steps_of_a_growing_cache(rule, batch, monkeypatch):
         served.append(out is not None)
         return out
 
-    monkeypatch.setattr(prepared_calls, "repeat_step", watched_repeat)
+    monkeypatch.setattr(repeats, "repeat_step", watched_repeat)
 
     found = []
     for function in (lambda *given: None, watched):

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
-from dynaxx.integrations.transformers.forward_context import DecoderArguments
+from dynaxx.integrations.transformers.hooks import DecoderArguments
 from dynaxx.trained.nsa.spans import NsaSizes
 from dynaxx.trained.transformers.nsa_llama import convert_to_nsa
 from tiny import llama, tokens

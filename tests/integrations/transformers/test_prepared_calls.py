@@ -6,9 +6,9 @@ import torch
 from small_models import SPARSE, llama, logits, policy_for, tokens
 
 import dynaxx as dx
+from dynaxx.integrations.transformers import repeats
 from dynaxx.integrations.transformers.calls import layer as layers
 from dynaxx.integrations.transformers.calls import sparse
-from dynaxx.integrations.transformers.repeats import prepared as prepared_calls
 from dynaxx.ops.prepared import layer as prepared
 from dynaxx.policy import Guard
 from dynaxx.telemetry import Recorder, use
@@ -30,7 +30,7 @@ def repeated(monkeypatch):
         return prepared.Prepared(q, k, v, "cpu", call, None, ())
 
     monkeypatch.setattr(prepared, "_repeats", prepared._is_plain)
-    monkeypatch.setattr(prepared_calls, "prepare_rule", prepare_rule)
+    monkeypatch.setattr(sparse, "prepare_rule", prepare_rule)
     call = lambda self, q, k, v, sinks: self._call(self._persistent, q, k, v, sinks, *self._settings)[0]
     monkeypatch.setattr(prepared.Prepared, "__call__", call)
     found, repeat = [], layers.Layer._repeat
@@ -40,7 +40,7 @@ def repeated(monkeypatch):
         found.append(out is not None)
         return out, drawn
 
-    run = prepared_calls.RepeatedCall.run
+    run = repeats.RepeatedCall.run
 
     def watched_run(self, *given):
         out = run(self, *given)
@@ -48,7 +48,7 @@ def repeated(monkeypatch):
         return out
 
     monkeypatch.setattr(layers.Layer, "_repeat", watched)
-    monkeypatch.setattr(prepared_calls.RepeatedCall, "run", watched_run)
+    monkeypatch.setattr(repeats.RepeatedCall, "run", watched_run)
     with use(Recorder()) as telemetry:
         yield found, telemetry
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an attention call depends on: layers of one model that differ, arguments of callers, weights, holes, images."""
 
+import copy
+
 import pytest
 import torch
 from small_models import KEEP_ALL, close, gemma3, llama, logits, policy_for, tokens
@@ -8,6 +10,7 @@ from small_models import KEEP_ALL, close, gemma3, llama, logits, policy_for, tok
 import dynaxx as dx
 from dynaxx.integrations.transformers.calls import border
 from dynaxx.integrations.transformers.calls.dense_fallback import attention_of, names_read
+from dynaxx.integrations.transformers.decoder import COMPILERS_READ_NAMES
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,6 +74,29 @@ def test_weights_are_returned_if_eager_attention_is_asked_for_them():
     with applied(model) as handle:
         assert len(model(ids).attentions) == 3
         assert handle.stats()["dense_calls"] == {"attention weights": 3}
+
+
+@pytest.mark.skipif(not COMPILERS_READ_NAMES, reason="torch.compile needs a plain name")
+def test_weights_may_be_asked_for_after_apply(tmp_path):
+    model, ids = llama(), tokens(2, 130)
+    with applied(model), pytest.raises(ValueError, match="eager"):
+        model.config.output_attentions = True  # SDPA returns none
+    model.set_attn_implementation("eager")
+    want = model(ids, output_attentions=True).attentions
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with applied(model, dx.Rule.of(dx.SlidingWindow(24))) as handle:
+        sparse = logits(compiled, input_ids=ids)
+        assert handle.stats()["sparse_calls"] == 3
+        model.config.output_attentions = True
+        assert all(map(torch.equal, model(ids).attentions, want))
+        copy.deepcopy(model).save_pretrained(tmp_path)
+        model.config.output_attentions = False
+        close(logits(model, input_ids=ids), sparse)
+        assert model(ids).attentions is None
+        model.set_attn_implementation("eager")
+        assert model.config._attn_implementation == "eager"
+        model.set_attn_implementation("dynaxx")
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_policy_leaves_to_the_own_pattern_what_no_rule_serves():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dynaxx.distributed.group import Mesh, group_of, peer_errors
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.distributed.transformers.layer import SplitLayer, is_row_by_row
+from dynaxx.distributed.transformers.layer import SplitLayer, SplitModel, is_row_by_row
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.calls.own_pattern import BLOCK
 from dynaxx.integrations.transformers.decoder import Decoder, implementation, window_of
@@ -36,7 +36,7 @@ IGNORED = -100  # label of ignored tokens, as in transformers
 GROWING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest position that a rank sees
 
 
-class SplitHandle:
+class SplitHandle(SplitModel):
     """A model whose sequence is split over the ranks of a mesh. Also a context manager that removes it.
 
     Attributes:
@@ -66,7 +66,7 @@ class SplitHandle:
         self.counts: Counter[str] = Counter()
         self.before = decoder.implementation
         self.runs_rules = False
-        self._split: SequenceSplit | None = None
+        self._split = None
         self._owner = weakref.ref(decoder.owner)
         self._modules = weakref.WeakSet(decoder.layers.values())
         self._plans = plans
@@ -75,17 +75,6 @@ class SplitHandle:
         self._windowed = not plans and all(window_of(module) for module in decoder.layers.values())
         for index, module in decoder.layers.items():
             LAYERS[module] = SplitLayer(self, index, plans.get(index))
-
-    @property
-    def split(self) -> SequenceSplit:
-        """The tokens of each rank in the last sequence given to `shard`.
-
-        Raises:
-            RuntimeError: `shard` has not been called.
-        """
-        if self._split is None:
-            raise RuntimeError("no sequence is split yet: call model(**handle.shard(input_ids))")
-        return self._split
 
     def shard(
         self, input_ids: Tensor, *, labels: Tensor | None = None, split: SequenceSplit | None = None

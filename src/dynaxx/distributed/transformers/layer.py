@@ -8,7 +8,8 @@ its rows are. Any other rule over data runs with the heads split over the ranks 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from dynaxx.distributed.attention import sparse_attention
 from dynaxx.distributed.by_rule.attention import sparse_attention_by_rule
 from dynaxx.distributed.heads import HeadShare, attend_by_heads
 from dynaxx.distributed.rules import chooses_row_by_row
+from dynaxx.distributed.split import SequenceSplit
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.transformers.calls.arguments import ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import sinks_of
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.own_pattern import pattern_of
+from dynaxx.integrations.transformers.calls.signature import ScoreOptions
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.masks.lazy import LazyMask
 from dynaxx.integrations.transformers.masks.rules import MaskRule
@@ -31,21 +34,48 @@ from dynaxx.ops.autocast import follow_autocast
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 
-if TYPE_CHECKING:
-    from dynaxx.distributed.transformers.handle import SplitHandle
+
+class SplitModel:
+    """What the layers of a split model share.
+
+    Attributes:
+        group: the group of the ranks.
+        rank: this process's rank in it.
+        block: tokens per block of layouts of the model's own pattern.
+        runs_rules: whether the sequence runs by the policy's rules.
+        counts: attention calls, "sparse" by rules and "own_pattern" by the model's own pattern.
+    """
+
+    group: Any
+    rank: int
+    block: int
+    runs_rules: bool
+    counts: Counter[str]
+    _split: SequenceSplit | None
+
+    @property
+    def split(self) -> SequenceSplit:
+        """The tokens of each rank in the last sequence given to `shard`.
+
+        Raises:
+            RuntimeError: `shard` has not been called.
+        """
+        if self._split is None:
+            raise RuntimeError("no sequence is split yet: call model(**handle.shard(input_ids))")
+        return self._split
 
 
 class SplitLayer:
     """The attention of one module while its model's sequence is split.
 
     Args:
-        handle: of the model.
+        model: what the layers of the model share.
         index: of the layer.
         plan: the policy's prefill rules of the layer; None without any.
     """
 
-    def __init__(self, handle: SplitHandle, index: int, plan: LayerPlan | None) -> None:
-        self._handle, self.index, self.plan = handle, index, plan
+    def __init__(self, model: SplitModel, index: int, plan: LayerPlan | None) -> None:
+        self._model, self.index, self.plan = model, index, plan
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: Any) -> Tensor:
         """Attend from own tokens to those of all ranks: q (B, Hq, L, D), k and v (B, Hk, L, D) to (B, L, Hq, D).
@@ -56,7 +86,7 @@ class SplitLayer:
         """
         scores = ScoreOptions.of(kwargs, DenseAttention(module, DENSE))
         rule = _rule_of(mask, self.index, scores, kwargs)
-        split, rank, group = self._handle.split, self._handle.rank, self._handle.group
+        split, rank, group = self._model.split, self._model.rank, self._model.group
         if not q.shape[2] == k.shape[2] == split.length(rank):
             raise ValueError(
                 f"the model must run on the {split.length(rank)} tokens that `handle.shard` gave rank {rank}, without "
@@ -65,12 +95,12 @@ class SplitLayer:
         q, k, v = (x.transpose(1, 2) for x in follow_autocast(q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "softcap": scores.softcap, "sinks": sinks_of(kwargs)}
         plan = self.plan
-        if plan is None or not self._handle.runs_rules or _is_local(rule, split.seqlen):
-            layout = _own_layout(pattern_of(rule, split.seqlen), split.seqlen, self._handle.block, q.device)
+        if plan is None or not self._model.runs_rules or _is_local(rule, split.seqlen):
+            layout = _own_layout(pattern_of(rule, split.seqlen), split.seqlen, self._model.block, q.device)
             found = sparse_attention(q, k, v, layout, group, split=split, **options)
-            self._handle.counts["own_pattern"] += 1
+            self._model.counts["own_pattern"] += 1
             return _tensor(found)
-        self._handle.counts["sparse"] += 1
+        self._model.counts["sparse"] += 1
         if plan.is_static:
             layout = _static_layout(plan, split.seqlen, q.device)
             return _tensor(sparse_attention(q, k, v, layout, group, split=split, **options))
@@ -83,15 +113,15 @@ class SplitLayer:
 
     def _by_heads(self, plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """Let each rank choose and attend for some heads of the whole sequence."""
-        split, sinks = self._handle.split, options.pop("sinks")
-        own = plan.shard(self._handle.rank, split.ranks)
+        split, sinks = self._model.split, options.pop("sinks")
+        own = plan.shard(self._model.rank, split.ranks)
 
         def attend(q_all: Tensor, k_all: Tensor, v_all: Tensor, *, share: HeadShare) -> Tensor:
             layout = own.layout(q_all, k_all, scale=options["scale"])
             of_share = None if sinks is None else sinks[share.q_heads]
             return _tensor(attend_on_one_device(q_all, k_all, v_all, layout, sinks=of_share, **options))
 
-        return attend_by_heads(attend, (q, k, v), (True, False, False), split, self._handle.group)
+        return attend_by_heads(attend, (q, k, v), (True, False, False), split, self._model.group)
 
 
 def is_row_by_row(plan: LayerPlan) -> bool:

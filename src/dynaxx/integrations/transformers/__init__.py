@@ -6,10 +6,12 @@ The files:
     apply_policy, handle       what users call
     loading                    loads from folders without running their code
     decoder                    reads a model: its config, its layers, and why it cannot be served
-    passes, forward_context    one forward pass; `request` reads its token ids
+    hooks, passes              start and end a forward pass; `request` reads its token ids
+    forward_context            what the calls of a pass share
     calls/                     one attention call: planned, then run by a rule, by the model's own pattern, or dense
     masks/                     which sequences a mask shows
-    repeats/                   calls that equal an earlier one, and skip planning
+    repeats                    calls that equal layers of a pass make without planning
+    next_token                 compares requests with the dense model, for the guard
     compiled, recordings       models under `torch.compile`, and what their training keeps
     batching, batches/         continuous batching
     llama, *_llama, nsa_cache  Llamas whose attention was converted

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,7 @@ from dynaxx.integrations.transformers.calls.arguments import AttentionCall
 from dynaxx.integrations.transformers.calls.interface import LAYERS
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
-
-if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.handle import Handle
+from dynaxx.integrations.transformers.passes import Passes
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -38,38 +36,35 @@ _own_update: Callable[..., tuple[Tensor, Tensor]] | None = None  # the method of
 
 
 @contextmanager
-def continuous_batching(handle: Handle, owner: nn.Module) -> Iterator[None]:
+def continuous_batching(passes: Passes, owner: nn.Module) -> Iterator[None]:
     """Let transformers' continuous batching serve a model with a policy within the block.
 
     Args:
-        handle: the handle of the model.
+        passes: the passes of the model.
         owner: the model.
 
     Raises:
         UnsupportedInputError: the policy's rules or rollout must distinguish requests, or transformers is too old.
     """
-    policy = handle.policy
+    policy = passes.deployed.policy
     reasons = _other_transformers()
     if policy.rollout.share < 1 or policy.rollout.flag is not None:
         reasons.append("the rollout takes a share of the requests, but a step does not name its requests")
-    if any(plan.needs_tokens for plan in handle.plans.values()):
+    if any(plan.needs_tokens for plan in passes.deployed.plans.values()):
         reasons.append("rules by content need the token ids of each request, but a step mixes those of many requests")
     if reasons:
         raise UnsupportedInputError("continuous batching with this policy", {"transformers": reasons})
     _open()
+    passes.batching += 1
     before = owner.config._attn_implementation  # type: ignore[union-attr]
     try:
         owner.set_attn_implementation(DENSE)  # type: ignore[operator]
         yield
     finally:
-        if handle.attached:  # otherwise `remove` has restored the model's attention
+        if passes.running.is_open:  # otherwise `remove` has restored the model's attention
             owner.set_attn_implementation(before)  # type: ignore[operator]
+        passes.batching -= 1
         _close()
-
-
-def is_open() -> bool:
-    """Return whether a block is open, within which models use the name "sdpa"."""
-    return _blocks > 0
 
 
 def ragged_attention(
@@ -85,14 +80,14 @@ def ragged_attention(
             key, value = cache.update(key, value, module.layer_idx, kwargs)
         return _own(module, query, key, value, attention_mask, **kwargs)
     del kwargs["cache"]
-    current: ForwardContext = kwargs.pop(ARGUMENT, None) or layer.handle.passes.unseen(layer.index)
+    current: ForwardContext = kwargs.pop(ARGUMENT, None) or layer.passes.unseen(layer.index)
     if attention_mask is None:
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer.index, kwargs=kwargs)
         return layer.attend(current, AttentionCall(module, query, key, value, None, for_attention(kwargs)))
     allocator = cache.layer_to_allocator[layer.index]
     if allocator.index not in current.steps:
         arguments = {**kwargs, "attention_mask": attention_mask}
-        memory = layer.handle.batches.of(allocator)
+        memory = layer.passes.batches.of(allocator)
         current.steps[allocator.index] = memory.open(allocator, arguments, current.deployed.decode)
     call = BatchCall(layer, module, current, cache, allocator, query, key, value, kwargs)
     return call.run(), None

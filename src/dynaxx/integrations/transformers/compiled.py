@@ -19,23 +19,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, sinks_of
 from dynaxx.integrations.transformers.calls.border import lowest_border
+from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
+from dynaxx.integrations.transformers.calls.layer import Layer
+from dynaxx.integrations.transformers.calls.signature import ScoreOptions
 from dynaxx.integrations.transformers.decoder import DENSE, is_exporting
 from dynaxx.integrations.transformers.masks.lazy import lazy_mask, plain_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
 from dynaxx.integrations.transformers.recordings import Recording, Recordings
 from dynaxx.ops.autocast import follow_autocast
-
-if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
-    from dynaxx.integrations.transformers.calls.layer import Layer
 
 ATTRIBUTE = "dynaxx_layer"  # of attention modules: their `TracedLayer`
 MOST_TRACED = 4096  # keys; for more, SDPA is much faster in the op, which needs no mask, than with a traced mask

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -37,11 +38,35 @@ class _Name(str):
         return self
 
 
+class _EagerName(_Name):
+    """The name for a model whose original attention is "eager", which returns attention weights.
+
+    It compares as a string, except where transformers asks whether `config.output_attentions` may be set.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other == "eager" if _asks_for_weights() else str(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return other != "eager" if _asks_for_weights() else str(self) != other
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+def _asks_for_weights() -> bool:
+    """Return whether the setter or the validator of `output_attentions` compares a name."""
+    names = ("output_attentions", "validate_output_attentions")
+    return not torch.compiler.is_compiling() and sys._getframe(2).f_code.co_name in names
+
+
 def name_for(before: str) -> str:
     """Return dynaxx's name for a model whose original attention is `before`."""
     if not COMPILERS_READ_NAMES:
         return NAME
-    name = _Name(NAME)
+    name = (_EagerName if before == "eager" else _Name)(NAME)
     name.before = before
     return name
 

@@ -17,24 +17,20 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
-from dynaxx.integrations.transformers.batches.decode import BatchMemories
 from dynaxx.integrations.transformers.batching import continuous_batching
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.interface import LAYERS
 from dynaxx.integrations.transformers.calls.layer import Layer
-from dynaxx.integrations.transformers.compiled import ATTRIBUTE, forget
+from dynaxx.integrations.transformers.compiled import ATTRIBUTE, forget, remember
 from dynaxx.integrations.transformers.decoder import NAME, ORIGINALS, Decoder, before_of, implementation, window_of
-from dynaxx.integrations.transformers.forward_context import PassHooks, refuse_recomputation
-from dynaxx.integrations.transformers.passes import Passes
-from dynaxx.layout import BlockLayout
+from dynaxx.integrations.transformers.hooks import PassHooks, refuse_recomputation
+from dynaxx.integrations.transformers.passes import Passes, Watcher
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
 from dynaxx.policy.drift import HeadDrift
 from dynaxx.telemetry import recorder
 from dynaxx.telemetry.caches import CacheMeter
 
 logger = logging.getLogger("dynaxx")
-
-Watcher = Callable[[int, BlockLayout], None]
 
 
 class Handle:
@@ -63,8 +59,6 @@ class Handle:
         apply: Callable[..., Any],
     ) -> None:
         self.kill_switch = KillSwitch(KILL_SWITCH)
-        self.watchers: list[Watcher] = []
-        self.faults: list[Callable[[int], None]] = []
         self._decoder = decoder.weak()  # weak, since the registry of layers must not keep a model alive
         self._numbers = recorder().bind(model_name=name or decoder.name)
         self._policy_events = PolicyEvents(self._numbers)
@@ -75,10 +69,10 @@ class Handle:
         self.before = decoder.implementation
         deployed = self._ready(policy, None)
         self.passes = Passes(decoder, deployed, self.kill_switch, self.counts, self._policy_events, self.background)
+        self.watchers, self.faults = self.passes.watchers, self.passes.faults
         self._deploying = new_lock()
         self._follower: PolicyFollower | None = None
         self._statistics: StatisticsFile | None = None
-        self.batches = BatchMemories()
         self._cache_meter = CacheMeter(self._numbers, self.passes.requests.keys)
         originals = {
             (type(m), local): DenseAttention(m, self.before, None if local else window)
@@ -89,10 +83,12 @@ class Handle:
             (config, before_of(config) if name == NAME else name) for config, name in decoder.implementations()
         ]
         self._layers = weakref.WeakKeyDictionary(
-            {m: Layer(self, index, m, originals[type(m), window_of(m)]) for index, m in decoder.layers.items()}
+            {m: Layer(self.passes, index, originals[type(m), window_of(m)]) for index, m in decoder.layers.items()}
         )
         for module in (decoder.owner, *decoder.layers.values()):
             ORIGINALS.put(module.config, self.before)
+        for module, layer in self._layers.items():
+            remember(layer, module)
         LAYERS.update(self._layers)
         self._tell_compilers()
         self._hooks = PassHooks(decoder.body, self.passes, self._again)
@@ -195,7 +191,7 @@ class Handle:
         decoder = self._decoder()
         if decoder is None or not self.attached:
             raise RuntimeError("the policy was removed from this model; apply it again")
-        return continuous_batching(self, decoder.owner)
+        return continuous_batching(self.passes, decoder.owner)
 
     def _ready(self, policy: Policy, before: Deployed | None) -> Deployed:
         if self._head_share[1] > 1 and policy.guard is not None:

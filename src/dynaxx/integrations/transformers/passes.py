@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,26 +22,33 @@ from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.identity import ByIdentity
-from dynaxx.integrations.runtime.next_token import COMPARISON, compare_later, comparing
 from dynaxx.integrations.runtime.policy_events import PolicyEvents
-from dynaxx.integrations.transformers.batching import is_open
+from dynaxx.integrations.transformers.batches.decode import BatchMemories
 from dynaxx.integrations.transformers.calls.decode import CacheMemories
 from dynaxx.integrations.transformers.decoder import NAME, Decoder
-from dynaxx.integrations.transformers.forward_context import ForwardContext, prompt_tokens
+from dynaxx.integrations.transformers.forward_context import ForwardContext
+from dynaxx.integrations.transformers.next_token import COMPARISON, compare_later, comparing
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens, TokenReader
+from dynaxx.layout import BlockLayout
 from dynaxx.policy import KillSwitch
 from dynaxx.policy.rollout import ALL, ChosenRequests, DeclaredRequests, choose, current_request
 
 logger = logging.getLogger("dynaxx")
 
+Watcher = Callable[[int, BlockLayout], None]
+
 
 class Running:
-    """The threads in which passes run, so that a policy is removed between passes."""
+    """The threads in which passes run, so that a policy is removed between passes.
+
+    Attributes:
+        is_open: whether the policy is not removed.
+    """
 
     def __init__(self, body: nn.Module) -> None:
         self._lock, self._ended, self._removed = new_lock(), new_event(), new_event()
         self._passes = Counter[int]()  # by thread; one that was interrupted may have left its pass here
-        self._is_open, self._is_closing = True, False
+        self.is_open, self._is_closing = True, False
         self._body = weakref.ref(body)
         in_child(self, Running._continue_after_fork)
 
@@ -51,8 +58,8 @@ class Running:
         while True:
             with self._lock:
                 if self._passes[thread] or not self._is_closing:
-                    self._passes[thread] += self._is_open
-                    return self._is_open
+                    self._passes[thread] += self.is_open
+                    return self.is_open
             self._removed.wait()
 
     def leave(self) -> None:
@@ -85,7 +92,7 @@ class Running:
             yield
         finally:
             with self._lock:
-                self._is_open = self._is_closing = False
+                self.is_open = self._is_closing = False
             self._removed.set()
 
     def _any_inside(self) -> bool:
@@ -114,7 +121,7 @@ def _runs(frame: FrameType | None, module: nn.Module | None) -> bool:
 
 
 class Passes:
-    """The forward passes of a model: the `Starter` that `PassHooks` call.
+    """The forward passes of a model, which `hooks` starts and ends: their policy, counts, and what later passes need.
 
     Args:
         decoder: the model, weakly referenced.
@@ -130,6 +137,10 @@ class Passes:
         tokens: reads token ids, if a rule by content needs them.
         running: the threads in which passes run.
         announced: whether hooks announce passes to this object.
+        batches: summaries of the pages of continuous batching.
+        batching: number of open `with handle.continuous_batching()` blocks.
+        watchers: see `Handle.watch`.
+        faults: see `Handle`.
         recorded: contexts of passes with gradients, while checkpointed layers may run again with them.
     """
 
@@ -147,11 +158,14 @@ class Passes:
         self._configs = [config for config, _ in decoder.implementations()]
         self.running, self.announced, self._drops_argument = Running(decoder.body), False, False
         self.recorded: weakref.WeakSet[ForwardContext] = weakref.WeakSet()
-        self._kill_switch, self._counts, self._policy_events = kill_switch, counts, policy_events
+        self._kill_switch, self.counts, self._policy_events = kill_switch, counts, policy_events
         self._background = background
         self.requests: ByIdentity[tuple[Deployed, ChosenRequests]] = ByIdentity()
         self.tokens: TokenReader | None = None
         self._memories = CacheMemories()
+        self.batches, self.batching = BatchMemories(), 0
+        self.faults: list[Callable[[int], None]] = []
+        self.watchers: list[Watcher] = []
         self._unnamed = itertools.count()
         self._warned_replaced = False
         self._of_thread = threading.local()  # the pass of each thread, if the decoder drops the keyword argument
@@ -176,9 +190,9 @@ class Passes:
             current.wants_weights = True  # not all decoders hand it down to their attention
         if deployed.decode:
             current.memory = self._memories.start_pass(cache)
-        count, device = prompt_tokens(arguments)
+        count, device = _prompt_tokens(arguments)
         if count and device is not None:
-            current.timer = self._counts.probe.request("dense", count, device)
+            current.timer = self.counts.probe.request("dense", count, device)
         return current
 
     def _context(
@@ -207,7 +221,7 @@ class Passes:
 
     def end_pass(self, done: ForwardContext, arguments: dict[str, Any], output: Any, cache: Any) -> None:
         """Store the state that later passes over `cache` need."""
-        done.count(self._counts)
+        done.count(self.counts)
         if done.choice is COMPARISON:
             return
         if cache is not None:
@@ -247,7 +261,7 @@ class Passes:
         """Warn once if the model was given another attention, so that dynaxx does not run."""
         config = self._config()
         name = NAME if config is None else config._attn_implementation
-        if name != NAME and not is_open() and not self._warned_replaced:
+        if name != NAME and not self.batching and not self._warned_replaced:
             self._warned_replaced = True
             logger.warning(
                 "the model's attention was set to %r after dynaxx.apply, so nothing runs on dynaxx; "
@@ -267,3 +281,14 @@ class Passes:
 def _is_empty(cache: Any) -> bool:
     """Return whether a cache is empty, so that a new request starts in it."""
     return cache is not None and int(cache.get_seq_length()) == 0
+
+
+def _prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:
+    """Return the number of prompt tokens of a pass (0 for decoding and continuous batching), and its device."""
+    if "write_index" in arguments.get("kwargs", {}):
+        return 0, None
+    given = arguments.get("input_ids")
+    given = arguments.get("inputs_embeds") if given is None else given
+    if given is None or given.ndim < 2 or given.shape[1] < 2:
+        return 0, None
+    return given.shape[0] * given.shape[1], given.device

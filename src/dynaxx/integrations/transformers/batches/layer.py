@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from dynaxx.integrations.runtime.routing import CallProperties, DenseReason, SequenceLengths, route
 from dynaxx.integrations.transformers.batches.decode import page_size_reason
 from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep
-from dynaxx.integrations.transformers.calls.arguments import AttentionCall, ScoreOptions, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, sinks_of
 from dynaxx.integrations.transformers.calls.layer import Layer
+from dynaxx.integrations.transformers.calls.signature import ScoreOptions
 from dynaxx.integrations.transformers.forward_context import ForwardContext
 from dynaxx.integrations.transformers.masks.runs import MaskRun
 
@@ -83,7 +84,7 @@ class BatchCall(NamedTuple):
 
     def _decode(self, rows: list[BatchRow], dense: Counter[DenseReason]) -> Tensor | None:
         """Run the whole step, with `rows` by their budget. Return None if a kernel failed, which is counted."""
-        index, counts, guard = self.layer.index, self.layer.handle.counts, self.current.deployed.guard
+        index, counts, guard = self.layer.index, self.layer.passes.counts, self.current.deployed.guard
         breaker, step = self.current.deployed.breakers[index], self.step
         rest = step.without(rows)
         key, value, kwargs = self._update(rest.read_index)
@@ -92,11 +93,11 @@ class BatchCall(NamedTuple):
             out.device, non_blocking=True
         )
         try:
-            for fault in self.layer.handle.faults:
+            for fault in self.layer.passes.faults:
                 fault(index)
             q = self.q[0].transpose(0, 1)[at][:, None]
             measured = counts.decoding(index, q)
-            memory = self.layer.handle.batches.of(self.allocator)
+            memory = self.layer.passes.batches.of(self.allocator)
             scores, sinks = ScoreOptions.of(kwargs, self.layer.dense), sinks_of(kwargs)
             found = memory.decode(
                 q, self.allocator, index, step, rows, scores.scale, softcap=scores.softcap, sinks=sinks
@@ -153,7 +154,7 @@ class BatchCall(NamedTuple):
 
     def _count_dense(self, dense: Counter[DenseReason]) -> None:
         """Count a step in which all requests decode dense."""
-        self.layer.handle.counts.dense(dense.most_common(1)[0][0], "decode")
+        self.layer.passes.counts.dense(dense.most_common(1)[0][0], "decode")
 
 
 def for_attention(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import DenseReason, Route
-from dynaxx.integrations.transformers.calls.arguments import AttentionCall, Signature, sinks_of
+from dynaxx.integrations.transformers.calls.arguments import AttentionCall, sinks_of
+from dynaxx.integrations.transformers.calls.call_plan import CallPlan
 from dynaxx.integrations.transformers.calls.decode import LayerSteps
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
-from dynaxx.integrations.transformers.calls.planning import CallPlan, plan_call
-from dynaxx.integrations.transformers.calls.sparse import Drawn, SparseCall, run_sparse, sample_disabled
-from dynaxx.integrations.transformers.compiled import remember
+from dynaxx.integrations.transformers.calls.planning import plan_call
+from dynaxx.integrations.transformers.calls.signature import Signature
+from dynaxx.integrations.transformers.calls.sparse import (
+    Drawn,
+    SparseCall,
+    restore_prepared,
+    run_sparse,
+    sample_disabled,
+)
 from dynaxx.integrations.transformers.forward_context import ForwardContext
-from dynaxx.integrations.transformers.repeats.dense_calls import keep_dense
-from dynaxx.integrations.transformers.repeats.prepared import keep_repeated, keep_step, restore_prepared
+from dynaxx.integrations.transformers.passes import Passes
+from dynaxx.integrations.transformers.repeats import keep_dense, keep_repeated, keep_step
 from dynaxx.policy.guard import Level
-
-if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.handle import Handle
 
 logger = logging.getLogger("dynaxx")
 
@@ -30,29 +33,28 @@ logger = logging.getLogger("dynaxx")
 class Layer:
     """One attention module under a handle."""
 
-    __slots__ = ("__weakref__", "dense", "handle", "index", "number")
+    __slots__ = ("__weakref__", "dense", "index", "number", "passes")
 
-    def __init__(self, handle: Handle, index: int, module: nn.Module, dense: DenseAttention) -> None:
-        self.handle = handle
+    def __init__(self, passes: Passes, index: int, dense: DenseAttention) -> None:
+        self.passes = passes
         self.index = index
         self.dense = dense
         self.number = next(_numbers)  # compiled code finds the layer by this number
-        remember(self, module)
 
     def current_pass(self, *, backward: bool = False) -> ForwardContext | None:
         """Return the current pass of a compiled model, None if none can be prepared; `attend` then reports why."""
         try:
-            return self.handle.passes.unseen(self.index, backward=backward)
+            return self.passes.unseen(self.index, backward=backward)
         except Exception:
             return None
 
     def attend(self, current: ForwardContext | None, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Repeat an equal call, or plan and run this one and keep it: (B, Lq, Hq, D), as in `AttentionInterface`."""
         try:
-            if current is None and self.handle.passes.is_outside():
-                self.handle.counts.dense(DenseReason.OUTSIDE, "prefill")
+            if current is None and self.passes.is_outside():
+                self.passes.counts.dense(DenseReason.OUTSIDE, "prefill")
                 return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
-            current = current or self.handle.passes.unseen(self.index)
+            current = current or self.passes.unseen(self.index)
             form = self._signature(current, call)
         except Exception as error:  # an error in routing must not fail the request
             return self._not_decided(call, error)
@@ -72,9 +74,9 @@ class Layer:
                 if current.dense_calls is None:  # the pass has no end, which counts its calls
                     pass
                 elif planned.route is Route.DECODE:
-                    keep_step(current, self, form)
+                    keep_step(current, self.passes, form)
                 else:
-                    keep_repeated(current, self, form, planned)
+                    keep_repeated(current, self.passes, form, planned)
                 return out, None
         return self._attend_dense(current, planned, form, call)
 
@@ -85,7 +87,7 @@ class Layer:
         return form
 
     def _not_decided(self, call: AttentionCall, error: Exception) -> tuple[Tensor, Tensor | None]:
-        self.handle.counts.not_decided(self.index, error)
+        self.passes.counts.not_decided(self.index, error)
         return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
 
     def _plan(self, current: ForwardContext, form: Signature, mask: Tensor | None) -> CallPlan:
@@ -100,7 +102,7 @@ class Layer:
     def _count_dense(self, current: ForwardContext, planned: CallPlan) -> None:
         assert planned.reason is not None, "a dense call must have a reason"
         if current.dense_calls is None:  # no hook reports the end of the pass
-            self.handle.counts.dense(planned.reason, planned.phase)
+            self.passes.counts.dense(planned.reason, planned.phase)
         else:
             current.dense_calls[planned.reason, planned.phase] += 1
 
@@ -112,7 +114,7 @@ class Layer:
             planned.plain = self.dense.plain(call, causal=form.causal, need_eager=form.scores.need_eager)
         plain = planned.plain
         if planned.route is Route.DENSE and current.dense_calls is not None:
-            keep_dense(current, self, form, planned)
+            keep_dense(current, self.passes, form, planned, self.dense)
         attend = self.dense.by_name[plain.name]
         found: tuple[Tensor, Tensor | None] = attend(call.module, call.q, call.k, call.v, plain.mask, **call.kwargs)
         return found
@@ -121,10 +123,10 @@ class Layer:
         self, current: ForwardContext, planned: CallPlan, form: Signature, call: AttentionCall
     ) -> Tensor | None:
         """Run on dynaxx's kernels, (B, Lq, Hq, D). None if the guard or a failure makes the call dense."""
-        counts, deployed = self.handle.counts, current.deployed
+        counts, deployed = self.passes.counts, current.deployed
         guard = deployed.guard if self.index in deployed.plans else None
         sinks = sinks_of(call.kwargs) if form.scores.has_sinks else None
-        sparse = SparseCall(self, current, planned, form, guard, call.q, call.k, call.v, sinks)
+        sparse = SparseCall(self.passes, self.index, current, planned, form, guard, call.q, call.k, call.v, sinks)
         stopped = deployed.interruption(self.index, own_pattern=planned.route is Route.OWN_PATTERN)
         if stopped is not None:
             if stopped is DenseReason.GUARD and planned.route is Route.RULE:
@@ -155,18 +157,18 @@ class Layer:
 
     def _repeat(self, call: SparseCall) -> tuple[Tensor | None, Drawn | None]:
         """Run a prepared call and return (B, Lq, Hq, D). None if there is none, or if something needs the layout."""
-        handle, planned, guard, current = self.handle, call.planned, call.guard, call.current
+        passes, planned, guard, current = self.passes, call.planned, call.guard, call.current
         inputs = (*call.tokens_first(), call.sinks)
         if planned.prepared is None:
             restore_prepared(call)
         prepared = planned.prepared
-        if prepared is None or handle.faults or handle.watchers or not prepared.serves(*inputs):
+        if prepared is None or passes.faults or passes.watchers or not prepared.serves(*inputs):
             return None, None
         if planned.route is Route.OWN_PATTERN:
             return prepared(*inputs), None
         if guard is not None and guard.level(self.index) != Level.OK:
             return None, None
-        probe = handle.counts.probe
+        probe = passes.counts.probe
         measured, current.measures_next = current.measures_next or probe.wants(call.q.device), False
         drawn = Drawn(guard is not None and guard.wants_call(), measured)
         if drawn.sampled or drawn.measured:
@@ -177,12 +179,12 @@ class Layer:
 
     def _decode(self, call: SparseCall) -> Tensor:
         """Run a decoding step, (B, Lq, Hq, D)."""
-        handle, current, q = self.handle, call.current, call.q
+        passes, current, q = self.passes, call.current, call.q
         assert current.memory is not None, "a planned decoding step must have a memory"
-        for fault in handle.faults:
+        for fault in passes.faults:
             fault(self.index)
         measured, current.measures_next = current.measures_next, False
-        meter = handle.counts.decoding(self.index, q, measured=measured)
+        meter = passes.counts.decoding(self.index, q, measured=measured)
         steps = LayerSteps(
             layer=self.index,
             kind=current.deployed.kind(self.index),
@@ -194,7 +196,7 @@ class Layer:
             sinks=call.sinks,
         )
         out = steps.attend(q, call.k, call.v, call.planned.rows)
-        handle.counts.decoded(meter, q)
+        passes.counts.decoded(meter, q)
         if call.guard is not None and call.guard.wants_call():
             call.guard.left_out("decode")
         return out

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from dynaxx.integrations.runtime.routing import DenseReason
-from dynaxx.integrations.transformers.calls.arguments import Signature
 from dynaxx.integrations.transformers.calls.border import Kind, beats_sdpa, causal_kind, least_queries, wins
 from dynaxx.integrations.transformers.calls.own_pattern import parts_of_mask, parts_of_runs, parts_of_window
+from dynaxx.integrations.transformers.calls.signature import Signature
+from dynaxx.integrations.transformers.forward_context import ForwardContext, OwnParts
 from dynaxx.integrations.transformers.masks.lazy import LazyMask
 from dynaxx.integrations.transformers.masks.runs import MaskRun, read_window
-
-if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.forward_context import ForwardContext, OwnParts
 
 
 def own_parts(current: ForwardContext, form: Signature, mask: Tensor | None) -> OwnParts:

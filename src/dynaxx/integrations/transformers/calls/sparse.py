@@ -3,25 +3,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from dynaxx.integrations.runtime.guarding import LiveGuard
 from dynaxx.integrations.runtime.routing import Route
-from dynaxx.integrations.transformers.calls.arguments import Signature
+from dynaxx.integrations.transformers.calls.call_plan import CallPlan
 from dynaxx.integrations.transformers.calls.dense_fallback import dense_piece
-from dynaxx.integrations.transformers.calls.planning import CallPlan
+from dynaxx.integrations.transformers.calls.signature import Signature
 from dynaxx.integrations.transformers.forward_context import ForwardContext, Place
 from dynaxx.integrations.transformers.masks.runs import MaskRun
-from dynaxx.integrations.transformers.repeats.prepared import prepare
+from dynaxx.integrations.transformers.passes import Passes
+from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.autocast import follow_autocast
+from dynaxx.ops.prepared.layer import prepare_layout, prepare_rule, prepared_layout
+from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 
-if TYPE_CHECKING:
-    from dynaxx.integrations.transformers.calls.layer import Layer
+MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
 
 
 class Drawn(NamedTuple):
@@ -42,7 +44,8 @@ class AttentionOptions(TypedDict):
 class SparseCall(NamedTuple):
     """A planned call that runs on dynaxx's kernels, or one sequence of it."""
 
-    layer: Layer
+    passes: Passes
+    layer: int  # its index
     current: ForwardContext
     planned: CallPlan
     form: Signature
@@ -84,8 +87,8 @@ class SparseCall(NamedTuple):
 def run_sparse(call: SparseCall) -> Tensor:
     """Run a call by a rule or by the model's own pattern, (B, Lq, Hq, D)."""
     planned = call.planned
-    for fault in call.layer.handle.faults:
-        fault(call.layer.index)
+    for fault in call.passes.faults:
+        fault(call.layer)
     if planned.route is Route.OWN_PATTERN:
         return _run_own_pattern(call)
     if planned.entries_are_equal:
@@ -101,7 +104,7 @@ def _run_entry(call: SparseCall) -> Tensor:
         part = call.part(run)
         if reason:
             pieces.append(dense_piece(part.q, part.k, part.v, run, **part.options))
-            call.layer.handle.counts.dense_sequences(reason, call.q.shape[0])
+            call.passes.counts.dense_sequences(reason, call.q.shape[0])
         else:
             pieces.append(_run_sequence(part, plan))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
@@ -109,27 +112,27 @@ def _run_entry(call: SparseCall) -> Tensor:
 
 def _run_sequence(part: SparseCall, plan: LayerPlan) -> Tensor:
     """Run one sequence by the rule of `plan`, (B, n, Hq, D)."""
-    layer, guard, drawn, scale = part.layer, part.guard, part.drawn, part.form.scores.scale
+    index, guard, drawn, scale = part.layer, part.guard, part.drawn, part.form.scores.scale
     q, k, v = part.tokens_first()
-    widened = plan if guard is None else guard.plan(layer.index, plan)  # the guard may have widened it
-    meter = layer.handle.counts.probe
-    probe = meter.measured(layer.index, q) if drawn and drawn.measured else meter.start(layer.index, q)
+    widened = plan if guard is None else guard.plan(index, plan)  # the guard may have widened it
+    meter = part.passes.counts.probe
+    probe = meter.measured(index, q) if drawn and drawn.measured else meter.start(index, q)
     lead = widened.lead(q.shape[1], k.shape[1])
     q = torch.nn.functional.pad(q, (0, 0, 0, 0, lead, 0)) if lead else q
-    read = part.current.layout(layer.index, part.place, widened)  # the blocks that another layer chose
+    read = part.current.layout(index, part.place, widened)  # the blocks that another layer chose
     layout = read or widened.layout(q, k, scale=scale)
-    part.current.keep(layer.index, part.place, widened, layout)
+    part.current.keep(index, part.place, widened, layout)
     probe.selected(layout)
     out = sparse_attention(q, k, v, layout, **part.options)
     probe.done(k, v)
-    for watcher in layer.handle.watchers:
-        watcher(layer.index, layout)
+    for watcher in part.passes.watchers:
+        watcher(index, layout)
     if lead:
         return out[:, lead:]
     if part.planned.may_prepare and widened is plan:
         prepare(part, layout, plan)
     if guard is not None and (drawn.sampled if drawn else guard.wants_call()):
-        guard.take(layer.index, q[:1], k[:1], v[:1], scale, plan, widened, out[:1], read)
+        guard.take(index, q[:1], k[:1], v[:1], scale, plan, widened, out[:1], read)
     return out
 
 
@@ -172,4 +175,53 @@ def sample_disabled(call: SparseCall) -> None:
         return
     b, i = next((b, i) for b, entry in enumerate(planned.dense) for i, reason in enumerate(entry) if not reason)
     q, k, v = call.entry(b).part(planned.runs[b][i]).tokens_first()
-    guard.take(call.layer.index, q, k, v, call.form.scores.scale, planned.plans[b][i], None, None)
+    guard.take(call.layer, q, k, v, call.form.scores.scale, planned.plans[b][i], None, None)
+
+
+def restore_prepared(call: SparseCall) -> None:
+    """Set `planned.prepared` to the call that an earlier pass prepared, if there is one."""
+    planned, deployed, (q, k, v) = call.planned, call.current.deployed, call.tokens_first()
+    if call.layer in deployed.sources or not _is_whole(planned, q, k):
+        planned.may_prepare = False
+        return
+    scale, softcap = call.form.scores.scale, call.form.scores.softcap
+    if planned.route is Route.OWN_PATTERN:
+        layout = planned.parts[0].layout
+        assert layout is not None, "a whole part has a layout"
+        planned.prepared = prepared_layout(layout, q, k, v, scale=scale, softcap=softcap)
+    elif planned.plans[0][0].is_static:  # kept with the layout, whose cache is bounded by bytes
+        layout = planned.plans[0][0].layout(q, k, scale=scale)
+        planned.prepared = prepared_layout(layout, q, k, v, scale=scale, softcap=softcap)
+    else:
+        planned.prepared = deployed.prepared.get(call.form._replace(mask=None))
+
+
+def prepare(call: SparseCall, layout: BlockLayout, plan: LayerPlan | None = None) -> None:
+    """Prepare a call that just ran over `layout`: by the rule of `plan`, or the model's own pattern if it is None."""
+    planned, deployed, (q, k, v) = call.planned, call.current.deployed, call.tokens_first()
+    scale, softcap = call.form.scores.scale, call.form.scores.softcap
+    planned.may_prepare = False
+    if plan is None or plan.is_static:
+        planned.prepared = prepare_layout(layout, q, k, v, scale=scale, softcap=softcap)
+        return
+    if len(plan.groups) > 1 or plan is not deployed.plans.get(call.layer):
+        return
+    rule = plan.groups[0].rule
+    assert not isinstance(rule, Pattern), "the plan is not static"
+    planned.prepared = prepare_rule(rule, layout, q, k, v, scale=scale, softcap=softcap)
+    if planned.prepared is not None:
+        kept = deployed.prepared
+        if len(kept) >= MOST_CALLS:
+            kept.clear()
+        kept[call.form._replace(mask=None)] = planned.prepared
+
+
+def _is_whole(planned: CallPlan, q: Tensor, k: Tensor) -> bool:
+    """Return whether a call has one plan that covers all of its queries and keys."""
+    if planned.route is Route.OWN_PATTERN:
+        return len(planned.parts) == 1 and planned.parts[0].layout is not None and planned.parts[0].covers(q, k)
+    if planned.route is not Route.RULE or not planned.entries_are_equal or len(planned.runs[0]) > 1:
+        return False
+    if planned.plans[0][0].lead(q.shape[1], k.shape[1]):
+        return False
+    return planned.dense[0][0] is None and planned.runs[0][0] == (0, q.shape[1], 0, k.shape[1], True)
