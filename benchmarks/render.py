@@ -102,16 +102,20 @@ def _escape(cell: str) -> str:
     return cell.replace("|", "&#124;")
 
 
-def render(name: str) -> str:
-    """Return the Markdown of one result: its title, table, targets and origin."""
+def render(name: str, every_target: bool = True) -> str:
+    """Return the Markdown of one result: its title, table, targets and origin.
+
+    Without `every_target`, targets that were met are counted, and only the others are listed.
+    """
     result = load_result(name)
     lines = [f"**{result['title']}.** {result['setting']}.".replace("..", "."), ""]
     lines += table(result["columns"], result["rows"])
-    if result["bars"]:
-        rows = [
-            [bar["bar"], bar["asked"], bar["measured"], "met" if bar["met"] else "missed"] for bar in result["bars"]
-        ]
+    bars = [bar for bar in result["bars"] if every_target or not bar["met"]]
+    if bars:
+        rows = [[bar["bar"], bar["asked"], bar["measured"], "met" if bar["met"] else "missed"] for bar in bars]
         lines += ["", *table(["target", "asked", "measured", "result"], rows)]
+    if not every_target and result["bars"]:
+        lines += ["", f"Targets met: {len(result['bars']) - len(bars)} of {len(result['bars'])}."]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     origin = [result["device"], versions, f"commit {result['commit']}", result["date"]]
     recorded = "" if result["recorded"] == "measured" else f" ({result['recorded']})"
@@ -158,7 +162,9 @@ def rendered_page(text: str) -> str:
     text = VALUE.sub(lambda v: f"<!-- value: {v[1]}; {v[2]}; {v[3]} -->{cell(v[1], v[2], v[3])}<!-- /value -->", text)
     text = RAN.sub(lambda v: f"<!-- ran: {v[1]}; {v[2]} -->{ran.versions(v[1], v[2])}<!-- /ran -->", text)
     text = RAN_TABLE.sub(lambda _: "\n".join(["<!-- ran -->", *table(ran.COLUMNS, ran.rows()), "<!-- /ran -->"]), text)
-    return BLOCK.sub(lambda block: f"<!-- results: {block[1]} -->\n{render(block[1])}\n<!-- /results -->", text)
+    return BLOCK.sub(
+        lambda block: f"<!-- results: {block[1]} -->\n{render(block[1], every_target=False)}\n<!-- /results -->", text
+    )
 
 
 def pages() -> list[Path]:
