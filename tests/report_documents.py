@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 from dynaxx.lab.about import policy_digest
-from dynaxx.lab.validate.check import Check, _slowdown
+from dynaxx.lab.validate.check import Check
+from dynaxx.lab.validate.limits import slowdown_check
 from dynaxx.lab.validate.result import (
     LogitErrors,
     Perplexities,
@@ -225,7 +226,7 @@ def validation(passed: bool = True, speedup: float = 1.6, spread: float = 0.05, 
         SpeedRow(n, d, s, d / s, 5, 900.0 + n / 8, 880.0 + n / 8, d / s - spread, d / s + spread, 2 * d, 2 * s)
         for n, d, s in times
     ]
-    checks.append(_slowdown(speed, 1.03))
+    checks.append(slowdown_check(speed, 1.03))
     found = ValidationResult(
         passed=all(check.passed for check in checks),
         checks=tuple(checks),

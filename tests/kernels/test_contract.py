@@ -73,7 +73,7 @@ def test_the_first_that_can_serve_is_chosen_and_every_refusal_has_its_reason():
 
 
 def test_a_backend_that_does_not_import_says_so(monkeypatch):
-    operation = registry.Operation("attention", {"new": registry.Backend("nowhere", "nowhere:reasons")})
+    operation = registry.Operation("attention", {"new": registry.Backend("kernels.nowhere", "kernels.nowhere:reasons")})
     assert operation.reasons("new", problem()) == ["not available: No module named 'dynaxx.kernels.nowhere'"]
     with pytest.raises(ImportError):
         operation.kernels("new")

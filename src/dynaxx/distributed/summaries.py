@@ -16,7 +16,7 @@ from dynaxx.distributed.gather import WholeGathering
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BlockGrid
 from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Selector
-from dynaxx.selection.base import ChoiceSettings
+from dynaxx.selection.choice import ChoiceSettings
 from dynaxx.selection.scorers.base import (
     GPU_MEMORY_BUDGET,
     MEMORY_BUDGET,

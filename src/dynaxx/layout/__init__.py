@@ -4,21 +4,21 @@
 The files:
 
     block_layout, layout_tensors  the data structure, its constructors, and what it derives from its tensors
+    fields                        its tensors and sizes alone, which the other files read
     grid, masks, entries          its parts: the grid of blocks, element masks, lists of visited blocks
     packed, pieces, hide_keys     layouts of packed and padded batches
     dense, block_mask, plot       conversions and drawing
     transpose, on_gpu             the same blocks by column; layouts that kernels make on a GPU
-    nsa, tokens                   positions for native sparse attention and for chosen tokens
     paging/                       caches of keys and values in pages
     validate, form, derived, cache, host, host_metadata  checks, caches and host copies
 """
 
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.block_mask import from_block_mask, to_block_mask
+from dynaxx.layout.derived import TransposedLayout
 from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size, as_integer
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, pack_layouts
-from dynaxx.layout.transpose import TransposedLayout
 
 __all__ = [
     "BLOCK_SIZES",

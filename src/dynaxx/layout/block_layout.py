@@ -242,7 +242,7 @@ class BlockLayout(LayoutTensors):
         """
         from dynaxx.layout.plot import plot_layout
 
-        return plot_layout(self, batch=batch, head=head, ax=ax)
+        return plot_layout(self.to("cpu"), batch=batch, head=head, ax=ax)
 
     def __repr__(self) -> str:
         """Return the lengths, the block size and the number of entries, which a meta tensor does not know."""

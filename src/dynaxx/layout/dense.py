@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from dynaxx.layout.entries import Entries
+from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.masks import FULL, ElementMasks
-
-if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
-    from dynaxx.layout.layout_tensors import LayoutTensors
 
 
 def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGrid, Entries]:
@@ -62,7 +57,7 @@ def unique_masks(masks: ElementMasks) -> tuple[ElementMasks, Tensor]:
     return masks.take(first), entry
 
 
-def layout_to_dense(layout: BlockLayout) -> Tensor:
+def layout_to_dense(layout: LayoutFields) -> Tensor:
     """Return the visibility of every pair as bool; see `BlockLayout.to_dense`."""
     q_block, kv_block = layout.block_size
     shape = (layout.layout_batch, layout.layout_heads)
@@ -83,7 +78,7 @@ def layout_to_dense(layout: BlockLayout) -> Tensor:
     return dense[..., : layout.seqlen_q, : layout.seqlen_k]
 
 
-def visible_pairs(layout: LayoutTensors) -> Tensor:
+def visible_pairs(layout: LayoutFields) -> Tensor:
     """Count the visible pairs of each head; see `BlockLayout.visible_pairs`."""
     flat_rows, cols, mask_ids = layout.entries()
     q_block, kv_block = layout.block_size

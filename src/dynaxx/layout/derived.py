@@ -5,14 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
-    from dynaxx.layout.transpose import TransposedLayout
 
 MOST_FORMS = 1024  # layout forms for which `PerLayout` keeps a dict
 
@@ -22,6 +18,21 @@ class Unset:
 
 
 UNSET = Unset()
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedLayout:
+    """The q blocks that visit each kv block: partial blocks first, then full blocks, indices ascending in each part."""
+
+    q_indptr: Tensor  # (layout_batch, layout_heads, kv_blocks + 1) int32, absolute offsets into `q_indices`
+    q_num_partial: Tensor  # (layout_batch, layout_heads, kv_blocks) int32
+    q_indices: Tensor  # (nnz,) int32; on a GPU (capacity,), entries past the last row are ignored
+    q_masks: Tensor  # shape like `q_indices`, values like `BlockLayout.kv_masks`
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four tensors."""
+        return self.q_indptr, self.q_num_partial, self.q_indices, self.q_masks
 
 
 @dataclass(eq=False)
@@ -42,8 +53,8 @@ class DerivedValues:
     refused: Tensor | None = None  # per row, number of indices that a GPU left out: out of range, or named before
     placed: tuple[Tensor, Tensor] | None = None  # places of blocks, and `kv_indices` looked up in them
     form: Hashable | None = None  # see `BlockLayout.form`
-    make_host: Callable[[], BlockLayout | None] | None = None  # computes `host` at first access
-    host: BlockLayout | Unset | None = UNSET  # the host layout that this layout was copied from
+    make_host: Callable[[], Any] | None = None  # computes `host` at first access
+    host: Any = UNSET  # the host `BlockLayout` that this layout was copied from, or None
     by_owner: dict[object, dict[Any, Any]] = field(default_factory=dict)  # one dict per `PerLayout` instance
     watched: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
@@ -70,6 +81,14 @@ class DerivedValues:
         vars(self).update(vars(fresh))
 
 
+class HasDerived(Protocol):
+    """A layout."""
+
+    @property
+    def derived(self) -> DerivedValues:
+        """Return the values that are cached with it."""
+
+
 class PerLayout:
     """A dict per layout, in which another room caches values that it computes from the layout.
 
@@ -83,7 +102,7 @@ class PerLayout:
         self._shares = by_form
         self._by_form: dict[Hashable, dict[Any, Any]] = {}
 
-    def of(self, layout: BlockLayout) -> dict[Any, Any]:
+    def of(self, layout: HasDerived) -> dict[Any, Any]:
         """Return the dict of a layout, initially empty.
 
         The dict lives as long as the layout, and is dropped with the other derived values after a write to a tensor.

@@ -7,18 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynaxx.derivatives import untransformed
+from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.grid import BlockGrid, as_integer
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_mask_ids, causal_masks
-
-if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
-    from dynaxx.layout.layout_tensors import LayoutTensors
 
 
 class Entries(NamedTuple):
@@ -107,7 +104,7 @@ def has_duplicates(block_indices: Tensor) -> bool:
     return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
-def stacked_entries(layouts: Sequence[BlockLayout]) -> Entries:
+def stacked_entries(layouts: Sequence[LayoutFields]) -> Entries:
     """Check layouts and concatenate their visited blocks along the heads; see `BlockLayout.stack_heads`."""
     if not layouts:
         raise ValueError("`layouts` must contain at least one layout")
@@ -133,7 +130,7 @@ def stacked_entries(layouts: Sequence[BlockLayout]) -> Entries:
 
 
 def joined_entries(
-    layouts: Sequence[BlockLayout], map_rows: Callable[[int, Tensor], Tensor]
+    layouts: Sequence[LayoutFields], map_rows: Callable[[int, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, ElementMasks]:
     """Concatenate the visited blocks of layouts and their mask tables.
 
@@ -156,7 +153,7 @@ def joined_entries(
     return torch.cat(joined_rows), torch.cat(joined_cols), torch.cat(joined_ids), masks
 
 
-def entries_of_heads(layout: BlockLayout, heads: Sequence[int]) -> Entries:
+def entries_of_heads(layout: LayoutFields, heads: Sequence[int]) -> Entries:
     """List the visited blocks of the given heads; see `BlockLayout.head_slice`."""
     heads = [as_integer("heads", head) for head in heads]
     if len(set(heads)) < len(heads) or not all(0 <= head < layout.layout_heads for head in heads) or not heads:
@@ -182,7 +179,7 @@ class TakenRows(NamedTuple):
     kv_masks: Tensor
 
 
-def taken_rows(layout: LayoutTensors, heads: tuple[int, ...], capacity: int | None) -> TakenRows:
+def taken_rows(layout: LayoutFields, heads: tuple[int, ...], capacity: int | None) -> TakenRows:
     """Return the rows of the given heads of a layout, in their order; a head may occur several times.
 
     Args:

@@ -8,22 +8,22 @@ tensors and passes on only those.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynaxx.layout.derived import times_written
+from dynaxx.layout.fields import LayoutFields
 
-if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
+L = TypeVar("L", bound=LayoutFields)
 
 
 class HostMetadata(NamedTuple):
     """The host-side source of a GPU layout."""
 
-    make_host: Callable[[], BlockLayout | None]  # returns the host layout
+    make_host: Callable[[], Any]  # returns the host layout
     order: Tensor | None  # `BlockLayout.kv_order`, on the GPU
     state: tuple[int, ...]  # addresses and write counters of the layout's tensors when this was recorded
 
@@ -31,26 +31,26 @@ class HostMetadata(NamedTuple):
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # keyed by `kv_indptr`
 
 
-def attach(layout: BlockLayout, make_host: Callable[[], BlockLayout | None], order: Tensor | None) -> None:
+def attach(layout: LayoutFields, make_host: Callable[[], Any], order: Tensor | None) -> None:
     """Store the host-side metadata of a GPU layout."""
     layout.derived.kv_order, layout.derived.make_host = order, make_host
     if not torch.compiler.is_compiling():
         _known[layout.kv_indptr] = HostMetadata(make_host, order, _state(layout))
 
 
-def restore(layout: BlockLayout, kv_indptr: Tensor) -> None:
+def restore(layout: LayoutFields, kv_indptr: Tensor) -> None:
     """Give a layout the metadata stored for `kv_indptr`, unless the tensors were written to since."""
     known: HostMetadata | None = _known.get(kv_indptr)
     if known is not None and known.state == _state(layout):
         layout.derived.kv_order, layout.derived.make_host = known.order, known.make_host
 
 
-def set_form(layout: BlockLayout, form: Hashable) -> BlockLayout:
+def set_form(layout: L, form: Hashable) -> L:
     """Set `BlockLayout.form`, mark the rows as unsorted, and return the layout."""
     layout.derived.form, layout.derived.kv_order = form, None
     return layout
 
 
-def _state(layout: BlockLayout) -> tuple[int, ...]:
+def _state(layout: LayoutFields) -> tuple[int, ...]:
     tensors = (layout.kv_indptr, layout.kv_indices)
     return (*(x.data_ptr() for x in tensors), *(times_written(x) for x in tensors))

@@ -9,19 +9,17 @@ from __future__ import annotations
 import importlib
 import os
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.layout.derived import TransposedLayout
+from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.host import moved_together
 from dynaxx.layout.masks import ElementMasks, causal_masks
-
-if TYPE_CHECKING:
-    from dynaxx.layout.layout_tensors import LayoutTensors
-    from dynaxx.layout.transpose import TransposedLayout
 
 CHECK_INDICES = "DYNAXX_CHECK_INDICES"  # environment variable: 1 reads back whether every index was accepted
 
@@ -68,7 +66,7 @@ def _causal_masks_on(device: torch.device, grid: BlockGrid) -> ElementMasks:
     return ElementMasks(bits, bands, masks.kv_block)
 
 
-def transposed_on_gpu(layout: LayoutTensors) -> TransposedLayout | None:
+def transposed_on_gpu(layout: LayoutFields) -> TransposedLayout | None:
     """Return the columns of a layout, see `transpose`; None where torch sorts them."""
     found: TransposedLayout | None = _kernels().columns_of(layout) if _serves(layout.kv_indptr) else None
     return found

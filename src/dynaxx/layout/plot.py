@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.dense import layout_to_dense
+from dynaxx.layout.fields import LayoutFields
 
 FULL_COLOR = "#3f51b5"
 PARTIAL_COLOR = "#9fa8da"
 MOST_PAIRS = 4096 * 4096  # larger layouts are drawn by block, not by pair; 16 MB of pixels
 
 
-def plot_layout(layout: BlockLayout, *, batch: int, head: int, ax: Any) -> Any:
-    """Draw one head of a layout on a matplotlib axis; `BlockLayout.plot` documents the arguments."""
+def plot_layout(layout: LayoutFields, *, batch: int, head: int, ax: Any) -> Any:
+    """Draw one head of a host layout on a matplotlib axis; `BlockLayout.plot` documents the arguments."""
     try:
         import matplotlib.pyplot as plt
         from matplotlib.colors import ListedColormap
@@ -31,14 +31,13 @@ def plot_layout(layout: BlockLayout, *, batch: int, head: int, ax: Any) -> Any:
     if ax is None:
         _, ax = plt.subplots(figsize=(5, 5), layout="constrained")
 
-    layout = layout.to("cpu")
     by_pair = layout.seqlen_q * layout.seqlen_k <= MOST_PAIRS
     picture = block_picture(layout, batch, head)  # [q_blocks, kv_blocks]
     if by_pair:
         q_block, kv_block = layout.block_size
         picture = picture.repeat_interleave(q_block, 0).repeat_interleave(kv_block, 1)
         picture = picture[: layout.seqlen_q, : layout.seqlen_k]  # [seqlen_q, seqlen_k]
-        visible = layout.to_dense()[batch, head]
+        visible = layout_to_dense(layout)[batch, head]
         picture = torch.where((picture == 1) & visible, 2, picture)
     extent = (0, layout.seqlen_k, layout.seqlen_q, 0)
     colors = ListedColormap(["white", PARTIAL_COLOR, FULL_COLOR])
@@ -52,7 +51,7 @@ def plot_layout(layout: BlockLayout, *, batch: int, head: int, ax: Any) -> Any:
     return ax
 
 
-def block_picture(layout: BlockLayout, batch: int, head: int) -> torch.Tensor:
+def block_picture(layout: LayoutFields, batch: int, head: int) -> torch.Tensor:
     """Return (q_blocks, kv_blocks) int64: 0 for a block that is not visited, 1 for a partial and 2 for a full block."""
     row, col, mask_ids = layout.entries()
     first = (batch * layout.layout_heads + head) * layout.q_blocks
@@ -62,7 +61,7 @@ def block_picture(layout: BlockLayout, batch: int, head: int) -> torch.Tensor:
     return picture
 
 
-def draw_grid(layout: BlockLayout, ax: Any) -> None:
+def draw_grid(layout: LayoutFields, ax: Any) -> None:
     """Draw the borders of the blocks, unless there are so many that they would hide the picture."""
     if max(layout.q_blocks, layout.kv_blocks) > 64:
         return

@@ -1,36 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TransposedLayout`: a layout grouped by kv block, which the backward pass over keys reads."""
+"""Group the blocks of a layout by kv block, for the backward pass over keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
-from torch import Tensor
 
+from dynaxx.layout.derived import TransposedLayout
+from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.masks import FULL
 
-if TYPE_CHECKING:
-    from dynaxx.layout.layout_tensors import LayoutTensors
 
-
-@dataclass(frozen=True, eq=False)
-class TransposedLayout:
-    """The q blocks that visit each kv block: partial blocks first, then full blocks, indices ascending in each part."""
-
-    q_indptr: Tensor  # (layout_batch, layout_heads, kv_blocks + 1) int32, absolute offsets into `q_indices`
-    q_num_partial: Tensor  # (layout_batch, layout_heads, kv_blocks) int32
-    q_indices: Tensor  # (nnz,) int32; on a GPU (capacity,), entries past the last row are ignored
-    q_masks: Tensor  # shape like `q_indices`, values like `BlockLayout.kv_masks`
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All four tensors."""
-        return self.q_indptr, self.q_num_partial, self.q_indices, self.q_masks
-
-
-def transpose(layout: LayoutTensors) -> TransposedLayout:
+def transpose(layout: LayoutFields) -> TransposedLayout:
     """Group the blocks of a layout by kv block, on the layout's device.
 
     GPU layouts are not read back: all slots up to the capacity are sorted, and unused slots go to the end.

@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from dynaxx.core.library import present_library
 from dynaxx.core.status import OK
 from dynaxx.derivatives import transforms_active
+from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.grid import as_block_size
 from dynaxx.layout.host import address, never_traced
 from dynaxx.layout.masks import FULL, ElementMasks
 
-if TYPE_CHECKING:
-    from dynaxx.layout.layout_tensors import LayoutTensors
 
-
-def check_form(layout: LayoutTensors) -> None:
+def check_form(layout: LayoutFields) -> None:
     """Check shapes, dtypes and devices; raises like `BlockLayout`."""
     as_block_size(layout.block_size)
     if transforms_active() and any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in layout.tensors):
@@ -50,7 +46,7 @@ def check_form(layout: LayoutTensors) -> None:
     _check_masks(layout)
 
 
-def _check_masks(layout: LayoutTensors) -> None:
+def _check_masks(layout: LayoutFields) -> None:
     """Check that the element masks match the layout's block size and device."""
     masks, (q_block, kv_block) = layout.masks, layout.block_size
     if not isinstance(masks, ElementMasks):
@@ -78,7 +74,7 @@ def _check_masks(layout: LayoutTensors) -> None:
         raise ValueError(f"`masks` must have the layout's kv_block = {kv_block}, got {masks.kv_block}")
 
 
-def check_values(layout: LayoutTensors) -> None:
+def check_values(layout: LayoutFields) -> None:
     """Check all values; see `BlockLayout.validate`."""
     if layout.derived.refused is not None and bool(layout.derived.refused.any()):
         raise ValueError(
@@ -109,7 +105,7 @@ def check_values(layout: LayoutTensors) -> None:
 
 
 @never_traced
-def _core_accepts(layout: LayoutTensors) -> bool:
+def _core_accepts(layout: LayoutFields) -> bool:
     """Return whether the C++ core finds every value in range; False if it cannot be used. One pass, O(nnz)."""
     library = present_library() if layout.device.type == "cpu" else None
     if library is None:

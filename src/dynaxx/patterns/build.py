@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import bands_of
 from dynaxx.patterns.compiled import layout_tensors
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
+from dynaxx.patterns.rule import Rule
 from dynaxx.patterns.runs import Ints, Runs, checked_visited, concatenated, without
-
-if TYPE_CHECKING:
-    from dynaxx.patterns.base import Pattern
 
 
 class VisitedEntries(NamedTuple):
@@ -32,7 +30,7 @@ class VisitedEntries(NamedTuple):
     mask_ids: NDArray[Any]  # (nnz,) index into the table of masks, or FULL
 
 
-def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
+def build_layout(pattern: Rule, grid: BlockGrid, device: torch.device | str = "cpu") -> BlockLayout:
     """Return the layout of `pattern` on `grid`, shared by all heads."""
     device = torch.device(device)
     rule = pattern.within_causality(grid)
@@ -45,7 +43,7 @@ def build_layout(pattern: Pattern, grid: BlockGrid, device: torch.device | str =
     return layout
 
 
-def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
+def numpy_layout(rule: Rule, grid: BlockGrid, device: torch.device) -> BlockLayout:
     """Return the layout of a rule without the compiled core. The rule must hide the future if the grid is causal."""
     if rule.by_distance and grid.q_blocks and grid.kv_blocks:
         return _layout(grid, *_entries_by_distance(rule, grid), device)
@@ -63,7 +61,7 @@ def numpy_layout(rule: Pattern, grid: BlockGrid, device: torch.device) -> BlockL
     return _layout(grid, entries, bits, device)
 
 
-def _entries_by_distance(rule: Pattern, grid: BlockGrid) -> tuple[VisitedEntries, Words]:
+def _entries_by_distance(rule: Rule, grid: BlockGrid) -> tuple[VisitedEntries, Words]:
     """Return the entries and mask bits of a rule on distances, which shows the same distances in each row."""
     step = min(grid.block_size)
     up, down = (size // step for size in grid.block_size)  # steps between neighbouring rows, and between columns

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from ctypes import byref, c_int64, c_void_p
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,13 +12,11 @@ from dynaxx.core.library import present_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.host import address, dense_views, never_traced
-
-if TYPE_CHECKING:
-    from dynaxx.patterns.base import Pattern
+from dynaxx.patterns.rule import Rule
 
 
 @never_traced
-def layout_tensors(rule: Pattern, grid: BlockGrid, device: torch.device) -> list[Tensor] | None:
+def layout_tensors(rule: Rule, grid: BlockGrid, device: torch.device) -> list[Tensor] | None:
     """Build the tensors of a layout, in the order that `build.on_device` lists them.
 
     Return None if the core is missing, if the rule has no `program` or one that the core does not know, or if memory

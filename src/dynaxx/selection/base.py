@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,56 +16,19 @@ from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.host import never_traced, on_host
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection import in_core
+from dynaxx.selection.choice import Choice
 from dynaxx.selection.device import select_on_device, serves
-from dynaxx.selection.groups import Per
 from dynaxx.selection.in_torch import select_in_torch
-from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET, Scorer
+from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET
 
 
-class ChoiceSettings(NamedTuple):
-    """A selector's rule as numbers for a kernel."""
-
-    mode: str  # "top_k", "top_p", "of_max" or "of_uniform"
-    amounts: tuple[float, ...]  # one value, or one per q head
-    shares: bool = False  # top_k: whether amounts are shares of the visible blocks rather than numbers of blocks
-    floor: int = 0  # top_k: rows that see fewer blocks than this get the share of this many
-
-
-class Selector(ABC):
+class Selector(Choice):
     """A choice of blocks per q head that depends on the data.
 
     Selectors are immutable and hashable; `pattern | selector` is a `Hybrid`. The constructors of selectors and scorers
     raise TypeError or ValueError if a setting has a wrong type or is out of range. A subclass must define `choose`,
     `scorer` and `budget_field`.
     """
-
-    scorer: Scorer
-    per: Per = "head"  # "group": all q heads of a kv head choose together
-    only_ranks: ClassVar[bool] = False  # whether only the order of the scores matters
-    budget_field: ClassVar[str]  # name of the field that sets how much to keep: one value, or one per q head
-    nothing: ClassVar[float] = 0.0  # the budget that keeps no block beyond a pattern's
-    everything: ClassVar[float] = 1.0  # the budget that keeps every visible block
-
-    @abstractmethod
-    def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
-        """Choose blocks.
-
-        Args:
-            scores: (B, Hq, R, C) fp32 logits, -inf for blocks that no query of the row may see.
-            optional: (..., R, C) bool, the blocks to choose from; the other visible blocks are always visited.
-            visible: (R,) int64, the number of blocks that each row may see.
-
-        Returns:
-            (B, Hq, R, C) bool, a subset of `optional`.
-        """
-
-    def choice(self, q_heads: int) -> ChoiceSettings | None:
-        """Return the rule of `choose` as numbers for a kernel, or None if it has no such form and torch must run it.
-
-        Raises:
-            ValueError: the budget is per head, for another number of heads.
-        """
-        return None
 
     @typed
     def select(

@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.selection.cpu import block_scores
-from dynaxx.selection.base import ChoiceSettings, Selector
-from dynaxx.selection.groups import Per, checked_per
+from dynaxx.selection.base import Selector
+from dynaxx.selection.choice import ChoiceSettings, Per
+from dynaxx.selection.groups import checked_per
 from dynaxx.selection.scorers import MeanQuery, Scorer
 
 MOST_BLOCKS = 2**31 - 1  # more than a row of blocks can have

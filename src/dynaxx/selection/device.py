@@ -23,6 +23,7 @@ from dynaxx.layout.host import moved_together
 from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
 from dynaxx.patterns.base import Pattern
+from dynaxx.selection.choice import Choice
 from dynaxx.selection.groups import count_heads_per_choice
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
@@ -30,19 +31,18 @@ from dynaxx.selection.static import static_part
 if TYPE_CHECKING:
     from dynaxx.kernels.selection.triton.row import StaticEntries
     from dynaxx.kernels.selection.triton.select import ChoiceRule
-    from dynaxx.selection.base import Selector
 
 BYTES_PER_SCORE = 12  # scores, their product and its contiguous copy, each fp32
 MAX_ENTRIES = 2**31 - 1  # offsets of a layout are int32
 
 
-def selection_problem(q: Tensor, grid: BlockGrid, selector: Selector) -> SelectionProblem:
+def selection_problem(q: Tensor, grid: BlockGrid, selector: Choice) -> SelectionProblem:
     """Describe the choice, so that the kernels can say whether they serve it. Otherwise torch makes the choice."""
     by_amount = selector.choice(q.shape[2]) is not None
     return SelectionProblem(q.device, grid.q_blocks, grid.kv_blocks, repr(selector), by_amount)
 
 
-def serves(q: Tensor, grid: BlockGrid, selector: Selector) -> bool:
+def serves(q: Tensor, grid: BlockGrid, selector: Choice) -> bool:
     """Return whether the kernels can make this choice."""
     return q.is_cuda and not SELECTION.reasons("triton", selection_problem(q, grid, selector))
 
@@ -64,7 +64,7 @@ class SelectionInputs(NamedTuple):
         return BYTES_PER_SCORE * q.shape[0] * q.shape[2] * grid.kv_blocks * grid.q_blocks <= memory_budget // 2
 
 
-def serves_in_place(q: Tensor, keys: SequenceKeys, selector: Selector, block_size: tuple[int, int]) -> bool:
+def serves_in_place(q: Tensor, keys: SequenceKeys, selector: Choice, block_size: tuple[int, int]) -> bool:
     """Return whether the kernels can make this choice among keys that stay in the pages of a cache."""
     grid = BlockGrid(q.shape[1], keys.seqlen_k, block_size, causal=True)
     return selector.scorer.reads_places and serves(q, grid, selector)
@@ -74,7 +74,7 @@ def select_in_place(
     q: Tensor,
     keys: SequenceKeys,
     pattern: Pattern | None,
-    selector: Selector,
+    selector: Choice,
     block_size: tuple[int, int],
     scale: float | None,
     memory_budget: int = GPU_MEMORY_BUDGET,
@@ -89,7 +89,7 @@ def select_on_device(
     q: Tensor,
     k: Tensor,
     pattern: Pattern | None,
-    selector: Selector,
+    selector: Choice,
     grid: BlockGrid,
     scale: float,
     memory_budget: int,
@@ -107,7 +107,7 @@ def select_on_device(
 
 
 def selection_inputs(
-    pattern: Pattern | None, selector: Selector, grid: BlockGrid, q: Tensor, k: Tensor
+    pattern: Pattern | None, selector: Choice, grid: BlockGrid, q: Tensor, k: Tensor
 ) -> tuple[SelectionInputs, int]:
     """Return the inputs of a choice besides q and k, and the largest number of blocks that it may visit.
 
@@ -197,7 +197,7 @@ def _choose(
 
 @lru_cache(maxsize=256)
 def _given(
-    pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int, kv_heads: int, device: torch.device
+    pattern: Pattern | None, selector: Choice, grid: BlockGrid, q_heads: int, kv_heads: int, device: torch.device
 ) -> SelectionInputs:
     from dynaxx.kernels.selection.triton.select import ChoiceRule
 
@@ -231,7 +231,7 @@ def _amounts(amounts: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def most_entries(pattern: Pattern | None, selector: Selector, grid: BlockGrid, q_heads: int) -> int:
+def most_entries(pattern: Pattern | None, selector: Choice, grid: BlockGrid, q_heads: int) -> int:
     """Return the largest number of blocks that a batch entry can visit."""
     choice, part = selector.choice(q_heads), static_part(pattern, grid)
     assert choice is not None, "`serves` asked before"

@@ -8,17 +8,11 @@ chosen either way, so relative sums rank the other blocks better (docs/guides/se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
 import torch
 from torch import Tensor
 
+from dynaxx.selection.choice import Choice
 from dynaxx.selection.scorers.base import log_share
-
-if TYPE_CHECKING:
-    from dynaxx.selection.base import Selector
-
-Per: TypeAlias = Literal["group", "head"]
 
 
 def checked_per(per: str) -> None:
@@ -27,7 +21,7 @@ def checked_per(per: str) -> None:
         raise ValueError(f"`per` must be 'group' or 'head', got {per!r}")
 
 
-def count_heads_per_choice(selector: Selector, q_heads: int, kv_heads: int) -> int:
+def count_heads_per_choice(selector: Choice, q_heads: int, kv_heads: int) -> int:
     """Return the number of neighbouring q heads that choose together, 1 if each head chooses alone."""
     return q_heads // kv_heads if selector.per == "group" else 1
 

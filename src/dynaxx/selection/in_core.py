@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +17,14 @@ from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_mask_ids
 from dynaxx.patterns.base import Pattern
+from dynaxx.selection.choice import Choice, ChoiceSettings
 from dynaxx.selection.groups import count_heads_per_choice
 from dynaxx.selection.static import static_part
-
-if TYPE_CHECKING:
-    from dynaxx.selection.base import ChoiceSettings, Selector
 
 BITS_PER_BYTE = 8
 
 
-def serves(q: Tensor, k: Tensor, grid: BlockGrid, selector: Selector, memory_budget: int) -> bool:
+def serves(q: Tensor, k: Tensor, grid: BlockGrid, selector: Choice, memory_budget: int) -> bool:
     """Return whether the core can make this choice: the best of blocks by mean queries, for each head alone."""
     tiles = selector.scorer.mean_query_tiles(grid.block_size[0])
     if tiles is None or grid.block_size[0] // tiles.size > best_blocks.MOST_TILES or not grid.kv_blocks:
@@ -41,7 +39,7 @@ def serves(q: Tensor, k: Tensor, grid: BlockGrid, selector: Selector, memory_bud
 
 
 def select_in_core(
-    q: Tensor, k: Tensor, pattern: Pattern | None, selector: Selector, grid: BlockGrid, scale: float
+    q: Tensor, k: Tensor, pattern: Pattern | None, selector: Choice, grid: BlockGrid, scale: float
 ) -> BlockLayout:
     """Choose blocks as `select_blocks` does. `serves` must have accepted the inputs."""
     tiles, choice = selector.scorer.mean_query_tiles(grid.block_size[0]), selector.choice(q.shape[2])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,10 @@ from torch import Tensor
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_mask_ids
 from dynaxx.patterns import Pattern
+from dynaxx.selection.choice import Choice
 from dynaxx.selection.groups import count_heads_per_choice, shared_ranks, shared_scores
 from dynaxx.selection.scorers.base import pieces
 from dynaxx.selection.static import static_part
-
-if TYPE_CHECKING:
-    from dynaxx.selection.base import Selector
 
 BYTES_PER_SCORE = 64  # measured peak of scoring a block, ranking it and listing the chosen blocks
 
@@ -25,7 +23,7 @@ def select_in_torch(
     q: Tensor,
     k: Tensor,
     pattern: Pattern | None,
-    selector: Selector,
+    selector: Choice,
     grid: BlockGrid,
     scale: float,
     memory_budget: int,

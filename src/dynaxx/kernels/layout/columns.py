@@ -20,7 +20,7 @@ from dynaxx.kernels.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.kernels.selection.triton.entries import running_sum
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.transpose import TransposedLayout
+from dynaxx.layout.derived import TransposedLayout
 
 MAX_BYTES = 1 << 28  # of bits and counts; larger layouts are sorted
 CLEARED, ENTRIES = 1024, 128  # words that a program clears; entries of a row at a time

@@ -4,30 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dynaxx.lab.analyze.capture import LayerAttention
 from dynaxx.lab.analyze.maps import SINK_TOKENS, MapStatistics
+from dynaxx.lab.analyze.result import TARGET_RECALL, HeadAnalysis, Recommendation
 from dynaxx.lab.analyze.rules import BUDGETS, SCORER_WORDS, SELECTORS, Candidate, window_density
 
-if TYPE_CHECKING:
-    from dynaxx.lab.analyze.result import HeadAnalysis
-
-TARGET_RECALL = 0.95
 LINES = 64  # number of heaviest columns, and of diagonals, that count as lines
 LINES_MASS = 0.2  # share of mass, besides sink and local tokens, that lines must hold for the kind "lines"
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """The sparsest rule tried that keeps the target share of a head's attention mass."""
-
-    kind: str  # "local", "lines", "selected", "broad", or "windowed" (the layer has a window)
-    attention: str  # as Python: "Sink(4) | SlidingWindow(256)", "Sink(64) | ... | TopK(0.1, MeanPool())", or "dense"
-    reason: str
-    density: float
-    recall: float
 
 
 def recommend(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.analyze.maps import LOCAL_TOKENS, SINK_TOKENS
-from dynaxx.lab.analyze.recommendation import TARGET_RECALL, Recommendation
 
+TARGET_RECALL = 0.95
 HEAT_LOW = 1e-5  # share at a heat map's smallest value
 
 
@@ -23,6 +23,17 @@ class MassByDistance:
 
     edges: tuple[int, ...]  # bin i holds edges[i] <= distance < edges[i + 1]
     mass: tuple[float, ...]  # share of all attention, sums to 1
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The sparsest rule tried that keeps the target share of a head's attention mass."""
+
+    kind: str  # "local", "lines", "selected", "broad", or "windowed" (the layer has a window)
+    attention: str  # as Python: "Sink(4) | SlidingWindow(256)", "Sink(64) | ... | TopK(0.1, MeanPool())", or "dense"
+    reason: str
+    density: float
+    recall: float
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from dynaxx.lab.texts import encode, split_text, start_of, started
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.tune.evidence import RATIO_ON
-from dynaxx.lab.validate.check import checks_of
 from dynaxx.lab.validate.comparison import Comparison, has_sparse_rule
+from dynaxx.lab.validate.limits import checks_of
 from dynaxx.lab.validate.result import Repetition, TaskScore, ValidationResult
 from dynaxx.lab.validate.tasks import make_samples
 

@@ -7,22 +7,30 @@ few queries look for one. The heads that do so are there already, so the indexer
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from dynaxx.trained.nn.indexed import Indexer
 
 FEWEST = 16  # columns of a kv head that are worth taking
 WEIGHT = 0.5  # of each head
 RIDGE = 0.05  # share of the mean square of hidden states; keeps weights small
 
 
+class IndexerWeights(Protocol):
+    """An `Indexer`, whose weights are set."""
+
+    heads: int
+    dim: int
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    k_norm: nn.LayerNorm
+    weight_proj: nn.Linear
+
+
 @torch.no_grad()
 def start_as_attention(
-    indexer: Indexer, q_proj: nn.Linear, k_proj: nn.Linear, heads: tuple[int, int, int], x: Tensor
+    indexer: IndexerWeights, q_proj: nn.Linear, k_proj: nn.Linear, heads: tuple[int, int, int], x: Tensor
 ) -> None:
     """Set an indexer's weights to those of some heads of attention.
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Choice`: how a selector chooses blocks from scores, in torch and as numbers for kernels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from dynaxx.selection.scorers.base import Scorer
+
+Per: TypeAlias = Literal["group", "head"]
+
+
+class ChoiceSettings(NamedTuple):
+    """A selector's rule as numbers for a kernel."""
+
+    mode: str  # "top_k", "top_p", "of_max" or "of_uniform"
+    amounts: tuple[float, ...]  # one value, or one per q head
+    shares: bool = False  # top_k: whether amounts are shares of the visible blocks rather than numbers of blocks
+    floor: int = 0  # top_k: rows that see fewer blocks than this get the share of this many
+
+
+class Choice(ABC):
+    """Base of `Selector`: a scorer and a budget."""
+
+    scorer: Scorer
+    per: Per = "head"  # "group": all q heads of a kv head choose together
+    only_ranks: ClassVar[bool] = False  # whether only the order of the scores matters
+    budget_field: ClassVar[str]  # name of the field that sets how much to keep: one value, or one per q head
+    nothing: ClassVar[float] = 0.0  # the budget that keeps no block beyond a pattern's
+    everything: ClassVar[float] = 1.0  # the budget that keeps every visible block
+
+    @abstractmethod
+    def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
+        """Choose blocks.
+
+        Args:
+            scores: (B, Hq, R, C) fp32 logits, -inf for blocks that no query of the row may see.
+            optional: (..., R, C) bool, the blocks to choose from; the other visible blocks are always visited.
+            visible: (R,) int64, the number of blocks that each row may see.
+
+        Returns:
+            (B, Hq, R, C) bool, a subset of `optional`.
+        """
+
+    def choice(self, q_heads: int) -> ChoiceSettings | None:
+        """Return the rule of `choose` as numbers for a kernel, or None if it has no such form and torch must run it.
+
+        Raises:
+            ValueError: the budget is per head, for another number of heads.
+        """
+        return None
