@@ -137,7 +137,9 @@ def fits(value: Any, hint: Any) -> bool:
         return single or isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
     if hint is bool:
         return isinstance(value, numbers.Integral | torch.SymBool)
-    return not isinstance(hint, type) or getattr(hint, "_is_protocol", False) or isinstance(value, hint)
+    if getattr(hint, "_is_protocol", False) and not getattr(hint, "_is_runtime_protocol", False):
+        return True
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _holds(value: Any, origin: type, of: tuple[Any, ...]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from dynaxx.lazy import lazy
 CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *SCALED_DTYPES)
 
 
+@runtime_checkable
 class CompressedTokens(Protocol):
     """Tokens that stand for several keys, stored next to a cache; see `trained.nsa.compressed_pages`."""
 
