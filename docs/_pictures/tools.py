@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what other tools show of dynaxx: a profiler's trace, and attention between tokens in BertViz's manner.
+"""Draw what other tools show of dynaxx: a trace of a GPU, and attention between tokens in BertViz's manner.
 
 `python docs/_pictures/tools.py`: the numbers come from a run here, of SmolLM2 on a CPU.
 """
@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import torch
 from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
 from dynaxx.lab.analyze.maps import whole_map
 from dynaxx.lab.models import load_model
-from dynaxx.lab.profile.run import write_trace
-from dynaxx.lab.texts import load_text
 
 matplotlib.use("agg")
 matplotlib.rcParams.update({"svg.hashsalt": "dynaxx", "svg.fonttype": "path", "font.size": 9})
@@ -28,34 +25,6 @@ ASSETS = Path(__file__).parent.parent / "assets"
 SHOWN = 3  # layers
 TEXT = "The cat sat on the mat because the cat was tired."
 LAYER, HEADS = 5, (0, 3, 7)
-
-
-def draw_trace(model: Any, tokenizer: Any, path: Path) -> None:
-    """Draw the ranges of a profiler's trace over time: dynaxx's on top, PyTorch's operators below."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        write_trace(model, tokenizer, load_text("pydoc"), 512, file)
-        events = [each for each in json.loads(file.read_text())["traceEvents"] if each.get("ph") == "X"]
-    ranges = sorted((each for each in events if each["name"].startswith("dynaxx.attention.")), key=lambda e: e["ts"])
-    first, last = ranges[0]["ts"], ranges[SHOWN]["ts"]
-    rows = {"dynaxx.attention": [], "scaled_dot_product": [], "linear": []}  # type: dict[str, list[tuple[float, float]]]
-    for each in events:
-        row = next((row for row in rows if row in each["name"]), None)
-        top = each["name"].startswith(("dynaxx.attention.", "aten::linear", "aten::scaled_dot_product_attention"))
-        if row and top and first <= each["ts"] < last:
-            rows[row].append(((each["ts"] - first) / 1000, each["dur"] / 1000))
-    figure, ax = plt.subplots(figsize=(9, 1.9), layout="constrained")
-    for place, (_, bars) in enumerate(rows.items()):
-        ax.broken_barh(bars, (place - 0.35, 0.7), color=("#3f51b5", "#ef6c00", "#90a4ae")[place])
-    for i in range(SHOWN):
-        middle = (ranges[i]["ts"] - first + ranges[i]["dur"] / 2) / 1000
-        ax.text(middle, -0.45, ranges[i]["name"], ha="center", va="bottom", fontsize=7)
-    ax.set_yticks(range(3), ["dynaxx.attention.LAYER", "aten::scaled_dot_...", "aten::linear"])
-    ax.set_ylim(2.6, -0.9)
-    ax.margins(x=0.04)
-    ax.set_xlabel("milliseconds")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 def draw_gpu_trace(file: Path, path: Path) -> None:
@@ -112,5 +81,4 @@ def draw_heads(model: Any, tokenizer: Any, path: Path) -> None:
 if __name__ == "__main__":
     loaded = load_model("smollm2")
     draw_heads(*loaded, ASSETS / "analyze_heads.svg")
-    draw_trace(*loaded, ASSETS / "profile_trace.svg")
     draw_gpu_trace(Path(__file__).with_name("gpu_trace.json"), ASSETS / "profile_gpu_trace.svg")
