@@ -24,9 +24,11 @@ class SlowClock(Clock):
         noise: relative spread of the seconds of work; disturbances only add time.
         busy: whether the machine reports that others slowed it.
         stop_at: seconds at which the user presses Ctrl-C.
+        choosing: seconds of choosing blocks, as a share of those of dense attention.
     """
 
-    def __init__(self, slowness=1.0, noise=0.0, seed=0, busy=False, stop_at=None):
+    def __init__(self, slowness=1.0, noise=0.0, seed=0, busy=False, stop_at=None, choosing=0.1):
+        self.choosing = choosing
         self.seconds, self.slowness, self.noise, self.busy = 0.0, slowness, noise, busy
         self.stop_at, self.random, self.done = stop_at, random.Random(seed), []
 
@@ -39,8 +41,8 @@ class SlowClock(Clock):
             self.spend(3 * PASS * tokens / 256)
         yield
         each = SECONDS.get(kind, PASS) * tokens / 256
-        if kind == "attention":  # choosing blocks takes a tenth of dense attention
-            each *= tokens / 256 * (share if share == 1.0 else 0.1 + 0.9 * share)
+        if kind == "attention":
+            each *= tokens / 256 * (share if share == 1.0 else self.choosing + 0.9 * share)
         self.done.append((kind, tokens))
         self.spend(each)
 

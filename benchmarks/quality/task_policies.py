@@ -112,7 +112,9 @@ def budget_at(name, tokens, density, block):
 
 def head_costs(model, ids, rules, block, last=None):
     """Return the costs of budgets on a text, or on a prompt whose `last` tokens count, as JSON data."""
-    return Costs.plain(measure_head_costs(model, ids, rules, block_size=block, last=last))
+    found = measure_head_costs(model, ids, rules, block_size=block, last=last)
+    of = lambda name: torch.cat([getattr(each, name) for each in found], dim=1).tolist()
+    return {"layers": [each.layer for each in found], "density": of("density"), "loss": of("loss")}
 
 
 def costs_from(plain):

@@ -182,8 +182,7 @@ def test_a_scorer_wins_by_prediction_unless_another_measurably_loses_less(lost, 
         texts=SimpleNamespace(search=[SimpleNamespace(kind="sample")]),
         time=TimeBudget(),
         steps=set(),
-        costs=SimpleNamespace(of=lambda *given: costs),
-        budgets=(),
+        _costs=lambda *given: costs,
         _name=str,
     )
     learned = []

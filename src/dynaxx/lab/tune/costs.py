@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynaxx.lab.tune.sensitivity import HeadCosts
 from dynaxx.layout import as_block_size
 from dynaxx.patterns import LastQueries, LocalBlocks, Sink
-from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TileQueries, TopK
+from dynaxx.selection import Hybrid, MeanQuery, MinMax, Scorer, TileQueries, TopK, select_blocks
 
 BUDGETS = (0.0, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)  # budgets that heads choose from
 LONG_TEXT = 16384  # tokens from which even the smallest step of `BUDGETS` is many blocks
@@ -64,6 +63,13 @@ def rule_of(
     kv_block = as_block_size(block_size)[1]
     pattern = Sink(kv_block) | LocalBlocks(max(2, LOCAL_TOKENS // kv_block)) | LastQueries(last_queries)
     return Hybrid(pattern, TopK(budget, scorer, floor, per="head"))
+
+
+def density_of(rule: Hybrid, tokens: int, block_size: int | tuple[int, int]) -> float:
+    """Return the visited over the causally visible blocks of a rule's head; it does not depend on the text."""
+    x = torch.randn(1, tokens, 1, 8, dtype=torch.float32, device="cpu")
+    layout = select_blocks(x, x, rule, block_size=block_size)
+    return float(layout.kv_num_blocks.sum()) / max(1, layout.grid().visible_blocks())
 
 
 def budgets_for(tokens: int) -> tuple[float, ...]:
@@ -132,21 +138,6 @@ class Costs(NamedTuple):
             {scorer: mean([each.loss[scorer] for each in costs]) for scorer in costs[0].loss},
             costs[0].values,
         )
-
-    @staticmethod
-    def plain(costs: Sequence[HeadCosts]) -> dict[str, Any]:
-        """Return the costs of one scorer in all layers as JSON data."""
-        of = lambda name: torch.cat([getattr(each, name) for each in costs], dim=1).tolist()
-        return {"layers": [each.layer for each in costs], "density": of("density"), "loss": of("loss")}
-
-    @classmethod
-    def of(cls, found: Mapping[Scorer, dict[str, Any]], values: Sequence[float] = BUDGETS) -> Costs:
-        """Read the costs of each scorer that `plain` wrote."""
-        read = lambda name: {
-            scorer: torch.tensor(each[name], dtype=torch.float64, device="cpu") for scorer, each in found.items()
-        }
-        layers = next(iter(found.values()))["layers"]
-        return cls(tuple(layers), read("density"), read("loss"), tuple(values))
 
 
 def interpolate(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -180,11 +180,16 @@ def _typical(plans: list[LayerPlan]) -> list[LayerPlan]:
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]] if plans else []
 
 
+def is_faster(timing: LengthTiming) -> bool:
+    """Return whether sparse is faster at a length by enough to count."""
+    return timing.dense_seconds >= GAIN * timing.sparse_seconds
+
+
 def dense_below(timings: Sequence[LengthTiming]) -> int | None:
     """Return the shortest measured length from which sparse stays faster, or None if it is slower at the longest."""
     border = None
     for timing in sorted(timings, key=lambda each: -each.seqlen):
-        if timing.dense_seconds < GAIN * timing.sparse_seconds:
+        if not is_faster(timing):
             break
         border = timing.seqlen
     return border

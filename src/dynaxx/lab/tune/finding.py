@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from dynaxx.integrations.transformers.apply_policy import full_attention_layers
 from dynaxx.lab.kinds import label
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.resume import Steps, fingerprint
-from dynaxx.lab.time_budget import TimeBudget
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.allocation import Allocator
-from dynaxx.lab.tune.costs import Costs, budgets_for, scorers_named
+from dynaxx.lab.tune.costs import Costs, budgets_for, density_of, scorers_named
 from dynaxx.lab.tune.density.candidates import Candidate, TunedCandidates, UniformCandidates
 from dynaxx.lab.tune.density.guide import FIRST, Guide, Tried
 from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
@@ -31,9 +32,6 @@ from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import HeldOutKind, KindTrial, Trial
 from dynaxx.lab.tune.text_costs import TextCosts
 from dynaxx.selection import Scorer
-
-if TYPE_CHECKING:
-    pass
 
 SEARCH_STEPS = 10  # trials of budgets per head in one run, at most
 UNIFORM_STEPS = 6  # trials of one budget for all heads, at most
@@ -63,6 +61,7 @@ class Finding:
         self.progress, self.time = progress or SilentProgress(), time or TimeBudget(options.time_budget)
         self.texts: SearchTexts = search_texts(tokenizer, text, kinds, options.tokens, options.stretches)
         self.budgets = budgets_for(options.tokens)
+        self.cost_tokens = options.cost_tokens or options.tokens
         settings = dict(tokens=options.tokens, block_size=self.block_size, seed=options.seed)
         key = fingerprint(model, self.texts.key(), **settings)
         self.steps = Steps(options.out / "tuning_state.jsonl", key, options.resume)
@@ -103,9 +102,9 @@ class Finding:
         if self.options.held_out:
             self.held_out = self._leave_one_out(costs, of_tasks, rises, task)
 
-    def _has_time(self, seconds: float) -> bool:
+    def _has_time(self, seconds: float, urgent: bool = False) -> bool:
         """Return whether work of so many seconds fits; if not, the search is cut short. Stored work takes none."""
-        fits = seconds == 0.0 or self.time.allows(seconds)
+        fits = seconds == 0.0 or self.time.allows(seconds, urgent)
         self.cut |= not fits
         return fits
 
@@ -120,7 +119,7 @@ class Finding:
         missing = [each for each in scorers if self.costs.missing(self._name(0), each, self.budgets)]
         if self.time.seconds is not None and tried:  # go on with the scorer of an earlier run
             scorers = tried[-1:]
-        elif len(missing) > 1 and self._costs_seconds(0, len(missing)) > COSTS_SHARE * self.time.left:
+        elif len(missing) > 1 and self._costs_seconds(len(missing)) > COSTS_SHARE * self.time.left:
             scorers = scorers[:1]
         if not self._measure(0, scorers):
             return None
@@ -128,24 +127,38 @@ class Finding:
         by_kind: dict[str, list[Costs]] = {}
         for index, stretch in enumerate(stretches):
             if index == 0 or self._measure(index, [self.scorer]):
-                found = self.costs.of(self._name(index), [self.scorer], self.budgets)
+                found = self._costs(self._name(index), [self.scorer])
                 by_kind.setdefault(stretch.kind, []).extend([found] if found else [])
         if set(by_kind) != set(self.texts.kinds):
             return None
         return {kind: Costs.mean(each) for kind, each in by_kind.items()}
 
-    def _costs_seconds(self, index: int, scorers: int, layers: int | None = None) -> float:
+    def _costs_seconds(self, scorers: int, layers: int | None = None) -> float:
         """Return the expected seconds of measuring some layers, all by default, on one of the texts."""
-        tokens = self.texts.costs[index].ids.shape[1] - 1
-        return self.costs.seconds(tokens, self.trials.pass_seconds, scorers, layers or len(self.costs.layers))
+        seconds = self.time.expects(PASS, self.cost_tokens)
+        return self.costs.seconds(self.cost_tokens, seconds, scorers, layers or len(self.costs.layers))
 
     def _measure(self, index: int, scorers: Sequence[Scorer]) -> bool:
         """Measure the costs on one text as far as time allows; return whether those of any layer are known."""
-        name, ids = self._name(index), self.texts.costs[index].ids
+        name, ids = self._name(index), self.texts.costs[index].ids[:, : self.cost_tokens + 1]
         missing = [each for each in scorers if self.costs.missing(name, each, self.budgets)]
-        if missing and self._has_time(self._costs_seconds(index, len(missing), 1)):
-            self.cut |= not self.costs.measure(name, ids, missing, self.budgets, self.trials.rule)
+        if missing and self._has_time(self._costs_seconds(len(missing), 1)):
+            rule = partial(self.trials.rule, tokens=self.cost_tokens)
+            self.cut |= not self.costs.measure(name, ids, missing, self.budgets, rule)
         return self.costs.of(name, scorers, self.budgets) is not None
+
+    def _costs(self, name: str, scorers: Sequence[Scorer]) -> Costs | None:
+        """Return the stored losses on a text, with the densities of the budgets on texts of the trials' length."""
+        losses = self.costs.of(name, scorers, self.budgets)
+        if losses is None:
+            return None
+        densities = {}
+        for scorer in scorers:
+            rules = [self.trials.rule(budget, scorer) for budget in self.budgets]
+            shares = [density_of(rule, self.options.tokens, self.block_size) for rule in rules]
+            column = torch.tensor(shares, dtype=torch.float64, device="cpu")[:, None]
+            densities[scorer] = column.expand_as(losses[scorer])
+        return Costs(self.costs.layers, densities, losses, self.budgets)
 
     def _task_costs(self) -> Costs | None:
         """Return the mean costs on prompts of the tasks that must hold, by the predictions of the answers.
@@ -158,18 +171,19 @@ class Finding:
         for number, task in itertools.product(range(COST_SAMPLES), self.hold.tasks):
             name = f" on {task} {number}"
             if self.costs.missing(name, self.scorer, self.budgets):
-                if not self._has_time(self._costs_seconds(0, 1)):
+                if not self._has_time(self._costs_seconds(1)):
                     break
                 sample = self.hold.for_costs(task, number)
                 ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
                 self.costs.measure(name, ids, [self.scorer], self.budgets, self.trials.rule, last=len(sample.answer))
-            costs = self.costs.of(name, [self.scorer], self.budgets)
+            costs = self._costs(name, [self.scorer])
             found += [costs] if costs is not None else []
         return Costs.mean(found) if found else None
 
     def _name(self, index: int) -> str:
         """Return the name of a text for costs, as a part of a sentence."""
-        return f" on {label(self.texts.costs[index].kind)} {index}"
+        part = "" if self.cost_tokens == self.options.tokens else f", {self.cost_tokens:,} tokens"
+        return f" on {label(self.texts.costs[index].kind)} {index}{part}"
 
     def _best_scorer(self, scorers: Sequence[Scorer], rises: Rises, task: Task) -> Scorer:
         """Return the scorer with the smallest predicted loss at one density, or one that measurably loses less.
@@ -180,7 +194,7 @@ class Finding:
         """
         if len(scorers) == 1:
             return scorers[0]
-        costs = self.costs.of(self._name(0), scorers, self.budgets)
+        costs = self._costs(self._name(0), scorers)
         assert costs is not None
         found = {scorer: Allocator(costs.density[scorer], costs.loss[scorer]).at(SCORER_DENSITY) for scorer in scorers}
         best = min(scorers, key=lambda scorer: found[scorer].loss)
@@ -231,13 +245,14 @@ class Finding:
                 guide.learn(candidate, trial, bounds=record["layers"] == layers)
 
         def evaluate(candidate: Candidate) -> Trial | None:
-            if only_below is not None and guide.tried and guide.bounds()[1] > only_below:
+            settled = bool(guide.tried) and guide.unsettled is None
+            if only_below is not None and settled and guide.bounds()[1] > only_below:
                 return None
-            if not self._has_time(self.trials.seconds(self.trials.key(candidate.budgets, self.scorer))):
+            key = self.trials.key(candidate.budgets, self.scorer)
+            if not self._has_time(self.trials.seconds(key), urgent=guide is self.tuned and not guide.tried):
                 return None
             best = f"; so far {_said(guide.best.trial)}" if guide.best else ""
             task.advance(0, f"trying {candidate.aim:.1%} of the blocks, {name}{best}")
-            key = self.trials.key(candidate.budgets, self.scorer)
             self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
             trial = self._evaluated(candidate, kinds)
             guide.rises.share = 1.0 if guide.best else self._text_share()

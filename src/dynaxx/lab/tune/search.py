@@ -7,6 +7,7 @@ A search ends when it is done, when its time is up, or when it is interrupted.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.perplexity import measure_pace
 from dynaxx.lab.progress import Task
 from dynaxx.lab.texts import split_text
-from dynaxx.lab.tune.crossover import LengthTiming, lengths_of, time_lengths
+from dynaxx.lab.tune.crossover import LengthTiming, is_faster, lengths_of, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.density.guide import Guide, Tried
 from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS
@@ -61,19 +62,23 @@ class Search(Finding):
             try:
                 with on_device(self.model, options.search_on), fast_linears(self.model):
                     measure_pace(self.model, self.tokenizer, self.text, self.time)
-                    with self.time.reserving(CROSSOVER_PASSES * self.trials.pass_seconds):
+                    self.time.recall(self.steps.get("pace") or ())
+                    with self.time.reserving(lambda: CROSSOVER_PASSES * self.trials.pass_seconds):
                         self._search(task)
                 with fast_linears(self.model):
                     result = self._finished(self._result(task), task)
             except KeyboardInterrupt:
                 result = self._result(None, "interrupted")
             task.advance(0, "done")
+            if self.time.seconds is not None:
+                self.steps.store("pace", [(kind, tokens, taken) for (kind, tokens), taken in self.time.taken.items()])
             return result.write(options.out)
 
     def _timings(self, policy: Policy, measure: bool) -> tuple[tuple[LengthTiming, ...], bool]:
         """Return the times of attention at several lengths, measured as far as time allows, and whether all are.
 
-        What a busy machine measured in an earlier run is measured again.
+        Under a time budget, the first length beyond the texts that is faster sparse is the last one. What a busy
+        machine measured in an earlier run is measured again.
         """
         lengths, key = lengths_of(self.model, self.options.tokens), f"crossover {rules_digest(policy)} "
         known = {each["seqlen"]: LengthTiming(**each) for each in map(self.steps.get, self.steps.names(key))}
@@ -81,8 +86,13 @@ class Search(Finding):
         for timing in time_lengths(self.model, policy, wanted, time=self.time):
             known[timing.seqlen] = timing
             self.steps.store(f"{key}{timing.seqlen}", asdict(timing))
+            if self.time.seconds is not None and timing.seqlen > self.options.tokens and is_faster(timing):
+                break
         found = tuple(sorted(known.values(), key=lambda each: each.seqlen))
-        complete = bool(found) and (self.time.seconds is None or set(lengths) <= set(known))
+        longer = (each.seqlen for each in found if each.seqlen > self.options.tokens and is_faster(each))
+        longest = next(longer, math.inf)
+        needed = {length for length in lengths if length <= longest}
+        complete = bool(found) and (self.time.seconds is None or needed <= set(known))
         self.cut |= measure and not complete
         return found, complete
 
@@ -122,7 +132,7 @@ class Search(Finding):
         """Return the expected seconds until the search is done."""
         if self.time.seconds is None:
             return 0.0
-        costs = 0.0 if self.tuned and not self.cut else self._costs_seconds(0, len(self.scorers))
+        costs = 0.0 if self.tuned and not self.cut else self._costs_seconds(len(self.scorers))
         return self.time.reserved + costs + EXPECTED_PASSES * self.trials.pass_seconds
 
     def _described(

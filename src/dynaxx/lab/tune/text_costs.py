@@ -13,7 +13,6 @@ from torch import Tensor
 from dynaxx.lab.progress import Progress
 from dynaxx.lab.resume import Steps
 from dynaxx.lab.time_budget import TimeBudget
-from dynaxx.lab.tune.costs import Costs
 from dynaxx.lab.tune.sensitivity import HeadCosts, measure_head_costs
 from dynaxx.selection import Hybrid, Scorer
 
@@ -97,10 +96,8 @@ class TextCosts:
 
             def done(costs: HeadCosts) -> None:
                 found.append(costs)
-                parts = zip(costs.density.chunk(len(scorers)), costs.loss.chunk(len(scorers)), strict=True)
-                for scorer, (density, loss) in zip(scorers, parts, strict=True):
-                    plain = {"density": density.tolist(), "loss": loss.tolist()}
-                    self._steps.store(_key(name, scorer, budgets, costs.layer), plain)
+                for scorer, loss in zip(scorers, costs.loss.chunk(len(scorers)), strict=True):
+                    self._steps.store(_key(name, scorer, budgets, costs.layer), loss.tolist())
                 task.advance(1, f"layer {costs.layer}")
 
             began = self._time.spent
@@ -121,24 +118,20 @@ class TextCosts:
             self._time.learn(GRADIENT, tokens, max(0.0, passes))
         return len(found) == len(layers)
 
-    def of(self, name: str, scorers: Sequence[Scorer], budgets: Sequence[float]) -> Costs | None:
-        """Return the stored costs of these scorers; layers that are missing get the mean of the others.
+    def of(self, name: str, scorers: Sequence[Scorer], budgets: Sequence[float]) -> dict[Scorer, Tensor] | None:
+        """Return the stored losses (budgets, layers * heads) of each scorer; missing layers get the mean of the others.
 
         None if no layer of a scorer is stored.
         """
-        density: dict[Scorer, Tensor] = {}
-        loss: dict[Scorer, Tensor] = {}
+        found: dict[Scorer, Tensor] = {}
         for scorer in scorers:
             stored = [self._steps.get(_key(name, scorer, budgets, layer)) for layer in self.layers]
             if not any(stored):
                 return None
-            for into, field in ((density, "density"), (loss, "loss")):
-                rows = [
-                    torch.tensor(each[field], dtype=torch.float64, device="cpu") if each else None for each in stored
-                ]
-                mean = torch.stack([row for row in rows if row is not None]).mean(0)
-                into[scorer] = torch.cat([mean if row is None else row for row in rows], dim=1)
-        return Costs(self.layers, density, loss, tuple(budgets))
+            rows = [torch.tensor(each, dtype=torch.float64, device="cpu") if each else None for each in stored]
+            mean = torch.stack([row for row in rows if row is not None]).mean(0)
+            found[scorer] = torch.cat([mean if row is None else row for row in rows], dim=1)
+        return found
 
 
 def _key(name: str, scorer: Scorer, budgets: Sequence[float], layer: int) -> str:

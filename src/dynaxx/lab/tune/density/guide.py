@@ -20,6 +20,8 @@ GUESSES = 4  # after so many guesses, the prediction is inaccurate and bisection
 STEPS = 40  # bisection steps that solve for a density
 FIRST = 0.6  # density of the first trial, unless a denser one is expected to be needed
 MOST = 0.9  # highest density that is tried; a policy that needs more is not worth it
+INSIDE = 0.25  # least distance of a guess from the failing density, as a share of the interval of logarithms
+BOLD = 1.25  # ratio of the passing density to the next one while none has failed, at least
 CLOSER = 0.99  # relative distance of a guess from the end of an interval that ends the search
 
 
@@ -132,9 +134,9 @@ class Guide:
             grown = 1.0 if lowest >= FIRST else max(expected, lowest * step ** (2 ** len(self.tried) - 1))
             return min(grown, math.sqrt(lowest), max(self.least, MOST))
         if failed is None:
-            return max(self.least, min(expected, passed / step))
+            return max(self.least, min(expected, passed / max(step, BOLD)))
         self._guesses += 1
-        nearest, farthest = lowest * step, passed / step
+        nearest, farthest = lowest * max(step, (passed / lowest) ** INSIDE), passed / step
         if self._guesses > GUESSES or nearest >= farthest:
             return math.sqrt(lowest * passed)
         return min(max(expected, nearest), farthest)

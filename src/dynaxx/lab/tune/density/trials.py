@@ -68,7 +68,7 @@ class Trials:
         self.time = time or TimeBudget()
         self.model, self.texts, self.steps, self.hold = model, texts, steps, hold
         self.block_size, self.tolerance = block_size, tolerance
-        self.floor = tokens // as_block_size(block_size)[1] // 2
+        self._tokens = tokens
         self.closeness: dict[str, float] = {}  # latest known rise by kind with errors, to begin with the worst
         self._dense: dict[int, Tensor] = {}  # loss of every token of each text that was used
 
@@ -107,9 +107,10 @@ class Trials:
             return None
         return perplexity(torch.cat([self.dense(index) for index in sorted(first.values())]))
 
-    def rule(self, budget: float | tuple[float, ...], scorer: Scorer) -> Hybrid:
-        """Return the rule of a budget: the scorer's choice, and what is always visible."""
-        return rule_of(scorer, budget, self.block_size, LAST_QUERIES, self.floor)
+    def rule(self, budget: float | tuple[float, ...], scorer: Scorer, tokens: int | None = None) -> Hybrid:
+        """Return the rule of a budget on texts of so many tokens: the scorer's choice, and what is always visible."""
+        floor = (tokens or self._tokens) // as_block_size(self.block_size)[1] // 2
+        return rule_of(scorer, budget, self.block_size, LAST_QUERIES, floor)
 
     def key(self, budgets: Budgets, scorer: Scorer) -> str:
         """Return the key under which a trial is remembered."""

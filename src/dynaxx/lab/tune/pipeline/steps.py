@@ -36,8 +36,9 @@ logger = logging.getLogger("dynaxx")
 
 Result = TypeVar("Result")
 SHORTER = (2048, 1024)  # for time budgets too short for longer texts; at 512 tokens little can be left out
-PASSES = 14  # passes over a text that a search takes until it has a policy, with its timing and validation
-RESERVE = 4.5  # passes over a text for the validation, at least
+COSTS_SHARE = 2  # length of a text over that of its part that the costs of heads are measured on, under a time budget
+PASSES = 8  # passes over a text until a second trial is done, with the costs of heads, timing and validation
+RESERVE = 2.5  # passes over a text for the validation, at least: dense and sparse, and some room
 ANALYSIS = 4  # passes that the analysis takes about as long as
 REPORT_SECONDS = 5.0
 
@@ -169,7 +170,7 @@ class _Steps:
                 fits = lambda tokens: PASSES * time.expects(PASS, tokens) <= time.left
                 lengths = [plan.tokens, *(each for each in SHORTER if each < plan.tokens)]
                 tokens = next(filter(fits, lengths), lengths[-1])
-            self.plan = replace(plan, tokens=tokens)
+            self.plan = replace(plan, tokens=tokens, cost_tokens=max(min(tokens, SHORTER[-1]), tokens // COSTS_SHARE))
         settings = {**asdict(self.plan), "out": None, "lengths": list(self.lengths), "skip": sorted(plan.skip)}
         document = {"about": self.about, "settings": settings, "versions": machine_facts().versions}
         write_json(plan.out / "run.json", {"model": plan.name, "command": plan.command, **document})
@@ -180,8 +181,8 @@ class _Steps:
         plan, time = self.plan, self.time
         options = replace(plan, reference="reference" not in plan.skip)
         measure_pace(self.model, self.tokenizer, self.text, time)
-        reserve = 0.0 if "validate" in plan.skip else RESERVE * time.expects(PASS, plan.tokens)
-        with time.reserving(reserve + REPORT_SECONDS if time.seconds is not None else 0.0):
+        passes = 0.0 if "validate" in plan.skip else RESERVE
+        with time.reserving(lambda: passes * time.expects(PASS, plan.tokens) + REPORT_SECONDS):
             tuned = tune(self.model, self.tokenizer, self.text, options, progress=self.progress, time=time)
         self.files += [plan.out / "tuning.json", plan.out / "policy.json"]
         return tuned
@@ -197,7 +198,7 @@ class _Steps:
         options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed, kinds=plan.kinds)
         options |= dict(progress=self.progress, time=self.time)
         try:
-            with self.time.reserving(REPORT_SECONDS if self.time.seconds is not None else 0.0):
+            with self.time.reserving(lambda: REPORT_SECONDS):
                 tuned, found = validate_tuned(self.model, self.tokenizer, tuned, self.text, **options)
         except ValueError as error:  # the policy and the report are useful without a validation
             return tuned, None, str(error)
