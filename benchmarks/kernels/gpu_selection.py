@@ -24,22 +24,16 @@ PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
 RULES = [
     dx.TopK(0.1),
     dx.TopK(0.1, per="head"),
-    dx.TopK(0.1, dx.MeanQuery(precision="int8")),
     dx.TopK(0.1, TwoStage(0.4)),
-    dx.TopK(0.1, TwoStage(0.4, dx.MeanQuery(precision="int8"))),
     dx.TopP(0.9),
     dx.Threshold(0.1),
     dx.TopK(0.1, dx.MeanPool()),
     dx.TopK(0.1, dx.MinMax()),
     dx.TopK(0.1, dx.MinMax(0.75, pool=16)),
     dx.TopK(0.1, dx.MeanPool(16)),
-    dx.TopK(0.1, dx.SimHash()),
-    dx.TopK(0.1, dx.LastQueryProbe()),
     dx.TopK(0.1, dx.AntiDiagonal()),
 ]
-LONG = [dx.TopK(256, scorer) for scorer in (dx.MeanQuery(), dx.MeanQuery(precision="int8"), TwoStage(1024),
-                                            TwoStage(1024, dx.MeanQuery(precision="int8")),
-                                            dx.LastQueryProbe())]  # fmt: skip
+LONG = [dx.TopK(256, scorer) for scorer in (dx.MeanQuery(), TwoStage(1024))]
 CLUSTERED = [ClusterGlobals(1, clusters=64), dx.TopK(0.1, KeyClusters())]  # torch code, not to be captured
 
 

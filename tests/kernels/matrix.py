@@ -43,9 +43,7 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
         "128, chosen pages": partial(decode, torch.bfloat16, choose=True, head_dim=128),
         "256, bf16": partial(decode, torch.bfloat16, head_dim=256),
     },
-    "selection": {
-        f"128, {scorer}": partial(selection, scorer, 128) for scorer in ("query", "lines", "tiles", "pool", "choice")
-    },
+    "selection": {f"128, {scorer}": partial(selection, scorer, 128) for scorer in ("query", "tiles", "pool", "choice")},
     "native sparse attention": {
         "64, selected blocks": partial(selected, "triton", 4),
         "128, selected blocks": partial(selected, "triton", 16, head_dim=128),

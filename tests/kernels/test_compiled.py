@@ -20,7 +20,6 @@ from dynaxx.kernels.attention.triton import backward, forward
 from dynaxx.kernels.attention.triton.config import TileSizes
 from dynaxx.kernels.device import RESERVED
 from dynaxx.kernels.selection.triton.pool import pool_blocks
-from dynaxx.kernels.selection.triton.probe_lines import probe_lines
 from dynaxx.kernels.selection.triton.query_scores import query_scores
 from dynaxx.kernels.selection.triton.tile_mass import tile_mass
 from dynaxx.layout import BlockGrid
@@ -286,13 +285,12 @@ def scores_of(kind):
     return {
         "tiles": lambda: tile_mass(q[:, ::8], k[:, ::8], 0, torch.zeros(1, 2, 2, 2), grid, (8, 8)),
         "anti-diagonals": lambda: tile_mass(q, k, 0, torch.zeros(1, 2, 2, 2), grid, (8, 8), parts=8),
-        "lines": lambda: probe_lines(q[:, -64:], k, grid, 0.25),
         "query": lambda: query_scores(torch.zeros(1, 2, 2, 16, dtype=torch.float64), k, 0, grid),
         "means": lambda: pool_blocks(k, 64, "mean", 1.0, torch.float64),
     }[kind]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tiles", "anti-diagonals", "lines", "query", "means"])
+@pytest.mark.parametrize("kind", ["tiles", "anti-diagonals", "query", "means"])
 def test_scores_compile_for_fp64_tokens(kind):
     assert compile_kernels(scores_of(kind), "kernel")

@@ -18,9 +18,8 @@ RULES = {
     "threshold": dx.Threshold(0.3),
     "per head": dx.Sink(16) | dx.TopK((0.1, 0.2, 0.3, 0.4)),
     "means": dx.TopK(0.2, dx.MeanPool()),
-    "int8": dx.TopK(0.2, dx.MeanQuery(precision="int8")),
 }
-BY_TORCH = ("means", "int8")  # torch computes a part of their scores, so that they are not repeated
+BY_TORCH = ("means",)  # torch computes a part of their scores, so that they are not repeated
 PATTERNS = {
     "causal": dx.Causal(),
     "window": dx.SlidingWindow(100),

@@ -111,10 +111,9 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 @on_gpu
 @pytest.mark.parametrize(
     "scorer",
-    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), TwoStage(), dx.MeanPool(), dx.MinMax(), dx.LastQueryProbe(),
-     dx.AntiDiagonal(), dx.SimHash()],
+    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), TwoStage(), dx.MeanPool(), dx.MinMax(), dx.AntiDiagonal()],
     ids=str,
-)  # fmt: skip
+)
 def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
     rule = dx.SlidingWindow(256) | dx.TopK(0.1, scorer)
     q, k = (torch.randn(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2))
@@ -221,30 +220,6 @@ def test_a_query_against_every_key(dtype):
         assert_close_where_seen(got, expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-3)
 
 
-def assert_int8_scores(device, shapes, dtype):
-    """Compare the kernel's scores, a few rows at a time, with torch's; both use the same center."""
-    from dynaxx.kernels.selection.triton.int8_scores import int8_scores, quantised_keys
-    from dynaxx.selection.scorers.pooling import mean_tiles
-    from dynaxx.selection.scorers.query import all_scores
-
-    for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
-        for scale in (0.125, 4.0):
-            q, k = (torch.randn(2, seqlen_q, q_heads, dim), torch.randn(2, seqlen_k, kv_heads, dim) + 3)
-            q, k = q.to(dtype), k.to(dtype)
-            center, grid = k.float().mean(1), BlockGrid(seqlen_q, seqlen_k, block_size, causal)
-            queries = mean_tiles(q, block_size[0], 1 << 20, scale).vectors
-            expected = all_scores(queries(0, grid.q_blocks), k, center, 0, grid, 1 << 20)
-            keys = quantised_keys(k.to(device), center.to(device), block_size[1])
-            parts = [(a, min(a + 7, grid.q_blocks)) for a in range(0, grid.q_blocks, 7)]
-            got = torch.cat([int8_scores(queries(a, b).to(device), keys, a, grid) for a, b in parts], dim=2).cpu()
-            assert_close_where_seen(got, expected, atol=1e-5, rtol=1e-5)  # inputs are whole numbers
-
-
-@under_the_interpreter
-def test_int8_scores_in_the_interpreter():
-    assert_int8_scores("cpu", QUERY_SHAPES, torch.float32)
-
-
 @gpu
 @on_gpu
 def test_choices_again_are_those_of_their_own_queries_and_keys():
@@ -266,41 +241,28 @@ def test_choices_again_are_those_of_their_own_queries_and_keys():
             assert differing < 0.02, f"{rule}, attempt {attempt}: {differing:.1%} of the rows differ"
 
 
-@gpu
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_int8_scores(dtype):
-    more = [(3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]
-    assert_int8_scores("cuda", [*QUERY_SHAPES, *more], dtype)
-
-
 def assert_two_stages(device, shapes, dtype):
     """Compare the kernels' scores of candidates, a few rows at a time, with torch's."""
     from dynaxx.kernels.selection.contract import Candidates
-    from dynaxx.kernels.selection.triton.int8_scores import int8_scores, quantised_keys
     from dynaxx.kernels.selection.triton.query_scores import query_scores
     from dynaxx.selection.scorers.pooling import mean_tiles
     from dynaxx.selection.scorers.query import scores_of
 
     for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
         q, k = (torch.randn(2, n, heads, dim).to(dtype) for n, heads in ((seqlen_q, q_heads), (seqlen_k, kv_heads)))
-        center, grid = k.float().mean(1), BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+        grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
         queries = lambda a, b: mean_tiles(q, block_size[0], 1 << 20, 0.125).vectors(a, b).to(dtype)  # noqa: B023
         blocks = torch.rand(2, kv_heads, -(-grid.q_blocks // 4), grid.kv_blocks).argsort(-1).int()
         blocks = blocks.masked_fill(torch.arange(grid.kv_blocks) >= (grid.kv_blocks + 1) // 2, -1)
         candidates, parts = Candidates(blocks, 4), range(0, grid.q_blocks, 7)
         listed = Candidates(blocks.to(device), 4)
-        for precision in ("full", "int8"):
-            middle = center if precision == "int8" else None
-            expected = scores_of(candidates, queries(0, grid.q_blocks).float(), k, middle, 0, grid, 1 << 20)
-            if precision == "full":
-                score = lambda x, a: query_scores(x, k.to(device), a, grid, listed)  # noqa: B023
-            else:
-                keys = quantised_keys(k.to(device), center.to(device), block_size[1])
-                score = lambda x, a: int8_scores(x.float(), keys, a, grid, listed)  # noqa: B023
-            ends = [min(a + 7, grid.q_blocks) for a in parts]
-            got = [score(queries(a, b).to(device), a) for a, b in zip(parts, ends, strict=True)]
-            torch.testing.assert_close(torch.cat(got, dim=2).cpu(), expected, atol=2e-2, rtol=1e-3)
+        expected = scores_of(candidates, queries(0, grid.q_blocks).float(), k, None, 0, grid, 1 << 20)
+        ends = [min(a + 7, grid.q_blocks) for a in parts]
+        got = [
+            query_scores(queries(a, b).to(device), k.to(device), a, grid, listed)
+            for a, b in zip(parts, ends, strict=True)
+        ]
+        torch.testing.assert_close(torch.cat(got, dim=2).cpu(), expected, atol=2e-2, rtol=1e-3)
 
 
 @under_the_interpreter
@@ -313,64 +275,6 @@ def test_two_stages_in_the_interpreter():
 def test_two_stages():
     more = [(3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]
     assert_two_stages("cuda", [*QUERY_SHAPES, *more], torch.bfloat16)
-
-
-PROBE_SHAPES = [
-    (300, 333, True, (32, 64), (4, 2, 16), 64), (130, 257, False, (16, 128), (3, 1, 24), 40),
-    (100, 20, True, (64, 16), (2, 2, 32), 7), (259, 150, True, (128, 32), (2, 1, 16), 200),
-    (1, 70, True, (16, 16), (1, 1, 16), 64),
-]  # fmt: skip
-
-
-def assert_lines(device, shapes, dtype):
-    """Compare the kernels' lines, a few rows at a time, with torch's."""
-    from dynaxx.kernels.selection.triton.probe_lines import line_scores, probe_lines
-
-    for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim), queries in shapes:
-        q, k = (torch.randn(2, n, heads, dim).to(dtype) for n, heads in ((seqlen_q, q_heads), (seqlen_k, kv_heads)))
-        grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
-        expected = dx.LastQueryProbe(queries).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
-        lines = probe_lines(q[:, -queries:].to(device), k.to(device), grid, 0.25)
-        parts = [(a, min(a + 3, grid.q_blocks)) for a in range(0, grid.q_blocks, 3)]
-        got = torch.cat([line_scores(*lines, a, b, grid) for a, b in parts], dim=2).exp().cpu()
-        torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)
-
-
-@under_the_interpreter
-def test_lines_of_the_last_queries_in_the_interpreter():
-    assert_lines("cpu", PROBE_SHAPES, torch.float32)
-
-
-@gpu
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lines_of_the_last_queries(dtype):
-    more = [(3000, 3500, True, (128, 128), (8, 2, 128), 64), (900, 900, True, (64, 64), (7, 1, 256), 100)]
-    assert_lines("cuda", [*PROBE_SHAPES, *more], dtype)
-
-
-def assert_hashes_counted(device):
-    from dynaxx.kernels.selection.triton.hash_counts import hash_counts
-    from dynaxx.selection.scorers.simhash import _planes
-
-    x, center = torch.randn(2, 77, 3, 24), torch.randn(2, 3, 24)
-    for tables, bits, size in ((3, 5, 16), (16, 6, 32), (1, 12, 64)):
-        scorer, planes = dx.SimHash(tables, bits), _planes(24, tables * bits, 0, torch.device("cpu"))
-        expected = scorer._histograms(x, size, planes, center[:, None], 1 << 20)
-        got = hash_counts(x.to(device), size, planes.to(device), center.to(device), tables, bits).cpu()
-        assert torch.equal(got.sum(-1), expected.sum(-1))
-        assert (got != expected).float().mean() < 1e-3, "a projection near 0 may turn its sign, others may not"
-
-
-@under_the_interpreter
-def test_hashes_are_counted_in_the_interpreter():
-    assert_hashes_counted("cpu")
-
-
-@gpu
-@on_gpu
-def test_hashes_are_counted():
-    assert_hashes_counted("cuda")
 
 
 @gpu

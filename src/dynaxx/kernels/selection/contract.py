@@ -77,25 +77,8 @@ class SelectionKernels(Protocol):
     def pool_blocks(self, x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: Any = ...) -> Tensor:
         """Return the mean, minimum or maximum of each block of `size` tokens."""
 
-    def quantised_keys(self, k: Tensor, center: Tensor, kv_block: int) -> Any:
-        """Return keys in 8 bits, for `int8_scores`."""
-
-    def int8_scores(
-        self, queries: Tensor, keys: Any, first_row: int, grid: BlockGrid, candidates: Candidates | None = None
-    ) -> Tensor:
-        """Return `query_scores`, computed with 8-bit products."""
-
-    def probe_lines(self, probes: Tensor, k: Tensor, grid: BlockGrid, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the mean attention of the last queries along columns and along diagonals."""
-
-    def line_scores(self, vertical: Tensor, diagonal: Tensor, start: int, stop: int, grid: BlockGrid) -> Tensor:
-        """Return scores of blocks, computed from the columns and diagonals that cross them."""
-
     def tile_mass(
         self, queries: Tensor, keys: Tensor, first_tile: int, mass: Tensor, grid: BlockGrid, sizes: tuple[int, int],
         *, panel: int = 1, parts: int = 1, scale: float = 1.0,
     ) -> None:  # fmt: skip
         """Write to `mass` the attention mass between pooled queries and pooled keys."""
-
-    def hash_counts(self, x: Tensor, size: int, planes: Tensor, center: Tensor, tables: int, bits: int) -> Tensor:
-        """Return how many tokens of each block fall into each hash bucket."""

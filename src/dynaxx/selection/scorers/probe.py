@@ -17,7 +17,6 @@ from dynaxx.selection.scorers.base import (
     ScoreRows,
     per_kv_head,
     pieces,
-    scoring_kernels,
     sum_groups,
 )
 
@@ -43,10 +42,6 @@ class LastQueryProbe(Scorer):
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
         queries = min(self.queries, grid.seqlen_q)
-        kernels = scoring_kernels(q)
-        if grid.q_blocks and grid.kv_blocks and kernels is not None:
-            vertical, diagonal = kernels.probe_lines(q[:, grid.seqlen_q - queries :].to(k.dtype), k, grid, scale)
-            return lambda start, stop: kernels.line_scores(vertical, diagonal, start, stop, grid)
         (q_block, kv_block), (batch, seqlen_k, _, dim) = grid.block_size, k.shape
         probes = q[:, grid.seqlen_q - queries :].float().transpose(1, 2) * scale  # (B, Hq, P, D)
         reach = max(grid.seqlen_q, seqlen_k) + q_block + kv_block  # distances -reach .. reach, for cumulative sums

@@ -49,8 +49,8 @@ class MeanQuery(Scorer):
 
     Args:
         sharpness: factor on the scores. Queries spread their attention over more keys than their mean does.
-        precision: "int8" rounds mean queries and keys to 8 bits, with exact products and approximate exponentials. On a
-            GPU it takes less time at long lengths, and holds a copy of k of half the bytes.
+        precision: "int8" lets a CPU round mean queries and keys to 8 bits, with exact products and approximate
+            exponentials. A GPU computes both precisions alike.
     """
 
     sharpness: float = 0.75
@@ -76,7 +76,7 @@ class MeanQuery(Scorer):
     @property
     @override
     def reads_places(self) -> bool:
-        return self.precision == "full"
+        return True
 
     @override
     def prepare_in_place(
@@ -97,16 +97,13 @@ class MeanQuery(Scorer):
         memory_budget: int = MEMORY_BUDGET,
     ) -> ScoreRows:
         """Prepare scores as `prepare` does, for the candidates only. All others get -inf; None means all blocks."""
-        center = center_of(k) if self.precision == "int8" else None
-        kernels = scoring_kernels(q) if grid.kv_blocks else None
-        dtype = k.dtype if kernels is not None and center is None else torch.float32
+        on_gpu = scoring_kernels(q) is not None and grid.kv_blocks > 0
+        dtype = k.dtype if on_gpu else torch.float32
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, dtype).vectors
-        if kernels is not None:
-            if center is None:
-                full = query_kernels(k, grid, listed=candidates is not None)
-                return lambda start, stop: full.query_scores(queries(start, stop), k, start, grid, candidates)
-            keys = kernels.quantised_keys(k, center, grid.block_size[1])
-            return lambda start, stop: kernels.int8_scores(queries(start, stop), keys, start, grid, candidates)
+        if on_gpu:
+            kernels = query_kernels(k, grid, listed=candidates is not None)
+            return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid, candidates)
+        center = center_of(k) if self.precision == "int8" else None
         scores = all_scores if candidates is None else partial(scores_of, candidates)
         return lambda start, stop: scores(queries(start, stop), k, center, start, grid, memory_budget // 2)
 

@@ -20,7 +20,6 @@ from dynaxx.selection.scorers.base import (
     per_kv_head,
     pieces,
     pooled,
-    scoring_kernels,
 )
 
 PIECE = 512  # tokens per partial mean
@@ -75,10 +74,6 @@ class SimHash(Scorer):
 
     def _histograms(self, x: Tensor, size: int, planes: Tensor, center: Tensor, memory_budget: int) -> Tensor:
         """Count the tokens of each block per bucket: (B, N, H, D) -> (B, H, ceil(N / size), tables * 2 ** bits)."""
-        kernels = scoring_kernels(x)
-        if kernels is not None:
-            center = center.expand(x.shape[0], 1, *x.shape[2:])[:, 0]
-            return kernels.hash_counts(x, size, planes, center, self.tables, self.bits)
         batch, tokens, heads, dim = x.shape
         blocks, width = -(-tokens // size), self.tables << self.bits
         table = torch.arange(self.tables, device=x.device) << self.bits
