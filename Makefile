@@ -67,7 +67,6 @@ test: lint types docs .venv/model.stamp ## Lint, types, documentation and the wh
 	$(BIN)/pytest -n $$($(BIN)/python -c 'from dynaxx.core.build import processors; print(processors())') --dist loadfile
 
 test-onnx: .venv/dev.stamp ## Test exports in ONNX Runtime, and its operator on the C++ core
-	@$(BIN)/pip install -qq --no-deps onnxruntime-extensions==0.15.2
 	$(BIN)/pytest -m "slow or not slow" tests/engines/onnx
 
 # vLLM pins torch and transformers, so it has an environment of its own: 3.5 GB. What it removes are CUDA builds.

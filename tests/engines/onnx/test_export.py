@@ -108,8 +108,6 @@ def test_folders_that_are_no_export_are_refused(tmp_path):
     (tmp_path / "dynaxx.json").write_text('{"format": "dynaxx.onnx", "version": 99}')
     with pytest.raises(ValueError, match="newer dynaxx"):
         OnnxModel(tmp_path)
-    with pytest.raises(ValueError, match="`operator` must be of auto, library, python, got 'c'"):
-        OnnxModel(tmp_path, operator="c")
 
 
 @torch.no_grad()

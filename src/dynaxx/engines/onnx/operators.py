@@ -59,7 +59,6 @@ def with_plans(graph: Any, plans: Mapping[int, OperatorPlan]) -> Any:
         node.attributes.add(ir.AttrInt64("sparse_from", plan.sparse_from))
         node.attributes.add(ir.AttrInt64("always", int(plan.always)))
         node.attributes.add(ir.AttrString("rule", plan.rule))
-        node.attributes.add(ir.AttrString("spec", plan.spec))
     return made
 
 

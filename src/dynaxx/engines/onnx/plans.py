@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -17,7 +15,7 @@ from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns import Pattern, SlidingWindow
 from dynaxx.patterns.program import Op
-from dynaxx.policy import HeadGroup, LayerPlan, Policy, resolve, to_spec
+from dynaxx.policy import LayerPlan, Policy, resolve
 from dynaxx.policy.rule_parts import budget_of, parts
 from dynaxx.selection import MeanPool, MeanQuery, MinMax, Selector, TopK
 
@@ -34,14 +32,12 @@ class OperatorPlan(NamedTuple):
         sparse_from: number of keys from which the rules apply.
         always: whether the rules apply at every length and in decoding, as a model's own window does.
         rule: readable form of the rules.
-        spec: the rules as JSON, for the operator in Python; "" if all keys are visible.
     """
 
     plan: tuple[int, ...] = ()
     sparse_from: int = 0
     always: bool = False
     rule: str = "all keys"
-    spec: str = ""
 
 
 def operator_plans(
@@ -111,14 +107,7 @@ def _refuse(decoder: Decoder, reasons: list[str]) -> None:
 def _window_plan(window: SlidingWindow, q_heads: int, block: tuple[int, int], *, causal: bool) -> OperatorPlan:
     program = _program(window, block, causal=causal)
     numbers = (*block, 1, q_heads, *range(q_heads), *_listed(program), 0)
-    spec = rules_as_data([HeadGroup(tuple(range(q_heads)), window)], block)
-    return OperatorPlan(numbers, always=True, rule=repr(window), spec=spec)
-
-
-def rules_as_data(groups: Sequence[HeadGroup], block_size: tuple[int, int]) -> str:
-    """Return rules as JSON: block size, and heads and rule of each group in the form of a policy."""
-    listed = [{"heads": group.heads, "rule": to_spec(group.rule).model_dump(mode="json")} for group in groups]
-    return json.dumps({"block_size": block_size, "groups": listed}, separators=(",", ":"))
+    return OperatorPlan(numbers, always=True, rule=repr(window))
 
 
 def _plan(plan: LayerPlan, border: int) -> OperatorPlan:
@@ -129,7 +118,7 @@ def _plan(plan: LayerPlan, border: int) -> OperatorPlan:
         numbers += [len(group.heads), *group.heads, *_listed(program), int(selector is not None)]
         numbers += [] if selector is None else _choice(selector)
     rule = "; ".join(f"heads {','.join(map(str, group.heads))}: {group.rule!r}" for group in plan.groups)
-    return OperatorPlan(tuple(numbers), border, False, rule, rules_as_data(plan.groups, plan.block_size))
+    return OperatorPlan(tuple(numbers), border, False, rule)
 
 
 def _program(pattern: Pattern, block_size: tuple[int, int], *, causal: bool = True) -> list[int]:

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +14,7 @@ from numpy.typing import NDArray
 from dynaxx.arguments import typed
 from dynaxx.engines.onnx.library import library_path
 from dynaxx.engines.onnx.packages import runtime
-from dynaxx.engines.onnx.python_operator import session_in_python
 from dynaxx.engines.portable.manifest import read_manifest
-
-logger = logging.getLogger("dynaxx")
 
 VERSION = 1
 
@@ -28,7 +23,6 @@ VERSION = 1
 SLOW_FUSIONS = ["SkipLayerNormFusion"]
 
 Array = NDArray[Any]
-Operator = Literal["auto", "library", "python"]
 
 
 class OnnxModel:
@@ -37,25 +31,19 @@ class OnnxModel:
     Args:
         folder: a folder that `export_onnx` wrote.
         threads: number of threads; None uses ONNX Runtime's default, the number of cores.
-        operator: what runs the custom form's operator: "library", the C++ library; "python", dynaxx in Python through
-            onnxruntime-extensions; "auto", the library, and Python where it can neither be found nor compiled.
 
     Raises:
         ImportError: onnxruntime is not installed, or too old.
         FileNotFoundError: `folder` does not contain an export.
-        ValueError: the manifest is damaged, a newer version of dynaxx wrote it, or `operator` is another word.
+        ValueError: the manifest is damaged, or a newer version of dynaxx wrote it.
     """
 
     @typed
-    def __init__(
-        self, folder: str | os.PathLike[str], *, threads: int | None = None, operator: Operator = "auto"
-    ) -> None:
-        if operator not in get_args(Operator):
-            raise ValueError(f"`operator` must be of {', '.join(get_args(Operator))}, got {operator!r}")
+    def __init__(self, folder: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.folder = Path(folder)
         self._runtime = runtime()
         self.manifest = read_manifest(self.folder, "onnx", VERSION, {"form": str, "sparse_from": int})
-        self._threads, self.operator = threads, operator
+        self._threads = threads
         self._sessions: dict[str, Any] = {}
 
     def session(self, graph: str) -> Any:
@@ -70,25 +58,8 @@ class OnnxModel:
     def _open(self, path: Path, options: Any) -> Any:
         settings: dict[str, Any] = {"disabled_optimizers": SLOW_FUSIONS}
         if self.manifest["form"] == "custom":
-            library = self._library()
-            if library is None:
-                return session_in_python(self._runtime, path, options, **settings)
-            options.register_custom_ops_library(str(library))
+            options.register_custom_ops_library(str(library_path()))
         return self._runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], **settings)
-
-    def _library(self) -> Path | None:
-        """Return the operator's library, or None to run it in Python."""
-        if self.operator == "python":
-            return None
-        try:
-            return library_path()
-        except RuntimeError as error:
-            if self.operator == "library":
-                raise
-            if importlib.util.find_spec("onnxruntime_extensions") is None:
-                raise RuntimeError(f"{error}; or run it in Python: pip install onnxruntime-extensions") from error
-            logger.warning("the operator runs in Python, with copies: %s", error)
-            return None
 
     def encode(self, input_ids: Array, attention_mask: Array | None = None) -> Array:
         """Return an encoder's first output (batch, seqlen, hidden)."""
