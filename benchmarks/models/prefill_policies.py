@@ -29,8 +29,7 @@ def first_layers(model, policy, count):
         for rule in policy.rules
         if (kept := tuple(layer for layer in rule.layer_list(policy.model.layers) if layer < count))
     ]
-    shared = tuple(each for each in policy.shared if each.layer < count)
-    return policy.replace(model=model_facts(model), rules=tuple(rules), shared=shared)
+    return policy.replace(model=model_facts(model), rules=tuple(rules))
 
 
 def timed(model, ids, policy):

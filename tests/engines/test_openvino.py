@@ -177,8 +177,8 @@ def test_unserved_models_are_refused() -> None:
         insert_policy(converted, policy(tiny(kv_heads=3), dx.SlidingWindow(32)))
     with pytest.raises(ValueError, match="precision"):
         insert_policy(converted, policy(model, None), precision="f16")
-    refused = policy(model, dx.SlidingWindow(32), rollout=Rollout(share=0.5), reuse=2)
-    with pytest.raises(UnsupportedInputError, match=r"(?s)reuse.*rollout"):
+    refused = policy(model, dx.SlidingWindow(32), rollout=Rollout(share=0.5))
+    with pytest.raises(UnsupportedInputError, match="rollout"):
         insert_policy(converted, refused)
     insert_policy(converted, policy(model, None))
     with pytest.raises(UnsupportedInputError, match="no ScaledDotProductAttention"):
@@ -277,8 +277,6 @@ def test_exports_refuse_what_they_cannot_hold(tmp_path: Path) -> None:
         export_openvino(model, tmp_path / "out", policy(model, dx.TopK(0.3)), form="portable")
     with pytest.raises(UnsupportedInputError, match="no border"):
         export_openvino(model, tmp_path / "out", policy(model, dx.SlidingWindow(32), dense_below=5), form="portable")
-    with pytest.raises(UnsupportedInputError, match="reuse"):
-        export_openvino(model, tmp_path / "out", policy(model, dx.TopK(0.3), reuse=2))
     assert not list(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError, match="dynaxx export --format openvino"):
         load_openvino(tmp_path)

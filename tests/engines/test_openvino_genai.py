@@ -60,8 +60,6 @@ def test_mass_by_antidiagonals_is_xattention() -> None:
         (dx.SlidingWindow(64), {"layers": [0, 2]}, "all heads of all layers"),
         (dx.SlidingWindow(64), {"guard": Guard()}, "no guard"),
         (dx.SlidingWindow(64), {"rollout": Rollout(share=0.5)}, "no rollout"),
-        (dx.SlidingWindow(64), {"reuse": 2}, "set `reuse` to 1"),
-        (dx.SlidingWindow(64), {"shared": ({"layer": 1, "source": 0, "heads": (0, 1, 2, 3)},)}, "remove `shared`"),
     ],
 )
 def test_the_rest_is_refused(rule: Any, fields: dict[str, Any], said: str) -> None:

@@ -198,13 +198,6 @@ def test_bad_policies_and_arguments_are_refused():
     served = dx.Policy(model=FACTS, block_size=32, rules=(rule,))
     with pytest.raises(ValueError, match="`layer` must be 0 to 1, got 2"):
         plugin.add_policy_attention(None, None, None, None, policy=served, layer=2, scale=0.1)
-    reused = dx.Policy(model=FACTS, block_size=32, rules=(dx.Rule.of(dx.TopK(0.3)),), reuse=2)
-    with pytest.raises(ValueError, match="cannot serve `reuse`: remove"):
-        plugin.add_policy_attention(None, None, None, None, policy=reused, layer=0, scale=0.1)
-    heads = {"layer": 1, "source": 0, "heads": tuple(range(FACTS.q_heads))}
-    shared = reused.replace(reuse=1, shared=(heads,))
-    with pytest.raises(ValueError, match="cannot serve `shared`: remove"):
-        plugin.add_policy_attention(None, None, None, None, policy=shared, layer=0, scale=0.1)
     with pytest.raises(ValueError, match=r"6 tensors, kv_indptr, .*, got 1"):
         plugin.add_sparse_attention(None, None, None, None, [None], block_size=(32, 32), scale=0.1)
     with pytest.raises(ValueError, match="`scale` must be > 0, got -1"):

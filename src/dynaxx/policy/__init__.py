@@ -34,7 +34,7 @@ from dynaxx.policy.profile import LayerProfile, Profile
 from dynaxx.policy.reload import PolicyFollower
 from dynaxx.policy.resolve import resolve
 from dynaxx.policy.rollout import Rollout, request
-from dynaxx.policy.rule import Rule, SharedChoice
+from dynaxx.policy.rule import Rule
 from dynaxx.policy.schema import Policy
 from dynaxx.policy.specs import to_spec
 
@@ -56,7 +56,6 @@ __all__ = [
     "Profile",
     "Rollout",
     "Rule",
-    "SharedChoice",
     "Tolerances",
     "load_policy",
     "load_profile",

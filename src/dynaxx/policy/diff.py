@@ -16,8 +16,6 @@ SHOWN_FIELDS = (
     "dense_below",
     "sparse_from",
     "decode_dense_below",
-    "reuse",
-    "shared",
     "rollout",
     "guard",
     "drift",

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -18,6 +20,8 @@ from dynaxx.policy.profile import Profile
 from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
 from dynaxx.printable import printable
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
+
+logger = logging.getLogger("dynaxx")
 
 MOST_BYTES = 16 * 1024 * 1024  # the reference of 126 layers with 128 heads each takes 6 MiB
 MOST_OBJECTS = 1 << 14  # objects in the JSON text; that many take a second or two to check
@@ -68,10 +72,20 @@ def parse_policy(text: str | bytes) -> Policy:
             f"`version` must be at most {VERSION}, got {printable(version, most=20)}; a newer dynaxx wrote it: "
             "upgrade dynaxx, or write the policy again with this one"
         )
+    _drop_sharing(data)
     try:
         return Policy.model_validate_json(json.dumps(data))
     except ValidationError as error:
         raise PolicyError(explain_errors(error)) from None
+
+
+def _drop_sharing(data: dict[str, Any]) -> None:
+    """Drop what a policy of 0.1 says about selections that layers share; each layer has rules of its own."""
+    reuse, shared = data.get("reuse", 1), data.get("shared", [])
+    if (type(reuse) is int and reuse > 1) or (isinstance(shared, list) and shared):
+        logger.warning("the policy's `reuse` and `shared` are ignored: each layer selects its own blocks")
+        data.pop("reuse", None)
+        data.pop("shared", None)
 
 
 @typed
@@ -132,9 +146,8 @@ def policy_digest(policy: Policy) -> str:
 
 @typed
 def rules_digest(policy: Policy) -> str:
-    """Return twelve hex digits that identify the parts that change attention: model, block size, rules, sharing."""
-    sharing = {name for name in ("reuse", "shared") if policy.shares_choices}
-    rules = policy.model_dump_json(include={"model", "block_size", "rules"} | sharing)
+    """Return twelve hex digits that identify the parts that change attention: model, block size, rules."""
+    rules = policy.model_dump_json(include={"model", "block_size", "rules"})
     return hashlib.blake2b(rules.encode(), digest_size=6).hexdigest()
 
 

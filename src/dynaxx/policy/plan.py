@@ -11,15 +11,13 @@ from torch import Tensor
 
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
-from dynaxx.layout.form import form_of
-from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
 from dynaxx.lazy import lazy
 from dynaxx.patterns import Pattern
-from dynaxx.policy.rule_parts import for_heads, parts
+from dynaxx.policy.rule_parts import for_heads
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import Hybrid, select_blocks
-from dynaxx.selection.device import most_entries, select_in_place, serves_in_place
+from dynaxx.selection.device import select_in_place, serves_in_place
 
 
 @dataclass(frozen=True)
@@ -122,21 +120,6 @@ class LayerPlan:
             )
             layouts.append(_repeat(part, q.shape[0], len(group.heads)))
         return _side_by_side(layouts, self.groups)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def taken(self, layout: BlockLayout, heads: tuple[int, ...]) -> BlockLayout:
-        """Return the layout of another layer's heads, which read the blocks of `heads` in this plan's `layout`."""
-        capacity = None
-        if layout.device.type != "cpu" and len(self.groups) == 1:  # counting the blocks would wait for the GPU
-            _, selector = parts(rule := for_heads(self.groups[0].rule, heads))
-            if selector is not None and selector.choice(len(heads)) is not None:
-                pattern = rule.pattern if isinstance(rule, Hybrid) else None
-                capacity = layout.layout_batch * most_entries(pattern, selector, layout.grid(), len(heads))
-        taken = layout.take_heads(heads, capacity)
-        if capacity is None or layout.form is None or taken is layout:
-            return taken
-        return set_form(taken, form_of((), "taken", layout.form, heads, capacity))
 
     @torch.inference_mode(False)
     @torch.no_grad()

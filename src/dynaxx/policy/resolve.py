@@ -8,25 +8,18 @@ selection and one attention call. With `per="group"`, the heads of a kv head tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from dynaxx.arguments import typed
 from dynaxx.layout import as_block_size
 from dynaxx.patterns import Causal
 from dynaxx.policy.plan import HeadGroup, LayerPlan
-from dynaxx.policy.rule import Phase, SharedChoice, head_values
+from dynaxx.policy.rule import Phase, head_values
 from dynaxx.policy.rule_parts import budget_of, parts, rule_of, with_budget
 from dynaxx.policy.schema import Policy
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import Selector
-
-
-class BlockSource(NamedTuple):
-    """The layer that chooses the blocks of another layer, and one of its heads for each head of that layer."""
-
-    layer: int
-    heads: tuple[int, ...] | None = None  # None: the same heads
 
 
 @typed
@@ -47,27 +40,6 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
         for layer in sorted(rules)
         if any(rule is not None for rule in rules[layer].values())
     }
-
-
-def selection_sources(
-    plans: Mapping[int, LayerPlan], reuse: int, shared: Sequence[SharedChoice] = ()
-) -> dict[int, BlockSource]:
-    """Return where the blocks come from, for each layer that reads another layer's blocks or whose blocks are read.
-
-    With `reuse`, it is the first of so many consecutive layers with equal plans.
-    """
-    if shared:
-        found = {each.layer: BlockSource(each.source, each.heads) for each in shared}
-        return found | {each.source: BlockSource(each.source) for each in shared}
-    sources: dict[int, BlockSource] = {}
-    first, served = -1, 0
-    for layer, plan in plans.items() if reuse > 1 else ():
-        if plan.is_static:
-            continue
-        if first < 0 or served == reuse or plan != plans[first]:
-            first, served = layer, 0
-        sources[layer], served = BlockSource(first), served + 1
-    return sources
 
 
 def head_rules(policy: Policy, phase: Phase = "prefill") -> dict[int, dict[int, AttentionRule | None]]:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Rule`: the attention rule of some heads of some layers. `SharedChoice`: a layer that reads the blocks of another."""
+"""`Rule`: the attention rule of some heads of some layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
 
 from dynaxx.layout import as_block_size
-from dynaxx.policy.document import Count, Counts, Document, Indices, Int
+from dynaxx.policy.document import Document, Indices, Int
 from dynaxx.policy.specs import AttentionRule, AttentionSpec, to_spec
 from dynaxx.selection.pages import PageBudget
 
@@ -107,59 +106,3 @@ def head_values(attention: Any) -> tuple[float, ...] | None:
     selector = getattr(attention, "selector", attention)
     values = getattr(selector, "values", None)
     return values if isinstance(values, tuple) else None
-
-
-class SharedChoice(Document):
-    """One layer whose heads read the blocks that heads of an earlier layer chose for the same prompt.
-
-    The layer also has rules of its own. They apply wherever the source's choice is not at hand: while gradients are
-    recorded, if the guard widened the layer, or if the source ran dense.
-
-    Args:
-        layer: the layer that reads the blocks.
-        source: the earlier layer that chooses them. It does not read another layer's blocks itself.
-        heads: for each q head of `layer`, the q head of `source` whose blocks it reads.
-    """
-
-    layer: Count
-    source: Count
-    heads: Counts
-
-    @model_validator(mode="after")
-    def _in_order(self) -> SharedChoice:
-        if self.source >= self.layer:
-            raise ValueError(f"`source` must be a layer before layer {self.layer}, got {self.source}")
-        return self
-
-
-def sharing_error(
-    shared: Sequence[SharedChoice], layers: int, q_heads: int, block_sizes: Mapping[int, object]
-) -> str | None:
-    """Return why a policy's `shared` is not valid, or None.
-
-    Args:
-        shared: the field.
-        layers: number of layers of the model.
-        q_heads: number of q heads of each layer.
-        block_sizes: block size by layer with a prefill rule.
-    """
-    readers = {each.layer for each in shared}
-    seen: set[int] = set()
-    for index, each in enumerate(shared):
-        name = f"`shared.{index}"
-        if each.layer >= layers:
-            return f"{name}.layer` must be below {layers}, the model's number of layers, got {each.layer}"
-        if each.layer in seen:
-            return f"{name}.layer` must not repeat a layer, got {each.layer}"
-        seen.add(each.layer)
-        if len(each.heads) != q_heads or any(head >= q_heads for head in each.heads):
-            return f"{name}.heads` must be {q_heads} q heads, each below {q_heads}, got {list(each.heads)}"
-        if each.source in readers:
-            return f"{name}.source` must choose its own blocks, but layer {each.source} is in `shared` itself"
-        for layer in (each.source, each.layer):
-            if layer not in block_sizes:
-                return f"{name}` needs a prefill rule in layer {layer}: add one to `rules`"
-        if block_sizes[each.layer] != block_sizes[each.source]:
-            found = f"{block_sizes[each.layer]} and {block_sizes[each.source]}"
-            return f"{name}` needs one block size in layers {each.layer} and {each.source}, got {found}"
-    return None

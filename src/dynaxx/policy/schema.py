@@ -23,7 +23,7 @@ from dynaxx.policy.guard import Guard
 from dynaxx.policy.pattern_specs import Leaf, Spec
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
-from dynaxx.policy.rule import BlockSize, Rule, SharedChoice, as_page_size, head_values, sharing_error
+from dynaxx.policy.rule import BlockSize, Rule, as_page_size, head_values
 from dynaxx.printable import printable
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
@@ -48,8 +48,8 @@ class Policy(Document):
         sparse_from: number of keys from which a sequence runs sparse; measured by `dynaxx tune`.
         decode_dense_below: number of keys below which decoding steps run dense; None uses the two borders above.
         rules: the rules of heads and layers; heads that no rule covers run dense.
-        reuse: number of consecutive sparse layers, all with the same rules, that share one selection at inference.
-        shared: the layers that read the blocks of earlier layers at inference, head by head; see `SharedChoice`.
+        reuse: always 1; policies of 0.1 could share selections between layers, and `load_policy` drops that.
+        shared: always empty, for the same reason.
         rollout: the requests that the policy applies to.
         guard: the measurements on running traffic and the reaction to them; None measures nothing.
         drift: the criterion for drift from `reference`.
@@ -70,8 +70,8 @@ class Policy(Document):
     sparse_from: Total | None = None
     decode_dense_below: Total | None = None
     rules: Annotated[tuple[Rule, ...], Field(max_length=MOST_RULES)] = ()
-    reuse: Positive = 1
-    shared: Annotated[tuple[SharedChoice, ...], Field(max_length=MOST_RULES)] = ()
+    reuse: Annotated[Positive, Field(le=1)] = 1
+    shared: tuple[()] = ()
     rollout: Rollout = Rollout()
     guard: Guard | None = None
     drift: Drift = Drift()
@@ -91,11 +91,6 @@ class Policy(Document):
         """The borders `dense_below` and `sparse_from` of decoding steps."""
         own = self.decode_dense_below
         return (self.dense_below, self.sparse_from) if own is None else (own, None)
-
-    @property
-    def shares_choices(self) -> bool:
-        """Whether layers read blocks that other layers chose, by `reuse` or `shared`."""
-        return self.reuse > 1 or bool(self.shared)
 
     def replace(self, **changes: Any) -> Policy:
         """Return a copy with some fields changed, after validation."""
@@ -151,16 +146,7 @@ class Policy(Document):
                         f"`rules.{index}` and `rules.{before}` both cover layer {layer}, head {head}; "
                         "remove it from one of them"
                     )
-        self._check_sharing({layer: size for (phase, layer), (_, size) in block_of.items() if phase == "prefill"})
         return self
-
-    def _check_sharing(self, block_sizes: dict[int, tuple[int, int]]) -> None:
-        """Raise ValueError if layers cannot share blocks as `reuse` and `shared` say; block sizes are by layer."""
-        if self.shared and self.reuse > 1:
-            raise ValueError(f"`reuse` must be 1 with `shared`, got {self.reuse}: give one of the two")
-        error = sharing_error(self.shared, self.model.layers, self.model.q_heads, block_sizes)
-        if error is not None:
-            raise ValueError(error)
 
 
 def _check_indices(field: str, name: str, given: tuple[int, ...], count: int) -> None:

@@ -138,9 +138,6 @@ def test_rules_that_plain_operations_cannot_express_are_refused_with_the_fix():
     decode = Policy(model=facts, rules=[Rule.of(dx.Sink(64) | dx.SlidingWindow(256), phase="decode")])
     with pytest.raises(UnsupportedInputError, match="decode rules"):
         PortableModel(model, decode)
-    shared = mixed_policy(model).replace(shared=({"layer": 1, "source": 0, "heads": tuple(range(facts.q_heads))},))
-    with pytest.raises(UnsupportedInputError, match="`shared` empty"):
-        PortableModel(model, shared)
     with pytest.raises(UnsupportedInputError, match="`window` is for encoders"):
         PortableModel(model, window=8)
     other = Policy(model=facts.model_copy(update={"layers": 3}), rules=[])

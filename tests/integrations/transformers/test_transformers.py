@@ -251,33 +251,6 @@ def test_exported_models_are_dense():
     close(program.module()(input_ids=ids, use_cache=False).logits, dense)
 
 
-def test_layers_use_the_choice_of_the_one_before_them():
-    model, ids, seen = llama(), tokens(2, 160), []
-    ones = torch.ones(2, 160, dtype=torch.long)
-    ones[1, :40] = 0  # a padded entry: each has its own layout
-    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": ones}):
-        seen.clear()
-        policy = policy_for(model, dx.Rule.of(SPARSE))
-        with dx.apply(model, policy.replace(reuse=2)) as handle, handle.watch(lambda *call: seen.append(call)):
-            reused = logits(model, **inputs)
-            layouts = [[layout for layer, layout in seen if layer == index] for index in range(3)]
-            assert all(one is other for one, other in zip(layouts[0], layouts[1], strict=True))
-            assert not any(one is other for one, other in zip(layouts[1], layouts[2], strict=True))
-            seen.clear()
-            model(**inputs)  # gradients are recorded: every layer chooses
-            assert len({id(layout) for _, layout in seen}) == len(seen)
-        with dx.apply(model, policy):
-            assert not torch.equal(logits(model, **inputs), reused)
-
-
-def test_only_layers_of_one_plan_share_a_choice():
-    model, ids, seen = llama(), tokens(1, 160), []
-    rules = (dx.Rule.of(SPARSE, layers=[0, 2]), dx.Rule.of(dx.SlidingWindow(24) | dx.TopK(0.5), layers=[1]))
-    with dx.apply(model, policy_for(model, *rules, reuse=3)) as handle, handle.watch(lambda *call: seen.append(call)):
-        logits(model, input_ids=ids)
-    assert len({id(layout) for _, layout in seen}) == 3
-
-
 def test_other_families():
     """Models whose attention uses transformers' interface are served, with correct results."""
     t = transformers

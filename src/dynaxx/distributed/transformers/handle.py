@@ -296,11 +296,6 @@ def _model_reasons(decoder: Decoder) -> list[str]:
 def _policy_reasons(policy: Policy, plans: dict[int, LayerPlan], ranks: int) -> list[str]:
     """Return the reasons why a policy cannot run with the sequence split."""
     reasons = []
-    if policy.shares_choices:
-        reasons.append(
-            "`reuse` must be 1 and `shared` empty, because each layer selects on its own: use "
-            "policy.replace(reuse=1, shared=())"
-        )
     if policy.rollout != Rollout() and (policy.rollout.share < 1 or policy.rollout.flag is not None):
         reasons.append("`rollout` must cover all requests: ranks cannot choose requests apart")
     if policy.guard is not None:

@@ -59,8 +59,6 @@ def operator_plans(
         decoder.check(policy)
         if any(rule.phase == "decode" and rule.attention.kind != "dense" for rule in policy.rules):
             reasons.append("decode rules need summaries of pages, which the operator does not have: remove them")
-        if policy.shares_choices:
-            reasons.append("`reuse` must be 1 and `shared` empty, because each layer selects on its own")
     border = 0 if policy is None else (policy.sparse_from or policy.dense_below)
     resolved = {} if policy is None or reasons else resolve(policy)
     plans = {}

@@ -114,8 +114,6 @@ def _refusals(policy: Policy) -> list[str]:
         reasons.append("GenAI has no rollout: remove `rollout`, or choose the pipeline by request yourself")
     if policy.guard is not None:
         reasons.append("GenAI has no guard: remove `guard`")
-    if policy.shares_choices:
-        reasons.append("GenAI chooses in each layer: set `reuse` to 1, and remove `shared`")
     return reasons
 
 

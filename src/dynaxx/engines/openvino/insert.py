@@ -96,8 +96,6 @@ def _check(policy: Policy, nodes: list[Any]) -> None:
         reasons.append(f"attentions {both_sides} have no mask and are not causal, and a policy is for causal decoders")
     if any(rule.phase == "decode" for rule in policy.rules):
         reasons.append("decode rules need a cache that dynaxx can read: remove them")
-    if policy.shares_choices:
-        reasons.append("`reuse` and `shared` are not supported: set `reuse` to 1, and remove `shared`")
     if policy.rollout.share < 1.0 or policy.rollout.flag is not None:
         reasons.append(
             "`rollout.share` and `rollout.flag` depend on the request, which OpenVINO does not pass on: remove them"

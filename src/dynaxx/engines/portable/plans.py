@@ -114,8 +114,6 @@ def _model_refusals(
         reasons.append("`window` is for encoders: give a decoder a policy with a SlidingWindow rule")
     if policy is not None and not causal:
         reasons.append("a policy is for decoders: give an encoder a `window`")
-    if policy is not None and policy.shares_choices:
-        reasons.append("`reuse` must be 1 and `shared` empty, because each layer has its own rules")
     for rule in () if policy is None else policy.rules:
         if rule.phase == "decode" and rule.attention.kind != "dense":
             reasons.append("decode rules choose pages by the query: remove them, or export with form='custom'")

@@ -58,8 +58,6 @@ def rules_of(text: str, layer: int) -> tuple[LayerPlan | None, LayerRules]:
     plan, reasons = resolve(policy).get(layer), []
     if any(rule.phase == "decode" for rule in policy.rules):
         reasons.append("decode rules")
-    if policy.shares_choices:
-        reasons.append("`shared`" if policy.shared else "`reuse`")
     if policy.rollout.share < 1 or policy.rollout.flag is not None:
         reasons.append("`rollout.share` and `rollout.flag`")
     if plan is not None and plan.needs_tokens:

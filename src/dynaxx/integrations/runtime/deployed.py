@@ -14,7 +14,6 @@ from dynaxx.policy import LayerPlan, Policy, resolve
 from dynaxx.policy.decode import DecodePlan, resolve_decode
 from dynaxx.policy.guard import Breaker, Level
 from dynaxx.policy.length import is_long
-from dynaxx.policy.resolve import BlockSource, selection_sources
 from dynaxx.policy.rollout import open_feature
 from dynaxx.telemetry import Recorder
 
@@ -22,8 +21,6 @@ WATCHED = (
     "model",
     "block_size",
     "rules",
-    "reuse",
-    "shared",
     "guard",
     "drift",
     "reference",
@@ -45,9 +42,7 @@ class Deployed:
 
     Attributes:
         plans: prefill rules by layer; other layers have no prefill rule.
-        sources: where blocks come from, for layers that read or provide them under the policy's `reuse` or `shared`.
         flags: the application's flag service, if the policy's rollout names a flag.
-        last_reader: the last layer that reads the blocks of each source.
         decode: decode rules by layer.
         rules: the inputs of `route` by layer.
         kinds: a number by layer with a rule, equal for layers with equal routing and plans.
@@ -73,11 +68,6 @@ class Deployed:
         self.policy = policy
         self.own_pattern, self.window = own_pattern, window
         self.plans: dict[int, LayerPlan] = {i: plan.shard(*head_share) for i, plan in resolve(policy).items()}
-        shared = policy.shared if head_share[1] == 1 else ()  # a rank has not all heads of a source
-        self.sources: dict[int, BlockSource] = selection_sources(self.plans, policy.reuse, shared)
-        self.last_reader: dict[int, int] = {}
-        for layer, source in sorted(self.sources.items()):
-            self.last_reader[source.layer] = layer
         self.decode: dict[int, DecodePlan] = {i: plan.shard(*head_share) for i, plan in resolve_decode(policy).items()}
         self.rules = {layer: self._rules_of(layer) for layer in sorted({*self.plans, *self.decode})}
         self.breakers = {layer: Breaker() for layer in range(policy.model.layers)}
@@ -144,6 +134,5 @@ class Deployed:
         )
 
     def _kind_of(self, layer: int) -> int:
-        rules = (self.plans.get(layer), self.decode.get(layer), self.policy.rollout.covers_layer(layer))
-        key = (*rules, self.sources.get(layer))
+        key = (self.plans.get(layer), self.decode.get(layer), self.policy.rollout.covers_layer(layer))
         return self._kinds.setdefault(key, len(self._kinds) + 1)

@@ -20,7 +20,6 @@ from torch import Tensor
 from dynaxx.forks import new_lock
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.measure import CallMeasure, dense_rows, measure, most_rows
-from dynaxx.layout import BlockLayout
 from dynaxx.policy import DriftDetector, Guard, LayerPlan, Policy, Profile, rules_digest
 from dynaxx.policy.drift import HeadDrift, LayerDrift
 from dynaxx.policy.guard import LayerGuard, Level
@@ -46,7 +45,6 @@ class Sampled(NamedTuple):
     plan: LayerPlan  # the policy's plan
     ran: LayerPlan | None  # the plan that ran; None if the guard made the layer dense
     out: Tensor | None  # (R, heads, head_dim) output of the rows, if the call ran sparse
-    read: BlockLayout | None  # the layout, if another layer chose its blocks
     ready: Any  # on a GPU, the event after which the copies are complete
 
 
@@ -110,7 +108,6 @@ class LiveGuard:
         plan: LayerPlan,
         ran: LayerPlan | None,
         out: Tensor | None,
-        read: BlockLayout | None = None,
     ) -> None:
         """Copy one sequence of a call and queue its measurement, if there is room. Never raises.
 
@@ -123,7 +120,6 @@ class LiveGuard:
             plan: the policy's plan.
             ran: the plan that ran; None if the guard made the layer dense.
             out: (1, Lq, heads, head_dim) output, if the call ran sparse.
-            read: the layout, if another layer chose its blocks.
         """
         try:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -140,7 +136,7 @@ class LiveGuard:
             ready = torch.cuda.Event() if q.is_cuda else None
             if ready is not None:
                 ready.record()
-            sample = Sampled(layer, own_q, own_k, own_v, scale, rows, plan, ran, some, _first_entry(read), ready)
+            sample = Sampled(layer, own_q, own_k, own_v, scale, rows, plan, ran, some, ready)
             if not self._background.submit(lambda: self._measure(sample)):
                 self.left_out("dropped")
         except Exception as error:
@@ -158,7 +154,7 @@ class LiveGuard:
     def _measure(self, sample: Sampled) -> None:
         with self._on_own_stream(sample):
             rows = dense_rows(sample.q, sample.k, sample.v, sample.rows, sample.scale)
-            layout = sample.read or sample.plan.layout(sample.q, sample.k, scale=sample.scale)
+            layout = sample.plan.layout(sample.q, sample.k, scale=sample.scale)
             same = sample.ran == sample.plan
             nominal = measure(rows, sample.v, layout, sample.out if same else None).cpu()
             widened = None
@@ -264,15 +260,6 @@ class LiveGuard:
 
 
 _wider = lru_cache(maxsize=512)(scaled_plan)
-
-
-def _first_entry(layout: BlockLayout | None) -> BlockLayout | None:
-    """Return the layout of the first batch entry."""
-    if layout is None or layout.layout_batch == 1:
-        return layout
-    rows = layout.kv_indptr[:1].contiguous(), layout.kv_num_partial[:1].contiguous()
-    lengths = layout.seqlen_q, layout.seqlen_k, layout.block_size
-    return BlockLayout(*lengths, *rows, layout.kv_indices, layout.kv_masks, layout.masks)
 
 
 def _means(measured: CallMeasure) -> dict[str, float]:

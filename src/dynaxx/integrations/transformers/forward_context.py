@@ -27,16 +27,13 @@ from dynaxx.integrations.transformers.masks.lazy import LazyMask, lazy_mask
 from dynaxx.integrations.transformers.masks.runs import MaskRun, causal_runs, read_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts
 from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens
-from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import times_written
-from dynaxx.policy import LayerPlan
 from dynaxx.policy.rollout import ALL, ChosenRequests
 from dynaxx.telemetry.probe import RequestTimer
 
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
 OwnParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
-Place = tuple[int, MaskRun | None]  # a sequence of a pass, by batch entry and run
 Attended = tuple[Tensor, Tensor | None]  # the result of `AttentionInterface`
 
 
@@ -74,7 +71,6 @@ class ForwardContext:
     __slots__ = (
         "__weakref__",
         "_compiled_masks",
-        "_layouts",
         "_mask",
         "_runs",
         "_version",
@@ -120,7 +116,6 @@ class ForwardContext:
         self.wants_weights = False
         self._visible: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         self._compiled_masks: dict[Hashable, tuple[CausalParts, LazyMask]] = {}
-        self._layouts: dict[tuple[Place, int], tuple[LayerPlan, BlockLayout]] = {}  # by sequence and layer
         self._mask: weakref.ref[Tensor] | None = None
         self._version = -1
         self._runs: list[list[MaskRun]] | None = None
@@ -138,33 +133,6 @@ class ForwardContext:
         """Store the runs of a mask with one batch entry, so that it need not be read."""
         self._mask, self._version = weakref.ref(mask), 0 if mask.is_inference() else mask._version
         self._runs = [runs]
-
-    def layout(self, layer: int, place: Place, plan: LayerPlan) -> BlockLayout | None:
-        """Return the layout from another layer's selection for the same sequence, if the policy lets `layer` read it.
-
-        Layers do not read others' selections while gradients are recorded, since a recomputed checkpointed layer must
-        choose as before, nor under a plan that the guard has widened.
-        """
-        source = self.deployed.sources.get(layer)
-        if source is None or source.layer == layer or torch.is_grad_enabled():
-            return None
-        kept = self._layouts.get((place, source.layer))
-        if kept is None:
-            return None
-        chosen_by, layout = kept
-        if source.heads is None:
-            return layout if chosen_by == plan else None
-        nominal = plan is self.deployed.plans[layer] or plan.needs_tokens
-        return chosen_by.taken(layout, source.heads) if nominal else None
-
-    def keep(self, layer: int, place: Place, plan: LayerPlan, layout: BlockLayout) -> None:
-        """Store the selection of a layer for later layers that read it, and drop those that none reads any more."""
-        source = self.deployed.sources.get(layer)
-        if source is not None and source.layer == layer:
-            last = self.deployed.last_reader
-            for key in [key for key in self._layouts if last[key[1]] < layer]:
-                del self._layouts[key]
-            self._layouts[place, layer] = (plan, layout)
 
     def lazy_mask(self, parts: CausalParts, q: Tensor, seqlen_k: int) -> LazyMask:
         """Return the mask of a compiled pass from its parts: one for all layers, which find the same parts again."""

@@ -22,11 +22,6 @@ def policy_refusals(policy: Policy, ranks: int) -> list[str]:
             "`rollout.share` and `rollout.flag` choose requests by id, which vLLM does not pass to its backends; set "
             "share to 1.0, remove the flag, and send a part of the traffic to engines with a policy"
         )
-    if policy.shares_choices:
-        reasons.append(
-            "`reuse` and `shared` share a selection between layers, which vLLM does not support; set `reuse` to 1, and "
-            "remove `shared`"
-        )
     if policy.guard is not None and ranks > 1:
         reasons.append("`guard` watches whole layers, but tensor parallelism splits them; remove it")
     return reasons

@@ -13,7 +13,7 @@ from dynaxx.integrations.runtime.routing import Route
 from dynaxx.integrations.transformers.calls.call_plan import CallPlan
 from dynaxx.integrations.transformers.calls.dense_fallback import dense_piece
 from dynaxx.integrations.transformers.calls.signature import Signature
-from dynaxx.integrations.transformers.forward_context import ForwardContext, Place
+from dynaxx.integrations.transformers.forward_context import ForwardContext
 from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.integrations.transformers.passes import Passes
 from dynaxx.layout import BlockLayout
@@ -54,7 +54,7 @@ class SparseCall(NamedTuple):
     k: Tensor  # (B, Hk, Lk, D)
     v: Tensor  # (B, Hk, Lk, E)
     sinks: Tensor | None  # (Hq,)
-    place: Place = (0, None)  # batch entry and run of a sequence
+    batch_entry: int = 0
     drawn: Drawn | None = None  # None: each sequence draws
 
     @property
@@ -73,15 +73,14 @@ class SparseCall(NamedTuple):
 
     def entry(self, b: int) -> SparseCall:
         """Return the call of one batch entry."""
-        return self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1], place=(b, None))
+        return self._replace(q=self.q[b : b + 1], k=self.k[b : b + 1], v=self.v[b : b + 1], batch_entry=b)
 
     def part(self, run: MaskRun) -> SparseCall:
         """Return the call of one run."""
-        place = (self.place[0], run)
         if run[:4] == (0, self.q.shape[2], 0, self.k.shape[2]):  # the run is the whole call
-            return self._replace(place=place)
+            return self
         rows, keys = slice(run.q_start, run.q_stop), slice(run.k_start, run.k_stop)
-        return self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys], place=place)
+        return self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys])
 
 
 def run_sparse(call: SparseCall) -> Tensor:
@@ -98,7 +97,7 @@ def run_sparse(call: SparseCall) -> Tensor:
 
 def _run_entry(call: SparseCall) -> Tensor:
     """Run each sequence of a batch entry, or of all entries if they are equal, (B, Lq, Hq, D)."""
-    planned, b = call.planned, call.place[0]
+    planned, b = call.planned, call.batch_entry
     pieces = []
     for run, reason, plan in zip(planned.runs[b], planned.dense[b], planned.plans[b], strict=True):
         part = call.part(run)
@@ -119,9 +118,7 @@ def _run_sequence(part: SparseCall, plan: LayerPlan) -> Tensor:
     probe = meter.measured(index, q) if drawn and drawn.measured else meter.start(index, q)
     lead = widened.lead(q.shape[1], k.shape[1])
     q = torch.nn.functional.pad(q, (0, 0, 0, 0, lead, 0)) if lead else q
-    read = part.current.layout(index, part.place, widened)  # the blocks that another layer chose
-    layout = read or widened.layout(q, k, scale=scale)
-    part.current.keep(index, part.place, widened, layout)
+    layout = widened.layout(q, k, scale=scale)
     probe.selected(layout)
     out = sparse_attention(q, k, v, layout, **part.options)
     probe.done(k, v)
@@ -132,7 +129,7 @@ def _run_sequence(part: SparseCall, plan: LayerPlan) -> Tensor:
     if part.planned.may_prepare and widened is plan:
         prepare(part, layout, plan)
     if guard is not None and (drawn.sampled if drawn else guard.wants_call()):
-        guard.take(index, q[:1], k[:1], v[:1], scale, plan, widened, out[:1], read)
+        guard.take(index, q[:1], k[:1], v[:1], scale, plan, widened, out[:1])
     return out
 
 
@@ -181,7 +178,7 @@ def sample_disabled(call: SparseCall) -> None:
 def restore_prepared(call: SparseCall) -> None:
     """Set `planned.prepared` to the call that an earlier pass prepared, if there is one."""
     planned, deployed, (q, k, v) = call.planned, call.current.deployed, call.tokens_first()
-    if call.layer in deployed.sources or not _is_whole(planned, q, k):
+    if not _is_whole(planned, q, k):
         planned.may_prepare = False
         return
     scale, softcap = call.form.scores.scale, call.form.scores.softcap
