@@ -61,6 +61,9 @@ def test_expected_seconds_grow_with_the_length():
     with time.reserving(lambda: 50.0):
         assert time.allows(40.0)
         assert not time.allows(50.0)
+        assert time.allows(50.0, urgent=True)
+        with time.unreserved():
+            assert time.allows(80.0)
     clock.seconds = 101.0
     assert not time.allows()
     assert TimeBudget(None, SimpleNamespace(now=lambda: 0.0)).allows(1e9)

@@ -85,6 +85,15 @@ class TimeBudget:
             self._reserves.remove(seconds)
 
     @contextmanager
+    def unreserved(self) -> Iterator[None]:
+        """Let work within the block use the time that is reserved for later steps."""
+        reserves, self._reserves = self._reserves, []
+        try:
+            yield
+        finally:
+            self._reserves = reserves
+
+    @contextmanager
     def work(self, kind: str, tokens: int, share: float = 1.0) -> Iterator[None]:
         """Enclose work, see `Clock.work`, and remember its seconds."""
         began = self.clock.now()

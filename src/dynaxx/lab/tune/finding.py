@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,11 +83,15 @@ class Finding:
     def _search(self, task: Task) -> None:
         """Search the scorer and the budgets of the heads, until the search is done or time is up."""
         task.advance(0, "dense perplexity")
-        if not self._has_time(self.trials.seconds()):
-            return
-        self.trials.dense(0)  # refuses a model whose activations are not finite, before long work
         rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens)
-        costs = self._costs_by_kind(rises, task)
+        missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
+        needed = self.trials.seconds() + self.trials.pass_seconds + (self._costs_seconds(1, 1) if missing else 0.0)
+        # Where no trial fits, nothing will be validated either, and what the next run needs may take that time.
+        with nullcontext() if self.time.allows(needed, urgent=True) else self.time.unreserved():
+            if not self._has_time(self.trials.seconds()):
+                return
+            self.trials.dense(0)  # refuses a model whose activations are not finite, before long work
+            costs = self._costs_by_kind(rises, task)
         if costs is None:
             return
         of_tasks = self._task_costs() if self.hold is not None else None
