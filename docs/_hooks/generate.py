@@ -103,8 +103,8 @@ def cli_page() -> str:
 
     from dynaxx.cli import app
 
-    def help_of(*words: str) -> str:
-        result = CliRunner().invoke(app, [*words, "--help"], prog_name="dynaxx", env={"COLUMNS": "100", "TERM": "dumb"})
+    def help_of(*words: str, option: str = "--help") -> str:
+        result = CliRunner().invoke(app, [*words, option], prog_name="dynaxx", env={"COLUMNS": "100", "TERM": "dumb"})
         return result.output.strip()
 
     lines = [
@@ -113,8 +113,9 @@ def cli_page() -> str:
         "The output of `--help`, command by command. [The tools](guides/tools.md) explains them.",
     ]
     lines += ["", "```text", help_of(), "```", ""]
-    for name in typer.main.get_command(app).commands:
-        lines += [f"## dynaxx {name}", "", "```text", help_of(name), "```", ""]
+    for name, command in typer.main.get_command(app).commands.items():
+        option = "--help-all" if any("--help-all" in each.opts for each in command.params) else "--help"
+        lines += [f"## dynaxx {name}", "", "```text", help_of(name, option=option), "```", ""]
     return "\n".join(lines)
 
 

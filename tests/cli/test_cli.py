@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -222,6 +223,40 @@ def test_help_has_examples(command):
     assert "--json" in shown.stdout
     assert "\\b" not in shown.stdout, "the mark for lines that must not be joined is shown"
     assert f":\n    dynaxx {command}" in shown.stdout
+
+
+def test_the_help_of_tune_is_short_and_help_all_is_whole():
+    listed = lambda *words: set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", dynaxx_("tune", *words).stdout, re.M))
+    short, whole = listed("--help"), listed("--help-all")
+    assert len(short - {"--help", "--help-all"}) == 8
+    assert short < whole
+    assert {"--scorers", "--stretches", "--held-out"} <= whole - short
+    assert "More options with --help-all." in dynaxx_("tune", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ((), (("mean", "bounds"), 1, False)),
+        (("--effort", "fast"), (("mean",), 1, False)),
+        (("--effort", "thorough"), (("mean", "bounds", "tiles"), 2, False)),
+        (("--effort", "thorough", "--kinds", "code"), (("mean", "bounds", "tiles"), 2, True)),
+        (("--effort", "thorough", "--kinds", "code", "--no-held-out", "--stretches", "1"),
+         (("mean", "bounds", "tiles"), 1, False)),
+        (("--effort", "fast", "--scorers", "tiles"), (("tiles",), 1, False)),
+    ],
+)  # fmt: skip
+def test_effort_stands_for_options_that_are_not_given(tiny, tmp_path, monkeypatch, options, wanted):
+    plans = []
+
+    def run(model, tokenizer, text, plan, **more):
+        plans.append(plan)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("dynaxx.lab.tune.pipeline.steps.run", run)
+    dynaxx_("tune", tiny, "--text", tiny.parent / "text.txt", "--out", tmp_path / "run", "--quiet", *options)
+    (plan,) = plans
+    assert (plan.scorers, plan.stretches, plan.held_out) == wanted
 
 
 def test_the_list_of_commands_fits_a_terminal():

@@ -21,7 +21,8 @@ from dynaxx.cli.profile import profile
 from dynaxx.cli.report import report
 from dynaxx.cli.retune import retune
 from dynaxx.cli.serve_metrics import serve_metrics
-from dynaxx.cli.tune import tune
+from dynaxx.cli.short_help import with_short_help
+from dynaxx.cli.tune import MAIN_OPTIONS, tune
 from dynaxx.cli.validate import validate
 from dynaxx.cli.watch import watch
 
@@ -55,7 +56,8 @@ for command in (
     serve_metrics,
     cache,
 ):  # in the order of `dynaxx --help`
-    app.command(help=_help(command))(command)
+    shown = with_short_help(MAIN_OPTIONS) if command is tune else None
+    app.command(help=_help(command), cls=shown)(command)
 
 
 @app.callback(invoke_without_command=True)

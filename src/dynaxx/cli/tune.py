@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -39,8 +40,33 @@ from dynaxx.cli.running import (
     running,
     seconds_since_start,
 )
+from dynaxx.cli.short_help import HelpAllOption
 
 TOKENS = 4096  # tokens per sample, if time and model allow
+MAIN_OPTIONS = ("text", "out", "tolerance", "effort", "time_budget", "with_decode", "device", "as_json")
+
+
+class Effort(StrEnum):
+    """How much a search tries."""
+
+    fast = "fast"
+    normal = "normal"
+    thorough = "thorough"
+
+
+class Search(NamedTuple):
+    """The options that an effort stands for."""
+
+    scorers: str
+    stretches: int
+    held_out: bool  # if there are several kinds of text
+
+
+SEARCHES = {
+    Effort.fast: Search("mean", 1, False),
+    Effort.normal: Search("mean,bounds", 1, False),
+    Effort.thorough: Search("mean,bounds,tiles", 2, True),
+}
 
 
 def tune(
@@ -48,6 +74,10 @@ def tune(
     text: TextOption = "pydoc",
     out: OutOption = Path("dynaxx-run"),
     tolerance: Annotated[float, typer.Option(min=0, help="Allowed rise of perplexity, as a share.")] = 0.01,
+    effort: Annotated[
+        Effort,
+        typer.Option(help="How much to try; sets --scorers, --stretches and --held-out where they are not given."),
+    ] = Effort.normal,
     tokens: Annotated[
         int | None,
         typer.Option(min=2, help="Length of the samples to tune on: 4,096, or less if the time budget is short."),
@@ -64,25 +94,25 @@ def tune(
         ),
     ] = "",
     held_out: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--held-out/--no-held-out",
             help="Also tune without each kind of text in turn, and report the worst loss on it.",
         ),
-    ] = False,
+    ] = None,
     scorers: Annotated[
         str,
         typer.Option(
             metavar="NAME,NAME,...",
             help="Scorers of blocks to try: mean, bounds, tiles (a mean query per 8 tokens; fewer blocks, on CPUs).",
         ),
-    ] = "mean,bounds",
+    ] = "",
     stretches: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1, help="Stretches of each text for costs, up to 3 times as many for trials; more permit fewer blocks."
         ),
-    ] = 1,
+    ] = None,
     lengths: LengthsOption = "",
     block_size: Annotated[
         str,
@@ -135,6 +165,7 @@ def tune(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
+    help_all: HelpAllOption = False,
 ) -> None:
     r"""Find the sparsest policy that keeps the model's quality. Writes DIR/policy.json and DIR/report.html.
 
@@ -148,7 +179,7 @@ def tune(
       dynaxx tune smollm2 --out run
       dynaxx tune ./my-model --text prompts.txt --out run --tolerance 0.005 --time-budget 30m
       dynaxx tune smollm2 --out run --decode --page-size 8
-      dynaxx tune smollm2 --out run --kinds all --held-out
+      dynaxx tune smollm2 --out run --kinds all --effort thorough
       dynaxx tune smollm2 --out run --hold niah_single_2,vt
       dynaxx tune smollm2 --out run --tokens 8192 --block-size 32x16 --scorers mean,tiles --stretches 2
       dynaxx tune smollm2 --out run --device cpu --search-on cuda
@@ -165,6 +196,7 @@ def tune(
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
         source, others, held = read_text(text), kinds_of(names(kinds)), names(hold)
         named_tasks(held)
+        search = SEARCHES[effort]
         profiled, block = numbers("--lengths", lengths), block_size_of("--block-size", block_size)
         searched_on = device_of(search_on, "--search-on") if search_on else None
         time = TimeBudget(seconds("--time-budget", time_budget), spent=seconds_since_start())
@@ -187,9 +219,9 @@ def tune(
             page_size=page_size,
             kinds=others,
             hold=held,
-            held_out=held_out,
-            scorers=names(scorers),
-            stretches=stretches,
+            held_out=search.held_out and bool(others) if held_out is None else held_out,
+            scorers=names(scorers or search.scorers),
+            stretches=search.stretches if stretches is None else stretches,
             search_on=searched_on,
             skip=frozenset(
                 step
