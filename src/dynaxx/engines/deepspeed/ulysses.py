@@ -168,7 +168,7 @@ class _Exchanged:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         layer = LAYERS.get(module)
-        if layer is None or layer.handle is not self._handle:
+        if layer is None or layer.passes is not self._handle.passes:
             return attention(module, query, key, value, attention_mask, **kwargs)
         if isinstance(kwargs.get("position_ids"), Tensor):
             kwargs["position_ids"] = kwargs["position_ids"].contiguous()  # DeepSpeed gathers them; NCCL asks for it
