@@ -21,6 +21,7 @@ ROOMS = (
     "printable",
     "storage",
     "arguments",
+    "settings",
     "lazy",
     "moved",
     "forks",

@@ -60,7 +60,7 @@ def number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
-        raise TypeError(f"`{name}` must be a number, got {_described(value)}") from None
+        raise TypeError(f"`{name}` must be a number, got {described(value)}") from None
 
 
 def _refuse_lost(name: str, value: Tensor) -> None:
@@ -97,7 +97,7 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
         if name in hints and not fits(value, hints[name]):
             wanted = function.__annotations__[name]
             wanted = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", wanted)
-            return f"`{name}` must be {wanted}, got {_described(value)}"
+            return f"`{name}` must be {wanted}, got {described(value)}"
     return None
 
 
@@ -159,7 +159,8 @@ def _is_device(name: str) -> bool:
     return True
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """Return a value for an error message: a number or text itself, of anything else its type."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)} on {value.device}, {value.layout}"
     if value is None or isinstance(value, str | numbers.Number):

@@ -73,7 +73,7 @@ def test_many_sinks_take_no_memory_that_the_grid_does_not():
         lambda n: dx.TopK(2, scorer=dx.MeanPool(n)),
         lambda n: dx.TopK(2, scorer=TwoStage(keep=n)),
         lambda n: dx.TopK(2, scorer=TwoStage(panel=1 << n.bit_length())),
-        lambda n: ClusterGlobals(float(n), clusters=4),
+        lambda n: ClusterGlobals(n, clusters=4),
     ],
 )
 def test_a_selector_clips_its_numbers(make, number):

@@ -296,7 +296,7 @@ def test_presets_and_repr():
         (lambda: dx.SlidingWindow(0), "`window` must be >= 1"),
         (lambda: dx.SlidingWindow((1, -2)), "`window` must be"),
         (lambda: dx.Strided(0), "`stride` must be >= 1"),
-        (lambda: dx.GlobalTokens((-1,)), "`tokens` must be positions"),
+        (lambda: dx.GlobalTokens((-1,)), "`tokens` must be >= 0"),
         (lambda: dx.Documents((1, 2)), "`cu_seqlens` must start at 0"),
         (lambda: dx.Documents((0, 5)).layout(6), "`cu_seqlens` must end at seqlen_k = 6"),
         (lambda: dx.Full().layout(6, block_size=48), "`block_size` must be one of"),
@@ -336,7 +336,7 @@ def three_heads():
     ],
 )
 def test_no_number_is_cut_to_a_whole_one(build, name):
-    with pytest.raises(TypeError, match=f"`{name}` must be an integer, got"):
+    with pytest.raises(TypeError, match=f"`{name}` must be an integer"):
         build()
 
 

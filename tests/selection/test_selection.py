@@ -438,14 +438,14 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda q, k: TopK(1.5), "`budget` must be a count"),
-        (lambda q, k: TopK(-1), "`budget` must be a count"),
-        (lambda q, k: TopK(float("nan")), "`budget` must be a count"),
+        (lambda q, k: TopK(1.5), "`budget` must be from 0.0 to 1.0"),
+        (lambda q, k: TopK(-1), "`budget` must be >= 0"),
+        (lambda q, k: TopK(float("nan")), "`budget` must be from 0.0 to 1.0"),
         (lambda q, k: TopP(2.0), "`mass` must be from"),
         (lambda q, k: TopK(1, per="layer"), "`per` must be 'group' or 'head'"),
         (lambda q, k: MeanQuery(0.0), "`sharpness` must be > 0"),
         (lambda q, k: MeanQuery(precision="fp8"), "`precision` must be 'full' or 'int8'"),
-        (lambda q, k: TwoStage(1.5), "`keep` must be a count"),
+        (lambda q, k: TwoStage(1.5), "`keep` must be from 0.0 to 1.0"),
         (lambda q, k: TwoStage(panel=3), "`panel` must be a power of two"),
         (lambda q, k: MeanPool(pool=0), "`pool` must be >= 1"),
         (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),

@@ -30,22 +30,23 @@ from dynaxx.patterns.build import build_layout
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
 from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs, Visited, all_of, any_of, checked_visited
+from dynaxx.settings import Configured
 
 MASKS_AT_ONCE = 512
 MANY = 16  # distances; with more of them, equal ones are merged first
 
 
-class Pattern(ABC):
+class Pattern(Configured, ABC):
     """A rule over positions.
 
     Patterns are immutable and hashable. Combine them with `|` (a pair is visible if either shows it) and `&` (if both
     do). A constructor raises TypeError or ValueError, and names the setting, if a setting has a wrong type or is out of
-    range. A subclass must define `visible` and `visited`.
+    range. A subclass must define `visible` and `visited`; with a kind, policies may name it (see `Configured`).
     """
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **more: Any) -> None:
         """Reset the inherited `program` if a subclass redefines which pairs are visible."""
-        super().__init_subclass__()
+        super().__init_subclass__(**more)
         if {"visible", "shows"} & vars(cls).keys() and "program" not in vars(cls):
             cls.program = Pattern.program  # type: ignore[method-assign]
 
@@ -293,7 +294,7 @@ class Combined(Pattern):
         return Kinds(kind, self.joined(iter(masks)))
 
 
-class Union(Combined):
+class Union(Combined, kind="any_of"):
     """A pair is visible if any part shows it."""
 
     combine = operator.or_
@@ -309,7 +310,7 @@ class Union(Combined):
         return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
 
 
-class Intersection(Combined):
+class Intersection(Combined, kind="all_of"):
     """A pair is visible if every part shows it."""
 
     combine = operator.and_
@@ -340,7 +341,7 @@ class DistanceRule(Pattern):
 
 
 @dataclass(frozen=True)
-class Causal(DistanceRule):
+class Causal(DistanceRule, kind="causal"):
     """Keys at or before the query."""
 
     @override

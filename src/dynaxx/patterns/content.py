@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -16,14 +17,15 @@ from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.global_tokens import GlobalTokens
 from dynaxx.patterns.runs import Visited
+from dynaxx.settings import Count
 
-TokenSequence = tuple[int, ...]
+TokenSequence = tuple[Count, ...]
 
 
 @typed
 @dataclass(frozen=True)
-class GlobalContent(Pattern):
-    """Tokens that every query sees because of their content: separators, section headings, definitions.
+class GlobalContent(Pattern, kind="global_content"):
+    """Keys by content, such as section headings: `token_ids` or `sequences` of them, and `span` tokens after each.
 
     The pattern has no positions until `resolve(input_ids)` finds them in a request. A policy under `dynaxx.apply`
     resolves it for every sequence. A combination such as `a | GlobalContent(...)` resolves as a whole.
@@ -35,9 +37,9 @@ class GlobalContent(Pattern):
         symmetric: whether the global tokens also see every key.
     """
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[Count, ...] = ()
     sequences: tuple[TokenSequence, ...] = ()
-    span: int = 0
+    span: Count = 0
     symmetric: bool = False
 
     def __post_init__(self) -> None:
@@ -49,11 +51,12 @@ class GlobalContent(Pattern):
             raise ValueError("`GlobalContent` must have `token_ids` or `sequences`, got neither")
         if () in sequences:
             raise ValueError("`sequences` must not hold an empty sequence, which would match everywhere")
-        for name, tokens in (("token_ids", self.token_ids), ("sequences", sum(self.sequences, ()))):
-            if min(tokens, default=0) < 0:
-                raise ValueError(f"`{name}` must be token ids >= 0, got {min(tokens)}")
-        if self.span < 0:
-            raise ValueError(f"`span` must be >= 0 tokens, got {self.span}")
+        super().__post_init__()
+
+    @override
+    @classmethod
+    def random(cls, rng: random.Random, seqlen_k: int) -> Self:
+        return cls((rng.randrange(9),), span=rng.randrange(3), symmetric=rng.random() < 0.5)
 
     @property
     @override

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,18 +19,19 @@ from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct, packed
 from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs, Visited
+from dynaxx.settings import Count
 
 
 @typed
 @dataclass(frozen=True)
-class Documents(Pattern):
-    """Pairs within one document of a packed sequence.
+class Documents(Pattern, kind="documents"):
+    """Keys of the query's own document in a packed sequence.
 
     Args:
         cu_seqlens: cumulative lengths (0, ..., total) of the documents in key positions, host integers.
     """
 
-    cu_seqlens: tuple[int, ...]
+    cu_seqlens: tuple[Count, ...]
 
     def __post_init__(self) -> None:
         """Convert the ends to a tuple of int and check them."""
@@ -37,6 +40,11 @@ class Documents(Pattern):
         if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
             raise ValueError(f"`cu_seqlens` must start at 0 and not fall, got {ends[:8]}")
         object.__setattr__(self, "cu_seqlens", ends)
+
+    @override
+    @classmethod
+    def random(cls, rng: random.Random, seqlen_k: int) -> Self:
+        return cls((0, *sorted(rng.sample(range(seqlen_k + 1), min(seqlen_k, 3))), seqlen_k))
 
     def _document(self, positions: Ints) -> Ints:
         """Return the index of each position's document. Positions past the end belong to the last document."""

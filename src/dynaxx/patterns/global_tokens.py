@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Annotated, Self
 
 import numpy as np
 import torch
@@ -19,33 +21,35 @@ from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, met, packed
 from dynaxx.patterns.program import FAR, Op, positions
 from dynaxx.patterns.runs import Ints, Runs, Visited
+from dynaxx.settings import Count, Range
 
 
 @typed
 @dataclass(frozen=True)
-class GlobalTokens(Pattern):
-    """Tokens that every query sees (Longformer, BigBird).
+class GlobalTokens(Pattern, kind="global_tokens"):
+    """The first `tokens` keys, or those at the given positions (Longformer, BigBird).
 
     Args:
         tokens: the first n positions, or a tuple of positions.
         symmetric: whether the global tokens also see every key.
     """
 
-    tokens: int | tuple[int, ...]
+    tokens: Count | tuple[Count, ...]
     symmetric: bool = False
 
     def __post_init__(self) -> None:
         """Convert the tokens to a number or a sorted tuple, and check them."""
-        if not isinstance(self.tokens, Iterable) or getattr(self.tokens, "ndim", 1) == 0:
-            count = as_integer("tokens", self.tokens)
-            if count < 0:
-                raise ValueError(f"`tokens` must be >= 0, got {count}")
-            object.__setattr__(self, "tokens", count)
-            return
-        each = tuple(sorted({as_integer("tokens", position) for position in self.tokens}))
-        if each and each[0] < 0:
-            raise ValueError(f"`tokens` must be positions >= 0, got {each[0]}")
-        object.__setattr__(self, "tokens", each)
+        if isinstance(self.tokens, Iterable) and getattr(self.tokens, "ndim", 1):
+            positions = tuple(sorted({as_integer("tokens", position) for position in self.tokens}))
+            object.__setattr__(self, "tokens", positions)
+        super().__post_init__()
+
+    @override
+    @classmethod
+    def random(cls, rng: random.Random, seqlen_k: int) -> Self:
+        rule = super().random(rng, seqlen_k)
+        positions = tuple(rng.sample(range(seqlen_k), min(seqlen_k, 3)))
+        return replace(rule, tokens=positions) if type(rule) is GlobalTokens and rng.random() < 0.5 else rule
 
     def _is_global(self, pos: Tensor) -> Tensor:
         if isinstance(self.tokens, int):
@@ -87,12 +91,12 @@ class GlobalTokens(Pattern):
         return [*keys, Op.QUERIES, *keys[1:], Op.ANY, 2] if self.symmetric else keys
 
 
-@typed
-class Sink(GlobalTokens):
+@dataclass(frozen=True)
+class Sink(GlobalTokens, kind="sink"):
     """The first `tokens` keys, which language models use as attention sinks (StreamingLLM)."""
 
-    def __init__(self, tokens: int = 4) -> None:
-        super().__init__(tokens)
+    tokens: Annotated[int, Range(0, tries=(0, 1, 3, 5))] = 4
+    symmetric: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         """Return the constructor call."""

@@ -10,30 +10,23 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
-from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct
 from dynaxx.patterns.program import FAR, Op, positions
 from dynaxx.patterns.runs import Runs, Visited
+from dynaxx.settings import Count
 
 
-@typed
 @dataclass(frozen=True)
-class LastQueries(Pattern):
-    """Let the last `queries` queries see every key.
+class LastQueries(Pattern, kind="last_queries"):
+    """Every key, for the last `queries` queries: the question at the end of a prompt.
 
-    A prompt often ends with a question whose answer may be anywhere in the prompt. The pattern visits a share of about
-    2 * queries / seqlen of a causal layout's blocks.
+    The answer may be anywhere in the prompt. The pattern visits a share of about 2 * queries / seqlen of a causal
+    layout's blocks.
     """
 
-    queries: int
-
-    def __post_init__(self) -> None:
-        """Check the number of queries."""
-        object.__setattr__(self, "queries", as_integer("queries", self.queries))
-        if self.queries < 0:
-            raise ValueError(f"`queries` must be >= 0, got {self.queries}")
+    queries: Count
 
     def _since(self, grid: BlockGrid) -> int:
         """Return the position of the first of these queries, which are at most all queries of the grid."""

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from operator import index
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from typing_extensions import override
 
-from dynaxx.arguments import typed
-from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.layout import BlockGrid
 from dynaxx.patterns import program
 from dynaxx.patterns.bands import band, beyond, clipped
 from dynaxx.patterns.base import DistanceRule
 from dynaxx.patterns.runs import Ints, Runs, Visited
+from dynaxx.settings import Positive, Range
+
+Side = Annotated[int, Range(-1)]  # keys on one side of the query; -1 for all
 
 
 @dataclass(frozen=True)
-class Full(DistanceRule):
+class Full(DistanceRule, kind="full"):
     """Every pair."""
 
     @override
@@ -41,10 +42,9 @@ class Full(DistanceRule):
         return Visited(touched, touched)
 
 
-@typed
 @dataclass(frozen=True)
-class SlidingWindow(DistanceRule):
-    """Keys near the query.
+class SlidingWindow(DistanceRule, kind="sliding_window"):
+    """`window` keys including the query's own; or `left` keys before and `right` keys after it, -1 for all.
 
     Args:
         window: an int W shows W keys including the query's own, as `sliding_window=W` in transformers; without
@@ -52,21 +52,7 @@ class SlidingWindow(DistanceRule):
             `window_size`: keys visible besides the query's own on each side, -1 for unlimited.
     """
 
-    window: int | tuple[int, int]
-
-    def __post_init__(self) -> None:
-        """Convert the window to an int or a pair, and check it."""
-        given: Any = self.window
-        one = not isinstance(given, tuple | list)
-        try:
-            sides = tuple(index(side) for side in ((given,) if one else given))
-        except TypeError:
-            sides = ()
-        if len(sides) != 2 - one or min(sides) < -1:
-            raise ValueError(f"`window` must be an int or (left, right) with values >= -1, got {self.window!r}")
-        if one and sides[0] < 1:
-            raise ValueError(f"`window` must be >= 1 keys, got {self.window}")
-        object.__setattr__(self, "window", sides[0] if one else sides)
+    window: Positive | tuple[Side, Side]
 
     def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
         """Return the bounds of the band lo <= query - key <= hi. None means unlimited."""
@@ -101,23 +87,15 @@ class SlidingWindow(DistanceRule):
         return band(grid, *self._limits(grid))
 
 
-@typed
 @dataclass(frozen=True)
-class Dilated(DistanceRule):
-    """A dilated window (Longformer): `window` keys including the query's own, `dilation` tokens apart.
+class Dilated(DistanceRule, kind="dilated"):
+    """`window` keys including the query's own, `dilation` tokens apart (Longformer).
 
     Without causality it shows as many keys after the query.
     """
 
-    window: int
-    dilation: int
-
-    def __post_init__(self) -> None:
-        """Check the window and the dilation."""
-        object.__setattr__(self, "window", as_integer("window", self.window))
-        object.__setattr__(self, "dilation", as_integer("dilation", self.dilation))
-        if self.window < 1 or self.dilation < 1:
-            raise ValueError(f"`window` and `dilation` must be >= 1, got {self.window} and {self.dilation}")
+    window: Positive
+    dilation: Positive
 
     def _reach(self) -> SlidingWindow:
         reach = (self.window - 1) * self.dilation
@@ -150,21 +128,14 @@ class Dilated(DistanceRule):
         return reach if self.dilation == 1 else Visited(reach.touched, Runs.none())
 
 
-@typed
 @dataclass(frozen=True)
-class Strided(DistanceRule):
+class Strided(DistanceRule, kind="strided"):
     """Keys whose distance from the query is a multiple of `stride`.
 
     This is the long-range half of the Sparse Transformer, `SlidingWindow(stride) | Strided(stride)`.
     """
 
-    stride: int
-
-    def __post_init__(self) -> None:
-        """Check the stride."""
-        object.__setattr__(self, "stride", as_integer("stride", self.stride))
-        if self.stride < 1:
-            raise ValueError(f"`stride` must be >= 1, got {self.stride}")
+    stride: Annotated[int, Range(1, tries=(1, 3, 16, 40, 97, 150))]
 
     @override
     def shows(self, grid: BlockGrid, distance: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -12,31 +13,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
-from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, whole_or_nothing
 from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs, Visited
+from dynaxx.settings import Range
 
 ROW_FACTOR = 0x9E3779B1  # of the hash of random blocks; core/source has it too
 
 
-@typed
 @dataclass(frozen=True)
-class LocalBlocks(Pattern):
-    """A window of `blocks` whole kv blocks, of which the last is the one in which the q block ends.
+class LocalBlocks(Pattern, kind="local_blocks"):
+    """The last `blocks` whole kv blocks up to the one in which the q block ends.
 
     It visits as many blocks as a sliding window of (blocks - 1) * kv_block + 1 tokens and shows more keys.
     """
 
-    blocks: int
-
-    def __post_init__(self) -> None:
-        """Check the number of blocks."""
-        object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
-        if self.blocks < 1:
-            raise ValueError(f"`blocks` must be >= 1, got {self.blocks}")
+    blocks: Annotated[int, Range(1, tries=(1, 2, 3))]
 
     @property
     @override
@@ -75,24 +69,16 @@ class LocalBlocks(Pattern):
         return [Op.LOCAL_BLOCKS, self._count(grid)]
 
 
-@typed
 @dataclass(frozen=True)
-class RandomBlocks(Pattern):
-    """Random kv blocks (BigBird): `blocks` per q block, one from each of as many equal shares of the visible blocks.
+class RandomBlocks(Pattern, kind="random_blocks"):
+    """`blocks` random kv blocks per q block, one from each of as many equal shares of the visible ones (BigBird).
 
     A counter-based hash of (seed, row, share) draws them, so they are the same on every device and machine. Rows count
     from the first key, so that a chunk of a prompt, if it starts with a block, has the blocks of the whole prompt.
     """
 
-    blocks: int
+    blocks: Annotated[int, Range(0, tries=(0, 1, 2, 4))]
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the number of blocks and the seed."""
-        object.__setattr__(self, "blocks", as_integer("blocks", self.blocks))
-        object.__setattr__(self, "seed", as_integer("seed", self.seed))
-        if self.blocks < 0:
-            raise ValueError(f"`blocks` must be >= 0, got {self.blocks}")
 
     @property
     @override

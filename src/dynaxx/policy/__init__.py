@@ -4,7 +4,7 @@
 The files:
 
     schema, document, facts, files  the document and its file
-    rule, rule_parts, scale, specs, pattern_specs  rules as data
+    rule, rule_parts, scale, specs  rules as data
     resolve, plan, decode           what each layer does
     rollout, length, kill, reload   which requests follow a policy, and which policy
     guard, drift, profile           measurements on running traffic

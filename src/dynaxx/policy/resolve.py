@@ -70,7 +70,7 @@ def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
     by_key: dict[Any, list[int]] = {}
     for head, rule in enumerate(rules):
         pattern, selector = parts(rule)
-        key = (pattern, None if selector is None else with_budget(selector, 0.0), rule is None)
+        key = (pattern, None if selector is None else with_budget(selector, selector.nothing), rule is None)
         by_key.setdefault(key, []).append(head)
     selecting = [key for key in by_key if key[1] is not None]
     for pattern, family, dense in [key for key in by_key if key[1] is None]:

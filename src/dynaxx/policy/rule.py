@@ -9,7 +9,8 @@ from pydantic import AfterValidator, model_validator
 
 from dynaxx.layout import as_block_size
 from dynaxx.policy.document import Document, Indices, Int
-from dynaxx.policy.specs import AttentionRule, AttentionSpec, to_spec
+from dynaxx.policy.rule_parts import budget_of, parts
+from dynaxx.policy.specs import AttentionRule, AttentionSpec, Spec, to_spec
 from dynaxx.selection.pages import PageBudget
 
 SMALLEST_PAGE = 8  # tokens; pages of decode rules may be smaller than the blocks of a layout
@@ -101,8 +102,8 @@ class Rule(Document):
         return tuple(range(layers)) if self.layers == "all" else self.layers
 
 
-def head_values(attention: Any) -> tuple[float, ...] | None:
+def head_values(attention: Spec) -> tuple[float, ...] | None:
     """Return the per-head budgets of an attention spec, or None if it has a single budget or none."""
-    selector = getattr(attention, "selector", attention)
-    values = getattr(selector, "values", None)
+    _, selector = parts(attention.build())
+    values = None if selector is None else budget_of(selector)
     return values if isinstance(values, tuple) else None

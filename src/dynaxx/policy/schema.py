@@ -20,10 +20,10 @@ from dynaxx.policy.document import Document, Positive, Total
 from dynaxx.policy.drift import Drift
 from dynaxx.policy.facts import Evidence, MeasuredOn, ModelFacts, Tolerances
 from dynaxx.policy.guard import Guard
-from dynaxx.policy.pattern_specs import Leaf, Spec
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.rollout import Rollout
 from dynaxx.policy.rule import BlockSize, Rule, as_page_size, head_values
+from dynaxx.policy.specs import kinds
 from dynaxx.printable import printable
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
@@ -180,7 +180,7 @@ def _explain(found: Any) -> str:
     if found["type"] == "extra_forbidden":
         fix: str | None = _unknown_fix(found["loc"])
     elif found["type"] == "union_tag_invalid":
-        fix = _near(found["ctx"]["tag"], _KINDS) or None
+        fix = _near(found["ctx"]["tag"], {*kinds()}) or None
     else:
         fix = _FIXES.get(found["type"])
     ours = found["type"] == "value_error"  # our own message, which may have several lines
@@ -194,7 +194,7 @@ def _explain(found: Any) -> str:
 def _unknown_fix(where: tuple[int | str, ...]) -> str:
     """Return the fix for an unknown field: the known field with nearly the same spelling, if there is one."""
     within = next((part for part in reversed(where[:-1]) if isinstance(part, str)), "")
-    return _near(str(where[-1]), _FIELDS.get(within, set())) or "remove it; this version does not know it"
+    return _near(str(where[-1]), _fields_of(within)) or "remove it; this version does not know it"
 
 
 def _near(name: str, known: set[str]) -> str:
@@ -206,13 +206,11 @@ def _near(name: str, known: set[str]) -> str:
 def _is_branch(part: Any) -> bool:
     """Return whether a part of a location names a branch of a union and not a field."""
     return isinstance(part, str) and (
-        part in _KINDS or "[" in part or part in _TYPES or part.startswith("constrained-")
+        part in kinds() or "[" in part or part in _TYPES or part.startswith("constrained-")
     )
 
 
 _TYPES = ("int", "float", "str", "bool")
-_SPECS = {*Spec.__subclasses__(), *Leaf.__subclasses__()} - {Leaf}
-_KINDS = {spec.model_fields["kind"].default for spec in _SPECS}
 
 
 def _documents(base: type[BaseModel] = Document) -> Iterator[type[BaseModel]]:
@@ -230,11 +228,13 @@ def _documents_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _documents_in(part)
 
 
-_FIELDS: dict[str, set[str]] = {  # by the part of a location that contains them: a field, or the kind of a rule
-    "": set(Policy.model_fields),
-    **{spec.model_fields["kind"].default: set(spec.model_fields) for spec in _SPECS},
-}
-for _document in _documents():
-    for _name, _field in _document.model_fields.items():
-        for _inner in _documents_in(_field.annotation):
-            _FIELDS.setdefault(_name, set()).update(_inner.model_fields)
+def _fields_of(within: str) -> set[str]:
+    """Return the names of the fields in a part of a location: a field, or the kind of a rule."""
+    if within in kinds():
+        return set(kinds()[within].model_fields)
+    names = set() if within else set(Policy.model_fields)
+    for document in _documents():
+        field = document.model_fields.get(within)
+        for inner in () if field is None else _documents_in(field.annotation):
+            names.update(inner.model_fields)
+    return names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention rules as plain data: one small model per pattern, scorer and selector, and conversions both ways.
+"""Attention rules as plain data: one small model per pattern, scorer and selector, derived from the rule's settings.
 
 `to_spec(rule)` converts a `Pattern`, `Selector` or `Hybrid` to data, and `spec.build()` builds it again. The round trip
 is exact. Validation builds the object once, so that a document that loads always runs.
@@ -7,220 +7,60 @@ is exact. Validation builds the object once, so that a document that loads alway
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeAlias
+import json
+import types
+import typing
+from collections.abc import Callable
+from functools import cache, lru_cache, reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, Strict, TypeAdapter, create_model, model_validator
 
-from dynaxx import patterns as p
-from dynaxx import selection as s
-from dynaxx.policy.document import MOST_LISTED, Count, Counts, Int, NotNegative, Positive, Share
-from dynaxx.policy.pattern_specs import AllOfSpec, AnyOfSpec, AnyPattern, Leaf, PatternSpec, Spec
+from dynaxx.patterns import Pattern
+from dynaxx.policy.document import MOST, MOST_LISTED, Document, Flag, Int
+from dynaxx.selection import Hybrid, Scorer, Selector
+from dynaxx.settings import Configured, Range, defaults_of, registered, settings_of
 
-AttentionRule: TypeAlias = p.Pattern | s.Selector | s.Hybrid  # the rule of a head; None means dense
+AttentionRule: TypeAlias = Pattern | Selector | Hybrid  # the rule of a head; None means dense
 
-Per = Literal["group", "head"]
-Shares = Annotated[tuple[Share, ...], Field(max_length=MOST_LISTED)]
-Iterations = Annotated[int, Strict(), Field(ge=1, le=256)]
-Clusters = Annotated[int, Strict(), Field(ge=1, le=4096)]
-Tables = Annotated[int, Strict(), Field(ge=1, le=256)]
-Bits = Annotated[int, Strict(), Field(ge=1, le=16)]  # 2^bits buckets
-
-
-class MeanQuerySpec(Leaf):
-    """Score blocks by the attention of a q block's mean query to each of their keys."""
-
-    makes = s.MeanQuery
-    kind: Literal["mean_query"] = "mean_query"
-    sharpness: Annotated[float, Strict(), Field(gt=0, le=1000)] = 0.75
-    precision: Literal["full", "int8"] = "full"
+MOST_PARTS = 64  # limit on the parts of a union or an intersection
+MOST_SEQUENCES = 1024  # limit on the lists in one list
 
 
-class TileQueriesSpec(Leaf):
-    """Score blocks by the attention of the mean queries of a q block's tiles to each of their keys."""
+class Spec(Document):
+    """A rule as data: its kind, and its settings by their names.
 
-    makes = s.TileQueries
-    kind: Literal["tile_queries"] = "tile_queries"
-    tokens: Positive = 16
-    sharpness: Annotated[float, Strict(), Field(gt=0, le=1000)] = 0.75
-
-
-class TwoStageSpec(Spec):
-    """Score blocks in two stages: bounds rule out most blocks, and `fine` ranks the rest.
-
-    The second stage gets a `share` of the visible blocks, or a number of `blocks`.
-    """
-
-    kind: Literal["two_stage"] = "two_stage"
-    share: Share | None = None
-    blocks: Count | None = None
-    fine: MeanQuerySpec = MeanQuerySpec()
-    panel: Positive = 32
-
-    @model_validator(mode="after")
-    def _one_keep(self) -> TwoStageSpec:
-        if (self.share is None) == (self.blocks is None):
-            raise ValueError("give exactly one of `share` and `blocks`")
-        self.build()
-        return self
-
-    def build(self) -> s.TwoStage:
-        """Return the object that this data describes."""
-        return s.TwoStage(
-            float(self.share or 0.0) if self.blocks is None else self.blocks, self.fine.build(), self.panel
-        )
-
-
-class MeanPoolSpec(Leaf):
-    """Score blocks by mean-pooled keys."""
-
-    makes = s.MeanPool
-    kind: Literal["mean_pool"] = "mean_pool"
-    pool: Positive | None = None
-
-
-class MinMaxSpec(Leaf):
-    """Score blocks by a bound from the minima and maxima of their keys, or by its mixture with the mean key."""
-
-    makes = s.MinMax
-    kind: Literal["min_max"] = "min_max"
-    bound: Share = 1.0
-    pool: Positive | None = None
-
-
-class LastQueryProbeSpec(Leaf):
-    """Score blocks by the vertical and slash lines that the last queries see."""
-
-    makes = s.LastQueryProbe
-    kind: Literal["last_query_probe"] = "last_query_probe"
-    queries: Positive = 64
-
-
-class AntiDiagonalSpec(Leaf):
-    """Score blocks by sums over strided anti-diagonals."""
-
-    makes = s.AntiDiagonal
-    kind: Literal["anti_diagonal"] = "anti_diagonal"
-    stride: Positive = 16
-
-
-class SimHashSpec(Leaf):
-    """Score blocks by how often their keys share a random bucket with the queries."""
-
-    makes = s.SimHash
-    kind: Literal["sim_hash"] = "sim_hash"
-    tables: Tables = 16
-    bits: Bits = 6
-    seed: Int = 0
-
-
-class KeyClustersSpec(Leaf):
-    """Score blocks by the clusters of keys nearest to the queries."""
-
-    makes = s.KeyClusters
-    kind: Literal["key_clusters"] = "key_clusters"
-    clusters: Clusters = 128
-    nearest: Clusters = 32
-    iterations: Iterations = 4
-    seed: Int = 0
-
-
-class ClusterGlobalsSpec(Leaf):
-    """Select, for every query, the blocks that hold most keys of each cluster.
-
-    `per_cluster` is one number, or one per head that the rule covers.
-    """
-
-    makes = s.ClusterGlobals
-    kind: Literal["cluster_globals"] = "cluster_globals"
-    per_cluster: Count | Counts = 1
-    clusters: Clusters = 32
-    iterations: Iterations = 4
-    seed: Int = 0
-
-
-class TopKSpec(Spec):
-    """Select the best-scored blocks: a `share` of the causally visible ones, or a number of `blocks`.
-
-    Either is one value, or one per head that the rule covers. They have different names because JSON does not
+    A setting that is a share or a number of blocks is stored as `share` or as `blocks`, because JSON does not
     distinguish 1 from 1.0.
     """
 
-    kind: Literal["top_k"] = "top_k"
-    share: Share | Shares | None = None
-    blocks: Count | Counts | None = None
-    scorer: ScorerSpec = MeanQuerySpec()
-    floor: Count = 0  # q blocks that see fewer kv blocks than this get the share of this many
-    per: Per = "group"  # "group": the q heads of a kv head choose together; "head": each chooses alone
+    rule: ClassVar[type[Any]]
 
     @model_validator(mode="after")
-    def _one_budget(self) -> TopKSpec:
-        if (self.share is None) == (self.blocks is None):
-            raise ValueError("give exactly one of `share` and `blocks`")
+    def _must_build(self) -> Spec:
+        self.build()
         return self
 
-    @property
-    def values(self) -> Any:
-        """The budget: one value, or a tuple of one per head."""
-        return self.share if self.blocks is None else self.blocks
+    def build(self) -> Any:
+        """Return the rule that this data describes."""
+        settings = {}
+        for name, hint in settings_of(self.rule).items():
+            value = self._share_or_blocks() if _either(hint) else getattr(self, name)
+            if isinstance(value, tuple):
+                value = tuple(each.build() if isinstance(each, Spec) else each for each in value)
+            settings[name] = value.build() if isinstance(value, Spec) else value
+        return self.rule(**settings)
 
-    def build(self) -> s.TopK:
-        """Return the object that this data describes."""
-        return s.TopK(
-            _floats(self.share) if self.blocks is None else self.blocks, self.scorer.build(), self.floor, self.per
-        )
+    def _share_or_blocks(self) -> Any:
+        share, blocks = getattr(self, "share", None), getattr(self, "blocks", None)
+        if (share is None) == (blocks is None):
+            raise ValueError("give exactly one of `share` and `blocks`")
+        return share if blocks is None else blocks
 
-
-class TopPSpec(Spec):
-    """Select the best-scored blocks up to a share of the estimated attention mass; one value, or one per head."""
-
-    kind: Literal["top_p"] = "top_p"
-    mass: Share | Shares
-    scorer: ScorerSpec = MeanQuerySpec()
-    per: Per = "group"
-
-    @property
-    def values(self) -> Any:
-        """The mass: one value, or a tuple of one per head."""
-        return self.mass
-
-    def build(self) -> s.TopP:
-        """Return the object that this data describes."""
-        return s.TopP(_floats(self.mass), self.scorer.build(), self.per)
-
-
-class ThresholdSpec(Spec):
-    """Select the blocks whose estimated mass reaches a share of the row's largest mass, or of an even spread.
-
-    The share is one value, or one per head.
-    """
-
-    kind: Literal["threshold"] = "threshold"
-    share: NotNegative | Annotated[tuple[NotNegative, ...], Field(max_length=MOST_LISTED)]
-    of: Literal["max", "uniform"] = "max"
-    scorer: ScorerSpec = MeanQuerySpec()
-    per: Per = "group"
-
-    @property
-    def values(self) -> Any:
-        """The share: one value, or a tuple of one per head."""
-        return self.share
-
-    def build(self) -> s.Threshold:
-        """Return the object that this data describes."""
-        return s.Threshold(_floats(self.share), self.of, self.scorer.build(), self.per)
-
-
-class HybridSpec(Spec):
-    """A pattern that is always visible, and a selector that spends its budget on the rest."""
-
-    kind: Literal["hybrid"] = "hybrid"
-    pattern: PatternSpec
-    selector: SelectorSpec
-
-    def build(self) -> s.Hybrid:
-        """Return the object that this data describes."""
-        return s.Hybrid(self.pattern.build(), self.selector.build())
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to unpickle a spec, whose class is not in a module."""
+        return _unpickled, (self.model_dump_json(),)
 
 
 class DenseSpec(Spec):
@@ -229,32 +69,11 @@ class DenseSpec(Spec):
     kind: Literal["dense"] = "dense"
 
     def build(self) -> None:
-        """Return the object that this data describes."""
+        """Return None, which means dense."""
         return None
 
 
-ScorerSpec: TypeAlias = Annotated[
-    MeanQuerySpec
-    | TileQueriesSpec
-    | TwoStageSpec
-    | MeanPoolSpec
-    | MinMaxSpec
-    | LastQueryProbeSpec
-    | AntiDiagonalSpec
-    | SimHashSpec
-    | KeyClustersSpec,
-    Field(discriminator="kind"),
-]
-AnySelector: TypeAlias = TopKSpec | TopPSpec | ThresholdSpec | ClusterGlobalsSpec
-SelectorSpec: TypeAlias = Annotated[AnySelector, Field(discriminator="kind")]
-AttentionSpec: TypeAlias = Annotated[AnyPattern | AnySelector | HybridSpec | DenseSpec, Field(discriminator="kind")]
-for _model in (TopKSpec, TopPSpec, ThresholdSpec, HybridSpec):
-    _model.model_rebuild()
-
-_SPEC_OF = {leaf.makes: leaf for leaf in Leaf.__subclasses__()}
-
-
-def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
+def to_spec(rule: AttentionRule | Scorer | None) -> Any:
     """Convert a pattern, selector, hybrid or scorer to data. None means dense.
 
     Raises:
@@ -262,35 +81,120 @@ def to_spec(rule: AttentionRule | s.Scorer | None) -> Any:
     """
     if rule is None:
         return DenseSpec()
-    if isinstance(rule, p.Union):
-        return AnyOfSpec(parts=tuple(to_spec(part) for part in rule.parts))
-    if isinstance(rule, p.Intersection):
-        return AllOfSpec(parts=tuple(to_spec(part) for part in rule.parts))
-    if isinstance(rule, s.Hybrid):
-        return HybridSpec(pattern=to_spec(rule.pattern), selector=to_spec(rule.selector))
-    if type(rule) is s.TopK:
-        return _top_k_spec(rule)
-    if type(rule) is s.TopP:
-        return TopPSpec(mass=rule.mass, scorer=to_spec(rule.scorer), per=rule.per)
-    if type(rule) is s.Threshold:
-        return ThresholdSpec(share=rule.share, of=rule.of, scorer=to_spec(rule.scorer), per=rule.per)
-    if type(rule) is s.TwoStage:
-        name = "blocks" if isinstance(rule.keep, int) else "share"
-        return TwoStageSpec(**{name: rule.keep}, fine=to_spec(rule.fine), panel=rule.panel)  # type: ignore[arg-type]
-    leaf = _SPEC_OF.get(type(rule))
-    if leaf is None:
-        raise ValueError(f"a policy cannot express {rule!r}; use a pattern, selector or hybrid of dynaxx")
-    own = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
-    return leaf(**{name: own[name] for name in leaf.model_fields if name != "kind"})
+    if type(rule) not in registered(Configured):
+        raise ValueError(f"a policy cannot express {rule!r}; use a pattern, selector or hybrid that has a `kind`")
+    data = {}
+    for name, hint in settings_of(type(rule)).items():
+        value = getattr(rule, name)
+        if isinstance(value, Configured):
+            value = to_spec(value)  # type: ignore[arg-type]
+        elif isinstance(value, tuple):
+            value = tuple(to_spec(each) if isinstance(each, Pattern) else each for each in value)
+        data[_stored_name(name, value) if _either(hint) else name] = value
+    return spec_of(type(rule))(**data)
 
 
-def _top_k_spec(rule: s.TopK) -> TopKSpec:
-    values = rule.budget if isinstance(rule.budget, tuple) else (rule.budget,)
-    if len({type(value) for value in values}) > 1:
-        raise ValueError(f"`budget` must be shares or block counts, not both, got {rule.budget}; use one rule for each")
-    name = "blocks" if isinstance(values[0], int) else "share"
-    return TopKSpec(**{name: rule.budget}, scorer=to_spec(rule.scorer), floor=rule.floor, per=rule.per)  # type: ignore[arg-type]
+def kinds() -> dict[str, type[Spec]]:
+    """Return the classes of all specs by their kinds."""
+    return {**{rule.kind: spec_of(rule) for rule in registered(Configured)}, "dense": DenseSpec}
 
 
-def _floats(value: Any) -> Any:
-    return tuple(float(each) for each in value) if isinstance(value, tuple) else float(value or 0.0)
+@lru_cache(maxsize=256)
+def spec_of(rule: type[Any]) -> type[Spec]:
+    """Return the model of a registered rule's data."""
+    defaults, stored = defaults_of(rule), {}
+    for name, hint in settings_of(rule).items():
+        if _either(hint):
+            stored["share"] = (_stored(_only(float, hint)) | None, None)
+            stored["blocks"] = (_stored(_only(int, hint)) | None, None)
+            continue
+        default = defaults.get(name, ...)
+        stored[name] = (_stored(hint), to_spec(default) if isinstance(default, Configured) else default)
+    made: Any = create_model(
+        f"{rule.__name__}Spec",
+        __base__=Spec,
+        __doc__=rule.__doc__,
+        kind=(Literal[rule.kind], rule.kind),
+        **stored,
+    )
+    made.rule = rule
+    return made
+
+
+def _stored(hint: Any) -> Any:
+    """Return the annotation of a setting in a model: strict, and bounded also where the setting has no bound."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _bounded(of[0], of[1])
+    if origin in (typing.Union, types.UnionType):
+        return reduce(or_, map(_stored, of))
+    if origin is tuple and of[-1] is Ellipsis:
+        if of[0] is Pattern:
+            return Annotated[tuple[_stored(Pattern), ...], Field(min_length=2, max_length=MOST_PARTS)]
+        most = MOST_SEQUENCES if typing.get_origin(of[0]) is tuple else MOST_LISTED
+        return Annotated[tuple[_stored(of[0]), ...], Field(max_length=most)]
+    if origin is tuple:
+        return tuple[tuple(map(_stored, of))]  # type: ignore[misc]
+    if isinstance(hint, type) and issubclass(hint, Configured):
+        return spec_of(hint) if hint.kind else Annotated[SerializeAsAny[Spec], PlainValidator(_reader(hint))]
+    simple = {int: Int, float: Annotated[float, Strict()], bool: Flag, type(None): None}
+    if origin is not Literal and hint not in simple:
+        raise TypeError(f"no policy can store a setting of type {hint}")
+    return hint if origin is Literal else simple[hint]
+
+
+def _bounded(number: type, bounds: Range) -> Any:
+    least: dict[str, Any] = {"gt" if bounds.above else "ge": bounds.least}
+    most = min(bounds.most, bounds.most if bounds.stored is None else bounds.stored)
+    if number is int:
+        most = int(min(most, 2**63 - 1 if bounds.least < -MOST else MOST))
+    return Annotated[number, Strict(), Field(**least, le=None if most == float("inf") else most)]
+
+
+def _either(hint: Any) -> bool:
+    """Return whether a setting is a share or a number of blocks."""
+    return _only(int, hint) is not None and _only(float, hint) is not None
+
+
+def _only(number: type, hint: Any) -> Any:
+    """Return the part of an annotation that takes numbers of a type; None if there is none."""
+    origin, of = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        parts = [part for each in of if (part := _only(number, each)) is not None]
+        return reduce(or_, parts) if parts else None
+    if origin is tuple and of[-1] is Ellipsis:
+        part = _only(number, of[0])
+        return None if part is None else tuple[part, ...]
+    return hint if (of[0] if origin is Annotated else hint) is number else None
+
+
+def _stored_name(name: str, value: Any) -> str:
+    values = value if isinstance(value, tuple) else (value,)
+    if len({type(each) for each in values}) > 1:
+        raise ValueError(f"`{name}` must be shares or block counts, not both, got {value}; use one rule for each")
+    return "blocks" if isinstance(values[0], int) else "share"
+
+
+def _reader(*bases: type[Any]) -> Callable[[Any], Any]:
+    """Return the validator of specs whose rules are subclasses of some classes, those registered later included."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, Spec):
+            return value
+        specs = tuple(map(spec_of, registered(*bases)))
+        return _adapter((*specs, DenseSpec) if Hybrid in bases else specs).validate_python(value)
+
+    return read
+
+
+@cache
+def _adapter(specs: tuple[type[Spec], ...]) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[reduce(or_, specs), Field(discriminator="kind")])
+
+
+def _unpickled(text: str) -> Any:
+    return _read_any(json.loads(text))
+
+
+AttentionSpec: TypeAlias = Annotated[SerializeAsAny[Spec], PlainValidator(_reader(Pattern, Selector, Hybrid))]
+_read_any = _reader(Configured, Hybrid)

@@ -28,6 +28,7 @@ from dynaxx.selection.scorers import (
     TileQueries,
     TwoStage,
 )
+from dynaxx.settings import import_folder
 
 __all__ = [
     "AntiDiagonal",
@@ -50,3 +51,5 @@ __all__ = [
     "recall",
     "select_blocks",
 ]
+
+vars().update(import_folder(__name__, Scorer, Selector))

@@ -20,6 +20,7 @@ from dynaxx.selection.choice import Choice
 from dynaxx.selection.device import select_on_device, serves
 from dynaxx.selection.in_torch import select_in_torch
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, MEMORY_BUDGET
+from dynaxx.settings import Configured
 
 
 class Selector(Choice):
@@ -51,9 +52,8 @@ class Selector(Choice):
     __ror__ = __or__
 
 
-@typed
 @dataclass(frozen=True)
-class Hybrid:
+class Hybrid(Configured, kind="hybrid"):
     """A pattern that is always visible, and a selector that spends its budget on the rest."""
 
     pattern: Pattern

@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.selection.base import Selector
 from dynaxx.selection.choice import ChoiceSettings, Per
-from dynaxx.selection.groups import checked_per
 from dynaxx.selection.scorers import MeanQuery, Scorer
+from dynaxx.settings import Count, NotNegative, Range, Share
 
 MOST_BLOCKS = 2**31 - 1  # more than a row of blocks can have
+Blocks = Annotated[int, Range(0, tries=(0, 1, 2, 4))]
 
 
-@typed
 @dataclass(frozen=True)
-class TopK(Selector):
+class TopK(Selector, kind="top_k"):
     """Keep the best-scored blocks of every q block.
 
     Args:
@@ -36,21 +35,12 @@ class TopK(Selector):
             to its best block; with "head" each q head chooses alone.
     """
 
-    budget: int | float | tuple[int | float, ...]
+    budget: Blocks | Share | tuple[Blocks | Share, ...]
     scorer: Scorer = field(default_factory=MeanQuery)  # best recall for its cost, see docs/guides/selection.md
-    floor: int = 0
+    floor: Count = 0
     per: Per = "group"
     only_ranks: ClassVar[bool] = True
     budget_field: ClassVar[str] = "budget"
-
-    def __post_init__(self) -> None:
-        """Check the budgets."""
-        checked_per(self.per)
-        if self.floor < 0:
-            raise ValueError(f"`floor` must be >= 0 blocks, got {self.floor}")
-        for budget in _per_head(self.budget):
-            if not budget >= 0 or (isinstance(budget, float) and budget > 1):
-                raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
 
     @override
     def choice(self, q_heads: int) -> ChoiceSettings | None:
@@ -88,9 +78,8 @@ class TopK(Selector):
         return chosen | ((counts >= visible[:, None]) & optional)  # a full budget also keeps blocks that score -inf
 
 
-@typed
 @dataclass(frozen=True)
-class TopP(Selector):
+class TopP(Selector, kind="top_p"):
     """Keep the best-scored blocks until their estimated attention mass reaches a share, per head and q block.
 
     Args:
@@ -100,17 +89,10 @@ class TopP(Selector):
             chooses alone.
     """
 
-    mass: float | tuple[float, ...]
+    mass: Share | tuple[Share, ...]
     scorer: Scorer = field(default_factory=MeanQuery)
     per: Per = "group"
     budget_field: ClassVar[str] = "mass"
-
-    def __post_init__(self) -> None:
-        """Check the masses."""
-        checked_per(self.per)
-        for mass in _per_head(self.mass):
-            if not 0 <= mass <= 1:
-                raise ValueError(f"`mass` must be from 0.0 to 1.0, got {mass}")
 
     @override
     def choice(self, q_heads: int) -> ChoiceSettings:
@@ -128,9 +110,8 @@ class TopP(Selector):
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)
 
 
-@typed
 @dataclass(frozen=True)
-class Threshold(Selector):
+class Threshold(Selector, kind="threshold"):
     """Keep the blocks whose estimated attention mass reaches a threshold, per head and q block.
 
     One pass finds the reference mass of a row and another compares with it (FlashPrefill). Nothing is sorted, so the
@@ -146,22 +127,13 @@ class Threshold(Selector):
             chooses alone.
     """
 
-    share: float | tuple[float, ...]
+    share: NotNegative | tuple[NotNegative, ...]
     of: Literal["max", "uniform"] = "max"
     scorer: Scorer = field(default_factory=MeanQuery)
     per: Per = "group"
     budget_field: ClassVar[str] = "share"
     nothing: ClassVar[float] = math.inf
     everything: ClassVar[float] = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the shares and their reference."""
-        checked_per(self.per)
-        for share in _per_head(self.share):
-            if not share >= 0:
-                raise ValueError(f"`share` must be >= 0.0, got {share}")
-        if self.of not in ("max", "uniform"):
-            raise ValueError(f"`of` must be 'max' or 'uniform', got {self.of!r}")
 
     @override
     def choice(self, q_heads: int) -> ChoiceSettings:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from dynaxx.selection.scorers.base import Scorer
+from dynaxx.settings import Configured
 
 Per: TypeAlias = Literal["group", "head"]
 
@@ -22,7 +23,7 @@ class ChoiceSettings(NamedTuple):
     floor: int = 0  # top_k: rows that see fewer blocks than this get the share of this many
 
 
-class Choice(ABC):
+class Choice(Configured, ABC):
     """Base of `Selector`: a scorer and a budget."""
 
     scorer: Scorer

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,15 +10,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.selection.base import Selector
 from dynaxx.selection.scorers import KeyClusters, Scorer
-from dynaxx.selection.scorers.clusters import ClusterRanks
+from dynaxx.selection.scorers.clusters import ClusterRanks, Clusters, Iterations
+from dynaxx.settings import Count, Seed
 
 
-@typed
 @dataclass(frozen=True)
-class ClusterGlobals(Selector):
+class ClusterGlobals(Selector, kind="cluster_globals"):
     """Keep, for every cluster of keys, the blocks that hold most of its keys. All queries see the same blocks.
 
     The keys of each kv head are clustered as in `KeyClusters` (the inverted-file index of nearest-neighbour search).
@@ -35,21 +33,20 @@ class ClusterGlobals(Selector):
         seed: seed of the starting keys, as in `KeyClusters`.
     """
 
-    per_cluster: float | tuple[float, ...] = 1
-    clusters: int = 32
-    iterations: int = 4
-    seed: int = 0
+    per_cluster: Count | tuple[Count, ...] = 1
+    clusters: Clusters = 32
+    iterations: Iterations = 4
+    seed: Seed = 0
     scorer: Scorer = field(init=False, repr=False, compare=False)
     budget_field: ClassVar[str] = "per_cluster"
-    everything: ClassVar[float] = math.inf
+    nothing: ClassVar[int] = 0
+    everything: ClassVar[int] = 2**31 - 1  # more blocks than a row has
 
     def __post_init__(self) -> None:
-        """Check the numbers of blocks, and make the scorer."""
-        for blocks in self._counts():
-            if not blocks >= 0:
-                raise ValueError(f"`per_cluster` must be a number of blocks >= 0, got {blocks}")
+        """Check the settings, and make the scorer."""
+        super().__post_init__()
         index = KeyClusters(self.clusters, iterations=self.iterations, seed=self.seed)
-        ranked = max([int(blocks) for blocks in self._counts() if math.isfinite(blocks)], default=0)
+        ranked = max((blocks for blocks in self._counts() if blocks < self.everything), default=0)
         object.__setattr__(self, "scorer", ClusterRanks(index, ranked))
 
     @override
@@ -62,5 +59,5 @@ class ClusterGlobals(Selector):
         count = torch.tensor(counts, dtype=torch.float32, device=scores.device)[:, None, None]
         return ((scores > -count) | (count >= scores.shape[-1])) & optional
 
-    def _counts(self) -> tuple[float, ...]:
+    def _counts(self) -> tuple[int, ...]:
         return self.per_cluster if isinstance(self.per_cluster, tuple) else (self.per_cluster,)

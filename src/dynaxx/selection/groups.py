@@ -15,12 +15,6 @@ from dynaxx.selection.choice import Choice
 from dynaxx.selection.scorers.base import log_share
 
 
-def checked_per(per: str) -> None:
-    """Raise ValueError unless `per` is "head" or "group"."""
-    if per not in ("group", "head"):
-        raise ValueError(f"`per` must be 'group' or 'head', got {per!r}")
-
-
 def count_heads_per_choice(selector: Choice, q_heads: int, kv_heads: int) -> int:
     """Return the number of neighbouring q heads that choose together, 1 if each head chooses alone."""
     return q_heads // kv_heads if selector.per == "group" else 1

@@ -4,89 +4,40 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dynaxx import patterns as p
 from dynaxx.arguments import typed
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
-from dynaxx.selection import (
-    AntiDiagonal,
-    ClusterGlobals,
-    KeyClusters,
-    LastQueryProbe,
-    MeanPool,
-    MeanQuery,
-    MinMax,
-    Scorer,
-    Selector,
-    SimHash,
-    Threshold,
-    TileQueries,
-    TopK,
-    TopP,
-    TwoStage,
-    select_blocks,
-)
+from dynaxx.patterns import Pattern
+from dynaxx.patterns.base import Combined
+from dynaxx.selection import Selector, select_blocks
+from dynaxx.settings import registered
 
 LENGTHS = (1, 15, 17, 63, 64, 65, 100, 127, 128, 129, 200, 257)
 
 
-def random_pattern(rng: random.Random, seqlen_k: int) -> p.Pattern:
-    """Draw a pattern of any kind, or a combination of two or three."""
-    cuts = sorted(rng.sample(range(seqlen_k + 1), min(seqlen_k, 3)))
-    rules: tuple[Callable[[], p.Pattern], ...] = (
-        lambda: p.SlidingWindow(rng.choice((1, 5, 16, 33, 100))),
-        lambda: p.SlidingWindow((rng.randint(-1, 40), rng.randint(-1, 40))),
-        lambda: p.Dilated(rng.randint(1, 9), rng.randint(1, 7)),
-        lambda: p.Strided(rng.choice((1, 3, 16, 40, 97, 150))),
-        lambda: p.GlobalTokens(rng.randint(0, 40), symmetric=rng.random() < 0.5),
-        lambda: p.GlobalTokens(tuple(rng.sample(range(seqlen_k), min(seqlen_k, 3))), symmetric=rng.random() < 0.5),
-        lambda: p.Sink(rng.randint(0, 5)),
-        lambda: p.LastQueries(rng.randint(0, 70)),
-        lambda: p.LocalBlocks(rng.randint(1, 3)),
-        lambda: p.RandomBlocks(rng.randint(0, 4), seed=rng.randint(0, 9)),
-        lambda: p.Documents((0, *cuts, seqlen_k)),
-        p.Causal,
-        p.Full,
-    )
-    pattern = rng.choice(rules)()
+def random_pattern(rng: random.Random, seqlen_k: int) -> Pattern:
+    """Draw a pattern of any registered kind, or a combination of two or three."""
+    pattern = _one_pattern(rng, seqlen_k)
     for _ in range(rng.randint(0, 2)):
-        pattern = pattern | rng.choice(rules)() if rng.random() < 0.6 else pattern & rng.choice(rules)()
+        other = _one_pattern(rng, seqlen_k)
+        pattern = pattern | other if rng.random() < 0.6 else pattern & other
     return pattern
 
 
-def random_scorer(rng: random.Random) -> Scorer:
-    """Draw any scorer of the library."""
-    scorers: tuple[Callable[[], Scorer], ...] = (
-        lambda: MeanQuery(rng.choice((0.5, 0.75, 1.0)), rng.choice(("full", "int8"))),
-        lambda: MeanPool(rng.choice((None, 1, 3, 8, 16))),
-        lambda: MinMax(rng.choice((1.0, 0.5, 0.0))),
-        lambda: LastQueryProbe(rng.choice((1, 64, 1000))),
-        lambda: AntiDiagonal(rng.choice((1, 4, 16, 50))),
-        lambda: TwoStage(rng.choice((0, 3, 0.0, 0.2, 1.0)), MeanQuery(), rng.choice((1, 4, 32))),
-        lambda: SimHash(tables=rng.choice((1, 4)), bits=rng.choice((1, 5)), seed=rng.randint(0, 9)),
-        lambda: TileQueries(rng.choice((1, 8, 16, 64)), rng.choice((0.75, 0.9))),
-        lambda: KeyClusters(rng.choice((1, 8, 40)), rng.choice((1, 4, 64)), rng.choice((1, 3)), seed=rng.randint(0, 9)),
-    )
-    return rng.choice(scorers)()
+def _one_pattern(rng: random.Random, seqlen_k: int) -> Pattern:
+    kinds = [kind for kind in registered(Pattern) if not issubclass(kind, Combined)]
+    pattern: Pattern = rng.choice(kinds).random(rng, seqlen_k)
+    return pattern.resolve([rng.randrange(9) for _ in range(seqlen_k)])
 
 
 def random_selector(rng: random.Random) -> Selector:
-    """Draw a budget and a scorer."""
-    scorer = random_scorer(rng)
-    budgets: tuple[Callable[[], Selector], ...] = (
-        lambda: TopK(rng.randint(0, 4), scorer),
-        lambda: TopK(rng.random(), scorer, floor=rng.choice((0, 3))),
-        lambda: TopP(rng.random(), scorer),
-        lambda: Threshold(rng.random(), "max", scorer),
-        lambda: Threshold(2 * rng.random(), "uniform", scorer),
-        lambda: ClusterGlobals(rng.randint(0, 3), rng.choice((1, 4, 16)), seed=rng.randint(0, 9)),
-    )
-    return rng.choice(budgets)()
+    """Draw a selector of any registered kind, with any scorer."""
+    selector: Selector = rng.choice(registered(Selector)).random(rng, 1)
+    return selector
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.simhash import SimHash
 from dynaxx.selection.scorers.tile_queries import TileQueries
 from dynaxx.selection.scorers.two_stage import TwoStage
+from dynaxx.settings import import_folder
 
 __all__ = [
     "MEMORY_BUDGET",
@@ -28,3 +29,5 @@ __all__ = [
     "TileQueries",
     "TwoStage",
 ]
+
+vars().update(import_folder(__name__, Scorer))

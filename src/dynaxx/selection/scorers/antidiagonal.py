@@ -5,20 +5,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most, scoring_kernels
 from dynaxx.selection.scorers.tiles import TileMassQueries, TokenTiles, fused_rows, tile_scores
+from dynaxx.settings import Range
 
 
-@typed
 @dataclass(frozen=True)
-class AntiDiagonal(Scorer):
+class AntiDiagonal(Scorer, kind="anti_diagonal"):
     """Strided anti-diagonals of the scores (XAttention).
 
     The map is cut into tiles of S x S pairs, S = `stride`. The logit of tile (i, j) is the mean over its anti-diagonal,
@@ -31,12 +31,7 @@ class AntiDiagonal(Scorer):
         stride: tokens per tile; the largest divisor of both block sizes up to this is used.
     """
 
-    stride: int = 16
-
-    def __post_init__(self) -> None:
-        """Check the stride."""
-        if self.stride < 1:
-            raise ValueError(f"`stride` must be >= 1 tokens, got {self.stride}")
+    stride: Annotated[int, Range(1, tries=(1, 4, 16, 50))] = 16
 
     @override
     def prepare(

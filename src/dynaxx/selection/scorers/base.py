@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from torch import Tensor
 from dynaxx.kernels.registry import SELECTION
 from dynaxx.kernels.selection.contract import SelectionKernels, SelectionProblem
 from dynaxx.layout import BlockGrid
+from dynaxx.settings import Configured, Range
 
 MEMORY_BUDGET = 64 << 20  # default in bytes
 GPU_MEMORY_BUDGET = 1 << 30  # default on a GPU, where many small steps cost more than memory
 
 ScoreRows = Callable[[int, int], Tensor]  # (first row, last row + 1) -> (B, Hq, R, C) fp32 logits
+Sharpness = Annotated[float, Range(0.0, above=True, stored=1000, tries=(0.5, 0.75, 0.9, 1.0))]  # factor on the scores
 Reduce = Callable[[Tensor, int], Tensor]  # (fp32 tensor, dim) -> without that dim
 _KERNELS: dict[Reduce, str] = {torch.mean: "mean", torch.amin: "smallest", torch.amax: "largest"}  # their GPU names
 
@@ -30,7 +32,7 @@ class MeanQueryTiles(NamedTuple):
     sharpness: float  # factor on the scores
 
 
-class Scorer(ABC):
+class Scorer(Configured, ABC):
     """A rule that scores blocks.
 
     A scorer returns logits whose softmax over the visible kv blocks estimates the share of attention mass. It returns
@@ -66,13 +68,6 @@ class Scorer(ABC):
     ) -> ScoreRows:
         """Do what `prepare` does for keys whose block i is block places[i] of k; see `layout.paging.SequenceKeys`."""
         raise NotImplementedError(f"{self!r} needs the keys of a sequence in order")
-
-
-def checked_seed(seed: int) -> int:
-    """Return a seed for torch's generators. Raise ValueError unless it is a 64-bit integer."""
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"`seed` must be a 64-bit integer, got {seed}")
-    return seed
 
 
 def pieces(total: int, bytes_each: int, memory_budget: int, multiple: int = 1) -> Iterator[tuple[int, int]]:

@@ -4,23 +4,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, checked_seed, log_share, per_kv_head, pieces
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, log_share, per_kv_head, pieces
+from dynaxx.settings import Range, Seed
 
 KEYS_PER_CLUSTER = 32  # random keys per cluster that place the centroids
-MOST_CLUSTERS, MOST_ITERATIONS = 1 << 16, 100  # limits, also for policies
 FEW_RANKS = 32  # up to this many ranks are found one by one, more by sorting
 
+Clusters = Annotated[int, Range(1, 1 << 16, stored=4096, tries=(1, 4, 8, 40))]
+Iterations = Annotated[int, Range(1, 100, tries=(1, 3))]
 
-@typed
+
 @dataclass(frozen=True)
-class KeyClusters(Scorer):
+class KeyClusters(Scorer, kind="key_clusters"):
     """Nearest clusters of keys.
 
     This is the inverted-file index of nearest-neighbour search (for attention: RetrievalAttention, Squeezed Attention,
@@ -37,17 +39,10 @@ class KeyClusters(Scorer):
         seed: seed of the starting keys.
     """
 
-    clusters: int = 128
-    nearest: int = 32
-    iterations: int = 4
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the numbers of clusters and iterations, and the seed."""
-        for name, most in (("clusters", MOST_CLUSTERS), ("nearest", MOST_CLUSTERS), ("iterations", MOST_ITERATIONS)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"`{name}` must be from 1 to {most}, got {getattr(self, name)}")
-        checked_seed(self.seed)
+    clusters: Clusters = 128
+    nearest: Clusters = 32
+    iterations: Iterations = 4
+    seed: Seed = 0
 
     @override
     def prepare(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
@@ -22,11 +21,11 @@ from dynaxx.selection.scorers.base import (
     scoring_kernels,
 )
 from dynaxx.selection.scorers.tiles import TokenTiles, tile_scores
+from dynaxx.settings import Positive, Share
 
 
-@typed
 @dataclass(frozen=True)
-class MeanPool(Scorer):
+class MeanPool(Scorer, kind="mean_pool"):
     """Mean-pooled queries against mean-pooled keys (MoBA, FlexPrefill, and many others).
 
     Args:
@@ -34,12 +33,7 @@ class MeanPool(Scorer):
             of smaller pools are finer; they are summed over the block's keys and averaged over its queries.
     """
 
-    pool: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the pool size."""
-        if self.pool is not None and self.pool < 1:
-            raise ValueError(f"`pool` must be >= 1 tokens, got {self.pool}")
+    pool: Positive | None = None
 
     @override
     def prepare(
@@ -70,9 +64,8 @@ def mean_tiles(
     return TokenTiles(size, -(-x.shape[1] // size), vectors, x.dtype)
 
 
-@typed
 @dataclass(frozen=True)
-class MinMax(Scorer):
+class MinMax(Scorer, kind="min_max"):
     """Bound the mean query's score by the elementwise minima and maxima of each block's keys (Quest).
 
     Args:
@@ -82,15 +75,8 @@ class MinMax(Scorer):
             fewer keys are tighter; a block's score is the log of the sum of their exponentials.
     """
 
-    bound: float = 1.0
-    pool: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the bound and the pool size."""
-        if not 0 <= self.bound <= 1:
-            raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
-        if self.pool is not None and self.pool < 1:
-            raise ValueError(f"`pool` must be >= 1 tokens, got {self.pool}")
+    bound: Share = 1.0
+    pool: Positive | None = None
 
     @override
     def prepare(

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
@@ -19,23 +19,18 @@ from dynaxx.selection.scorers.base import (
     pieces,
     sum_groups,
 )
+from dynaxx.settings import Range
 
 
-@typed
 @dataclass(frozen=True)
-class LastQueryProbe(Scorer):
+class LastQueryProbe(Scorer, kind="last_query_probe"):
     """Vertical and slash lines in the attention of the last queries (MInference).
 
     The attention of the last `queries` queries over all keys is summed by key (vertical lines) and by distance (slash
     lines). A block's score is the mass of the lines that cross it.
     """
 
-    queries: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the number of queries."""
-        if self.queries < 1:
-            raise ValueError(f"`queries` must be >= 1, got {self.queries}")
+    queries: Annotated[int, Range(1, tries=(1, 64, 1000))] = 64
 
     @override
     def prepare(

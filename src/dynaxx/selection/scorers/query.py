@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.kernels.registry import QUERY_SCORES
 from dynaxx.kernels.selection.contract import Candidates, QueryScoresKernels, QueryScoresProblem
 from dynaxx.kernels.selection.cpu import block_scores
@@ -22,6 +21,7 @@ from dynaxx.selection.scorers.base import (
     MeanQueryTiles,
     Scorer,
     ScoreRows,
+    Sharpness,
     per_kv_head,
     pieces,
     scoring_kernels,
@@ -37,9 +37,8 @@ SMALLEST = -80.0  # negligible beside a best logit of 0, but not denormal after 
 BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@typed
 @dataclass(frozen=True)
-class MeanQuery(Scorer):
+class MeanQuery(Scorer, kind="mean_query"):
     """Score the mean query of a q block against every key. A block's score is the log of its keys' summed exponentials.
 
     Keys differ more than neighbouring queries do. Averaging only the queries lets a single key that draws all attention
@@ -53,15 +52,8 @@ class MeanQuery(Scorer):
             exponentials. A GPU computes both precisions alike.
     """
 
-    sharpness: float = 0.75
+    sharpness: Sharpness = 0.75
     precision: Literal["full", "int8"] = "full"
-
-    def __post_init__(self) -> None:
-        """Check the precision and the sharpness."""
-        if self.precision not in ("full", "int8"):
-            raise ValueError(f"`precision` must be 'full' or 'int8', got {self.precision!r}")
-        if not self.sharpness > 0:
-            raise ValueError(f"`sharpness` must be > 0, got {self.sharpness}")
 
     @override
     def prepare(

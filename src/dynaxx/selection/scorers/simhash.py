@@ -4,31 +4,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
     Scorer,
     ScoreRows,
-    checked_seed,
     per_kv_head,
     pieces,
     pooled,
 )
+from dynaxx.settings import Range, Seed
 
 PIECE = 512  # tokens per partial mean
-MOST_TABLES = 1024
 
 
-@typed
 @dataclass(frozen=True)
-class SimHash(Scorer):
+class SimHash(Scorer, kind="sim_hash"):
     """Random-projection hashing (SimHash; Charikar 2002, used for attention by Reformer and MagicPIG).
 
     Each table hashes a vector to the signs of `bits` random projections. A query and a key at angle a share a bucket
@@ -43,17 +41,9 @@ class SimHash(Scorer):
         seed: seed of the projections.
     """
 
-    tables: int = 16
-    bits: int = 6
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the numbers of tables and bits, and the seed."""
-        if not 1 <= self.tables <= MOST_TABLES:
-            raise ValueError(f"`tables` must be from 1 to {MOST_TABLES}, got {self.tables}")
-        checked_seed(self.seed)
-        if not 1 <= self.bits <= 12:
-            raise ValueError(f"`bits` must be from 1 to 12, got {self.bits}")
+    tables: Annotated[int, Range(1, 1024, stored=256, tries=(1, 4))] = 16
+    bits: Annotated[int, Range(1, 12, tries=(1, 5))] = 6
+    seed: Seed = 0
 
     @override
     def prepare(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
@@ -17,16 +16,17 @@ from dynaxx.selection.scorers.base import (
     MeanQueryTiles,
     Scorer,
     ScoreRows,
+    Sharpness,
     divisor_at_most,
     scoring_kernels,
 )
 from dynaxx.selection.scorers.pooling import mean_tiles
 from dynaxx.selection.scorers.tiles import TokenTiles, tile_scores
+from dynaxx.settings import Positive
 
 
-@typed
 @dataclass(frozen=True)
-class TileQueries(Scorer):
+class TileQueries(Scorer, kind="tile_queries"):
     """Score the mean query of each tile of a q block against every key. A block's estimate is the mean of its masses.
 
     `MeanQuery` has one tile per q block. Smaller tiles follow queries that differ within a block, and cost as many
@@ -37,15 +37,8 @@ class TileQueries(Scorer):
         sharpness: factor on the scores. Queries spread their attention over more keys than their mean does.
     """
 
-    tokens: int = 16
-    sharpness: float = 0.75
-
-    def __post_init__(self) -> None:
-        """Check the size of the tiles and the sharpness."""
-        if self.tokens < 1:
-            raise ValueError(f"`tokens` must be >= 1, got {self.tokens}")
-        if not self.sharpness > 0:
-            raise ValueError(f"`sharpness` must be > 0, got {self.sharpness}")
+    tokens: Positive = 16
+    sharpness: Sharpness = 0.75
 
     @override
     def mean_query_tiles(self, q_block: int) -> MeanQueryTiles:

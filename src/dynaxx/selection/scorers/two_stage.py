@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
 from dynaxx.kernels.selection.contract import Candidates
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, pieces
 from dynaxx.selection.scorers.pooling import MinMax
 from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.tiles import tile_scores
+from dynaxx.settings import Count, Range, Share
 
 
-@typed
 @dataclass(frozen=True)
-class TwoStage(Scorer):
+class TwoStage(Scorer, kind="two_stage"):
     """`MeanQuery` in two stages for very long inputs. Most blocks are ruled out before their keys are read.
 
     The first stage estimates the attention of mean queries to a block with Quest's bound, from the minima and maxima
@@ -36,15 +36,14 @@ class TwoStage(Scorer):
         panel: number of q blocks that share candidates. Matrix units need many queries per key that is read.
     """
 
-    keep: int | float = 0.25
+    keep: Count | Share = 0.25
     fine: MeanQuery = field(default_factory=MeanQuery)
-    panel: int = 32
+    panel: Annotated[int, Range(1, tries=(1, 4, 32))] = 32
 
     def __post_init__(self) -> None:
-        """Check the share of candidates and the panel size."""
-        if self.keep < 0 or (isinstance(self.keep, float) and self.keep > 1):
-            raise ValueError(f"`keep` must be a count >= 0 or a share from 0.0 to 1.0, got {self.keep}")
-        if self.panel < 1 or self.panel & (self.panel - 1):
+        """Check the settings."""
+        super().__post_init__()
+        if self.panel & (self.panel - 1):
             raise ValueError(f"`panel` must be a power of two of q blocks, got {self.panel}")
 
     @override
