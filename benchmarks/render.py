@@ -25,6 +25,11 @@ What ran where, from all records, is a table, and a sentence asks for the releas
     <!-- /ran -->
     vLLM <!-- ran: vllm; CPU -->0.32<!-- /ran -->
 
+A guide lists the rules of a class, each with the first paragraph of its docstring:
+
+    <!-- rules: Scorer -->
+    <!-- /rules -->
+
 `benchmarks/record.py` makes result files, `pytest --record` those of tests.
 """
 
@@ -48,6 +53,7 @@ BLOCK = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- /results -->", flags=re.DO
 MORE = re.compile(r"<!-- more: ([\w ]+) -->")
 VALUE = re.compile(r"<!-- value: (\w+); ([^;]+); ([^;]+?) -->.*?<!-- /value -->")
 RAN = re.compile(r"<!-- ran: ([^;]+); (GPU|CPU) -->.*?<!-- /ran -->")
+RULES = re.compile(r"<!-- rules: (\w+) -->\n.*?<!-- /rules -->", flags=re.DOTALL)
 RAN_TABLE = re.compile(r"<!-- ran -->\n.*?<!-- /ran -->", flags=re.DOTALL)
 # Every result file has exactly these fields.
 FIELDS = {
@@ -162,15 +168,28 @@ def rendered_page(text: str) -> str:
     text = VALUE.sub(lambda v: f"<!-- value: {v[1]}; {v[2]}; {v[3]} -->{cell(v[1], v[2], v[3])}<!-- /value -->", text)
     text = RAN.sub(lambda v: f"<!-- ran: {v[1]}; {v[2]} -->{ran.versions(v[1], v[2])}<!-- /ran -->", text)
     text = RAN_TABLE.sub(lambda _: "\n".join(["<!-- ran -->", *table(ran.COLUMNS, ran.rows()), "<!-- /ran -->"]), text)
+    text = RULES.sub(lambda of: "\n".join([f"<!-- rules: {of[1]} -->", *rules(of[1]), "<!-- /rules -->"]), text)
     return BLOCK.sub(
         lambda block: f"<!-- results: {block[1]} -->\n{render(block[1], every_target=False)}\n<!-- /results -->", text
     )
 
 
+def rules(base: str) -> Iterator[str]:
+    """Return a table of the registered patterns, scorers or selectors."""
+    from dynaxx import selection  # registers all of them
+    from dynaxx.settings import registered, signature
+
+    found = registered(getattr(selection, base, selection.base.Pattern))
+    rows = [[f"`{signature(rule)}`", " ".join(rule.__doc__.split("\n\n")[0].split())] for rule in found]
+    return table([base.lower(), "meaning"], rows)
+
+
 def pages() -> list[Path]:
     """Return every page that shows results."""
     every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
-    return [page for page in every if re.search("<!-- (results|more|value|ran)\\b", page.read_text(encoding="utf-8"))]
+    return [
+        page for page in every if re.search("<!-- (results|more|value|ran|rules)\\b", page.read_text(encoding="utf-8"))
+    ]
 
 
 def main() -> int:

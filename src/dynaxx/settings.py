@@ -78,7 +78,8 @@ class Configured:
 
     def __post_init__(self) -> None:
         """Check the settings, and convert integers of other types to `int` and lists to tuples."""
-        for name, hint in settings_of(type(self)).items():
+        rule: Any = type(self)
+        for name, hint in settings_of(rule).items():
             given = getattr(self, name)
             value, error = _fitted(given, hint)
             if isinstance(error, TypeError):
@@ -91,7 +92,8 @@ class Configured:
     @classmethod
     def random(cls, rng: random.Random, seqlen_k: int) -> Self:
         """Draw a rule for a property test with `seqlen_k` >= 1 keys. Override it if settings depend on each other."""
-        return cls(**{name: drawn(hint, rng, seqlen_k) for name, hint in settings_of(cls).items()})
+        rule: Any = cls
+        return cls(**{name: drawn(hint, rng, seqlen_k) for name, hint in settings_of(rule).items()})
 
 
 def registered(*bases: type[Any]) -> list[Any]:
@@ -107,7 +109,7 @@ def import_folder(package: str, *bases: type[Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def settings_of(rule: type[Any]) -> dict[str, Any]:
+def settings_of(rule: Any) -> dict[str, Any]:
     """Return the annotations of a rule's settings; none if neither the class nor a base of it has a kind."""
     owner = next((each for each in rule.__mro__ if vars(each).get("kind")), None)
     if owner is None:
@@ -116,7 +118,7 @@ def settings_of(rule: type[Any]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(owner) if field.init}
 
 
-def defaults_of(rule: type[Any]) -> dict[str, Any]:
+def defaults_of(rule: Any) -> dict[str, Any]:
     """Return the default values of those settings that have one."""
     found = {}
     for field in fields(rule):
@@ -127,7 +129,7 @@ def defaults_of(rule: type[Any]) -> dict[str, Any]:
     return found
 
 
-def signature(rule: type[Any]) -> str:
+def signature(rule: Any) -> str:
     """Return a rule's constructor call as text, such as "RandomBlocks(blocks, seed=0)"."""
     defaults = defaults_of(rule)
     names = (f"{name}={_called(defaults[name])}" if name in defaults else name for name in settings_of(rule))

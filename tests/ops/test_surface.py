@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public function accepts any argument or refuses it with a message of ours that names the argument."""
 
+import random
 import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,11 @@ from dynaxx import policy
 from dynaxx.layout import from_block_mask, pack_layouts, to_block_mask
 from dynaxx.layout.paging import ExactTokens, quantize_pages
 from dynaxx.ops.buckets import Bucket, attend_in_buckets, bucket_by_length
+from dynaxx.patterns.base import Combined
 from dynaxx.patterns.compressed import Compressed
-from dynaxx.selection import ClusterGlobals, KeyClusters, TileQueries, TwoStage
 from dynaxx.selection.packed import select_packed_blocks
 from dynaxx.selection.page_plan import PagePlan
+from dynaxx.settings import Configured, registered, settings_of
 from dynaxx.testing import make_qkv
 from dynaxx.trained import nn
 
@@ -215,34 +218,10 @@ CALLS = {
     "to_block_mask": lambda: (to_block_mask, [layout()], {}),
     "from_block_mask": lambda: (from_block_mask, [to_block_mask(layout())], {"chunk": 1024}),
     "layout": lambda: (WINDOW.layout, [64, 64], {**BLOCKED, "device": "cpu"}),
-    "Dilated": lambda: (dx.Dilated, [4, 2], {}),
-    "Documents": lambda: (dx.Documents, [(0, 3, 9)], {}),
-    "GlobalContent": lambda: (dx.GlobalContent, [(1, 2), ((3, 4),), 1, False], {}),
-    "GlobalTokens": lambda: (dx.GlobalTokens, [4, False], {}),
-    "LastQueries": lambda: (dx.LastQueries, [4], {}),
-    "LocalBlocks": lambda: (dx.LocalBlocks, [4], {}),
-    "RandomBlocks": lambda: (dx.RandomBlocks, [2, 0], {}),
-    "Sink": lambda: (dx.Sink, [4], {}),
-    "SlidingWindow": lambda: (dx.SlidingWindow, [4], {}),
-    "Strided": lambda: (dx.Strided, [4], {}),
     "Compressed": lambda: (Compressed, [8, 4, 0], {}),
     "bigbird": lambda: (dx.bigbird, [4, 2, 2, 0], {}),
     "longformer": lambda: (dx.longformer, [4, 1], {}),
     "streaming": lambda: (dx.streaming, [4, 2], {}),
-    "AntiDiagonal": lambda: (dx.AntiDiagonal, [16], {}),
-    "ClusterGlobals": lambda: (ClusterGlobals, [1, 8, 2, 0], {}),
-    "Hybrid": lambda: (dx.Hybrid, [dx.Full(), dx.TopK(1)], {}),
-    "KeyClusters": lambda: (KeyClusters, [8, 4, 2, 0], {}),
-    "LastQueryProbe": lambda: (dx.LastQueryProbe, [8], {}),
-    "MeanPool": lambda: (dx.MeanPool, [None], {}),
-    "MeanQuery": lambda: (dx.MeanQuery, [0.75, "full"], {}),
-    "MinMax": lambda: (dx.MinMax, [1.0, None], {}),
-    "SimHash": lambda: (dx.SimHash, [4, 4, 0], {}),
-    "TileQueries": lambda: (TileQueries, [8, 0.75], {}),
-    "Threshold": lambda: (dx.Threshold, [0.5, "max", SCORER, "group"], {}),
-    "TopK": lambda: (dx.TopK, [2, SCORER, 0, "group"], {}),
-    "TopP": lambda: (dx.TopP, [0.5, SCORER, "group"], {}),
-    "TwoStage": lambda: (TwoStage, [0.25, dx.MeanQuery(), 32], {}),
     "nn.SparseAttention": lambda: (nn.SparseAttention, [32, 4, 2], {"pattern": WINDOW, "block_size": 16}),
     "nn.NativeSparseAttention": lambda: (
         nn.NativeSparseAttention,
@@ -264,6 +243,14 @@ CALLS = {
     "policy_digest": lambda: (policy.policy_digest, [plain_policy()], {}),
     "resolve": lambda: (policy.resolve, [plain_policy()], {}),
 }
+
+
+def settings(rule):
+    drawn = rule.random(random.Random(2), 64)
+    return rule, [getattr(drawn, name) for name in settings_of(rule)], {}
+
+
+CALLS |= {rule.__name__: partial(settings, rule) for rule in registered(Configured) if not issubclass(rule, Combined)}
 FAIL = ("apply", "save_policy", "load_policy", "parse_policy")  # these fail even with arguments of the right kind
 
 

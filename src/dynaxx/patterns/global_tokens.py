@@ -39,7 +39,7 @@ class GlobalTokens(Pattern, kind="global_tokens"):
 
     def __post_init__(self) -> None:
         """Convert the tokens to a number or a sorted tuple, and check them."""
-        if isinstance(self.tokens, Iterable) and getattr(self.tokens, "ndim", 1):
+        if isinstance(self.tokens, Iterable) and getattr(self.tokens, "ndim", 1) != 0:
             positions = tuple(sorted({as_integer("tokens", position) for position in self.tokens}))
             object.__setattr__(self, "tokens", positions)
         super().__post_init__()

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable
 from functools import cache, lru_cache, reduce
 from operator import or_
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import Field, PlainValidator, SerializeAsAny, Strict, TypeAdapter, create_model, model_validator
 
@@ -35,7 +35,7 @@ class Spec(Document):
     distinguish 1 from 1.0.
     """
 
-    rule: ClassVar[type[Any]]
+    rule: ClassVar[Any]
 
     @model_validator(mode="after")
     def _must_build(self) -> Spec:
@@ -73,7 +73,7 @@ class DenseSpec(Spec):
         return None
 
 
-def to_spec(rule: AttentionRule | Scorer | None) -> Any:
+def to_spec(rule: AttentionRule | Scorer | Configured | None) -> Any:
     """Convert a pattern, selector, hybrid or scorer to data. None means dense.
 
     Raises:
@@ -81,17 +81,18 @@ def to_spec(rule: AttentionRule | Scorer | None) -> Any:
     """
     if rule is None:
         return DenseSpec()
-    if type(rule) not in registered(Configured):
+    made: Any = type(rule)
+    if made not in registered(Configured):
         raise ValueError(f"a policy cannot express {rule!r}; use a pattern, selector or hybrid that has a `kind`")
     data = {}
-    for name, hint in settings_of(type(rule)).items():
+    for name, hint in settings_of(made).items():
         value = getattr(rule, name)
         if isinstance(value, Configured):
-            value = to_spec(value)  # type: ignore[arg-type]
+            value = to_spec(value)
         elif isinstance(value, tuple):
             value = tuple(to_spec(each) if isinstance(each, Pattern) else each for each in value)
         data[_stored_name(name, value) if _either(hint) else name] = value
-    return spec_of(type(rule))(**data)
+    return spec_of(made)(**data)
 
 
 def kinds() -> dict[str, type[Spec]]:
@@ -100,9 +101,10 @@ def kinds() -> dict[str, type[Spec]]:
 
 
 @lru_cache(maxsize=256)
-def spec_of(rule: type[Any]) -> type[Spec]:
+def spec_of(rule: Any) -> type[Spec]:
     """Return the model of a registered rule's data."""
-    defaults, stored = defaults_of(rule), {}
+    defaults = defaults_of(rule)
+    stored: dict[str, Any] = {"kind": (Literal[rule.kind], rule.kind)}
     for name, hint in settings_of(rule).items():
         if _either(hint):
             stored["share"] = (_stored(_only(float, hint)) | None, None)
@@ -110,15 +112,9 @@ def spec_of(rule: type[Any]) -> type[Spec]:
             continue
         default = defaults.get(name, ...)
         stored[name] = (_stored(hint), to_spec(default) if isinstance(default, Configured) else default)
-    made: Any = create_model(
-        f"{rule.__name__}Spec",
-        __base__=Spec,
-        __doc__=rule.__doc__,
-        kind=(Literal[rule.kind], rule.kind),
-        **stored,
-    )
+    made: Any = create_model(f"{rule.__name__}Spec", __base__=Spec, __doc__=rule.__doc__, **stored)
     made.rule = rule
-    return made
+    return cast(type[Spec], made)
 
 
 def _stored(hint: Any) -> Any:
@@ -128,15 +124,16 @@ def _stored(hint: Any) -> Any:
         return _bounded(of[0], of[1])
     if origin in (typing.Union, types.UnionType):
         return reduce(or_, map(_stored, of))
-    if origin is tuple and of[-1] is Ellipsis:
-        if of[0] is Pattern:
-            return Annotated[tuple[_stored(Pattern), ...], Field(min_length=2, max_length=MOST_PARTS)]
-        most = MOST_SEQUENCES if typing.get_origin(of[0]) is tuple else MOST_LISTED
-        return Annotated[tuple[_stored(of[0]), ...], Field(max_length=most)]
+    if origin is tuple and of[-1] is not Ellipsis:
+        return types.GenericAlias(tuple, tuple(map(_stored, of)))
     if origin is tuple:
-        return tuple[tuple(map(_stored, of))]  # type: ignore[misc]
+        listed: Any = types.GenericAlias(tuple, (_stored(of[0]), ...))
+        if of[0] is Pattern:
+            return Annotated[listed, Field(min_length=2, max_length=MOST_PARTS)]
+        return Annotated[listed, Field(max_length=MOST_SEQUENCES if typing.get_origin(of[0]) is tuple else MOST_LISTED)]
     if isinstance(hint, type) and issubclass(hint, Configured):
-        return spec_of(hint) if hint.kind else Annotated[SerializeAsAny[Spec], PlainValidator(_reader(hint))]
+        rule: Any = hint
+        return spec_of(rule) if rule.kind else Annotated[SerializeAsAny[Spec], PlainValidator(_reader(rule))]
     simple = {int: Int, float: Annotated[float, Strict()], bool: Flag, type(None): None}
     if origin is not Literal and hint not in simple:
         raise TypeError(f"no policy can store a setting of type {hint}")
@@ -164,7 +161,7 @@ def _only(number: type, hint: Any) -> Any:
         return reduce(or_, parts) if parts else None
     if origin is tuple and of[-1] is Ellipsis:
         part = _only(number, of[0])
-        return None if part is None else tuple[part, ...]
+        return None if part is None else types.GenericAlias(tuple, (part, ...))
     return hint if (of[0] if origin is Annotated else hint) is number else None
 
 
@@ -189,7 +186,8 @@ def _reader(*bases: type[Any]) -> Callable[[Any], Any]:
 
 @cache
 def _adapter(specs: tuple[type[Spec], ...]) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[reduce(or_, specs), Field(discriminator="kind")])
+    any_of: Any = Annotated[reduce(or_, specs), Field(discriminator="kind")]
+    return TypeAdapter(any_of)
 
 
 def _unpickled(text: str) -> Any:

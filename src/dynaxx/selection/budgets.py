@@ -23,7 +23,7 @@ Blocks = Annotated[int, Range(0, tries=(0, 1, 2, 4))]
 
 @dataclass(frozen=True)
 class TopK(Selector, kind="top_k"):
-    """Keep the best-scored blocks of every q block.
+    """The best blocks of every q block: `TopK(3)` keeps 3, `TopK(0.1)` 10 % of the visible ones.
 
     Args:
         budget: an int is a number of blocks, a float a share of the causally visible blocks (rounded up). In a hybrid
@@ -80,7 +80,7 @@ class TopK(Selector, kind="top_k"):
 
 @dataclass(frozen=True)
 class TopP(Selector, kind="top_p"):
-    """Keep the best-scored blocks until their estimated attention mass reaches a share, per head and q block.
+    """The best blocks of every q block until their estimated attention mass reaches the share `mass`.
 
     Args:
         mass: share to reach, 0.0 to 1.0, including the mass of a hybrid's pattern; a tuple has one value per q head.
@@ -112,7 +112,7 @@ class TopP(Selector, kind="top_p"):
 
 @dataclass(frozen=True)
 class Threshold(Selector, kind="threshold"):
-    """Keep the blocks whose estimated attention mass reaches a threshold, per head and q block.
+    """The blocks with at least `share` of the mass of the row's best block, or of an even spread; without sorting.
 
     One pass finds the reference mass of a row and another compares with it (FlashPrefill). Nothing is sorted, so the
     choice costs O(blocks).

@@ -18,7 +18,7 @@ from dynaxx.settings import Count, Seed
 
 @dataclass(frozen=True)
 class ClusterGlobals(Selector, kind="cluster_globals"):
-    """Keep, for every cluster of keys, the blocks that hold most of its keys. All queries see the same blocks.
+    """The same blocks for every query: for each cluster of keys, the blocks that hold most of its keys.
 
     The keys of each kv head are clustered as in `KeyClusters` (the inverted-file index of nearest-neighbour search).
     Every query then sees at least one block of each cluster. These blocks act as the global tokens of Longformer and

@@ -57,7 +57,7 @@ def operator_plans(
         reasons.append("`window` is for encoders: give a decoder a policy with a SlidingWindow rule")
     if policy is not None and not reasons:
         decoder.check(policy)
-        if any(rule.phase == "decode" and rule.attention.kind != "dense" for rule in policy.rules):
+        if any(rule.phase == "decode" and rule.attention.build() is not None for rule in policy.rules):
             reasons.append("decode rules need summaries of pages, which the operator does not have: remove them")
     border = 0 if policy is None else (policy.sparse_from or policy.dense_below)
     resolved = {} if policy is None or reasons else resolve(policy)

@@ -115,7 +115,7 @@ def _model_refusals(
     if policy is not None and not causal:
         reasons.append("a policy is for decoders: give an encoder a `window`")
     for rule in () if policy is None else policy.rules:
-        if rule.phase == "decode" and rule.attention.kind != "dense":
+        if rule.phase == "decode" and rule.attention.build() is not None:
             reasons.append("decode rules choose pages by the query: remove them, or export with form='custom'")
             break
     return reasons

@@ -19,7 +19,7 @@ from dynaxx.settings import Range
 
 @dataclass(frozen=True)
 class AntiDiagonal(Scorer, kind="anti_diagonal"):
-    """Strided anti-diagonals of the scores (XAttention).
+    """A softmax over `stride` x `stride` tiles, each by the mean score of its anti-diagonal (XAttention).
 
     The map is cut into tiles of S x S pairs, S = `stride`. The logit of tile (i, j) is the mean over its anti-diagonal,
     the S pairs of query S i + S - 1 - s and key S j + s for s = 0 .. S - 1. The anti-diagonal touches every query and

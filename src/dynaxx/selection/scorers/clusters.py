@@ -23,7 +23,7 @@ Iterations = Annotated[int, Range(1, 100, tries=(1, 3))]
 
 @dataclass(frozen=True)
 class KeyClusters(Scorer, kind="key_clusters"):
-    """Nearest clusters of keys.
+    """The queries' nearest k-means clusters of keys, and the number of their keys in a block (RetrievalAttention).
 
     This is the inverted-file index of nearest-neighbour search (for attention: RetrievalAttention, Squeezed Attention,
     ClusterKV). A few steps of k-means place `clusters` centroids per kv head, starting from one eighth outlying and

@@ -39,12 +39,12 @@ BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MeanQuery(Scorer, kind="mean_query"):
-    """Score the mean query of a q block against every key. A block's score is the log of its keys' summed exponentials.
+    """The mean query of a q block against every key, summed over the keys of a kv block: the default.
 
-    Keys differ more than neighbouring queries do. Averaging only the queries lets a single key that draws all attention
-    count with its own score. The method costs a share 1 / q_block of the attention map. It is inaccurate near the
-    query, where rotary embeddings make the queries of a block differ; cover that region with a pattern such as
-    `SlidingWindow` or `LocalBlocks`.
+    A block's score is the log of its keys' summed exponentials. Keys differ more than neighbouring queries do.
+    Averaging only the queries lets a single key that draws all attention count with its own score. The method costs a
+    share 1 / q_block of the attention map. It is inaccurate near the query, where rotary embeddings make the queries of
+    a block differ; cover that region with a pattern such as `SlidingWindow` or `LocalBlocks`.
 
     Args:
         sharpness: factor on the scores. Queries spread their attention over more keys than their mean does.

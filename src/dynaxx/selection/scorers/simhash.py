@@ -27,13 +27,13 @@ PIECE = 512  # tokens per partial mean
 
 @dataclass(frozen=True)
 class SimHash(Scorer, kind="sim_hash"):
-    """Random-projection hashing (SimHash; Charikar 2002, used for attention by Reformer and MagicPIG).
+    """The number of (query, key) pairs of a block that share a bucket of random projections (Reformer, MagicPIG).
 
-    Each table hashes a vector to the signs of `bits` random projections. A query and a key at angle a share a bucket
-    of a table with probability (1 - a / pi) ** bits, which rises steeply for vectors of similar direction. A block's
-    score is log(n + 0.5), where n counts the triples (query, key, table) that share a bucket. The score ranks blocks
-    well, but is a rough estimate of attention mass. The mean key is subtracted from all keys first. This does not
-    change the softmax, and spreads the keys over the buckets.
+    This is SimHash (Charikar 2002). Each table hashes a vector to the signs of `bits` random projections. A query and a
+    key at angle a share a bucket of a table with probability (1 - a / pi) ** bits, which rises steeply for vectors of
+    similar direction. A block's score is log(n + 0.5), where n counts the triples (query, key, table) that share a
+    bucket. The score ranks blocks well, but is a rough estimate of attention mass. The mean key is subtracted from all
+    keys first. This does not change the softmax, and spreads the keys over the buckets.
 
     Args:
         tables: number of independent hashes.

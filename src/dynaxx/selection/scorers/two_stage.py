@@ -22,13 +22,14 @@ from dynaxx.settings import Count, Range, Share
 
 @dataclass(frozen=True)
 class TwoStage(Scorer, kind="two_stage"):
-    """`MeanQuery` in two stages for very long inputs. Most blocks are ruled out before their keys are read.
+    """Quest's bound of whole blocks, then `fine` for the best `keep` of them, a number or a share of the visible ones.
 
-    The first stage estimates the attention of mean queries to a block with Quest's bound, from the minima and maxima
-    of the block's keys. `panel` neighbouring q blocks and all q heads of a kv head choose `keep` candidates together,
-    by the sum of their estimates; the blocks that the panel itself covers are candidates as well. The second stage
-    scores the candidates with `fine`. All other blocks get -inf, so that a budget takes them only if it takes every
-    block. Set `keep` to about four times the budget, which loses almost no recall.
+    For very long inputs, most blocks are ruled out before their keys are read. The first stage estimates the attention
+    of mean queries to a block with Quest's bound, from the minima and maxima of the block's keys. `panel` neighbouring
+    q blocks and all q heads of a kv head choose `keep` candidates together, by the sum of their estimates; the blocks
+    that the panel itself covers are candidates as well. The second stage scores the candidates with `fine`. All other
+    blocks get -inf, so that a budget takes them only if it takes every block. Set `keep` to about four times the
+    budget, which loses almost no recall.
 
     Args:
         keep: an int is a number of candidates, a float a share of the visible blocks (rounded up).
