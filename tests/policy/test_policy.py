@@ -328,3 +328,11 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         exec(compile(block, str(page), "exec"), {})
     assert (tmp_path / "policy.json").exists()
+
+
+def test_numbers_per_cluster_are_one_per_head():
+    each = dx.ClusterGlobals((0, 1, 2, 3, 4, 5))
+    with pytest.raises(dx.PolicyError, match=r"one per covered head \(5\), got 6"):
+        policy(Rule.of(each, heads=range(5)))
+    (group,) = resolve(policy(Rule.of(each)))[0].groups
+    assert group.rule == each
