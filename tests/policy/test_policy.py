@@ -331,7 +331,7 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
 
 
 def test_numbers_per_cluster_are_one_per_head():
-    each = dx.ClusterGlobals((0, 1, 2, 3, 4, 5))
+    each = ClusterGlobals((0, 1, 2, 3, 4, 5))
     with pytest.raises(dx.PolicyError, match=r"one per covered head \(5\), got 6"):
         policy(Rule.of(each, heads=range(5)))
     (group,) = resolve(policy(Rule.of(each)))[0].groups
