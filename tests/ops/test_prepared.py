@@ -158,7 +158,7 @@ def test_models_repeat_layers():
     rules = [dx.Rule.of(RULES["hybrid"], layers=[0, 1, 2]), dx.Rule.of(PATTERNS["window"], layers=[3])]
     policy = dx.Policy(model=model_facts(model), block_size=64, dense_below=0, rules=rules)
     served = []
-    repeat, run = layers.Layer._repeat, repeats.RepeatedCall.run
+    repeat, run = layers.Layer._repeat, repeats.RepeatedCall.__call__
     for length in (1000, 700, 1000):
         ids = torch.randint(0, 99, (2, length), device="cuda", generator=torch.Generator("cuda").manual_seed(length))
         outs = []
@@ -176,7 +176,7 @@ def test_models_repeat_layers():
 
             with pytest.MonkeyPatch.context() as patch, dx.apply(model, policy) as handle, torch.no_grad():
                 patch.setattr(layers.Layer, "_repeat", watched)
-                patch.setattr(repeats.RepeatedCall, "run", watched_run)
+                patch.setattr(repeats.RepeatedCall, "__call__", watched_run)
                 handle.counts.probe.sample_rate = 0.0
                 for _ in range(3):
                     outs.append(model(ids, logits_to_keep=1).logits)

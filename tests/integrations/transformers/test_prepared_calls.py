@@ -40,7 +40,7 @@ def repeated(monkeypatch):
         found.append(out is not None)
         return out, drawn
 
-    run = repeats.RepeatedCall.run
+    run = repeats.RepeatedCall.__call__
 
     def watched_run(self, *given):
         out = run(self, *given)
@@ -48,7 +48,7 @@ def repeated(monkeypatch):
         return out
 
     monkeypatch.setattr(layers.Layer, "_repeat", watched)
-    monkeypatch.setattr(repeats.RepeatedCall, "run", watched_run)
+    monkeypatch.setattr(repeats.RepeatedCall, "__call__", watched_run)
     with use(Recorder()) as telemetry:
         yield found, telemetry
 

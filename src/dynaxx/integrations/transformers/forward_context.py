@@ -7,9 +7,8 @@ Running passes keep their policy if it is replaced, and passes in different thre
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batches.step import BatchStep
-from dynaxx.integrations.transformers.calls.arguments import AttentionCall
 from dynaxx.integrations.transformers.calls.call_plan import CallPlan
 from dynaxx.integrations.transformers.calls.decode import CacheMemory
 from dynaxx.integrations.transformers.calls.own_pattern import OwnPart
@@ -34,17 +32,6 @@ from dynaxx.telemetry.probe import RequestTimer
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
 
 OwnParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
-Attended = tuple[Tensor, Tensor | None]  # the result of `AttentionInterface`
-
-
-class Repeat(Protocol):
-    """A call that equal layers of a pass make without planning; see `repeats`."""
-
-    def run(self, current: ForwardContext, layer: int, call: AttentionCall) -> Attended | None:
-        """Attend as in `AttentionInterface`; None if the call must be planned."""
-
-    def count(self, counts: Counts) -> None:
-        """Count the calls of the pass."""
 
 
 class ForwardContext:
@@ -61,8 +48,7 @@ class ForwardContext:
         steps: in continuous batching, the steps by allocator.
         call_plans: plans of calls by signature, so that equal layers are planned once.
         parts: layouts of the model's own pattern, or why there are none, by `Signature.of_pattern`.
-        dense_calls: dense calls by reason and phase, which are counted when the pass ends; None afterwards.
-        repeats: calls that equal layers make without planning, by signature. Empty for unannounced passes.
+        counts_at_end: whether a hook will end the pass, which then counts the calls of its plans.
         measures_next: whether the next call is measured, because a repeated call was drawn.
         arguments: the decoder's arguments by name, while it runs.
         wants_weights: whether a config asks for attention weights, which only eager attention returns.
@@ -79,13 +65,12 @@ class ForwardContext:
         "blocked",
         "call_plans",
         "choice",
-        "dense_calls",
+        "counts_at_end",
         "deployed",
         "measures_next",
         "memory",
         "parts",
         "ran_sparse",
-        "repeats",
         "steps",
         "timer",
         "tokens",
@@ -109,9 +94,7 @@ class ForwardContext:
         self.steps: dict[int, BatchStep] = {}
         self.call_plans: dict[Signature, CallPlan] = {}
         self.parts: dict[Signature, OwnParts] = {}
-        self.dense_calls: Counter[tuple[DenseReason, str]] | None = None
-        self.measures_next = False
-        self.repeats: dict[Signature, Repeat] = {}
+        self.counts_at_end = self.measures_next = False
         self.arguments: dict[str, Any] = {}
         self.wants_weights = False
         self._visible: tuple[weakref.ref[Tensor], int, Tensor] | None = None
@@ -122,12 +105,10 @@ class ForwardContext:
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass at its end. Later ones, as of recomputed layers, count themselves."""
-        planned, self.dense_calls = self.dense_calls or Counter(), None
-        repeats, self.repeats = self.repeats, {}
-        for (reason, phase), calls in planned.items():
-            counts.dense(reason, phase, calls)
-        for call in repeats.values():
-            call.count(counts)
+        self.counts_at_end = False
+        for planned in self.call_plans.values():
+            planned.repeat = None
+            planned.count(counts)
 
     def know_runs(self, mask: Tensor, runs: list[MaskRun]) -> None:
         """Store the runs of a mask with one batch entry, so that it need not be read."""

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
@@ -202,7 +201,7 @@ def _start(
         if entered:
             passes.running.leave()
         return None
-    current.arguments, current.dense_calls = arguments, Counter()
+    current.arguments, current.counts_at_end = arguments, True
     return args, {**kwargs, ARGUMENT: current}
 
 

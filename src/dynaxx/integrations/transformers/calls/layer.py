@@ -24,7 +24,7 @@ from dynaxx.integrations.transformers.calls.sparse import (
 )
 from dynaxx.integrations.transformers.forward_context import ForwardContext
 from dynaxx.integrations.transformers.passes import Passes
-from dynaxx.integrations.transformers.repeats import keep_dense, keep_repeated, keep_step
+from dynaxx.integrations.transformers.repeats import keep_repeat
 from dynaxx.policy.guard import Level
 
 logger = logging.getLogger("dynaxx")
@@ -56,39 +56,31 @@ class Layer:
                 return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
             current = current or self.passes.unseen(self.index)
             form = self._signature(current, call)
-        except Exception as error:  # an error in routing must not fail the request
-            return self._not_decided(call, error)
-        known = current.repeats.get(form)
-        found = None if known is None else known.run(current, self.index, call)
-        if found is not None:
-            return found
-        try:
             planned = self._plan(current, form, call.mask)
-        except Exception as error:
-            return self._not_decided(call, error)
+        except Exception as error:  # an error in routing must not fail the request
+            self.passes.counts.not_decided(self.index, error)
+            return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
         if planned.route is Route.DENSE:
-            self._count_dense(current, planned)
-        else:
-            out = self._run_guarded(current, planned, form, call)
-            if out is not None:
-                if current.dense_calls is None:  # the pass has no end, which counts its calls
-                    pass
-                elif planned.route is Route.DECODE:
-                    keep_step(current, self.passes, form)
-                else:
-                    keep_repeated(current, self.passes, form, planned)
-                return out, None
-        return self._attend_dense(current, planned, form, call)
+            planned.calls += 1
+            if not current.counts_at_end:
+                planned.count(self.passes.counts)
+            return self._attend_dense(planned, form, call)
+        out = None if planned.repeat is None else planned.repeat(current, self.index, call)
+        if out is not None:
+            planned.calls += 1
+            return out, None
+        out = self._run_guarded(current, planned, form, call)
+        if out is None:
+            return self._attend_dense(planned, form, call)
+        if current.counts_at_end:
+            keep_repeat(current, self.passes, form, planned)
+        return out, None
 
     def _signature(self, current: ForwardContext, call: AttentionCall) -> Signature:
         form = Signature.of(current.deployed.kind(self.index), self.dense, call)
         if current.wants_weights and self.dense.returns_weights:
             form = form._replace(scores=form.scores._replace(unserved=DenseReason.WEIGHTS))
         return form
-
-    def _not_decided(self, call: AttentionCall, error: Exception) -> tuple[Tensor, Tensor | None]:
-        self.passes.counts.not_decided(self.index, error)
-        return self.dense(call.module, call.q, call.k, call.v, call.mask, **call.kwargs)
 
     def _plan(self, current: ForwardContext, form: Signature, mask: Tensor | None) -> CallPlan:
         """Return the plan of the call, which all layers with equal calls share during a pass."""
@@ -99,24 +91,12 @@ class Layer:
                 warn_once(f"attention calls with the unsupported argument {planned.argument!r} run dense")
         return planned
 
-    def _count_dense(self, current: ForwardContext, planned: CallPlan) -> None:
-        assert planned.reason is not None, "a dense call must have a reason"
-        if current.dense_calls is None:  # no hook reports the end of the pass
-            self.passes.counts.dense(planned.reason, planned.phase)
-        else:
-            current.dense_calls[planned.reason, planned.phase] += 1
-
-    def _attend_dense(
-        self, current: ForwardContext, planned: CallPlan, form: Signature, call: AttentionCall
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the model's original attention, and keep the call if it was planned dense."""
+    def _attend_dense(self, planned: CallPlan, form: Signature, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Run the model's original attention."""
         if planned.plain is None:
             planned.plain = self.dense.plain(call, causal=form.causal, need_eager=form.scores.need_eager)
-        plain = planned.plain
-        if planned.route is Route.DENSE and current.dense_calls is not None:
-            keep_dense(current, self.passes, form, planned, self.dense)
-        attend = self.dense.by_name[plain.name]
-        found: tuple[Tensor, Tensor | None] = attend(call.module, call.q, call.k, call.v, plain.mask, **call.kwargs)
+        attend, mask = self.dense.by_name[planned.plain.name], planned.plain.mask
+        found: tuple[Tensor, Tensor | None] = attend(call.module, call.q, call.k, call.v, mask, **call.kwargs)
         return found
 
     def _run_guarded(
