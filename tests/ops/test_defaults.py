@@ -5,6 +5,7 @@ The tests set the device to "meta", whose tensors have no data.
 """
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -59,6 +60,43 @@ def test_results_are_the_same(call, qkv):
         got = CALLS[call](*qkv)
     assert got.device.type == "cpu"
     assert torch.equal(got, CALLS[call](*qkv))
+
+
+NSA_SIZES = dx.NsaSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=4, window=32)
+
+
+def by_nsa(q, k, v, backend):
+    compressed = dx.compress(k, NSA_SIZES), dx.compress(v, NSA_SIZES)
+    gates = torch.full((*q.shape[:3], 3), 0.5)
+    return dx.native_sparse_attention(q, k, v, compressed, gates, NSA_SIZES, backend=backend)
+
+
+def by_tokens(q, k, v, backend):
+    chosen = dx.TopKTokens(32).select(q, k)
+    return dx.selected_attention(q, k, v, chosen, block_size=1, backend=backend)
+
+
+def by_decode(q, k, v, backend):
+    cache = dx.summarize_pages(PagedCache.contiguous(k, v, page_size=16))
+    return dx.sparse_decode(q[:, :1], cache, PageBudget(0.2, window=16), backend=backend)
+
+
+def by_indexer(q, k, v, backend):
+    return index_tokens(q, k[:, :, :1].squeeze(2), torch.ones(1, 300, 4), dx.TopKTokens(32), backend=backend)
+
+
+CHOOSING = {name: CALLS[name] for name in ("top-k", "top-p", "clusters", "packed")} | {
+    f"{by.__name__} on {backend}": partial(by, backend=backend)
+    for by in (by_nsa, by_tokens, by_decode, by_indexer)
+    for backend in ("cpu", "reference")
+}
+
+
+@pytest.mark.parametrize("call", CHOOSING)
+def test_autocast_changes_no_choice(call, qkv):
+    expected = CHOOSING[call](*qkv)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(CHOOSING[call](*qkv), expected)
 
 
 def test_gradients_too(qkv):

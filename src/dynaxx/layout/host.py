@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from ctypes import addressof, c_int64
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -18,13 +19,33 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Asked here, because torch.compile of torch 2.11 cannot trace the question.
+AUTOCAST_DEVICES = frozenset(x for x in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(x))
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that it multiplies in the dtypes of its tensors. Autocast would change choices."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
+        with ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, AUTOCAST_DEVICES):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
+
+
 def on_host(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that tensors it creates without a device are created on the CPU, and are plain tensors.
 
     Layouts are computed on the CPU from host integers. Under a user's `torch.set_default_device`, their tensors would
     silently land on another device or be mixed with tensors there; within `torch.func`, they would belong to the
-    transform. A function that gets a transformed tensor stays within the transform.
+    transform. A function that gets a transformed tensor stays within the transform. Autocast is off.
     """
+    function = without_autocast(function)
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

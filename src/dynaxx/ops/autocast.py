@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Asked here, because torch.compile of torch 2.11 cannot trace the question.
-AUTOCAST_DEVICES = frozenset(x for x in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(x))
+from dynaxx.layout.host import AUTOCAST_DEVICES
 
 
 def follow_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
-from dynaxx.layout.host import never_traced, on_host
+from dynaxx.layout.host import never_traced, on_host, without_autocast
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection import in_core
 from dynaxx.selection.choice import Choice
@@ -137,6 +137,7 @@ def select_blocks(
 
 
 @never_traced
+@without_autocast
 @torch.no_grad()
 def _select(
     q: Tensor,

@@ -14,6 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import without_autocast
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -44,6 +45,7 @@ def attention_forward(
     return (found if out is None else out.copy_(found)), lse
 
 
+@without_autocast
 def attention_backward(
     do: Tensor,
     dlse: Tensor | None,

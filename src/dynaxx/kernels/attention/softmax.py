@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.layout.host import without_autocast
 
+
+@without_autocast
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.kernels.decode.contract import DecodeProblem
+from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.layout.paging.exact_tokens import ExactTokens
 
@@ -94,6 +95,7 @@ def select_and_attend(
     return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
+@without_autocast
 def page_scores(q: Tensor, cache: PagedCache, scale: float) -> Tensor:
     """Return (B, Hk, P) fp32 (fp64 for fp64): max(q, 0) . high + min(q, 0) . low, summed over queries and group."""
     assert cache.summaries is not None, "checked before"

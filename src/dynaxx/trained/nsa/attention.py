@@ -12,6 +12,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
+from dynaxx.layout.host import without_autocast
 from dynaxx.trained.nsa.branches import (
     MixedBranches,
     compressed_attention,
@@ -81,6 +82,7 @@ def compress(
     return pooled if packed.batch is None else pooled.unflatten(0, (packed.batch[0], sizes.compressed(x.shape[1])))
 
 
+@without_autocast
 def _pool(x: Tensor, weight: Tensor | None, spans: NsaSpans) -> Tensor:
     """Pool (tokens, heads, dim) to (compressed tokens, heads, dim); in one kernel if possible."""
     pooling = NSA.kernels(nsa_backend(x, x, x, spans.sizes.slc_block, "auto")).pooling
@@ -154,6 +156,7 @@ def select_nsa(
 
 
 @typed
+@without_autocast
 def native_sparse_attention(
     q: Tensor,
     k: Tensor,

@@ -13,6 +13,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
+from dynaxx.layout.host import without_autocast
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS
 
@@ -51,6 +52,7 @@ class TopKTokens:
         return self.k // self.block_size
 
     @typed
+    @without_autocast
     @torch.no_grad()
     def select(
         self,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.layout.host import without_autocast
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
 
 pooling = gating = fused = None  # computed here in torch, and differentiated by autograd
@@ -53,6 +54,7 @@ def compression_means(x: Tensor, spans: NsaSpans) -> Tensor:
     return (total / sizes.cmp_block).to(x.dtype).flatten(0, 1)
 
 
+@without_autocast
 def selection_scores(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, heads: int, scale: float) -> Tensor:
     """Return the scores of selection blocks, (T, Hs, C), eq. 9 and 10.
 
@@ -141,6 +143,7 @@ def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tenso
     return selected_mask(block_indices, spans)
 
 
+@without_autocast
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) in q's dtype and lse (Hq, T), natural log, in fp32 (fp64 for fp64). Differentiable.
 
@@ -158,6 +161,7 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float
     return torch.einsum("htm,mhe->the", weights, wide_v).to(q.dtype), lse
 
 
+@without_autocast
 def selected_backward(
     do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

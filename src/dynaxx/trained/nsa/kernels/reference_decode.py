@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.decode.reference import read_keys
+from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache
 from dynaxx.trained.nsa.compressed_pages import CompressedPages, NsaLengths, compressed_of
 from dynaxx.trained.nsa.kernels.reference import choose_blocks, gated_sum
@@ -65,6 +66,7 @@ def gather_windows(cache: PagedCache, sizes: NsaSizes, count: int, skip: int) ->
     return gather(cache.k), gather(cache.v)
 
 
+@without_autocast
 def compress_windows(cache: PagedCache, weights: tuple[Tensor | None, Tensor | None], count: int, skip: int) -> None:
     """Store weighted sums, or means, of the windows of `gather_windows`; weights (cmp_block, Hk) for k and for v."""
 
@@ -110,6 +112,7 @@ def store_compressed(
         kept[places] = new.unflatten(0, window.shape)[entry, which].to(kept.dtype)
 
 
+@without_autocast
 def select_blocks(
     q: Tensor, cache: PagedCache, lse: Tensor, lengths: NsaLengths, sizes: NsaSizes, max_blocks: int, scale: float
 ) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.decode.reference import _used_keys, read_cache
+from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache
 from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -40,6 +41,7 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
     return token_mask(block_indices, spans)
 
 
+@without_autocast
 def forward(
     q: Tensor,
     k: Tensor,
@@ -72,6 +74,7 @@ def forward(
     return torch.einsum("htm,mhe->the", weights, wide_v).to(q.dtype), lse.masked_fill(~sees_any[..., 0], -torch.inf)
 
 
+@without_autocast
 def backward(
     do: Tensor,
     dlse: Tensor,
@@ -103,6 +106,7 @@ def backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+@without_autocast
 def attend_tokens(
     q: Tensor,
     cache: PagedCache,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.rounding import to_fp8, to_int8
+from dynaxx.layout.host import without_autocast
 from dynaxx.trained.tokens.spans import TokenSpans
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def unsupported_reasons(problem: IndexerProblem) -> list[str]:
     return []
 
 
+@without_autocast
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """Return (T, M): sum over heads h of weights[t, h] * relu(q[t, h] . k[m]), in fp32 at least. Differentiable.
 
