@@ -57,6 +57,7 @@ _SOURCES = {
     ),
     "dynaxx.selection.pages": ("PageBudget",),
     "dynaxx.ops": ("explain", "merge_states", "sparse_attention"),
+    "dynaxx.ops.position_bias": ("Alibi", "T5Bias"),
     "dynaxx.ops.decode": ("select_pages", "sparse_decode", "summarize_pages"),
     "dynaxx.policy": ("Policy", "Rule", "load_policy", "save_policy"),
     "dynaxx.integrations.transformers": ("apply",),

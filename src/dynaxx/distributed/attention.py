@@ -24,8 +24,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.autocast import follow_autocast
-from dynaxx.ops.checks import check_sinks
+from dynaxx.ops.checks import check_sinks, follow_autocast
 
 Splits = SequenceSplit | tuple[SequenceSplit, SequenceSplit]
 

@@ -36,7 +36,8 @@ class PackedLayout(BlockLayout):
     Sequence `s` has queries `cu_seqlens_q[s] : cu_seqlens_q[s + 1]` and keys `cu_seqlens_k[s] : cu_seqlens_k[s + 1]`.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) int32, on the host. The other fields are those of `BlockLayout`.
+        cu_seqlens_q, cu_seqlens_k: (num_seqs + 1,) int32, on the host; one tensor if they are equal. The other fields
+            are those of `BlockLayout`.
     """
 
     cu_seqlens_q: Tensor
@@ -127,8 +128,8 @@ def pack_layouts(
 def with_lengths(base: BlockLayout, ends_q: CuSeqlens, ends_k: CuSeqlens) -> PackedLayout:
     """Return a layout over packed tokens with the cumulative lengths of its sequences."""
     own = {field.name: getattr(base, field.name) for field in fields(BlockLayout) if field.init}
-    lengths = [torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in map(_as_list, (ends_q, ends_k))]
-    return PackedLayout(**own, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
+    q, k = (torch.tensor(ends, dtype=torch.int32, device="cpu") for ends in map(_as_list, (ends_q, ends_k)))
+    return PackedLayout(**own, cu_seqlens_q=q, cu_seqlens_k=q if torch.equal(q, k) else k)
 
 
 def _as_list(ends: CuSeqlens) -> Sequence[int]:

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dynaxx.arguments import number, typed
-from dynaxx.derivatives import refuse_compiled_transforms, transforms_active
+from dynaxx.derivatives import refuse_compiled_transforms, transforms_active, untransformed
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
-from dynaxx.ops.autocast import follow_autocast
 from dynaxx.ops.autograd import attend_with_gradients
-from dynaxx.ops.checks import check_inputs, check_packed, check_sinks
-from dynaxx.ops.dispatch import backend_for, load_backend, score_options
+from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, follow_autocast
+from dynaxx.ops.dispatch import backend_for, has_gradient, load_backend, score_options
 from dynaxx.ops.library import attention_forward, count_operations, is_traced, layout_tensors
+from dynaxx.ops.position_bias import PositionBias, bias_by_distance
 
 
 class SparseAttentionOutput(NamedTuple):
@@ -47,6 +47,7 @@ def sparse_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    position_bias: PositionBias | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -64,6 +65,7 @@ def sparse_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    position_bias: PositionBias | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> SparseAttentionOutput: ...
@@ -81,6 +83,7 @@ def sparse_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    position_bias: PositionBias | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | SparseAttentionOutput:
@@ -102,6 +105,8 @@ def sparse_attention(
         softcap: c > 0 caps each scaled score s to c * tanh(s / c), as in Gemma 2.
         sinks: (q_heads,), one logit per head that is added to each softmax's denominator and has no value, as in
             gpt-oss. Sinks are neither scaled nor capped, and are differentiable.
+        position_bias: a bias on the scaled and capped scores by the distance of query and key, `Alibi` or `T5Bias`;
+            differentiable.
         return_lse: also return the log-sum-exp of the visible scores.
         backend: "auto", "reference", "cpu", "triton" or "hopper".
 
@@ -122,7 +127,7 @@ def sparse_attention(
     softcap = None if softcap is None else number("softcap", softcap)
     if sinks is not None:
         check_sinks(sinks, q)
-    out, lse = _attend(q, k, v, layout, scale, softcap, sinks, backend)
+    out, lse = _attend(q, k, v, layout, scale, softcap, sinks, position_bias, backend)
     if packed:
         out, lse = out[0], lse[0]
     return SparseAttentionOutput(out, lse) if return_lse else out
@@ -136,6 +141,7 @@ def _attend(
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
+    position_bias: PositionBias | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Check the inputs, choose a backend, and call it directly, or through its registered op if something traces."""
@@ -146,15 +152,22 @@ def _attend(
             count_operations()
         ATTENTION.check_name(backend)
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
-        tensors, scale = layout_tensors(layout, q), q.shape[-1] ** -0.5 if scale is None else scale
-        out, lse = attention_forward(q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad)
+        bias = bias_by_distance(position_bias, q, k, layout)
+        needs_grad |= has_gradient(bias)
+        with untransformed():  # torch.jit.trace makes sizes tensors, whose powers have the default dtype
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+        tensors = layout_tensors(layout, q)
+        out, lse = attention_forward(
+            q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad, bias, has_gradient(bias)
+        )
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
-    name, needs_grad = backend_for(q, k, v, layout, softcap, backend)
+    bias = bias_by_distance(position_bias, q, k, layout)
+    name, needs_grad = backend_for(q, k, v, layout, softcap, backend, bias)
     if q.is_neg() or k.is_neg() or v.is_neg():  # a negative view shares memory with its base, and kernels read memory
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None:
-        needs_grad |= sinks.requires_grad and torch.is_grad_enabled()
+        needs_grad |= has_gradient(sinks)
     if name == "reference" or not (needs_grad or transforms_active() or forward_ad._current_level >= 0):
-        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))
-    return attend_with_gradients(q, k, v, sinks, layout, scale, softcap, name)
+        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks, bias))
+    return attend_with_gradients(q, k, v, sinks, bias, layout, scale, softcap, name)

@@ -25,24 +25,25 @@ class AttentionFunction(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        bias: Tensor | None,
         layout: BlockLayout,
         scale: float,
         softcap: float | None,
         name: str,
     ) -> Any:
         """Return (out, lse) from the backend `name`."""
-        output = load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))
-        _save(ctx, (q, k, v, layout, scale, softcap, name), output, sinks)
+        output = load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks, bias))
+        _save(ctx, (q, k, v, bias, layout, scale, softcap, name), output, sinks)
         return output
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        """Return dq, dk, dv and the gradient of the sinks."""
+        """Return dq, dk, dv and the gradients of the sinks and of the bias."""
         saved = ctx.saved_tensors  # read once: under checkpointing, every read recomputes them
-        dq, dk, dv, *nothing = _backward(ctx, saved, do, dlse)
-        out, lse, sinks = saved[3:]
+        dq, dk, dv, *others = _backward(ctx, saved, do, dlse, ctx.needs_input_grad[4])
+        out, lse, _, sinks = saved[3:]
         dsinks = sink_gradient(do, dlse, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return dq, dk, dv, dsinks, *nothing
+        return dq, dk, dv, dsinks, *others
 
 
 class MappableAttention(torch.autograd.Function):
@@ -50,10 +51,17 @@ class MappableAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, name: str
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        layout: BlockLayout,
+        scale: float,
+        softcap: float | None,
+        name: str,
     ) -> Any:
         """Return (out, lse) from the backend `name`."""
-        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap))
+        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, bias=bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -62,13 +70,13 @@ class MappableAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        """Return dq, dk and dv."""
-        return _backward(ctx, ctx.saved_tensors, do, dlse)
+        """Return dq, dk, dv and the gradient of the bias."""
+        return _backward(ctx, ctx.saved_tensors, do, dlse, ctx.needs_input_grad[3])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         """Fold the mapped dimension into the batch."""
-        return _as_batch(MappableAttention, 3, info.batch_size, in_dims, inputs)
+        return _as_batch(MappableAttention, 4, info.batch_size, in_dims, inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -78,20 +86,21 @@ class MappableAttention(torch.autograd.Function):
 
 def _save(ctx: Any, inputs: Any, output: Any, sinks: Tensor | None) -> None:
     """Save what backward reads, including the write counters of the layout."""
-    q, k, v, layout, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks)
+    q, k, v, bias, layout, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, bias, sinks)
     ctx.set_materialize_grads(False)  # pass None, not zeros, for an lse without a gradient
     ctx.layout, ctx.written = layout, layout.derived.versions
 
 
-def _backward(ctx: Any, saved: Sequence[Any], do: Tensor | None, dlse: Tensor | None) -> Any:
-    q, k, v, out, lse, _ = saved
+def _backward(ctx: Any, saved: Sequence[Any], do: Tensor | None, dlse: Tensor | None, of_bias: bool) -> Any:
+    q, k, v, out, lse, bias, _ = saved
     if ctx.layout.derived.versions_now() != ctx.written:
         raise RuntimeError("`layout` was written to between forward and backward; write to a copy of it instead")
     do = torch.zeros_like(out) if do is None else do.resolve_neg()
     dlse = None if dlse is None else dlse.resolve_neg()
     gradients = _Gradients.apply if torch.is_grad_enabled() or transforms_active() else _Gradients.forward
-    return *gradients(do, dlse, q, k, v, out, lse, ctx.layout, *ctx.settings), None, None, None, None
+    grads = gradients(do, dlse, q, k, v, out, lse, bias, ctx.layout, *ctx.settings, of_bias)
+    return *grads, *(None,) * (8 - len(grads))
 
 
 class _Gradients(torch.autograd.Function):
@@ -106,13 +115,17 @@ class _Gradients(torch.autograd.Function):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        bias: Tensor | None,
         layout: BlockLayout,
         scale: float,
         softcap: float | None,
         name: str,
+        of_bias: bool,
     ) -> Any:
-        backward = load_backend(name).attention_backward
-        return tuple(backward(do, dlse, q, k, v, out, lse, layout, scale, **score_options(softcap)))
+        dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if of_bias and bias is not None else None
+        options = score_options(softcap, bias=bias, dbias=dbias)
+        grads = load_backend(name).attention_backward(do, dlse, q, k, v, out, lse, layout, scale, **options)
+        return (*grads, dbias) if dbias is not None else tuple(grads)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -124,7 +137,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return _as_batch(_Gradients, 7, info.batch_size, in_dims, inputs)
+        return _as_batch(_Gradients, 8, info.batch_size, in_dims, inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -157,6 +170,7 @@ def attend_with_gradients(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    bias: Tensor | None,
     layout: BlockLayout,
     scale: float,
     softcap: float | None,
@@ -165,7 +179,7 @@ def attend_with_gradients(
     """Call the backend `name` with support for autograd and `torch.func`."""
     refuse_forward_mode(q, k, v)
     if not transforms_active():
-        refuse_forward_mode(sinks)
-        return AttentionFunction.apply(q, k, v, sinks, layout, scale, softcap, name)
-    out, lse = MappableAttention.apply(q, k, v, layout, scale, softcap, name)
+        refuse_forward_mode(sinks, bias)
+        return AttentionFunction.apply(q, k, v, sinks, bias, layout, scale, softcap, name)
+    out, lse = MappableAttention.apply(q, k, v, bias, layout, scale, softcap, name)
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,13 @@ def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
 
 
 def backend_for(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, softcap: float | None, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    softcap: float | None,
+    backend: str,
+    bias: Tensor | None = None,
 ) -> tuple[str, bool]:
     """Check the inputs of a call; return its backend, and whether it needs gradients.
 
@@ -49,6 +56,8 @@ def backend_for(
         ValueError, TypeError, UnsupportedInputError: like `check_inputs` and `choose_backend`.
     """
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    bias_grad = has_gradient(bias)
+    needs_grad |= bias_grad
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     if not isinstance(layout, BlockLayout):
         check_layout(layout)
@@ -56,20 +65,37 @@ def backend_for(
     if derived.versions_now() != derived.versions:
         derived.clear()
     known = _chosen.of(layout)
-    name = known.get((*tensors, softcap, backend, needs_grad))
+    key = (*tensors, softcap, backend, needs_grad, bias is not None, bias_grad)
+    name = known.get(key)
     if name is not None and layout.form is not None:
         check_values(layout)
     if name is None:
-        name = choose_backend(check_inputs(q, k, v, layout, softcap=softcap), backend)
+        problem = check_inputs(q, k, v, layout, softcap=softcap, needs_grad=needs_grad)
+        name = choose_backend(with_bias(problem, bias), backend)
         if len(known) < MOST_CHOICES:
-            known[(*tensors, softcap, backend, needs_grad)] = name
+            known[key] = name
     return name, needs_grad
 
 
 _chosen = PerLayout()
 
 
-def score_options(softcap: float | None, sinks: Tensor | None = None) -> dict[str, Any]:
+def has_gradient(x: Tensor | None) -> bool:
+    """Return whether autograd asks for the gradient of an optional tensor."""
+    return x is not None and x.requires_grad and torch.is_grad_enabled()
+
+
+def with_bias(problem: AttentionProblem, bias: Tensor | None, bias_grad: bool | None = None) -> AttentionProblem:
+    """Return the problem with a bias by distance, if there is one."""
+    if bias is None:
+        return problem
+    asked = has_gradient(bias) if bias_grad is None else bias_grad
+    return replace(problem, biased=True, bias_grad=asked, needs_grad=problem.needs_grad or asked)
+
+
+def score_options(
+    softcap: float | None, sinks: Tensor | None = None, bias: Tensor | None = None, dbias: Tensor | None = None
+) -> dict[str, Any]:
     """Return the optional arguments of a backend's functions; empty when unset."""
-    options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-    return options if sinks is None else {**options, "sinks": sinks}
+    options = {"softcap": softcap, "sinks": sinks, "bias": bias, "dbias": dbias}
+    return {name: x for name, x in options.items() if x is not None}

@@ -20,6 +20,8 @@ from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import check_inputs, check_packed
 from dynaxx.ops.decode_checks import check_cache, check_queries
 from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.dispatch import with_bias
+from dynaxx.ops.position_bias import PositionBias, bias_by_distance
 from dynaxx.selection.base import Hybrid, Selector, selection_grid
 from dynaxx.selection.device import selection_problem
 
@@ -54,7 +56,14 @@ class Explanation:
 
 @typed
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, softcap: float | None = None, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    softcap: float | None = None,
+    position_bias: PositionBias | None = None,
+    backend: str = "auto",
 ) -> Explanation:
     """Report which backend `sparse_attention` would run for these arguments, and why the others would not.
 
@@ -65,7 +74,8 @@ def explain(
         k: keys, as for `sparse_attention`.
         v: values, as for `sparse_attention`.
         layout: as for `sparse_attention`.
-        softcap: as for `sparse_attention`, whose other arguments do not affect the choice.
+        softcap: as for `sparse_attention`.
+        position_bias: as for `sparse_attention`, whose other arguments do not affect the choice.
         backend: "auto" or a backend's name.
 
     Raises:
@@ -74,7 +84,8 @@ def explain(
     if isinstance(layout, PackedLayout) and q.ndim == 3:
         check_packed(q, k, v, layout, None, None)
         q, k, v = q[None], k[None], v[None]
-    problem = check_inputs(q, k, v, layout, softcap=softcap)
+    bias = bias_by_distance(position_bias, q, k, layout)
+    problem = with_bias(check_inputs(q, k, v, layout, softcap=softcap), bias)
     return Explanation(problem, ATTENTION.resolve(problem, backend), ATTENTION.explain(problem), layout.density())
 
 

@@ -20,7 +20,7 @@ from dynaxx.layout import BlockLayout, ElementMasks
 from dynaxx.layout.derived import times_written
 from dynaxx.layout.host_metadata import restore
 from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
+from dynaxx.ops.dispatch import choose_backend, load_backend, score_options, with_bias
 
 
 def is_traced(q: Tensor) -> bool:
@@ -54,11 +54,14 @@ def attention_forward(
     softcap: float | None,
     backend: str,
     needs_grad: bool,
+    bias: Tensor | None,
+    bias_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, both contiguous. With `needs_grad`, "auto" chooses a backend that has a backward."""
     built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
-    name = choose_backend(check_inputs(q, k, v, built, softcap=softcap, needs_grad=needs_grad), backend)
-    out, lse = load_backend(name).attention_forward(q, k, v, built, scale, **score_options(softcap))
+    problem = check_inputs(q, k, v, built, softcap=softcap, needs_grad=needs_grad)
+    name = choose_backend(with_bias(problem, bias, bias_grad), backend)
+    out, lse = load_backend(name).attention_forward(q, k, v, built, scale, **score_options(softcap, bias=bias))
     return out.contiguous(), lse.contiguous()
 
 
@@ -77,14 +80,21 @@ def attention_backward(
     scale: float,
     softcap: float | None,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv with the strides of `torch.empty_like`."""
+    bias: Tensor | None,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv with the strides of `torch.empty_like`, and dbias, which is empty if not asked for."""
     built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
-    name = choose_backend(check_inputs(q, k, v, built, softcap=softcap, needs_grad=True), backend)
-    dq, dk, dv = load_backend(name).attention_backward(
-        do, dlse, q, k, v, out, lse, built, scale, **score_options(softcap)
-    )
-    return _in_memory_as(q, dq), _in_memory_as(k, dk), _in_memory_as(v, dv)
+    problem = check_inputs(q, k, v, built, softcap=softcap, needs_grad=True)
+    name = choose_backend(with_bias(problem, bias, bias_grad), backend)
+    dbias = _empty_gradient(lse, bias, bias_grad).zero_()
+    options = score_options(softcap, bias=bias, dbias=dbias if bias_grad else None)
+    dq, dk, dv = load_backend(name).attention_backward(do, dlse, q, k, v, out, lse, built, scale, **options)
+    return _in_memory_as(q, dq), _in_memory_as(k, dk), _in_memory_as(v, dv), dbias
+
+
+def _empty_gradient(lse: Tensor, bias: Tensor | None, bias_grad: bool) -> Tensor:
+    return lse.new_empty(bias.shape if bias is not None and bias_grad else 0)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,6 +117,8 @@ def _(
     softcap: float | None,
     backend: str,
     needs_grad: bool,
+    bias: Tensor | None,
+    bias_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     return empty_results(q, v)
 
@@ -126,19 +138,23 @@ def _(
     scale: float,
     softcap: float | None,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    bias: Tensor | None,
+    bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _empty_gradient(lse, bias, bias_grad)
 
 
 def _save_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # type: ignore[type-arg]
-    q, k, v, layout, *ctx.settings, _ = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(q, k, v, *output, *layout)
+    q, k, v, layout, *ctx.settings, _, bias, ctx.bias_grad = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(q, k, v, *output, bias, *layout)
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, do: Tensor, dlse: Tensor) -> tuple:  # type: ignore[type-arg]
-    q, k, v, out, lse, *layout = ctx.saved_tensors  # type: ignore[attr-defined]
-    grads = attention_backward(do, dlse, q, k, v, out, lse, layout, *ctx.settings)  # type: ignore[attr-defined]
-    return *grads, [None] * len(layout), None, None, None, None, None, None
+    q, k, v, out, lse, bias, *layout = ctx.saved_tensors  # type: ignore[attr-defined]
+    of_bias = ctx.bias_grad  # type: ignore[attr-defined]
+    given = (do, dlse, q, k, v, out, lse, layout, *ctx.settings, bias, of_bias)  # type: ignore[attr-defined]
+    dq, dk, dv, dbias = attention_backward(*given)
+    return dq, dk, dv, [None] * len(layout), *(None,) * 6, dbias if of_bias else None, None
 
 
 attention_forward.register_autograd(_backward, setup_context=_save_for_backward)

@@ -39,6 +39,7 @@ def oracle_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax attention over the visible pairs with the plain formula, in the dtype of the inputs.
 
@@ -49,6 +50,7 @@ def oracle_attention(
         mask: bool, broadcastable to (batch, q_heads, seqlen_q, seqlen_k), True = visible.
         scale: softmax scale, head_dim ** -0.5 by default.
         softcap: as in `sparse_attention`.
+        bias: added to the scaled and capped scores, broadcastable to (batch, q_heads, seqlen_q, seqlen_k).
         sinks: (q_heads,); a sink acts as an additional key with value zero that every query sees.
 
     Returns:
@@ -63,6 +65,8 @@ def oracle_attention(
     scores = ((q.transpose(1, 2) @ k.transpose(-1, -2)) * scale).to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:3], 1)], -1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))

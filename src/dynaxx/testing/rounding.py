@@ -53,6 +53,7 @@ def rounding_errors(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
     merged: bool = False,
 ) -> dict[str, float]:
     """Return the largest rms error of any element of out, lse, dq, dk, dv (and dsinks).
@@ -64,6 +65,7 @@ def rounding_errors(
         dlse: (B, H, N), gradient of lse; None: zero.
         scale: softmax scale, head_dim ** -0.5 by default.
         softcap: as in `sparse_attention`.
+        bias: added to the scaled and capped scores, broadcastable to (B, H, N, M).
         merged: whether out is merged from several attention results.
     """
     dtype, scale = inputs["q"].dtype, inputs["q"].shape[-1] ** -0.5 if scale is None else scale
@@ -72,7 +74,7 @@ def rounding_errors(
     q = inputs["q"].double().transpose(1, 2)
     group_size = q.shape[1] // inputs["k"].shape[2]
     k, v = (inputs[name].double().repeat_interleave(group_size, 2).transpose(1, 2) for name in "kv")
-    p, e_score, slope, e_slope, e_lse, visible = _weights(q, k, visible, inputs.get("sinks"), scale, softcap, u)
+    p, e_score, slope, e_slope, e_lse, visible = _weights(q, k, visible, inputs.get("sinks"), scale, softcap, bias, u)
     if "sinks" in inputs:
         k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
     in_parts, keys, queries = merged or "sinks" in inputs, visible.sum(-1, keepdim=True), visible.sum(-2)[..., None]
@@ -119,7 +121,14 @@ def rounding_errors(
 
 
 def _weights(
-    q: Tensor, k: Tensor, visible: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, u: float
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    bias: Tensor | None,
+    u: float,
 ) -> _Weights:
     """Compute the weights for (B, H, N, D) q and (B, H, M, D) k; the sink comes last."""
     score, e_score = _matmul(q, k.mT, q.shape[-1], u)
@@ -130,6 +139,9 @@ def _weights(
         slope = 1 - tanh**2
         e_tanh = _rms(slope * _rms(e_score, u * score) / softcap, 2 * u * tanh)
         score, e_score, e_slope = tanh * softcap, e_tanh * softcap, _rms(2 * tanh * e_tanh, u * tanh**2)
+    if bias is not None:
+        score = score + bias
+        e_score = _rms(e_score, 2 * u * bias, u * score)  # the bias is rounded, and so is its sum with the score
     if sinks is not None:
         sinks = sinks.double()[:, None, None].expand(*score.shape[:3], 1)
         score, e_score, slope, e_slope = (

@@ -37,6 +37,7 @@ struct ForwardArgs {
   double scale, softcap;  // softcap 0: none
   int64_t threads;
   const float* sinks;  // (q_heads,), null: none
+  const float* bias;   // (batch, q_heads, bias_size) in units of Scale: index seqlen_k - 1 + query - key; null: none
 };
 
 struct BackwardArgs {
@@ -48,7 +49,7 @@ struct BackwardArgs {
   const float* lse_grad;   // like lse; null: none
   // Working memory. dq_low, dk_low and dv_low are null for fp32; dk_low and dv_low also if part is the whole group.
   float* delta;                // (wave, part, seqlen_q)
-  int32_t* turns;              // (wave, part, q_blocks)
+  int32_t* turns;              // (wave, part, q_blocks + 1), the last one for the gradient of the bias
   uint16_t* dq_low;            // (wave, part, seqlen_q, head_dim)
   uint16_t *dk_low, *dv_low;   // (wave, seqlen_k, head_dim and head_dim_v)
   int64_t batch, q_heads, kv_heads, head_dim, head_dim_v;
@@ -57,6 +58,8 @@ struct BackwardArgs {
   double scale, softcap;  // softcap 0: none
   int64_t threads;
   int64_t wave, part;  // heads processed together: kv heads, and q heads of each one's group
+  const float* bias;   // like that of the forward pass, but index seqlen_q - 1 + key - query; null: none
+  float* bias_grad;    // like bias, receives the gradient of the bias itself; null: none
 };
 
 }  // namespace dynaxx

@@ -67,7 +67,9 @@ struct QueryHead {
     return args.lse_grad ? args.lse_grad + of_all(args) * args.plan->visited_seqlen : nullptr;
   }
   float* delta(const BackwardArgs& args) const { return args.delta + slot * args.plan->visited_seqlen; }
-  int32_t* turns(const BackwardArgs& args) const { return args.turns + slot * num_q_blocks(*args.plan); }
+  int32_t* turns(const BackwardArgs& args) const { return args.turns + slot * (num_q_blocks(*args.plan) + 1); }
+  const float* bias(const BackwardArgs& args) const { return args.bias + of_all(args) * bias_size(*args.plan); }
+  float* bias_grad(const BackwardArgs& args) const { return args.bias_grad + of_all(args) * bias_size(*args.plan); }
   uint16_t* dq_low(const BackwardArgs& args) const {
     return args.dq_low + slot * args.plan->visited_seqlen * args.head_dim;
   }
@@ -82,7 +84,7 @@ class BackwardRow {
  public:
   BackwardRow(const BackwardArgs& args, const KeyHead& head, int64_t row, const std::atomic<int>& failed, float* memory)
       : args_(args), plan_(*args.plan), head_(head), row_(row), D_(args.head_dim), E_(args.head_dim_v),
-        k_stride_((args.head_dim + PANEL - 1) / PANEL * PANEL), scale_(args.scale, args.softcap),
+        k_stride_((args.head_dim + PANEL - 1) / PANEL * PANEL), scale_(args.scale, args.softcap, args.bias),
         pairs_(multiplies_pairs(args.element, scale_)), failed_(failed), memory_(memory) {
     keys_ = int(std::min(plan_.block, plan_.seqlen - row * plan_.block));
     num_panels_ = (keys_ + PANEL - 1) / PANEL;
@@ -91,7 +93,7 @@ class BackwardRow {
   static int64_t memory_needed(const BackwardArgs& args) {
     const int64_t D = args.head_dim, E = args.head_dim_v, block = args.plan->block;
     return block * (2 * D + 2 * E) + block * (D + PANEL) + PANEL * std::max(D, E) +
-           STEP_ROWS * (D + E + PANEL + MAX_PANELS * PANEL + 2) +
+           STEP_ROWS * (D + E + PANEL + MAX_PANELS * PANEL + 2) + (args.bias_grad ? num_bias_sums(*args.plan) : 0) +
            (HAS_PAIRS ? STEP_ROWS * (num_pairs(D) + num_pairs(E)) : 0);
   }
 
@@ -106,6 +108,7 @@ class BackwardRow {
       q_pairs_ = take(STEP_ROWS * num_pairs(D_));
       grad_pairs_ = take(STEP_ROWS * num_pairs(E_));
     }
+    if (args_.bias_grad) bias_sums_ = take(num_bias_sums(plan_));
     for (int64_t g = head_.begin; g < head_.end; g++) add_head(QueryHead(args_, head_, g));
     store_key_grads();
   }
@@ -159,6 +162,7 @@ class BackwardRow {
     const Rows q = rows_of(args_.q, args_.q_strides, head, D_, q_packed_);
     const Rows grad = rows_of(args_.grad, args_.grad_strides, head, E_, grad_packed_);
     const int32_t* indptr = row_indptr(plan_, head.batch, head.head, row_);
+    if (bias_sums_) std::fill_n(bias_sums_, num_bias_sums(plan_), 0.f);
     for (int64_t entry = indptr[0]; entry < indptr[1];) {
       Step step;
       const int32_t* ranks = plan_.ranks + entry;
@@ -168,6 +172,7 @@ class BackwardRow {
       StepPrefetch next(plan_, entry, indptr[1], q, grad);
       for (int p = 0; p < num_panels_; p++) {
         next.fetch(num_panels_);
+        if (args_.bias) load_bias(plan_, step, head.bias(args_), row_ * plan_.block + p * PANEL, p_);
         add_key_grads(step, p, q.step_stride(), grad.step_stride(), head.delta(args_));
       }
       for (int b = 0; b < step.num_blocks; b++) {
@@ -177,6 +182,26 @@ class BackwardRow {
         end_turn(turn, ranks[b]);
       }
     }
+    if (bias_sums_) add_bias_grads(head);
+  }
+
+  // Distances of this row's keys from all queries, from that of its first key to the last query.
+  static int64_t num_bias_sums(const Plan& plan) { return plan.visited_seqlen - 1 + plan.block + PANEL; }
+
+  void add_bias_grads(const QueryHead& head) const {
+    int32_t* turn = head.turns(args_) + num_q_blocks(plan_);
+    float* sums = head.bias_grad(args_) + row_ * plan_.block;
+    const int64_t count = std::min(num_bias_sums(plan_), bias_size(plan_) - row_ * plan_.block);
+    await_turn(turn, int32_t(row_), failed_);
+    for (int64_t x = 0; x < count; x++) sums[x] += bias_sums_[x];
+    end_turn(turn, int32_t(row_));
+  }
+
+  // Return where the gradients of a panel's pairs with the query `token` are added.
+  BiasSums bias_sums(int panel, int64_t token) const {
+    if (!bias_sums_) return {nullptr, 0};
+    const int keys = std::min(PANEL, keys_ - panel * PANEL);
+    return {bias_sums_ + plan_.visited_seqlen - 1 + panel * PANEL - token, uint16_t((1u << keys) - 1)};
   }
 
   // Load lse of each row of the step in units of log2 e; 0 for a query that sees nothing, whose scores are all -inf.
@@ -216,11 +241,12 @@ class BackwardRow {
       seen_[panel][b] = count ? RowRange{found[0].at, found[count - 1].at + found[count - 1].rows} : RowRange{0, 0};
       for (int s = 0; s < count; s++) {
         const float* of_rows = delta + block.token - block.at;
+        const BiasSums bias = bias_sums(panel, block.token - block.at);
         if (HAS_PAIRS && pairs_)
           score_span<HAS_PAIRS>(keys, found[s], q_pairs_ + found[s].at * num_pairs(D_), num_pairs(D_),
-                                grad_pairs_ + found[s].at * num_pairs(E_), num_pairs(E_), of_rows, ds);
+                                grad_pairs_ + found[s].at * num_pairs(E_), num_pairs(E_), of_rows, ds, bias);
         else
-          score_span<false>(keys, found[s], found[s].k, q_stride, found[s].v, grad_stride, of_rows, ds);
+          score_span<false>(keys, found[s], found[s].k, q_stride, found[s].v, grad_stride, of_rows, ds, bias);
       }
       num_spans += count;
     }
@@ -230,7 +256,7 @@ class BackwardRow {
 
   template <bool PAIRS>
   void score_span(const KeyPanel& keys, const Span& span, const float* q, int64_t q_stride, const float* grad,
-                  int64_t grad_stride, const float* delta, float* ds) {
+                  int64_t grad_stride, const float* delta, float* ds, const BiasSums& bias) {
     const auto& weights = scale_.capped() ? WEIGHT_TILES<true, PAIRS> : WEIGHT_TILES<false, PAIRS>;
     const auto& gradients = scale_.capped() ? SCORE_GRAD_TILES<true, PAIRS> : SCORE_GRAD_TILES<false, PAIRS>;
     const int64_t depth = PAIRS ? num_pairs(D_) : D_, width = PAIRS ? num_pairs(E_) : E_;
@@ -239,7 +265,7 @@ class BackwardRow {
       weights[rows - 1](q + r * q_stride, q_stride, keys.k, depth, span.words ? span.words + r : nullptr, scale_,
                         base_ + at, p_ + at * PANEL, ds + at * PANEL);
       gradients[rows - 1](grad + r * grad_stride, grad_stride, keys.v, width, delta + at, float(args_.scale),
-                          p_ + at * PANEL, ds + at * PANEL);
+                          p_ + at * PANEL, ds + at * PANEL, {bias.at ? bias.at - at : nullptr, bias.bits});
       r += rows;
     }
   }
@@ -310,6 +336,7 @@ class BackwardRow {
   KeyPanel panels_[MAX_PANELS];
   RowRange seen_[MAX_PANELS][MAX_BLOCKS];  // rows of each block of the step that each panel sees
   float *space_, *q_packed_, *grad_packed_, *q_pairs_, *grad_pairs_, *k_rows_, *p_, *ds_;
+  float* bias_sums_ = nullptr;
   Base* base_;
 };
 
@@ -333,6 +360,7 @@ void begin_queries(const BackwardArgs& args, const QueryHead& at, int64_t block,
   const Results dq = at.dq(args);
   const float* lse_grad = at.lse_grad(args);
   at.turns(args)[block] = 0;
+  if (block == 0) at.turns(args)[num_q_blocks(*args.plan)] = 0;
   for (int64_t i = first; i < last; i++) {
     out.read(i, E, space);
     grad.read(i, E, space + E);

@@ -69,7 +69,7 @@ class RowPanel {
       const int rows = next_tile(keys - key, SCORE_ROWS);
       uint16_t words[SCORE_ROWS];
       for (int r = 0; r < rows && !whole; r++) words[r] = rows_that_see(first + key + r);
-      SCORE_TILES<false, false>[rows - 1](k.row(first + key), k.stride, panel, args_.head_dim, whole ? nullptr : words, 0.f,
+      SCORE_TILES<false, false>[rows - 1](k.row(first + key), k.stride, panel, args_.head_dim, whole ? nullptr : words, Scale(1),
                                           scores + key * PANEL, best);
       key += rows;
     }

@@ -65,11 +65,13 @@ inline float add_sink(float& lse, float sink) {
 // replaces |scale| in the factor.
 struct Scale {
   float sign, cap, factor;  // cap 0: no softcap
+  bool biased = false;      // whether scores, then in units of factor, are added to what lies in their place
 
-  explicit Scale(double scale, double softcap = 0)
+  explicit Scale(double scale, double softcap = 0, bool biased = false)
       : sign(scale > 0 ? 1.f : scale < 0 ? -1.f : 0.f),
         cap(softcap > 0 ? std::max(float(std::fabs(scale) / softcap), std::numeric_limits<float>::min()) : 0.f),
-        factor(float(softcap > 0 ? softcap * LOG2_E : scale == 0 ? 1. : std::fabs(scale) * LOG2_E)) {}
+        factor(float(softcap > 0 ? softcap * LOG2_E : scale == 0 ? 1. : std::fabs(scale) * LOG2_E)),
+        biased(biased) {}
 
   bool capped() const { return cap != 0; }
 };

@@ -30,7 +30,8 @@ struct Task {
 class ForwardRow {
  public:
   ForwardRow(const ForwardArgs& args, const Task& task, float* memory)
-      : args_(args), plan_(*args.plan), task_(task), D_(args.head_dim), E_(args.head_dim_v), scale_(args.scale, args.softcap),
+      : args_(args), plan_(*args.plan), task_(task), D_(args.head_dim), E_(args.head_dim_v),
+        scale_(args.scale, args.softcap, args.bias),
         pairs_(multiplies_pairs(args.element, scale_)), depth_(pairs_ ? num_pairs(D_) : D_), memory_(memory) {
     queries_ = std::min(plan_.block, plan_.seqlen - task.row * plan_.block);
     panels_per_head_ = (queries_ + PANEL - 1) / PANEL;
@@ -57,6 +58,7 @@ class ForwardRow {
         Span spans[MAX_SPANS];
         const int num_spans = step_spans(plan_, step, p % panels_per_head_, k_stride, v_stride, spans);
         if (!num_spans) continue;
+        if (args_.bias) load_bias(plan_, step, bias_of(p), first_query(p), scores);
         if (p + 1 < num_panels_ && step.plain() && pairable(depth_, scale_, pairs_)) {
           attend_pair(panels_[p], panels_[p + 1], spans, num_spans, k_stride, v_stride, depth_, E_, scale_,
                       {scores, scores + STEP_ROWS * PANEL});
@@ -97,10 +99,15 @@ class ForwardRow {
     return {tokens, width, worth_packing(tokens, width, num_panels_) ? take(STEP_ROWS * width) : nullptr, pairs};
   }
 
+  int64_t head_of(int p) const { return task_.head + p / panels_per_head_; }
+  int64_t first_query(int p) const { return task_.row * plan_.block + p % panels_per_head_ * PANEL; }
+  const float* bias_of(int p) const {
+    return args_.bias + (task_.batch * args_.q_heads + head_of(p)) * bias_size(plan_);
+  }
+
   void store_panel(int p) const {
     const QueryPanel& panel = panels_[p];
-    const int64_t head = task_.head + p / panels_per_head_;
-    const int64_t first = task_.row * plan_.block + p % panels_per_head_ * PANEL;
+    const int64_t head = head_of(p), first = first_query(p);
     const int rows = int(std::min<int64_t>(PANEL, plan_.seqlen - first));
     float* lse = args_.lse + (task_.batch * args_.q_heads + head) * plan_.seqlen + first;
     const float sink = args_.sinks ? args_.sinks[head] : NEG_INF;

@@ -12,8 +12,8 @@ struct Base {
   float high, low;
 };
 
-// Compute weights p[r][i] = 2 ** (score * factor - base[r]), where score = rows[r] . panel[:][i]; 0 for hidden pairs.
-// If CAPPED, ds receives the derivative of the cap at the score.
+// Compute weights p[r][i] = 2 ** (score * factor - base[r]), where score = rows[r] . panel[:][i], plus a bias that lies
+// in p; 0 for hidden pairs. If CAPPED, ds receives the derivative of the cap at the score.
 template <int R, bool CAPPED, bool PAIRS>
 static void weight_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
                         const Scale& scale, const Base* base, float* __restrict p, float* __restrict ds) {
@@ -26,6 +26,7 @@ static void weight_tile(const float* rows, int64_t stride, const float* panel, i
       DYNAXX_UNROLL
     for (int i = 0; i < VECS; i++) store(ds + r * PANEL + i * LANES, splat(1.f) - sum[r][i] * sum[r][i]);
   }
+  if (scale.biased) add_bias<R>(p, sum);
   hide<R>(words, sum);
   DYNAXX_UNROLL
   for (int r = 0; r < R; r++)
@@ -36,10 +37,16 @@ static void weight_tile(const float* rows, int64_t stride, const float* panel, i
   }
 }
 
+// Sums over pairs of equal distance, of a panel with first row 0, for the tokens whose bits are set; null at: none.
+struct BiasSums {
+  float* at;  // row r adds to at - r ..
+  uint16_t bits;
+};
+
 // ds[r][i] = p[r][i] * (rows[r] . panel[:][i] - delta[r]) * scale, times the derivative that ds contains if CAPPED.
 template <int R, bool CAPPED, bool PAIRS>
 static void score_grad_tile(const float* rows, int64_t stride, const float* panel, int64_t E, const float* delta,
-                            float scale, const float* __restrict p, float* __restrict ds) {
+                            float scale, const float* __restrict p, float* __restrict ds, const BiasSums& bias) {
   vec sum[R][VECS];
   dot<R, PAIRS>(rows, stride, panel, E, sum);
   DYNAXX_UNROLL
@@ -48,7 +55,11 @@ static void score_grad_tile(const float* rows, int64_t stride, const float* pane
   for (int i = 0; i < VECS; i++) {
     const int at = r * PANEL + i * LANES;
     const vec slope = CAPPED ? load(ds + at) * splat(scale) : splat(scale);
-    store(ds + at, load(p + at) * (sum[r][i] - splat(delta[r])) * slope);
+    const vec grad = load(p + at) * (sum[r][i] - splat(delta[r]));
+    store(ds + at, grad * slope);
+    if (!bias.at) continue;
+    float* to = bias.at - r + i * LANES;
+    store(to, load(to) + (lanes_set(bias.bits, i) ? grad : vec{}));
   }
 }
 

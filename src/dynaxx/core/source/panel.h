@@ -27,7 +27,7 @@ inline void score_spans(const QueryPanel& panel, const Span* spans, int num_span
     const Span& span = spans[s];
     for (int r = 0; r < span.rows;) {
       const int rows = next_tile(span.rows - r, SCORE_ROWS);
-      tiles[rows - 1](span.k + r * k_stride, k_stride, panel.q, D, span.words ? span.words + r : nullptr, scale.cap,
+      tiles[rows - 1](span.k + r * k_stride, k_stride, panel.q, D, span.words ? span.words + r : nullptr, scale,
                       scores + (span.at + r) * PANEL, panel.top);
       r += rows;
     }
@@ -86,7 +86,7 @@ inline void attend(const QueryPanel& panel, const Span* spans, int num_spans, in
 
 // Return whether `attend_pair` serves: the build has registers for two panels, and their sums have one part.
 DYNAXX_INLINE bool pairable(int64_t D, const Scale& scale, bool pairs) {
-  return LANES == PANEL && D <= DOT_PART && !scale.capped() && !pairs;
+  return LANES == PANEL && D <= DOT_PART && !scale.capped() && !scale.biased && !pairs;
 }
 
 // Like `attend` for two panels that see the same spans, without masks. Rows of k and v are loaded once for both; results

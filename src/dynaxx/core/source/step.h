@@ -92,6 +92,20 @@ inline int block_spans(const Plan& plan, const Block& block, int64_t panel, int6
   return count;
 }
 
+// Return the entries of a head's bias: one per distance, from that of the last visited token, and a panel that is read
+// past the end.
+inline int64_t bias_size(const Plan& plan) { return plan.seqlen + plan.visited_seqlen - 1 + PANEL; }
+
+// Copy the bias of each row of a step, for the panel of tokens from `first`, to the places of the scores.
+inline void load_bias(const Plan& plan, const Step& step, const float* of_head, int64_t first, float* scores) {
+  const float* at = of_head + plan.visited_seqlen - 1 + first;
+  for (int b = 0; b < step.num_blocks; b++) {
+    const Block& block = step.blocks[b];
+    for (int r = 0; r < block.rows; r++)
+      std::copy_n(at - block.token - r, PANEL, scores + (block.at + r) * PANEL);
+  }
+}
+
 // Return whether `next` continues `last` without a mask, so that both can form one span.
 DYNAXX_INLINE bool joins(const Span& last, const Span& next, int64_t k_stride, int64_t v_stride) {
   return !last.words && !next.words && last.k + last.rows * k_stride == next.k &&

@@ -83,13 +83,24 @@ DYNAXX_INLINE void cap_scores(float cap, vec (&scores)[R][VECS]) {
   for (int i = 0; i < VECS; i++) scores[r][i] = tanh_of(scores[r][i] * splat(cap));
 }
 
-// scores[r][i] = rows[r] . panel[:][i], optionally capped, -inf for hidden pairs; top[i] = max(top[i], scores[..][i]).
+// Add the bias that lies in the place of the scores.
+template <int R>
+DYNAXX_INLINE void add_bias(const float* bias, vec (&scores)[R][VECS]) {
+  DYNAXX_UNROLL
+  for (int r = 0; r < R; r++)
+    DYNAXX_UNROLL
+  for (int i = 0; i < VECS; i++) scores[r][i] += load(bias + r * PANEL + i * LANES);
+}
+
+// scores[r][i] = rows[r] . panel[:][i], optionally capped, plus a bias, -inf for hidden pairs; top[i] = max(top[i],
+// scores[..][i]).
 template <int R, bool CAPPED, bool PAIRS>
 static void score_tile(const float* rows, int64_t stride, const float* panel, int64_t D, const uint16_t* words,
-                       float cap, float* __restrict scores, float* __restrict top) {
+                       const Scale& scale, float* __restrict scores, float* __restrict top) {
   vec sum[R][VECS];
   dot<R, PAIRS>(rows, stride, panel, D, sum);
-  if (CAPPED) cap_scores<R>(cap, sum);
+  if (CAPPED) cap_scores<R>(scale.cap, sum);
+  if (scale.biased) add_bias<R>(scores, sum);
   hide<R>(words, sum);
   DYNAXX_UNROLL
   for (int i = 0; i < VECS; i++) {

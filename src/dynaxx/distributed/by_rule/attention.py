@@ -23,8 +23,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import as_block_size
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.autocast import follow_autocast
-from dynaxx.ops.checks import check_sinks, check_softcap
+from dynaxx.ops.checks import check_sinks, check_softcap, follow_autocast
 from dynaxx.selection import Hybrid, Selector
 from dynaxx.selection.base import selection_grid
 

@@ -30,7 +30,7 @@ from dynaxx.integrations.transformers.masks.rules import MaskRule
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.ops import sparse_attention as attend_on_one_device
-from dynaxx.ops.autocast import follow_autocast
+from dynaxx.ops.checks import follow_autocast
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 

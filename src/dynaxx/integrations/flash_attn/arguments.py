@@ -86,7 +86,7 @@ def refuse(
     if dropout_p:
         reasons.append(f"`dropout_p` must be 0.0, got {dropout_p}: dropout is not supported")
     if alibi_slopes is not None:
-        reasons.append("`alibi_slopes` must be None: biases are not supported")
+        reasons.append("`alibi_slopes` must be None: decoding adds no bias; use flash_attn_func over the keys")
     if block_table is not None:
         reasons.append("`block_table` must be None: use flash_attn_with_kvcache for a paged cache")
     if reasons:

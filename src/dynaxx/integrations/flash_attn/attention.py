@@ -18,8 +18,10 @@ from dynaxx.integrations.flash_attn.arguments import (
     rule_of,
     softcap_of,
 )
+from dynaxx.layout import BlockLayout
 from dynaxx.layout.packed import CuSeqlens, host_lengths
-from dynaxx.ops import sparse_attention
+from dynaxx.ops import SparseAttentionOutput, sparse_attention
+from dynaxx.ops.position_bias import Alibi
 from dynaxx.patterns.packed import packed_layout
 
 
@@ -48,7 +50,8 @@ def flash_attn_func(
         causal: hide keys after the query; queries are aligned to the last keys.
         window_size: (left, right), a pair or a tensor: keys visible besides the query's own; -1 is unlimited.
         softcap: cap on scores; 0.0 means none.
-        alibi_slopes: must be None.
+        alibi_slopes: (q_heads,) or (batch, q_heads), subtracted from scores times the distance of query and key.
+            Gradients flow to slopes that require them; flash-attn has none.
         deterministic: compute gradients bitwise deterministically. On a GPU this needs
             `torch.use_deterministic_algorithms(True)`.
         return_attn_probs: also return the log-sum-exp.
@@ -58,17 +61,16 @@ def flash_attn_func(
         that sees no key has out = 0 and lse = -inf; flash-attn returns lse = inf.
 
     Raises:
-        UnsupportedInputError: the call has dropout or ALiBi, or no backend supports the inputs.
+        UnsupportedInputError: the call has dropout, or no backend supports the inputs.
         ValueError: the inputs do not fit together.
         TypeError: an argument has a wrong type.
     """
-    refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refuse("flash_attn_func", dropout_p=dropout_p)
     check_deterministic(deterministic, q, k, v)
     _check_rank(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
     rule = rule_of(causal, window_size)
     layout = rule.layout(q.shape[1], k.shape[1], causal=causal, block_size=block_size_of(q), device=q.device)
-    with arguments_named(scale="softmax_scale"):
-        out, lse = sparse_attention(q, k, v, layout, scale=softmax_scale, softcap=softcap_of(softcap), return_lse=True)
+    out, lse = _attend(q, k, v, layout, softmax_scale, softcap, alibi_slopes)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -107,7 +109,7 @@ def flash_attn_varlen_func(
         causal: see `flash_attn_func`.
         window_size: see `flash_attn_func`.
         softcap: see `flash_attn_func`.
-        alibi_slopes: see `flash_attn_func`.
+        alibi_slopes: (q_heads,), see `flash_attn_func`. Each sequence must have as many keys as queries.
         deterministic: see `flash_attn_func`.
         return_attn_probs: also return the log-sum-exp.
         block_table: must be None; use `flash_attn_with_kvcache` for paged caches.
@@ -120,7 +122,7 @@ def flash_attn_varlen_func(
         ValueError: see `flash_attn_func`.
         TypeError: see `flash_attn_func`.
     """
-    refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    refuse("flash_attn_varlen_func", dropout_p=dropout_p, block_table=block_table)
     check_deterministic(deterministic, q, k, v)
     _check_rank(q, k, v, 3, "(tokens, heads, head_dim)")
     for side, ends, most, x in (("q", cu_seqlens_q, max_seqlen_q, q), ("k", cu_seqlens_k, max_seqlen_k, k)):
@@ -134,9 +136,22 @@ def flash_attn_varlen_func(
     layout = packed_layout(
         rule, cu_seqlens_q, cu_seqlens_k, causal=causal, block_size=block_size_of(q), device=q.device
     )
-    with arguments_named(scale="softmax_scale"):
-        out, lse = sparse_attention(q, k, v, layout, scale=softmax_scale, softcap=softcap_of(softcap), return_lse=True)
+    out, lse = _attend(q, k, v, layout, softmax_scale, softcap, alibi_slopes)
     return (out, lse, None) if return_attn_probs else out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> SparseAttentionOutput:
+    bias, cap = None if alibi_slopes is None else Alibi(alibi_slopes), softcap_of(softcap)
+    with arguments_named(scale="softmax_scale", position_bias="alibi_slopes", slopes="alibi_slopes"):
+        return sparse_attention(q, k, v, layout, scale=scale, softcap=cap, position_bias=bias, return_lse=True)
 
 
 def _check_rank(q: Tensor, k: Tensor, v: Tensor, rank: int, shape: str) -> None:

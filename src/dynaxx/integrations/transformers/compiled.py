@@ -34,7 +34,7 @@ from dynaxx.integrations.transformers.decoder import DENSE, is_exporting
 from dynaxx.integrations.transformers.masks.lazy import lazy_mask, plain_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
 from dynaxx.integrations.transformers.recordings import Recording, Recordings
-from dynaxx.ops.autocast import follow_autocast
+from dynaxx.ops.checks import follow_autocast
 
 ATTRIBUTE = "dynaxx_layer"  # of attention modules: their `TracedLayer`
 MOST_TRACED = 4096  # keys; for more, SDPA is much faster in the op, which needs no mask, than with a traced mask

@@ -31,6 +31,8 @@ class AttentionProblem:
     block_size: tuple[int, int]
     needs_grad: bool
     softcap: float | None = None
+    biased: bool = False  # whether a bias by distance is added to the scores
+    bias_grad: bool = False  # whether the bias needs a gradient
 
     @property
     def group_size(self) -> int:
@@ -40,6 +42,7 @@ class AttentionProblem:
     def __str__(self) -> str:
         """Return the problem in words, for error messages and `explain`."""
         cap = "" if self.softcap is None else f", scores capped at {self.softcap:g}"
+        cap += f", a position bias{' with gradients' if self.bias_grad else ''}" if self.biased else ""
         grad = ", with gradients" if self.needs_grad else ""
         return (
             f"attention on {self.device} in {str(self.dtype).removeprefix('torch.')}: batch {self.batch}, "
@@ -61,10 +64,12 @@ class AttentionKernels(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) fp32, natural log; sinks are (Hq,).
 
-        A given `out`, of any strides, receives the result.
+        A given `out`, of any strides, receives the result. A bias, (B, Hq, N + M - 1) in lse's dtype, is added to the
+        scores after the cap; see the reference.
         """
 
     def attention_backward(
@@ -79,5 +84,10 @@ class AttentionKernels(Protocol):
         layout: BlockLayout,
         scale: float,
         softcap: float | None = None,
+        bias: Tensor | None = None,
+        dbias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. `dlse` is None if lse has no gradient. With sinks, out and lse must include them."""
+        """Return dq, dk, dv. `dlse` is None if lse has no gradient. With sinks, out and lse must include them.
+
+        A given `dbias`, like the bias, gets the gradient of the bias added.
+        """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.attention.softmax import masked_attention
+from dynaxx.kernels.bias import bias_of_pairs, sums_by_distance
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import without_autocast
 
@@ -31,17 +32,19 @@ def attention_forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32 (fp64 for fp64 inputs).
 
     Computes in fp32 or better. A query that sees nothing has out = 0, lse = -inf and zero gradients. sinks (Hq,) are
     added to the softmax of their head as the score of one more key with value zero; they are neither scaled nor capped.
+    A bias (B, Hq, N + M - 1) is added to the capped scores: entry M - 1 + i - j to that of query i and key j.
     Differentiable by autograd. A given `out` receives the result.
     """
     group_size = q.shape[2] // k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(dtype).repeat_interleave(group_size, dim=2) for x in (k, v))
-    found, lse = masked_attention(q, k, v, layout.to_dense(), scale, softcap, sinks)
+    found, lse = masked_attention(q, k, v, layout.to_dense(), scale, softcap, sinks, bias_of_pairs(bias, q.shape[1]))
     return (found if out is None else out.copy_(found)), lse
 
 
@@ -57,11 +60,14 @@ def attention_backward(
     layout: BlockLayout,
     scale: float,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes and shapes of q, k, v. do is the gradient of out, dlse that of lse or None.
 
     With weights P = exp(scores - lse), zero for hidden pairs: dP = do v^T, dS = P (dP - (do . out) + dlse). With a
-    softcap c, dS is multiplied by 1 - tanh(s / c) ** 2.
+    softcap c, dS is multiplied by 1 - tanh(s / c) ** 2. A given dbias receives the sums of dS, before that and the
+    scale, over the pairs of each distance.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -72,10 +78,15 @@ def attention_backward(
     if softcap is not None:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped**2
+    if bias is not None:
+        scores = scores + bias_of_pairs(bias, q.shape[1])
     shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
     weights = (scores - shift).masked_fill(~layout.to_dense(), -torch.inf).exp()
     delta = (wide_do * wide_out).sum(-1).transpose(1, 2) - (0.0 if dlse is None else dlse)
-    d_scores = weights * (torch.einsum("bnhe,bmhe->bhnm", wide_do, wide_v) - delta[..., None]) * slope * scale
+    d_scores = weights * (torch.einsum("bnhe,bmhe->bhnm", wide_do, wide_v) - delta[..., None])
+    if dbias is not None:
+        dbias += sums_by_distance(d_scores)
+    d_scores = d_scores * slope * scale
     dq = torch.einsum("bhnm,bmhd->bnhd", d_scores, wide_k)
     dk = torch.einsum("bhnm,bnhd->bmhd", d_scores, wide_q).unflatten(2, (kv_heads, -1)).sum(3)
     dv = torch.einsum("bhnm,bnhe->bmhe", weights, wide_do).unflatten(2, (kv_heads, -1)).sum(3)

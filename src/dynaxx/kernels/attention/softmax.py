@@ -14,7 +14,14 @@ from dynaxx.layout.host import without_autocast
 
 @without_autocast
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in k's. A query that sees nothing has out = 0.
 
@@ -25,11 +32,14 @@ def masked_attention(
         visible: bool, broadcastable to (B, Hq, N, M).
         scale: factor on the scores.
         softcap: c in c tanh(score / c), or None.
+        bias: (B, Hq, N, M) added to the scaled and capped scores, or None.
         sinks: (Hq,) scores of one more key with value zero, neither scaled nor capped, or None.
     """
     scores = torch.einsum("bnhd,bmhd->bhnm", q.to(k.dtype), k) * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
+    if bias is not None:
+        scores = scores + bias
     if sinks is not None:
         column = sinks.to(k.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         visible = torch.cat([visible.expand_as(scores), column > -torch.inf], -1)

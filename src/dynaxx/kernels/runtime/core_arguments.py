@@ -13,6 +13,8 @@ from torch import Tensor
 from dynaxx.kernels.runtime.core_threads import num_threads
 from dynaxx.layout.host import address
 
+PANEL = 16  # queries per panel, equal to that in core/source/vec.h
+LOG2_E = 1.4426950408889634
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # equal to those in core/source/elements.h
 
 
@@ -36,7 +38,7 @@ class WorkPlan(Structure):
     ]
 
 
-_FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q Q")  # a ctypes.Structure would take three times as long: 1 us more per call
+_FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q 2Q")  # a ctypes.Structure would take three times as long: 1 us more per call
 
 
 def forward_args(
@@ -49,6 +51,7 @@ def forward_args(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> bytes:
     """Return the bytes of `ForwardArgs` for one launch. The caller has made `out` and `lse` for q and v.
 
@@ -93,6 +96,7 @@ def forward_args(
         softcap or 0.0,
         num_threads(),
         0 if sinks is None else address(sinks, torch.float32, (q_heads,)),
+        0 if bias is None else address(bias, torch.float32, (batch, q_heads, seqlen_q + of_k[1] - 1 + PANEL)),
     )
 
 
@@ -135,7 +139,15 @@ class BackwardArgs(Structure):
         ("threads", c_int64),
         ("wave", c_int64),
         ("part", c_int64),
+        ("bias", c_void_p),
+        ("bias_grad", c_void_p),
     ]
+
+
+def bias_of_core(bias: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return a bias in the core's unit of scores, which it multiplies by softcap or |scale|, and padded by a panel."""
+    unit = softcap or abs(scale) or 1 / LOG2_E
+    return torch.nn.functional.pad(bias.detach() / unit, (0, PANEL)).contiguous()
 
 
 def readable(x: Tensor) -> Tensor:

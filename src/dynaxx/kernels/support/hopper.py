@@ -27,6 +27,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
             "serves head_dim from 64 to 256 in steps of 8, with a head_dim of v that fits into tiles of q and k, "
             f"got {problem.head_dim}/{problem.head_dim_v}"
         )
+    if problem.biased:
+        reasons.append("adds no position bias to scores")
     if any(size not in BLOCKS for size in problem.block_size):
         reasons.append(f"serves blocks of {BLOCKS}, got {problem.block_size}")
     return reasons

@@ -18,7 +18,7 @@ from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.integrations.transformers.passes import Passes
 from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
-from dynaxx.ops.autocast import follow_autocast
+from dynaxx.ops.checks import follow_autocast
 from dynaxx.ops.prepared.layer import prepare_layout, prepare_rule, prepared_layout
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan

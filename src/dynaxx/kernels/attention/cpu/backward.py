@@ -12,7 +12,13 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.attention.cpu import gather
 from dynaxx.kernels.attention.cpu.plan import plan_of
-from dynaxx.kernels.runtime.core_arguments import ELEMENTS, BackwardArgs, readable, strides
+from dynaxx.kernels.runtime.core_arguments import (
+    ELEMENTS,
+    BackwardArgs,
+    bias_of_core,
+    readable,
+    strides,
+)
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import address, never_traced, on_host
 
@@ -33,6 +39,8 @@ def attention_backward(
     layout: BlockLayout,
     scale: float,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtype and shape of q, k, v.
 
@@ -42,9 +50,9 @@ def attention_backward(
     """
     library = active_library()
     if library is None:
-        return gather.attention_backward(do, dlse, q, k, v, out, lse, layout, scale, softcap)
+        return gather.attention_backward(do, dlse, q, k, v, out, lse, layout, scale, softcap, bias, dbias)
     do, q, k, v, out = (readable(x) for x in (do, q, k, v, out))
-    return _core_backward(library, do, q, k, v, out, lse, dlse, layout, scale, softcap)
+    return _core_backward(library, do, q, k, v, out, lse, dlse, layout, scale, softcap, bias, dbias)
 
 
 @never_traced
@@ -60,6 +68,8 @@ def _core_backward(
     layout: BlockLayout,
     scale: float,
     softcap: float | None,
+    bias: Tensor | None,
+    dbias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, seqlen_q, q_heads, head_dim = q.shape
     kv_heads, head_dim_v = v.shape[2:]
@@ -70,18 +80,22 @@ def _core_backward(
     halves = q.dtype != torch.float32
     parts = halves and part < q_heads // kv_heads
     delta = lse.new_empty(wave, part, seqlen_q)
-    turns = lse.new_empty(wave, part, layout.q_blocks, dtype=torch.int32)
+    turns = lse.new_empty(wave, part, layout.q_blocks + 1, dtype=torch.int32)
     dq_low = q.new_empty(wave, part, seqlen_q, head_dim) if halves else None
     dk_low, dv_low = (x.new_empty(wave, *x.shape[1::2]) if parts else None for x in (k, v))
+    biases = None if bias is None else bias_of_core(bias.flip(-1), scale, softcap)
+    bias_sums = None if biases is None or dbias is None else torch.zeros_like(biases)
     plan = plan_of(layout, library, rows_are_keys=True)
     named = {"q": q, "k": k, "v": v, "out": out, "grad": do, "dq": dq, "dk": dk, "dv": dv}
     of_q, of_k = (batch, layout.seqlen_q, q_heads), (batch, layout.seqlen_k, kv_heads)
     shapes = {name: (*of_q, head_dim) for name in ("q", "dq")} | {name: (*of_q, head_dim_v) for name in ("out", "grad")}
     shapes |= {name: (*of_k, head_dim) for name in ("k", "dk")} | {name: (*of_k, head_dim_v) for name in ("v", "dv")}
-    sums = {"dq_low": dq_low, "dk_low": dk_low, "dv_low": dv_low}
+    halves_of = {"dq_low": dq_low, "dk_low": dk_low, "dv_low": dv_low}
+    of_bias = {"bias": biases, "bias_grad": bias_sums}
     args = BackwardArgs(
         **{name: address(x, q.dtype, shapes[name], strided=True) for name, x in named.items()},
-        **{name: None if x is None else address(x, q.dtype, x.shape) for name, x in sums.items()},
+        **{name: None if x is None else address(x, q.dtype, x.shape) for name, x in halves_of.items()},
+        **{name: None if x is None else address(x, torch.float32, x.shape) for name, x in of_bias.items()},
         **{f"{name}_strides": strides(x) for name, x in named.items()},
         element=ELEMENTS[q.dtype],
         lse=address(lse, torch.float32, (batch, q_heads, seqlen_q)),
@@ -101,6 +115,8 @@ def _core_backward(
         part=part,
     )
     raise_for_status(library.dynaxx_cpu_backward(byref(args)))
+    if dbias is not None and bias_sums is not None:
+        dbias += bias_sums[..., : dbias.shape[-1]].flip(-1)
     return dq, dk, dv
 
 

@@ -12,7 +12,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.attention.cpu import gather
 from dynaxx.kernels.attention.cpu.plan import plan_of
-from dynaxx.kernels.runtime.core_arguments import forward_args, readable
+from dynaxx.kernels.runtime.core_arguments import bias_of_core, forward_args, readable
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import never_traced
 
@@ -26,6 +26,7 @@ def attention_forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N), natural log, in fp32; both contiguous.
 
@@ -35,12 +36,12 @@ def attention_forward(
     """
     library = active_library()
     if out is not None and not out.is_contiguous():
-        found, lse = attention_forward(q, k, v, layout, scale, softcap, sinks)
+        found, lse = attention_forward(q, k, v, layout, scale, softcap, sinks, bias=bias)
         return out.copy_(found), lse
     if library is None:
-        found, lse = gather.attention_forward(q, k, v, layout, scale, softcap, sinks)
+        found, lse = gather.attention_forward(q, k, v, layout, scale, softcap, sinks, bias)
         return (found if out is None else out.copy_(found)), lse
-    return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap, sinks, out)
+    return _core_forward(library, readable(q), readable(k), readable(v), layout, scale, softcap, sinks, out, bias)
 
 
 @never_traced
@@ -54,6 +55,7 @@ def _core_forward(
     softcap: float | None,
     sinks: Tensor | None,
     out: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads, _ = q.shape
     if out is None:
@@ -63,7 +65,8 @@ def _core_forward(
     lse = q.new_empty((batch, q_heads, seqlen_q), dtype=torch.float32)
     plan = plan_of(layout, library)  # stays alive until the core is done, even if another thread changes the layout
     logits = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
-    args = forward_args(q, k, v, out, lse, plan.struct, scale, softcap, logits)
+    biases = None if bias is None else bias_of_core(bias, scale, softcap)
+    args = forward_args(q, k, v, out, lse, plan.struct, scale, softcap, logits, biases)
     code = library.dynaxx_cpu_forward(args)
     if code:
         raise_for_status(code)

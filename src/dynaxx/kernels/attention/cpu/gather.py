@@ -46,6 +46,7 @@ def attention_forward(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) in fp32 (fp64 for fp64), like the reference."""
     out_dtype, dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -57,7 +58,7 @@ def attention_forward(
     places, outs, lses = [], [], []
     for units in _chunks(layout, batch, q_heads, k.shape[-1] + v.shape[-1]):
         place, in_range = _query_places(units, layout, q_heads)
-        unit_out, unit_lse = _attend(units, q, k, v, layout, table, scale, softcap)
+        unit_out, unit_lse = _attend(units, q, k, v, layout, table, scale, softcap, bias)
         places.append(place[in_range])
         outs.append(unit_out[in_range])
         lses.append(unit_lse[in_range])
@@ -82,11 +83,14 @@ def attention_backward(
     layout: BlockLayout,
     scale: float,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv by autograd through a second forward pass without sinks."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        alone, lse_alone = attention_forward(q, k, v, layout, scale, softcap)
+        bias = bias if bias is None or dbias is None else bias.detach().requires_grad_()
+        alone, lse_alone = attention_forward(q, k, v, layout, scale, softcap, bias=bias)
     if not alone.requires_grad:  # no row visits anything
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # With sinks included in `lse`, out = share * alone. Without sinks, share = 1.
@@ -97,7 +101,10 @@ def attention_backward(
     if dlse is not None:
         dlse_alone = dlse_alone + dlse * share
     given = [(do * weight).to(alone.dtype), dlse_alone]
-    dq, dk, dv = torch.autograd.grad([alone, lse_alone], [q, k, v], given)
+    leaves = [q, k, v] if bias is None or dbias is None else [q, k, v, bias]
+    dq, dk, dv, *of_bias = torch.autograd.grad([alone, lse_alone], leaves, given)
+    if dbias is not None:
+        dbias += of_bias[0]
     return dq, dk, dv
 
 
@@ -133,6 +140,7 @@ def _attend(
     table: Tensor,
     scale: float,
     softcap: float | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (U, q_block, E) and lse (U, q_block) of units that visit equally many blocks."""
     q_block, kv_block = layout.block_size
@@ -147,6 +155,10 @@ def _attend(
     scores = (q[batch, queries, head] * scale) @ k[batch, keys, kv_head].mT
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
+    if bias is not None:
+        scores = (
+            scores + bias[batch[..., None], head[..., None], queries[..., None] - keys[:, None] + layout.seqlen_k - 1]
+        )
     sees_any = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~sees_any, 0.0)
     out = (scores.softmax(-1) * sees_any) @ v[batch, keys, kv_head]

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.status import BAD_INPUT, raise_for_status
-from dynaxx.kernels.runtime.core_arguments import WorkPlan
+from dynaxx.kernels.runtime.core_arguments import PANEL, WorkPlan
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 from dynaxx.layout.host import address, never_traced, on_host
 
-PANEL = 16  # queries per panel, equal to that in core/source/vec.h
 MAX_RUNS = 8  # equal to that in core/source/plan.h
 
 
