@@ -53,7 +53,25 @@ def test_masks_that_do_not_fit_are_refused(visible):
         hide_keys(dx.SlidingWindow(9).layout(70, block_size=16), visible)
 
 
-def test_a_layout_of_a_batch_is_refused():
-    layout = dx.BlockLayout.from_dense(torch.ones(2, 1, 32, 32, dtype=torch.bool), block_size=16)
-    with pytest.raises(ValueError, match="must be shared by the batch"):
-        hide_keys(layout, torch.ones(2, 32, dtype=torch.bool))
+def test_a_layout_per_batch_entry():
+    rules = (dx.SlidingWindow(9), dx.Full(), dx.Causal())
+    layout = dx.BlockLayout.stack_batch([rule.layout(70, 90, block_size=(16, 32)) for rule in rules]).validate()
+    dense = [rule.layout(70, 90, block_size=(16, 32)).to_dense() for rule in rules]
+    assert torch.equal(layout.to_dense(), torch.cat(dense))
+    visible = torch.rand(3, 90) < 0.7
+    assert torch.equal(hide_keys(layout, visible).validate().to_dense(), shown(layout, visible))
+    pairs = dx.BlockLayout.stack_heads([layout, layout])
+    again = dx.BlockLayout.stack_batch([pairs, pairs])
+    assert (again.layout_batch, again.layout_heads) == (6, 2)
+    assert torch.equal(again.to_dense(), torch.cat([pairs.to_dense()] * 2))
+    with pytest.raises(ValueError, match="`visible` must be for batch 3"):
+        hide_keys(layout, visible[:2])
+    with pytest.raises(ValueError, match="layout_heads"):
+        dx.BlockLayout.stack_batch([layout, pairs])
+
+
+def test_what_is_no_layout_or_packed_is_refused():
+    with pytest.raises(TypeError, match="`layout` must be"):
+        hide_keys(dx.Causal(), torch.ones(1, 70) > 0)
+    with pytest.raises(ValueError, match="must not be packed"):
+        hide_keys(dx.packed_layout(dx.Causal(), (0, 30, 70), block_size=16), torch.ones(1, 70) > 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx import trained
 from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.patterns import base, packed
@@ -62,18 +63,18 @@ def test_results_are_the_same(call, qkv):
     assert torch.equal(got, CALLS[call](*qkv))
 
 
-NSA_SIZES = dx.NsaSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=4, window=32)
+NSA_SIZES = trained.NsaSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=4, window=32)
 
 
 def by_nsa(q, k, v, backend):
-    compressed = dx.compress(k, NSA_SIZES), dx.compress(v, NSA_SIZES)
+    compressed = trained.compress(k, NSA_SIZES), trained.compress(v, NSA_SIZES)
     gates = torch.full((*q.shape[:3], 3), 0.5)
-    return dx.native_sparse_attention(q, k, v, compressed, gates, NSA_SIZES, backend=backend)
+    return trained.native_sparse_attention(q, k, v, compressed, gates, NSA_SIZES, backend=backend)
 
 
 def by_tokens(q, k, v, backend):
-    chosen = dx.TopKTokens(32).select(q, k)
-    return dx.selected_attention(q, k, v, chosen, block_size=1, backend=backend)
+    chosen = trained.TopKTokens(32).select(q, k)
+    return trained.selected_attention(q, k, v, chosen, block_size=1, backend=backend)
 
 
 def by_decode(q, k, v, backend):
@@ -82,7 +83,7 @@ def by_decode(q, k, v, backend):
 
 
 def by_indexer(q, k, v, backend):
-    return index_tokens(q, k[:, :, :1].squeeze(2), torch.ones(1, 300, 4), dx.TopKTokens(32), backend=backend)
+    return index_tokens(q, k[:, :, :1].squeeze(2), torch.ones(1, 300, 4), trained.TopKTokens(32), backend=backend)
 
 
 CHOOSING = {name: CALLS[name] for name in ("top-k", "top-p", "clusters", "packed")} | {

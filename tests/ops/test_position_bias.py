@@ -10,6 +10,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import dynaxx as dx
 from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from dynaxx.ops import column_sums
 from dynaxx.testing.oracle import error_reports, oracle_attention
 from dynaxx.testing.rounding import rounding_errors
 
@@ -194,6 +195,22 @@ def test_flash_attn_takes_slopes():
     torch.testing.assert_close(packed[20:], alone[0])
     with pytest.raises(ValueError, match="`alibi_slopes` must be"):
         flash_attn_func(q, k, v, alibi_slopes=slopes[:, :3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_column_sums(dtype):
+    q, k, _ = (x.detach() for x in inputs("grouped", dtype))
+    layout = RULES["window"].layout(130, causal=False, block_size=16)
+    sinks, bias = torch.randn(6), bias_of("t5 encoder", 6)
+    found = column_sums(q, k, layout, softcap=3.0, sinks=sinks, position_bias=bias)
+    each = torch.eye(130, dtype=torch.float64)[None, :, None].expand(1, -1, 6, -1)
+    given = q.double(), k.double().repeat_interleave(3, 2), each, layout.to_dense()
+    weights, _ = oracle_attention(*given, softcap=3.0, sinks=sinks, bias=dense(bias, 130, 130))
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), weights.sum(1).detach(), atol=2e-4, rtol=1e-4)
+    packed = dx.packed_layout(dx.Causal(), (0, 40, 130), block_size=16)
+    alone = column_sums(q[:, 40:], k[:, 40:], dx.Causal().layout(90, block_size=16))
+    torch.testing.assert_close(column_sums(q[0], k[0], packed)[:, 40:], alone[0], atol=1e-5, rtol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():

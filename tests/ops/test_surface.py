@@ -13,7 +13,9 @@ import torch
 import dynaxx as dx
 from dynaxx import policy
 from dynaxx.layout import from_block_mask, pack_layouts, to_block_mask
+from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.layout.paging import ExactTokens, quantize_pages
+from dynaxx.ops import column_sums
 from dynaxx.ops.buckets import Bucket, attend_in_buckets, bucket_by_length
 from dynaxx.patterns.base import Combined
 from dynaxx.patterns.compressed import Compressed
@@ -209,6 +211,15 @@ CALLS = {
         BLOCKED,
     ),
     "stack_heads": lambda: (dx.BlockLayout.stack_heads, [[layout(), layout()]], {}),
+    "stack_batch": lambda: (dx.BlockLayout.stack_batch, [[layout(), layout()]], {}),
+    "hide_keys": lambda: (hide_keys, [layout(), torch.ones(1, 64) > 0], {}),
+    "column_sums": lambda: (
+        column_sums,
+        [*qkv()[:2], layout()],
+        {"scale": None, "softcap": None, "backend": "auto"},
+    ),
+    "Alibi": lambda: (dx.Alibi, [torch.ones(2)], {}),
+    "T5Bias": lambda: (dx.T5Bias, [torch.ones(32, 2), True, 128], {}),
     "head_slice": lambda: (dx.BlockLayout.stack_heads([layout(), layout()]).head_slice, [[0, 1]], {}),
     "to": lambda: (layout().to, ["cpu"], {}),
     "density": lambda: (layout().density, [True], {}),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import random
-import struct
 import sys
 import threading
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
 from dynaxx.kernels.attention import cpu
 from dynaxx.kernels.attention.cpu.plan import plan_of
 from dynaxx.kernels.decode import cpu as decode
+from dynaxx.kernels.runtime import core_arguments
 from dynaxx.kernels.runtime.core_arguments import forward_args
 from dynaxx.kernels.selection.cpu import best_blocks, block_scores
 from dynaxx.trained.tokens.kernels.cpu import attention as tokens
@@ -99,11 +99,11 @@ def attention(draw: random.Random) -> None:
     q, k, v = (torch.randn(1, 100, heads, 16) for heads in (4, 2, 2))
     out, lse = torch.empty(1, 100, 4, 16), torch.empty(1, 4, 100)
     plan = plan_of(layout, library)
-    packed = forward_args(q, k, v, out, lse, plan.address, draw.choice(FLOATS), draw.choice(FLOATS), None)
-    fields = list(struct.unpack("=5Q 6q 9q Q 2d q Q", packed))
+    packed = forward_args(q, k, v, out, lse, plan.struct, draw.choice(FLOATS), draw.choice(FLOATS), None)
+    fields = list(core_arguments._FORWARD.unpack(packed))
     where = draw.choice((5, 6, 7, 8, 9, 10, 23))  # element, batch, heads, widths, threads
     fields[where] = draw.choice(EXTREME)
-    check(library.dynaxx_cpu_forward(struct.pack("=5Q 6q 9q Q 2d q Q", *fields)))
+    check(library.dynaxx_cpu_forward(core_arguments._FORWARD.pack(*fields)))
 
 
 def decoding(draw: random.Random) -> None:

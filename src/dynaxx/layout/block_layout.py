@@ -155,10 +155,26 @@ class BlockLayout(LayoutTensors):
             TypeError: an element is not a BlockLayout.
             ValueError: `layouts` is empty, or its layouts differ in lengths, block size, batch or device.
         """
+        return cls._stacked(layouts, "heads")
+
+    @classmethod
+    @typed
+    @on_host
+    def stack_batch(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
+        """Concatenate layouts along the batch, for example one per batch entry; see `stack_heads`.
+
+        Raises:
+            TypeError: an element is not a BlockLayout.
+            ValueError: `layouts` is empty, or its layouts differ in lengths, block size, heads or device.
+        """
+        return cls._stacked(layouts, "batch")
+
+    @classmethod
+    def _stacked(cls, layouts: Sequence[BlockLayout], along: str) -> BlockLayout:
         for each in layouts:
             if not isinstance(each, BlockLayout):
                 raise TypeError(f"`layouts` must be BlockLayouts, got {type(each).__name__}")
-        entries = stacked_entries(layouts)
+        entries = stacked_entries(layouts, along)
         return BlockLayout._of(layouts[0].grid(), entries)
 
     # ---- conversion ----------------------------------------------------------------------------------------------

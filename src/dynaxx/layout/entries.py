@@ -104,22 +104,26 @@ def has_duplicates(block_indices: Tensor) -> bool:
     return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
-def stacked_entries(layouts: Sequence[LayoutFields]) -> Entries:
-    """Check layouts and concatenate their visited blocks along the heads; see `BlockLayout.stack_heads`."""
+def stacked_entries(layouts: Sequence[LayoutFields], along: str) -> Entries:
+    """Check layouts and concatenate their visited blocks along "heads" or "batch"; see `BlockLayout.stack_heads`."""
     if not layouts:
         raise ValueError("`layouts` must contain at least one layout")
     first = layouts[0]
     for other in layouts:
         if other.device != first.device:
             raise ValueError(f"`layouts` must be on one device, got {first.device} and {other.device}")
-        same = (other.seqlen_q, other.seqlen_k, other.block_size, other.layout_batch)
-        if same != (first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch):
-            raise ValueError(
-                "`layouts` must agree in (seqlen_q, seqlen_k, block_size, layout_batch), got "
-                f"{(first.seqlen_q, first.seqlen_k, first.block_size, first.layout_batch)} and {same}"
-            )
-    starts = [0, *accumulate(layout.layout_heads for layout in layouts)]
-    heads, q_blocks = starts[-1], max(1, first.q_blocks)
+        kept = "layout_batch" if along == "heads" else "layout_heads"
+        names = ("seqlen_q", "seqlen_k", "block_size", kept)
+        wanted, got = (tuple(getattr(each, name) for name in names) for each in (first, other))
+        if got != wanted:
+            raise ValueError(f"`layouts` must agree in ({', '.join(names)}), got {wanted} and {got}")
+    starts = [0, *accumulate(layout.layout_heads if along == "heads" else layout.layout_batch for layout in layouts)]
+    q_blocks = max(1, first.q_blocks)
+    if along == "batch":
+        rows = first.layout_heads * q_blocks
+        joined = joined_entries(layouts, lambda index, flat_rows: flat_rows + starts[index] * rows)
+        return Entries(*joined, starts[-1], first.layout_heads)
+    heads = starts[-1]
 
     def map_rows(index: int, flat_rows: Tensor) -> Tensor:
         own_heads = layouts[index].layout_heads

@@ -6,42 +6,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
+from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import EMPTY, ElementMasks
+from dynaxx.layout.packed import PackedLayout
 
 
+@typed
+@on_host
 def hide_keys(layout: BlockLayout, visible: Tensor) -> BlockLayout:
-    """Hide keys from every query. O(visited blocks x batch); returns the layout itself if no key is hidden.
+    """Hide keys, such as padding, from every query. O(visited blocks x batch).
+
+    The layout itself is returned if no key is hidden. Its rule still counts positions from the first key, padding
+    included.
 
     Args:
-        layout: a layout that the batch shares (layout_batch 1).
+        layout: a layout that the batch shares, or one per batch entry; not packed.
         visible: (batch, seqlen_k) bool; False hides the key, True leaves the layout unchanged.
 
     Returns:
-        A layout with layout_batch 1 if all rows of `visible` are equal, else with layout_batch = batch. It does not
-        visit blocks whose keys are all hidden. Reads back from the device.
+        A layout that the batch shares if it did before and all rows of `visible` are equal, else one per entry. It
+        does not visit blocks whose keys are all hidden. Reads back from the device.
 
     Raises:
-        ValueError: `layout` has layout_batch > 1, or `visible` has another shape or dtype.
+        TypeError: `layout` is not a layout.
+        ValueError: `layout` is packed or for another batch, or `visible` has another shape or dtype.
     """
-    if layout.layout_batch != 1:
-        raise ValueError(f"`layout` must be shared by the batch, got layout_batch = {layout.layout_batch}")
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(f"`layout` must be a BlockLayout, got {type(layout).__name__}; make one with pattern.layout")
+    if isinstance(layout, PackedLayout):
+        raise ValueError("`layout` must not be packed: packed sequences have no padding; leave hidden keys out")
     if visible.dtype != torch.bool or visible.ndim != 2 or visible.shape[1] != layout.seqlen_k:
         raise ValueError(
             f"`visible` must be bool (batch, seqlen_k = {layout.seqlen_k}), got {visible.dtype} {tuple(visible.shape)}"
         )
+    if layout.layout_batch not in (1, len(visible)):
+        raise ValueError(f"`visible` must be for batch {layout.layout_batch}, as `layout` is, got {len(visible)}")
     visible = visible.to(layout.device)
-    if bool((visible == visible[:1]).all()):
+    if layout.layout_batch == 1 and bool((visible == visible[:1]).all()):
         visible = visible[:1]
     if bool(visible.all()):
         return layout
     flat_rows, cols, mask_ids = layout.entries()
     kind, tiles = _key_tiles(visible, layout)
     batch, rows = len(visible), layout.layout_heads * layout.q_blocks
-    shift = torch.arange(batch, device=layout.device)[:, None]
-    flat_rows = (flat_rows + shift * rows).flatten()
-    tile = kind[shift, cols].flatten()
-    cols, mask_ids = cols.repeat(batch), mask_ids.repeat(batch)
+    if layout.layout_batch == 1:
+        shift = torch.arange(batch, device=layout.device)[:, None] * rows
+        flat_rows, cols, mask_ids = (flat_rows + shift).flatten(), cols.repeat(batch), mask_ids.repeat(batch)
+    tile = kind[flat_rows // max(1, rows), cols]
     kept = tiles.any(-1)[tile]
     flat_rows, cols, mask_ids, tile = flat_rows[kept], cols[kept], mask_ids[kept], tile[kept]
     masks, mask_ids = _cut_masks(layout, mask_ids, tile, tiles)

@@ -13,8 +13,8 @@ The files:
     prepared/                                calls that are checked once and replayed
 """
 
-from dynaxx.ops.attention import SparseAttentionOutput, sparse_attention
+from dynaxx.ops.attention import SparseAttentionOutput, column_sums, sparse_attention
 from dynaxx.ops.explain import explain
 from dynaxx.ops.merge import merge_states
 
-__all__ = ["SparseAttentionOutput", "explain", "merge_states", "sparse_attention"]
+__all__ = ["SparseAttentionOutput", "column_sums", "explain", "merge_states", "sparse_attention"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dynaxx.arguments import number, typed
-from dynaxx.derivatives import refuse_compiled_transforms, transforms_active, untransformed
+from dynaxx.derivatives import refuse_compiled_transforms, refuse_transforms, transforms_active, untransformed
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
@@ -131,6 +131,53 @@ def sparse_attention(
     if packed:
         out, lse = out[0], lse[0]
     return SparseAttentionOutput(out, lse) if return_lse else out
+
+
+@typed
+def column_sums(
+    q: Tensor,
+    k: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    position_bias: PositionBias | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Sum the attention weights that each key gets from all queries, without holding the weights.
+
+    The sum over queries is the gradient of values of one number each, if every output has the gradient 1.
+
+    Args:
+        q: queries, as for `sparse_attention`, packed or not.
+        k: keys, as for `sparse_attention`.
+        layout: as for `sparse_attention`.
+        scale: as for `sparse_attention`.
+        softcap: as for `sparse_attention`.
+        sinks: as for `sparse_attention`; their weights are not returned.
+        position_bias: as for `sparse_attention`.
+        backend: "auto" or a backend's name.
+
+    Returns:
+        (batch, q_heads, seqlen_k) fp32, fp64 for fp64; packed (q_heads, tokens). No gradient flows through the sums.
+
+    Raises:
+        ValueError, TypeError, UnsupportedInputError: like `sparse_attention`.
+    """
+    refuse_transforms("`column_sums`", q, k, fix="call it outside the transformed function")
+    for name, x in (("q", q), ("k", k)):
+        if x.ndim not in (3, 4):
+            raise ValueError(f"`{name}` must be (batch, seqlen, heads, head_dim) or packed, got {tuple(x.shape)}")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = q.shape[-2] // max(1, k.shape[-2])
+    q, k = q.detach().to(wide), k.detach().to(wide).repeat_interleave(max(1, groups), -2)
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        v = k.new_zeros(*k.shape[:-1], 1, requires_grad=True)
+        given = {"scale": scale, "softcap": softcap, "sinks": sinks, "position_bias": position_bias}
+        out = sparse_attention(q, k, v, layout, **given, backend=backend)
+        (sums,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    return sums[..., 0].transpose(-2, -1).contiguous()
 
 
 def _attend(

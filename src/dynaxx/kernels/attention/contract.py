@@ -52,7 +52,11 @@ class AttentionProblem:
 
 
 class AttentionKernels(Protocol):
-    """Attention over a layout."""
+    """Attention over a layout.
+
+    A backend that does not refuse biased problems also takes `bias` (B, Hq, N + M - 1), in lse's dtype, as its last
+    parameter, and in the backward a `dbias` of that shape, to which it adds the gradient; see the reference.
+    """
 
     def attention_forward(
         self,
@@ -64,12 +68,10 @@ class AttentionKernels(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
-        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return out (B, N, Hq, E) in q's dtype and lse (B, Hq, N) fp32, natural log; sinks are (Hq,).
 
-        A given `out`, of any strides, receives the result. A bias, (B, Hq, N + M - 1) in lse's dtype, is added to the
-        scores after the cap; see the reference.
+        A given `out`, of any strides, receives the result.
         """
 
     def attention_backward(
@@ -84,10 +86,5 @@ class AttentionKernels(Protocol):
         layout: BlockLayout,
         scale: float,
         softcap: float | None = None,
-        bias: Tensor | None = None,
-        dbias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. `dlse` is None if lse has no gradient. With sinks, out and lse must include them.
-
-        A given `dbias`, like the bias, gets the gradient of the bias added.
-        """
+        """Return dq, dk, dv. `dlse` is None if lse has no gradient. With sinks, out and lse must include them."""
