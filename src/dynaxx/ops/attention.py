@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -174,8 +174,8 @@ def column_sums(
     q, k = q.detach().to(wide), k.detach().to(wide).repeat_interleave(max(1, groups), -2)
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         v = k.new_zeros(*k.shape[:-1], 1, requires_grad=True)
-        given = {"scale": scale, "softcap": softcap, "sinks": sinks, "position_bias": position_bias}
-        out = sparse_attention(q, k, v, layout, **given, backend=backend)
+        options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "position_bias": position_bias}
+        out = sparse_attention(q, k, v, layout, scale=scale, backend=backend, **options)
         (sums,) = torch.autograd.grad(out, v, torch.ones_like(out))
     return sums[..., 0].transpose(-2, -1).contiguous()
 

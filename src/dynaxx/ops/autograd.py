@@ -99,7 +99,7 @@ def _backward(ctx: Any, saved: Sequence[Any], do: Tensor | None, dlse: Tensor | 
     do = torch.zeros_like(out) if do is None else do.resolve_neg()
     dlse = None if dlse is None else dlse.resolve_neg()
     gradients = _Gradients.apply if torch.is_grad_enabled() or transforms_active() else _Gradients.forward
-    grads = gradients(do, dlse, q, k, v, out, lse, bias, ctx.layout, *ctx.settings, of_bias)
+    grads = gradients(do, dlse, q, k, v, out, lse, bias, ctx.layout, of_bias, *ctx.settings)
     return *grads, *(None,) * (8 - len(grads))
 
 
@@ -117,10 +117,10 @@ class _Gradients(torch.autograd.Function):
         lse: Tensor,
         bias: Tensor | None,
         layout: BlockLayout,
+        of_bias: bool,
         scale: float,
         softcap: float | None,
         name: str,
-        of_bias: bool,
     ) -> Any:
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if of_bias and bias is not None else None
         options = score_options(softcap, bias=bias, dbias=dbias)

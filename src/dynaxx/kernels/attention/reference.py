@@ -78,8 +78,9 @@ def attention_backward(
     if softcap is not None:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped**2
-    if bias is not None:
-        scores = scores + bias_of_pairs(bias, q.shape[1])
+    of_pairs = bias_of_pairs(bias, q.shape[1])
+    if of_pairs is not None:
+        scores = scores + of_pairs
     shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
     weights = (scores - shift).masked_fill(~layout.to_dense(), -torch.inf).exp()
     delta = (wide_do * wide_out).sum(-1).transpose(1, 2) - (0.0 if dlse is None else dlse)
