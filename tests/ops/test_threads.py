@@ -136,7 +136,7 @@ def test_threads_follow_torch():
 
     def watched(*fields):
         args = arguments.forward_args(*fields)
-        asked.append(arguments._FORWARD.unpack(args)[-2])
+        asked.append(arguments._FORWARD.unpack(args)[-3])
         return args
 
     for threads in (1, 2):
