@@ -71,7 +71,6 @@ class Everything:
     def use(self):
         self.counts.sparse()
         self.counts.dense(DenseReason.NO_RULE)
-        self.counts.dense_pass((DenseReason.NO_RULE, "prefill"), 1, 5)
         self.counts.to_dict()
         self.numbers.event("drift_gone")
         self.numbers.snapshot()

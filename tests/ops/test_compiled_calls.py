@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions without an op of their own under torch.compile, and tensors without memory: right, or refused in words."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -10,6 +14,7 @@ import dynaxx as dx
 from dynaxx.integrations.flash_attn import flash_attn_with_kvcache
 from interpreter import DEVICE
 
+ALONE = "DYNAXX_TEST_COMPILED_CALLS"
 SEQLEN = 100
 SIZES = dx.trained.NsaSizes(8, 4, 16, 3, 1, 1, 24)
 CHOICE = dx.trained.TopKTokens(8)
@@ -59,6 +64,17 @@ CALLS = {
 }
 
 
+def test_compiled_calls_in_a_process_of_their_own():
+    """Tracing takes ten times as long in a process that has run many other tests."""
+    arguments = ["-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "test_a_compiled_call_gives"]
+    done = subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "." * len(CALLS) in done.stdout
+
+
+@pytest.mark.skipif(ALONE not in os.environ, reason="runs in a process of its own")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_call_gives_what_an_eager_one_gives(name):

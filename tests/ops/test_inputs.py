@@ -82,7 +82,7 @@ def test_sinks_that_are_none():
 
 
 def test_a_window_that_is_none():
-    with pytest.raises(ValueError, match="must be an int or"):
+    with pytest.raises(TypeError, match="must be an integer or"):
         dx.SlidingWindow(3.5)
 
 

@@ -120,10 +120,11 @@ def test_odd_lengths(seqlen_q, seqlen_k):
 def test_bad_numbers_say_so():
     q, k, _ = make_qkv(1, 40, 40, 4, 2, 16)
     for make, message in (
-        (lambda: ClusterGlobals(-1), "`per_cluster` must be a number of blocks >= 0"),
+        (lambda: ClusterGlobals(-1), "`per_cluster` must be >= 0"),
         (lambda: ClusterGlobals(float("nan")), "`per_cluster` must be"),
+        (lambda: ClusterGlobals(1.5), "`per_cluster` must be an integer"),
         (lambda: ClusterGlobals(1, clusters=0), "`clusters` must be from 1 to"),
         (lambda: dx.select_blocks(q, k, ClusterGlobals((1, 2))), r"one per q head \(4\), got 2"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             make()

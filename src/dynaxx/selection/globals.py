@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,11 +44,20 @@ class ClusterGlobals(Selector, kind="cluster_globals"):
     everything: ClassVar[int] = 2**31 - 1  # more blocks than a row has
 
     def __post_init__(self) -> None:
-        """Check the settings, and make the scorer."""
+        """Check the settings, and make the scorer. `math.inf` keeps every block, and whole floats are integers."""
+        given = self.per_cluster
+        counts = tuple(map(self._whole, given)) if isinstance(given, tuple | list) else self._whole(given)
+        object.__setattr__(self, "per_cluster", counts)
         super().__post_init__()
         index = KeyClusters(self.clusters, iterations=self.iterations, seed=self.seed)
         ranked = max((blocks for blocks in self._counts() if blocks < self.everything), default=0)
         object.__setattr__(self, "scorer", ClusterRanks(index, ranked))
+
+    @classmethod
+    def _whole(cls, number: Any) -> Any:
+        if isinstance(number, float) and number == math.inf:
+            return cls.everything
+        return int(number) if isinstance(number, float) and number.is_integer() else number
 
     @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:

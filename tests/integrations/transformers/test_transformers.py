@@ -311,7 +311,8 @@ def test_real_weights(smollm2):
 
 def test_the_pages_example_runs(capsys):
     page, said = Path(__file__).parents[3] / "docs" / "guides" / "transformers.md", []
+    names = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
-        exec(compile(block, str(page), "exec"), {})
+        exec(compile(block, str(page), "exec"), names)
         said += re.findall(r"print\(handle.stats\(\)\) +# (.*)", block)
     assert said == capsys.readouterr().out.splitlines()

@@ -15,7 +15,7 @@ import torch
 
 from dynaxx.trained.nn import NsaSizes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 COMMAND = ["--data", "recall", "--context", "64", "--from-context", "32", "--batch", "2", "--steps", "12", "--tiny"]
 COMMAND += [
     "--device",

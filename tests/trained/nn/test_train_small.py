@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "quality" / "train_small.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "quality" / "train_small.py"
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from kernels.tokens.test_token_decode import BATCH, choice, random_cache
 
 import dynaxx as dx
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
+from trained.tokens.test_token_decode import BATCH, choice, random_cache
 
 pytest.importorskip("triton")
 
