@@ -18,7 +18,7 @@ TENSORRT_ENV ?= .venv-tensorrt
 KERNELS_ENV ?= .venv-kernels
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 DEMO   ?= demo/smollm2
-BUDGET ?= 6m
+BUDGET ?= 8m
 
 BIN  := .venv/bin
 
