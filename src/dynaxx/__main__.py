@@ -13,8 +13,8 @@ def main() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if "bench" not in sys.argv[1:2]:
-        # Beside other processes, threads that wait in a loop take the cores from those that work: a forward pass of two
-        # threads on two cores with a load of six is three times faster without. Read when torch is first imported.
+        # Idle threads sleep, because threads that wait in a loop take cores from those that work. Torch reads this when
+        # it is first imported. A forward pass of two threads on two cores with a load of six takes a third of the time.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         from dynaxx.cli import app

@@ -28,7 +28,7 @@ class ClusterGlobals(Selector, kind="cluster_globals"):
 
     Args:
         per_cluster: number of blocks that each cluster keeps. A cluster whose keys lie in fewer blocks keeps fewer, and
-            one block may represent several clusters. A tuple has one number per q head.
+            one block may represent several clusters. A tuple has one number per q head. `math.inf` keeps every block.
         clusters: number of clusters, as in `KeyClusters`.
         iterations: steps of k-means, as in `KeyClusters`.
         seed: seed of the starting keys, as in `KeyClusters`.

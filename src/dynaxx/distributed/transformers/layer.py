@@ -36,7 +36,7 @@ from dynaxx.policy import LayerPlan
 
 
 class SplitModel:
-    """What the layers of a split model share.
+    """Hold what the layers of a split model share.
 
     Attributes:
         group: the group of the ranks.

@@ -86,7 +86,7 @@ class Finding:
         rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens)
         missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
         needed = self.trials.seconds() + self.trials.pass_seconds + (self._costs_seconds(1, 1) if missing else 0.0)
-        # Where no trial fits, nothing will be validated either, and what the next run needs may take that time.
+        # Nothing is validated if no trial fits, so what the next run needs may take that time.
         with nullcontext() if self.time.allows(needed, urgent=True) else self.time.unreserved():
             if not self._has_time(self.trials.seconds()):
                 return
