@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 T = TypeVar("T")
+NESTED = "a nested tensor; pass values() of a jagged one as packed tokens, and its offsets() as cumulative lengths"
 
 
 def typed(target: T) -> T:
@@ -91,6 +92,9 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
     except TypeError:  # an argument is missing or unknown, and Python's own error says which
         return None
     hints = _hints(inspect.unwrap(function))
+    nested = next((name for name, x in given.items() if isinstance(x, Tensor) and x.is_nested), None)
+    if nested is not None and NESTED not in str(error):
+        return f"`{nested}` must be a plain tensor, got {NESTED}"
     if isinstance(error, TypeError | ValueError) and any(f"`{name}`" in str(error) for name in given):
         return None
     for name, value in given.items():
@@ -128,7 +132,7 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is None or hint is type(None):
         return value is None
     if hint is Tensor:
-        return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+        return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
     if hint is int:
         whole = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
         return whole and -(2**63) <= int(value) < 2**63
@@ -162,6 +166,8 @@ def _is_device(name: str) -> bool:
 def described(value: Any) -> str:
     """Return a value for an error message: a number or text itself, of anything else its type."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            return NESTED
         return f"a tensor of {value.dtype} {tuple(value.shape)} on {value.device}, {value.layout}"
     if value is None or isinstance(value, str | numbers.Number):
         return repr(value)[:80]

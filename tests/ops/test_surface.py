@@ -82,7 +82,7 @@ CALLS = {
     "packed sparse_attention": lambda: (
         dx.sparse_attention,
         [*packed(), dx.packed_layout(WINDOW, ENDS, block_size=16)],
-        {**ENDED, **SCALED, "softcap": 3.0, "sinks": torch.ones(4), "return_lse": True},
+        {**ENDED, **SCALED, "softcap": 3.0, "sinks": torch.ones(4), "position_bias": None, "return_lse": True},
     ),
     "explain": lambda: (dx.explain, [*qkv(), layout()], {"softcap": None, "backend": "auto"}),
     "packed explain": lambda: (
@@ -216,7 +216,7 @@ CALLS = {
     "column_sums": lambda: (
         column_sums,
         [*qkv()[:2], layout()],
-        {"scale": None, "softcap": None, "backend": "auto"},
+        {**SCALED, "softcap": None, "sinks": torch.ones(4), "position_bias": dx.Alibi(torch.ones(4))},
     ),
     "Alibi": lambda: (dx.Alibi, [torch.ones(2)], {}),
     "T5Bias": lambda: (dx.T5Bias, [torch.ones(32, 2), True, 128], {}),
@@ -279,6 +279,7 @@ OTHER_TENSORS = (
     *(lambda x: x[0], lambda x: x[None], lambda x: x.flatten(), lambda x: x.mT if x.ndim > 1 else x),
     *(torch.Tensor.int, torch.Tensor.bool, torch.Tensor.double, lambda x: x.to(torch.complex64)),
     *(lambda x: x.to("meta"), torch.Tensor.to_sparse, torch.Tensor.tolist, torch.Tensor.numpy, lambda x: x + 10**6),
+    *(lambda x, form=form: torch.nested.nested_tensor([x], layout=form) for form in (torch.strided, torch.jagged)),
     *(lambda x, d=d: x.narrow(d, 0, 0) if d < x.ndim else x for d in range(4)),
     *(lambda x, d=d: torch.cat([x, x], d) if d < x.ndim else x for d in range(4)),
 )

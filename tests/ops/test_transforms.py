@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.func and tracers: grad, vjp and vmap work as with SDPA; everything else is refused with a message."""
 
+import copy
 import warnings
 
 import pytest
@@ -8,16 +9,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynaxx as dx
+from dynaxx.layout import ElementMasks, from_block_mask
+from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.patterns.base import _cached_layout
 from dynaxx.patterns.packed import _cached
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap over SDPA warns, not our code
 SEQLEN = 40
+ROWS = torch.randn(1, SEQLEN, 4, 16)
 CAUSAL = dx.Causal().layout(SEQLEN, block_size=16)
+
+
+def see_pairs(b, h, q, k):
+    return (q >= k) & (q * k % 3 > 0)
 
 
 def ours(q, k, v):
@@ -147,6 +156,11 @@ MADE = {
     "heads": lambda: dx.BlockLayout.stack_heads([CAUSAL] * 4),
     "other heads": lambda: dx.BlockLayout.stack_heads([CAUSAL] * 4).take_heads((3, 2, 1, 0)),
     "packed": lambda: dx.packed_layout(dx.Causal(), (0, 11, SEQLEN), block_size=16),
+    "a block mask": lambda: from_block_mask(create_block_mask(see_pairs, None, None, SEQLEN, SEQLEN, device="cpu")),
+    "a copy": lambda: copy.deepcopy((dx.SlidingWindow(9) | dx.Sink(3)).layout(SEQLEN, block_size=16)),
+    "hidden keys": lambda: hide_keys(CAUSAL, torch.arange(SEQLEN)[None] > 20),
+    "entries": lambda: dx.BlockLayout.from_entries(CAUSAL.grid(), *CAUSAL.entries(), copy.copy(CAUSAL.masks)),
+    "selected": lambda: dx.select_blocks(ROWS, ROWS, dx.TopK(2), block_size=16).head_slice([3, 2, 0, 1]),
 }
 TRANSFORMS = {
     "grad": lambda f: grad(f),
@@ -178,6 +192,31 @@ def test_layouts_may_be_made_within_a_transform(made, transform):
     leaf = given[0].requires_grad_()
     fixed(leaf, *given[1:]).backward()
     assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_layout_made_in_inference_mode_is_no_inference_tensor(made):
+    with torch.inference_mode():
+        layout = MADE[made]()
+    assert not any(x.is_inference() for x in layout.tensors)
+
+
+def test_a_layout_made_in_inference_mode_serves_a_compiled_training_step():
+    """A compiler saves the layout for the backward pass."""
+    with torch.inference_mode():
+        layout = dx.BlockLayout.from_dense(CAUSAL.to_dense(), block_size=16)
+    given = [x.requires_grad_() for x in inputs()]
+    torch._dynamo.reset()
+    compiled = torch.compile(loss(lambda *x: dx.sparse_attention(*x, layout)), backend="aot_eager")
+    close(torch.autograd.grad(compiled(*given), given), torch.autograd.grad(loss(ours)(*given), given))
+
+
+def test_masks_of_a_compiled_function_depend_on_no_mode():
+    bands = torch.compile(lambda seen: ElementMasks.from_dense(seen).bands.sum(), backend="eager")
+    seen = torch.ones(3, 16, 16, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        found = bands(seen)
+    assert found == bands(seen) == ElementMasks.from_dense(seen).bands.sum()
 
 
 def test_a_layout_of_mapped_tensors_is_refused():

@@ -27,7 +27,7 @@ from dynaxx.layout.entries import (
     taken_rows,
 )
 from dynaxx.layout.grid import BlockGrid, as_block_size
-from dynaxx.layout.host import moved_together, on_host
+from dynaxx.layout.host import lasting, moved_together
 from dynaxx.layout.host_metadata import attach, set_form
 from dynaxx.layout.layout_tensors import LayoutTensors
 from dynaxx.layout.masks import ElementMasks
@@ -61,6 +61,7 @@ class BlockLayout(LayoutTensors):
     # ---- constructors --------------------------------------------------------------------------------------------
 
     @classmethod
+    @lasting
     def from_entries(
         cls,
         grid: BlockGrid,
@@ -91,7 +92,7 @@ class BlockLayout(LayoutTensors):
 
     @classmethod
     @typed
-    @on_host
+    @lasting
     def from_block_indices(
         cls,
         block_indices: Tensor,
@@ -131,7 +132,7 @@ class BlockLayout(LayoutTensors):
 
     @classmethod
     @typed
-    @on_host
+    @lasting
     def from_dense(cls, mask: Tensor, *, block_size: int | tuple[int, int] = 128) -> BlockLayout:
         """Build a layout from a dense boolean mask.
 
@@ -147,7 +148,7 @@ class BlockLayout(LayoutTensors):
 
     @classmethod
     @typed
-    @on_host
+    @lasting
     def stack_heads(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
         """Concatenate layouts along the heads. All layouts must have the same lengths, block size, batch and device.
 
@@ -159,7 +160,7 @@ class BlockLayout(LayoutTensors):
 
     @classmethod
     @typed
-    @on_host
+    @lasting
     def stack_batch(cls, layouts: Sequence[BlockLayout]) -> BlockLayout:
         """Concatenate layouts along the batch, for example one per batch entry; see `stack_heads`.
 
@@ -191,7 +192,7 @@ class BlockLayout(LayoutTensors):
         return known
 
     @typed
-    @on_host
+    @lasting
     def to(self, device: torch.device | str) -> BlockLayout:
         """Return this layout on another device. The call does not wait for a copy to a GPU to finish."""
         if torch.device(device) == self.device:
@@ -206,7 +207,7 @@ class BlockLayout(LayoutTensors):
         return there
 
     @typed
-    @on_host
+    @lasting
     def head_slice(self, heads: Sequence[int]) -> BlockLayout:
         """Return the layout of the given heads, in their order. A layout that all heads share is returned unchanged.
 
@@ -215,7 +216,7 @@ class BlockLayout(LayoutTensors):
         """
         return self if self.layout_heads == 1 else BlockLayout._of(self.grid(), entries_of_heads(self, heads))
 
-    @on_host
+    @lasting
     def take_heads(self, heads: tuple[int, ...], capacity: int | None = None) -> BlockLayout:
         """Return a layout whose heads read the blocks of the given heads; a head may occur several times.
 

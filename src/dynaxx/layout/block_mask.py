@@ -12,6 +12,7 @@ from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.dense import unique_masks
 from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.host import lasting, on_host, without_gradient
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
 if TYPE_CHECKING:
@@ -85,18 +86,11 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
     seqlen_q, seqlen_k = block_mask.seq_lengths
     grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal=False)
     batch, heads, q_blocks = block_mask.kv_num_blocks.shape
-
-    def entries(num: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        if num is None or indices is None:
-            none = torch.zeros(0, dtype=torch.int64, device=block_mask.kv_num_blocks.device)
-            return none, none
-        listed = torch.arange(indices.shape[-1], device=num.device) < num[..., None]
-        flat_rows, slot = listed.flatten(0, 2).nonzero(as_tuple=True)
-        return flat_rows, indices.flatten(0, 2)[flat_rows, slot].long()
-
-    flat_rows, cols = entries(block_mask.kv_num_blocks, block_mask.kv_indices)
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    num, indices, full_num, full_indices = (without_gradient(getattr(block_mask, name)) for name in names)
+    flat_rows, cols = _listed(num, indices)
     r, c = (torch.arange(size, device=flat_rows.device) for size in block_size)
-    bits = []
+    bits = [torch.zeros(0, *block_size, dtype=torch.bool, device=flat_rows.device)]
     for some, col in zip(flat_rows.split(chunk), cols.split(chunk), strict=True):
         if not len(some):  # `split` gives one part of nothing
             break
@@ -104,22 +98,31 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
         q_idx, kv_idx = row[:, None] * block_size[0] + r, col[:, None] * block_size[1] + c
         seen = _visible(block_mask, b, head, q_idx.clamp(max=seqlen_q - 1), kv_idx.clamp(max=seqlen_k - 1))
         bits.append(seen & (q_idx < seqlen_q)[:, :, None] & (kv_idx < seqlen_k)[:, None])
-    none = torch.zeros(0, *block_size, dtype=torch.bool, device=flat_rows.device)
-    masks, mask_ids = unique_masks(ElementMasks.from_dense(torch.cat([none, *bits])))
-    empty = (masks.bits == 0).all(-1).all(-1) if len(masks) else None
-    if empty is not None:
+    full = (flat_rows[:0], cols[:0]) if full_num is None else _listed(full_num, full_indices)
+    return _of_blocks(grid, batch, heads, flat_rows, cols, torch.cat(bits), *full)
+
+
+@on_host
+def _listed(num: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the flat row and the kv block of each entry of a BlockMask's lists, (n,) int64."""
+    listed = torch.arange(indices.shape[-1], device=num.device) < num[..., None]
+    flat_rows, slot = listed.flatten(0, 2).nonzero(as_tuple=True)
+    return flat_rows, indices.flatten(0, 2)[flat_rows, slot].long()
+
+
+@lasting
+def _of_blocks(
+    grid: BlockGrid, batch: int, heads: int, flat_rows: Tensor, cols: Tensor, seen: Tensor, full_rows: Tensor,
+    full_cols: Tensor,
+) -> BlockLayout:  # fmt: skip
+    """Build a layout from partial blocks, with their pairs (n, q_block, kv_block) bool, and from full blocks."""
+    masks, mask_ids = unique_masks(ElementMasks.from_dense(seen))
+    if len(masks):
+        empty = (masks.bits == 0).all(-1).all(-1)
         mask_ids = torch.where(empty[mask_ids], EMPTY, mask_ids)
-    full_rows, full_cols = entries(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    rows, cols = torch.cat([flat_rows, full_rows]), torch.cat([cols, full_cols])
     mask_ids = torch.cat([mask_ids, torch.full_like(full_rows, FULL)])
-    return BlockLayout.from_entries(
-        grid,
-        torch.cat([flat_rows, full_rows]),
-        torch.cat([cols, full_cols]),
-        mask_ids,
-        masks,
-        layout_batch=batch,
-        layout_heads=heads,
-    )
+    return BlockLayout.from_entries(grid, rows, cols, mask_ids, masks, layout_batch=batch, layout_heads=heads)
 
 
 def _visible(block_mask: BlockMask, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import lasting
 from dynaxx.layout.masks import EMPTY, ElementMasks
 from dynaxx.layout.packed import PackedLayout
 
 
 @typed
-@on_host
+@lasting
 def hide_keys(layout: BlockLayout, visible: Tensor) -> BlockLayout:
     """Hide keys, such as padding, from every query. O(visited blocks x batch).
 

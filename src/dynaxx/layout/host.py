@@ -64,11 +64,37 @@ def on_host(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def lasting(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that makes a layout, as `on_host` does, so that training may use the layout later.
+
+    Tensors made under `torch.inference_mode` cannot be saved for a backward pass.
+    """
+    function = on_host(function)
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def without_gradient(x: Any) -> Any:
     """Return a tensor of integers or booleans without the wrappers of `torch.func.grad`, which mean nothing there."""
     while isinstance(x, Tensor) and not x.is_floating_point() and torch._C._functorch.is_gradtrackingtensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
+
+
+def lasting_copy(x: Any) -> Any:
+    """Return a copied tensor as one that training may save later; see `lasting`."""
+    x = without_gradient(x)
+    if not isinstance(x, Tensor) or not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 def _is_transformed(x: object) -> bool:

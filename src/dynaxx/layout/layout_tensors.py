@@ -16,7 +16,7 @@ from dynaxx.derivatives import untransformed
 from dynaxx.layout.dense import visible_pairs
 from dynaxx.layout.derived import DerivedValues, TransposedLayout, Unset
 from dynaxx.layout.fields import LayoutFields
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import lasting_copy, on_host
 from dynaxx.layout.on_gpu import transposed_on_gpu
 from dynaxx.layout.transpose import transpose
 from dynaxx.layout.validate import check_form, check_values
@@ -165,6 +165,6 @@ class LayoutTensors(LayoutFields):
         return {name: value for name, value in vars(self).items() if name != "derived"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled layout. Derived values are computed again."""
-        vars(self).update(state, derived=DerivedValues())
+        """Restore a pickled or copied layout. Derived values are computed again."""
+        vars(self).update({name: lasting_copy(x) for name, x in state.items()}, derived=DerivedValues())
         self.derived.watch(self.tensors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from dynaxx.derivatives import untransformed
 from dynaxx.layout.grid import BlockGrid
+from dynaxx.layout.host import lasting_copy, never_traced
 
 FULL = -1  # mask id of a block without an element mask
 EMPTY = -2  # mask id of a block that is not visited; never stored in a layout
@@ -47,7 +49,7 @@ class ElementMasks:
         padded = torch.nn.functional.pad(masks, (0, -kv_block % 32)) if kv_block % 32 else masks.contiguous()
         eights = (padded.view(torch.int64) * EIGHT_BITS) >> 56  # packs eight bytes of 0 or 1 into eight bits, in order
         bits = (eights & 0xFF).to(torch.uint8).view(torch.int32)
-        return cls(bits, torch.from_numpy(bands_of(bits.cpu().numpy(), kv_block)).to(masks.device), kv_block)
+        return cls(bits, _bands(bits, kv_block), kv_block)
 
     @classmethod
     def empty(cls, block_size: tuple[int, int], device: torch.device | str = "cpu") -> ElementMasks:
@@ -61,6 +63,10 @@ class ElementMasks:
         bits = (self.bits[..., None] >> shifts) & 1
         return bits.flatten(-2)[..., : self.kv_block].bool()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore pickled or copied masks."""
+        vars(self).update({name: lasting_copy(x) for name, x in state.items()})
+
     def to(self, device: torch.device | str) -> ElementMasks:
         """Return the masks on another device."""
         return ElementMasks(self.bits.to(device), self.bands.to(device), self.kv_block)
@@ -72,6 +78,12 @@ class ElementMasks:
     def append(self, other: ElementMasks) -> ElementMasks:
         """Return this table followed by the masks of `other`, whose ids shift by `len(self)`."""
         return ElementMasks(torch.cat([self.bits, other.bits]), torch.cat([self.bands, other.bands]), self.kv_block)
+
+
+@never_traced
+@never_traced  # a compiler's guards on tensors of numpy fail in inference mode
+def _bands(bits: Tensor, kv_block: int) -> Tensor:
+    return torch.from_numpy(bands_of(bits.cpu().numpy(), kv_block)).to(bits.device)
 
 
 def bands_of(bits: NDArray[np.int32], kv_block: int) -> NDArray[np.int32]:

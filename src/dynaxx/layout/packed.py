@@ -21,7 +21,7 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import lasting
 from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import FULL, ElementMasks
 from dynaxx.layout.pieces import cut, union_masks
@@ -77,7 +77,7 @@ def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
 
 
 @typed
-@on_host
+@lasting
 def pack_layouts(
     layouts: Sequence[BlockLayout | None],
     cu_seqlens_q: CuSeqlens,

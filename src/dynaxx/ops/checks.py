@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import number
+from dynaxx.arguments import described, number
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.layout.host import AUTOCAST_DEVICES
@@ -112,8 +112,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"`{name}` must be a strided tensor, got {tensor.layout}; use to_dense()")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise ValueError(f"`{name}` must be a strided tensor, got {described(tensor)}")
         if tensor.ndim != 4:
             raise ValueError(
                 f"`{name}` must be (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with a packed layout,"

@@ -103,7 +103,7 @@ def bias_by_distance(position_bias: PositionBias | None, q: Tensor, k: Tensor, l
     Raises:
         TypeError, ValueError: the bias does not fit q, or packed sequences have more keys than queries.
     """
-    if position_bias is None:
+    if position_bias is None or q.ndim != 4 or k.ndim != 4:  # other ranks are refused with the other inputs
         return None
     if not isinstance(position_bias, PositionBias):
         raise TypeError(f"`position_bias` must be dx.Alibi or dx.T5Bias, got {type(position_bias).__name__}")

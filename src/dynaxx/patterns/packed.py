@@ -9,7 +9,7 @@ import torch
 from dynaxx.arguments import typed
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.cache import LayoutCache
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import lasting
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, host_lengths, pack_layouts, with_lengths
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.build import build_layout
@@ -18,7 +18,7 @@ from dynaxx.patterns.packed_terms import layout_of_terms
 
 
 @typed
-@on_host
+@lasting
 def packed_layout(
     rule: Pattern,
     cu_seqlens_q: CuSeqlens,

@@ -13,7 +13,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
-from dynaxx.layout.host import never_traced, on_host, without_autocast
+from dynaxx.layout.host import lasting, never_traced
 from dynaxx.patterns.base import Pattern
 from dynaxx.selection import in_core
 from dynaxx.selection.choice import Choice
@@ -94,8 +94,6 @@ class Hybrid(Configured, kind="hybrid"):
 
 
 @typed
-@torch.no_grad()
-@on_host
 def select_blocks(
     q: Tensor,
     k: Tensor,
@@ -137,8 +135,8 @@ def select_blocks(
 
 
 @never_traced
-@without_autocast
 @torch.no_grad()
+@lasting
 def _select(
     q: Tensor,
     k: Tensor,

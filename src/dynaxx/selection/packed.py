@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens, PackedLayout, pack_layouts
-from dynaxx.layout.host import on_host
+from dynaxx.layout.host import lasting
 from dynaxx.layout.packed import host_lengths
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.packed import packed_layout
@@ -19,7 +19,7 @@ from dynaxx.selection.base import Hybrid, Selector
 
 @typed
 @torch.no_grad()
-@on_host
+@lasting
 def select_packed_blocks(
     q: Tensor,
     k: Tensor,

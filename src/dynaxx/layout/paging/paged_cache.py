@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import described, typed
 from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.paging.exact_tokens import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.paging.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
@@ -99,6 +99,8 @@ class PagedCache:
         if self.k.dtype not in CACHE_DTYPES or self.v.dtype != self.k.dtype:
             raise TypeError(f"`k` and `v` must both be one of {CACHE_DTYPES}, got {self.k.dtype} and {self.v.dtype}")
         for name, x in (("k", self.k), ("v", self.v)):
+            if x.layout != torch.strided:
+                raise TypeError(f"`{name}` must be a strided tensor, got {described(x)}")
             if x.shape[3] > 1 and x.stride(3) != 1:
                 raise ValueError(f"`{name}` must have a dense last dimension, got stride {x.stride(3)}")
         self._check_table()
