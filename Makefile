@@ -188,7 +188,9 @@ docs: .venv/dev.stamp ## Build the documentation into site/; open site/index.htm
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@! grep -rlE 'src="https?://' site --include='*.html' || { echo "error: these pages load scripts from a network"; exit 1; }
 
+# The core and the converted model lie in the user's cache, which may be newer than .venv.
 demo: .venv/cli.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documentation and write a report
+	@$(BIN)/python -c 'from dynaxx.cli import running as run; run.load("smollm2", "auto", run.Dtype.auto, run.progress_of(False))'
 	@$(BIN)/dynaxx tune smollm2 --text pydoc --out $(DEMO) --time-budget $(BUDGET); status=$$?; \
 	for file in report.html policy.json; do \
 	    test ! -e $(DEMO)/$$file || echo "$${file%.*}: $(abspath $(DEMO))/$$file"; \

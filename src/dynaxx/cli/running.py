@@ -161,11 +161,16 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def load(model: str, device: str, dtype: Dtype, progress: Progress) -> LoadedModel:
-    """Load the model and tokenizer that MODEL names."""
+    """Load the model and tokenizer that MODEL names, and the CPU core, so that no measurement waits for a compiler."""
+    from dynaxx.core.library import active_library, present_library
     from dynaxx.lab.models import load_model
 
     place = device_of(device)
-    return load_model(model, dtype=dtype_of(dtype, place), device=place, progress=progress)
+    loaded = load_model(model, dtype=dtype_of(dtype, place), device=place, progress=progress)
+    if place == "cpu" and present_library() is None:
+        with progress.task("Compiling the CPU core (once)"):
+            active_library()
+    return loaded
 
 
 def read_text(source: str) -> str:

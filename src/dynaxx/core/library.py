@@ -120,6 +120,7 @@ def _compiled(isa: str, path: Path, compiler: list[str]) -> CDLL:
             build.compile_library(isa, path, compiler)
             cached_library.write_digest(path, build.TEMPORARY)
             library = cached_library.load(path)
+            load_core.cache_clear()  # calls that would not compile found no core before
     return library
 
 
