@@ -16,6 +16,7 @@ SERVE_ENV ?= .venv-serve
 DEEPSPEED_ENV ?= .venv-deepspeed
 TENSORRT_ENV ?= .venv-tensorrt
 KERNELS_ENV ?= .venv-kernels
+VIDEO_ENV ?= .venv-video
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 DEMO   ?= demo/smollm2
 BUDGET ?= 8m
@@ -29,7 +30,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-video test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -160,6 +161,14 @@ $(KERNELS_ENV)/kernels.stamp: pyproject.toml
 
 test-kernels: $(KERNELS_ENV)/kernels.stamp ## Load the kernel package with Hugging Face's kernels
 	$(KERNELS_ENV)/bin/python -m pytest -m "slow or not slow" tests/engines/test_hub_kernels.py
+
+$(VIDEO_ENV)/video.stamp: pyproject.toml
+	@test -x $(VIDEO_ENV)/bin/python || $(PYTHON) -m venv $(VIDEO_ENV)
+	@$(VIDEO_ENV)/bin/pip install -qq "$(TORCH)" -e '.[cli,transformers]' diffusers==0.42.1 pytest -c constraints.txt
+	@touch $@
+
+test-video: $(VIDEO_ENV)/video.stamp ## Test policies in random diffusion transformers of diffusers
+	$(VIDEO_ENV)/bin/python -m pytest -m "slow or not slow" tests/video
 
 .venv-tritons/%/triton.stamp: .venv/dev.stamp
 	@$(BIN)/pip install -qq --no-deps --target $(@D) "triton==$*"

@@ -38,12 +38,13 @@ ROOMS = (
     "lab",
     "cli",
 )
-WINGS = ("trained", "engines", "distributed")  # the core imports none of them; each may import those before it
+WINGS = ("trained", "engines", "distributed", "video")  # the core imports none of them; each may import those before it
 SOURCE = Path(dynaxx.__file__).parent
 MOST_FILES = 22  # of a folder
 HEAVY = (
     "triton",
     "transformers",
+    "diffusers",
     "matplotlib",
     "pydantic",
     "rich",

@@ -38,6 +38,7 @@ ROOMS = {
     "policy": ("Policy", ["dynaxx.policy"]),
     "integrations": ("Integrations", engines()),
     "distributed": ("Several GPUs", ["dynaxx.distributed"]),
+    "video": ("Video", ["dynaxx.video"]),
     "telemetry": ("Telemetry", ["dynaxx.telemetry"]),
     "testing": ("Testing", ["dynaxx.testing"]),
     "more": ("Paged caches, packed batches, errors", [f"dynaxx.{module}" for module in NAMES] + ["dynaxx"]),

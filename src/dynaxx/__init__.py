@@ -14,7 +14,7 @@ from dynaxx.moved import MovedModules, moved_name
 
 __version__ = "0.2.0"
 
-WINGS = ("trained", "engines", "distributed")
+WINGS = ("trained", "engines", "distributed", "video")
 
 _SOURCES = {
     "dynaxx.errors": ("PolicyError", "UnsupportedInputError"),

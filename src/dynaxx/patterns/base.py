@@ -9,11 +9,12 @@ blocks it touches and fills in each row, and which element mask a given block ha
 from __future__ import annotations
 
 import operator
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from dynaxx.patterns.build import build_layout
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
 from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs, Visited, all_of, any_of, checked_visited
-from dynaxx.settings import Configured
+from dynaxx.settings import Configured, registered
 
 MASKS_AT_ONCE = 512
 MANY = 16  # distances; with more of them, equal ones are merged first
@@ -43,6 +44,8 @@ class Pattern(Configured, ABC):
     do). A constructor raises TypeError or ValueError, and names the setting, if a setting has a wrong type or is out of
     range. A subclass must define `visible` and `visited`; with a kind, policies may name it (see `Configured`).
     """
+
+    stands_alone: ClassVar[bool] = True  # whether `layout` needs no more than lengths and token ids
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Reset the inherited `program` if a subclass redefines which pairs are visible."""
@@ -235,6 +238,12 @@ class Combined(Pattern):
     parts: tuple[Pattern, ...]
     combine: ClassVar[Callable[[Any, Any], Any]]  # combines two masks or packed masks, in torch or numpy
     op: ClassVar[Op]
+
+    @classmethod
+    @override
+    def random(cls, rng: random.Random, seqlen_k: int) -> Self:
+        parts = [part for part in registered(Pattern) if not issubclass(part, Combined)]
+        return cls(tuple(part.random(rng, seqlen_k) for part in rng.sample(parts, 2)))
 
     @staticmethod
     def combine_runs(parts: Sequence[Runs]) -> Runs:

@@ -9,12 +9,13 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from dynaxx.arguments import typed
 from dynaxx.errors import PolicyError
+from dynaxx.policy.document import Document
 from dynaxx.policy.profile import FORMAT as PROFILE_FORMAT
 from dynaxx.policy.profile import Profile
 from dynaxx.policy.schema import FORMAT, VERSION, Policy, explain_errors
@@ -24,6 +25,11 @@ from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 logger = logging.getLogger("dynaxx")
 
 MOST_BYTES = 16 * 1024 * 1024  # the reference of 126 layers with 128 heads each takes 6 MiB
+D = TypeVar("D", bound=Document)
+OTHER_FORMATS = {
+    FORMAT: "read it with dynaxx.load_policy",
+    "dynaxx.video": "it is for a diffusion transformer; read it with dynaxx.video.load_policy",
+}
 MOST_OBJECTS = 1 << 14  # objects in the JSON text; that many take a second or two to check
 
 _NUMBER_LIST = re.compile(r"\[\n[\s\d.,eE+-]*\]")  # written on one line
@@ -39,9 +45,14 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         PolicyError: the content is not JSON, is not a dynaxx policy, has a newer version, or has an invalid field. The
             message names the field and the fix.
     """
+    return load_document(path, Policy)
+
+
+def load_document(path: str | os.PathLike[str], kind: type[D]) -> D:
+    """Read and validate the file of a policy of some kind, as `load_policy` does."""
     raw = _read(path, "dynaxx tune and save_policy write one")
     try:
-        return parse_policy(raw)
+        return _parsed(raw, kind)
     except PolicyError as error:
         raise PolicyError(f"{printable(os.fspath(path))}: {error}") from None
 
@@ -53,17 +64,21 @@ def parse_policy(text: str | bytes) -> Policy:
     Raises:
         PolicyError: the text is not a valid policy, see `load_policy`.
     """
+    return _parsed(text, Policy)
+
+
+def _parsed(text: str | bytes, kind: type[D]) -> D:
     if len(text) > MOST_BYTES:
         raise PolicyError(f"must be at most {MOST_BYTES:,} bytes, got {len(text):,}; this is not a dynaxx policy")
     try:
         data = parse_json(text, most_objects=MOST_OBJECTS, unique=True, finite=False)
     except ValueError as error:
         raise PolicyError(f"{error}; write the file again with save_policy") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    wanted = kind.model_fields["format"].default
+    if not isinstance(data, dict) or data.get("format") != wanted:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise PolicyError(
-            f"`format` must be {FORMAT!r}, got {printable(repr(found), most=80)}; this is not a dynaxx policy"
-        )
+        fix = OTHER_FORMATS.get(str(found), "this is not a dynaxx policy")
+        raise PolicyError(f"`format` must be {wanted!r}, got {printable(repr(found), most=80)}; {fix}")
     version = data.get("version")
     if isinstance(version, bool):
         raise PolicyError(f"`version` must be {VERSION}, got {version}")
@@ -74,7 +89,7 @@ def parse_policy(text: str | bytes) -> Policy:
         )
     _drop_sharing(data)
     try:
-        return Policy.model_validate_json(json.dumps(data))
+        return kind.model_validate_json(json.dumps(data))
     except ValidationError as error:
         raise PolicyError(explain_errors(error)) from None
 
@@ -89,14 +104,14 @@ def _drop_sharing(data: dict[str, Any]) -> None:
 
 
 @typed
-def policy_text(policy: Policy) -> str:
+def policy_text(policy: Document) -> str:
     """Return the text of a policy's file. It contains every field, including those with default values."""
     text = json.dumps(policy.model_dump(mode="json"), indent=2)
     return _NUMBER_LIST.sub(_on_one_line, text) + "\n"
 
 
 @typed
-def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
+def save_policy(policy: Document, path: str | os.PathLike[str]) -> None:
     """Write a policy file. Readers always see either the whole old file or the whole new one, even after a crash.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerPlan`: the rules that the heads of one layer follow in prefill, and their layouts."""
+"""`LayerPlan`: the rules that the heads of one layer follow over whole sequences, and their layouts."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class LayerPlan:
     q_heads: int
     kv_heads: int
     block_size: tuple[int, int]
+    causal: bool = True
 
     def __post_init__(self) -> None:
         """Check the heads of the groups."""
@@ -91,12 +92,12 @@ class LayerPlan:
             if own:
                 heads = tuple(group.heads[at] - first for at in own)
                 groups.append(HeadGroup(heads, for_heads(group.rule, own)))
-        return LayerPlan(tuple(groups), q_heads, max(1, self.kv_heads // ranks), self.block_size)
+        return LayerPlan(tuple(groups), q_heads, max(1, self.kv_heads // ranks), self.block_size, self.causal)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def layout(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> BlockLayout:
-        """Return the causal layout of this layer for these queries and keys, exact for every head.
+        """Return the layout of this layer for these queries and keys, exact for every head.
 
         Args:
             q: (batch, seqlen_q, q_heads, head_dim), aligned to the last keys.
@@ -108,13 +109,14 @@ class LayerPlan:
             return _static_layout(self, q.shape[1], k.shape[1], q.device)
         first = self.groups[0]
         if len(self.groups) == 1:
-            return select_blocks(q, k, first.rule, block_size=self.block_size, scale=scale)
+            return select_blocks(q, k, first.rule, causal=self.causal, block_size=self.block_size, scale=scale)
         layouts = []
         for group in self.groups:
             part = select_blocks(
                 q[:, :, list(group.heads)],
                 _keys_of(k, group.heads, self.q_heads),
                 group.rule,
+                causal=self.causal,
                 block_size=self.block_size,
                 scale=scale,
             )
@@ -145,7 +147,7 @@ class LayerPlan:
 @LayoutCache
 def _static_layout(plan: LayerPlan, seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockLayout:
     made = [
-        group.rule.layout(seqlen_q, seqlen_k, block_size=plan.block_size, device=device)
+        group.rule.layout(seqlen_q, seqlen_k, causal=plan.causal, block_size=plan.block_size, device=device)
         for group in plan.groups
         if isinstance(group.rule, Pattern)
     ]

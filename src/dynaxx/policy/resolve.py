@@ -13,7 +13,7 @@ from typing import Any
 
 from dynaxx.arguments import typed
 from dynaxx.layout import as_block_size
-from dynaxx.patterns import Causal
+from dynaxx.patterns import Causal, Full, Pattern
 from dynaxx.policy.plan import HeadGroup, LayerPlan
 from dynaxx.policy.rule import Phase, head_values
 from dynaxx.policy.rule_parts import budget_of, parts, rule_of, with_budget
@@ -31,12 +31,7 @@ def resolve(policy: Policy) -> dict[int, LayerPlan]:
         for layer in rule.layer_list(facts.layers) if rule.phase == "prefill" else ():
             block_size[layer] = as_block_size(policy.block_size if rule.block_size is None else rule.block_size)
     return {
-        layer: LayerPlan(
-            _grouped([rules[layer].get(head) for head in range(facts.q_heads)]),
-            facts.q_heads,
-            facts.kv_heads,
-            block_size[layer],
-        )
+        layer: plan_of([rules[layer].get(head) for head in range(facts.q_heads)], facts.kv_heads, block_size[layer])
         for layer in sorted(rules)
         if any(rule is not None for rule in rules[layer].values())
     }
@@ -50,13 +45,20 @@ def head_rules(policy: Policy, phase: Phase = "prefill") -> dict[int, dict[int, 
         if rule.phase != phase:
             continue
         heads = rule.head_list(facts.q_heads)
-        built = _per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
+        built = per_head(rule.attention.build(), len(heads), head_values(rule.attention) is not None)
         for layer in rule.layer_list(facts.layers):
             rules.setdefault(layer, {}).update(zip(heads, built, strict=True))
     return rules
 
 
-def _per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Sequence[AttentionRule | None]:
+def plan_of(
+    rules: Sequence[AttentionRule | None], kv_heads: int, block_size: tuple[int, int], *, causal: bool = True
+) -> LayerPlan:
+    """Return the plan of a layer whose q heads follow these rules, each with a single budget. None means dense."""
+    return LayerPlan(_grouped(rules, Causal() if causal else Full()), len(rules), kv_heads, block_size, causal)
+
+
+def per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Sequence[AttentionRule | None]:
     """Return one rule per head, each with a single budget."""
     if not has_values:
         return [rule] * count
@@ -65,7 +67,7 @@ def _per_head(rule: AttentionRule | None, count: int, has_values: bool) -> Seque
     return [rule_of(pattern, with_budget(selector, value)) for value in budget_of(selector)]
 
 
-def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
+def _grouped(rules: Sequence[AttentionRule | None], dense_rule: Pattern) -> tuple[HeadGroup, ...]:
     """Group heads by rule, ignoring budgets. Static and dense heads join a group with a selector if one fits."""
     by_key: dict[Any, list[int]] = {}
     for head, rule in enumerate(rules):
@@ -81,7 +83,7 @@ def _grouped(rules: list[AttentionRule | None]) -> tuple[HeadGroup, ...]:
     for (pattern, family, _), members in by_key.items():
         heads = tuple(sorted(members))
         if family is None:
-            groups.append(HeadGroup(heads, pattern if pattern is not None else Causal()))
+            groups.append(HeadGroup(heads, pattern if pattern is not None else dense_rule))
             continue
         budgets = tuple(_head_budget(rules[head], family) for head in heads)
         same = budgets[0] if len(set(map(repr, budgets))) == 1 else budgets

@@ -29,7 +29,7 @@ def random_pattern(rng: random.Random, seqlen_k: int) -> Pattern:
 
 
 def _one_pattern(rng: random.Random, seqlen_k: int) -> Pattern:
-    kinds = [kind for kind in registered(Pattern) if not issubclass(kind, Combined)]
+    kinds = [kind for kind in registered(Pattern) if kind.stands_alone and not issubclass(kind, Combined)]
     pattern: Pattern = rng.choice(kinds).random(rng, seqlen_k)
     return pattern.resolve([rng.randrange(9) for _ in range(seqlen_k)])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
@@ -22,6 +23,7 @@ from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementati
 from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.masks.lazy import mask_maker
 from dynaxx.policy import ModelFacts, Policy
+from dynaxx.policy.document import Document
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     Mesh = DeviceMesh | ProcessGroup
 
 logger = logging.getLogger("dynaxx")
+
+APPLY: dict[type, Callable[..., Any]] = {}  # `apply` of the policies that wings define, by their class
 
 
 @overload
@@ -51,10 +55,14 @@ def apply(
 def apply(model: nn.Module, policy: Policy | None = None, *, mesh: Mesh) -> Any: ...
 
 
+@overload
+def apply(model: nn.Module, policy: Document) -> Any: ...
+
+
 @typed
 def apply(
     model: nn.Module,
-    policy: Policy | None = None,
+    policy: Document | None = None,
     *,
     own_pattern: bool = True,
     window: int | tuple[int, int] | None = None,
@@ -71,7 +79,8 @@ def apply(
         model: a model of transformers >= 5.16 with "sdpa" or "eager" attention, in eval or training mode. With a policy
             it must be a decoder; without one it may also be an encoder such as ModernBERT or BERT, or Longformer, LED,
             BigBird or BigBirdPegasus.
-        policy: a policy for a model of this shape; see `load_policy`.
+        policy: a policy for a model of this shape; see `load_policy`. Policies of `dynaxx.video` are for transformers
+            of diffusers, and take no other argument.
         own_pattern: whether calls without a rule may run on dynaxx's kernels, by the model's own pattern. False leaves
             them to the model's attention.
         window: for encoders without a policy, the window of layers that have none. An int W shows W - 1 keys on each
@@ -92,6 +101,8 @@ def apply(
         UnsupportedInputError: the model cannot be served exactly; the error lists the reasons.
     """
     _check_options(policy, own_pattern, window, name, mesh)
+    if policy is not None and not isinstance(policy, Policy):
+        return APPLY[type(policy)](model, policy)
     if mesh is not None:
         return importlib.import_module("dynaxx.distributed.transformers.handle").attach(model, policy, mesh)
     if window is None and policy is None and is_sparse_encoder(model):
@@ -119,10 +130,13 @@ def apply(
 
 
 def _check_options(
-    policy: Policy | None, own_pattern: bool, window: int | tuple[int, int] | None, name: str, mesh: Mesh | None
+    policy: Document | None, own_pattern: bool, window: int | tuple[int, int] | None, name: str, mesh: Mesh | None
 ) -> None:
     """Check that the arguments of `apply` go together."""
-    if policy is not None and not isinstance(policy, Policy):
+    if type(policy) in APPLY:
+        if not own_pattern or window is not None or name or mesh is not None:
+            raise ValueError(f"`policy` is a {type(policy).__name__}, which takes no other argument")
+    elif policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy, got {type(policy).__name__}; read a file with load_policy")
     if policy is None and not own_pattern:
         raise ValueError("`own_pattern` must be True without a `policy`, otherwise nothing would change")

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`apply` a policy to a transformer of diffusers, and its `Handle`."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from dynaxx.arguments import typed
+from dynaxx.errors import UnsupportedInputError
+from dynaxx.layout import BlockLayout
+from dynaxx.layout.host import never_traced
+from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
+from dynaxx.video.attention import attend, padding_of
+from dynaxx.video.diffusers.families import attention_modules, family_of, model_facts, original, timestep_of
+from dynaxx.video.diffusers.processors import Dense, sparse_processor
+from dynaxx.video.grid import Grid
+from dynaxx.video.policy import VideoPolicy
+
+Watcher = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]  # layer index, q, k, v, out
+
+
+@typed
+def apply(model: nn.Module, policy: VideoPolicy, *, scheduler: Any = None) -> Handle:
+    """Run a policy in a transformer of diffusers, in place, through its attention processors.
+
+    Cross-attention stays dense. Calls that the policy does not cover run dense and are counted by reason.
+
+    Args:
+        model: `pipe.transformer`, compiled or not.
+        policy: a policy for this transformer; see `dynaxx.video.load_policy`.
+        scheduler: `pipe.scheduler`, from which a policy by steps learns the step; see also `Handle.step`.
+
+    Returns:
+        A handle, also a context manager; `handle.remove()` restores the model exactly.
+
+    Raises:
+        TypeError: `model` is no model, or `policy` is no `VideoPolicy`.
+        ValueError: the model has a handle already.
+        PolicyError: the policy is for another model.
+        UnsupportedInputError: the transformer is not one that can be served.
+    """
+    if not isinstance(policy, VideoPolicy):
+        raise TypeError(f"`policy` must be a VideoPolicy, got {type(policy).__name__}")
+    model = original(model)
+    policy.model.check(model_facts(model))
+    modules = attention_modules(model)
+    if any(hasattr(module.processor, "dynaxx_layer") for _, module in modules):
+        raise ValueError("`model` has a policy already; call remove() on its handle first")
+    return Handle(model, policy, scheduler)
+
+
+class Layer:
+    """One attention layer under a handle."""
+
+    def __init__(self, handle: Handle, index: int) -> None:
+        self.handle, self.index = handle, index
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, dense: Dense) -> Tensor:
+        """Return attention of (batch, seqlen, heads, head_dim), or what `dense` returns."""
+        handle = self.handle
+        plan, reason = handle.plan(self.index, q, k)
+        padding = None
+        if plan is not None:
+            try:
+                padding = padding_of(mask, q)
+            except UnsupportedInputError:
+                plan, reason = None, "mask"
+        if plan is None:
+            out = self.attend_dense(reason, dense)
+        else:
+            handle.counts["sparse"] += 1
+            out, handle.layouts[self.index] = attend(q, k, v, handle.grid(q), plan, padding=padding, scale=scale)
+        for watcher in handle.watchers:
+            watcher(self.index, q, k, v, out)
+        return out
+
+    def attend_dense(self, reason: str, dense: Dense) -> Tensor:
+        """Return what `dense` returns, and count the reason."""
+        self.handle.counts[f"dense: {reason}"] += 1
+        return dense()
+
+
+class Handle:
+    """A policy that runs in a transformer.
+
+    Attributes:
+        policy: the policy in force.
+        counts: number of attention calls by outcome: "sparse", or "dense: " and the reason.
+        layouts: the layout of the last sparse call of each layer.
+        kill_switch: engages to run dense from the next forward pass on.
+        watchers: functions that see every call of a layer: (layer, q, k, v, out), in the model's order.
+    """
+
+    def __init__(self, model: nn.Module, policy: VideoPolicy, scheduler: Any = None) -> None:
+        self.policy, self.scheduler = policy, scheduler
+        self.counts: Counter[str] = Counter()
+        self.layouts: dict[int, BlockLayout] = {}
+        self.watchers: list[Watcher] = []
+        self.kill_switch = KillSwitch(KILL_SWITCH)
+        self._model, self._family = model, family_of(model)
+        self._signature = inspect.signature(model.forward)
+        self._plans: dict[float, dict[int, LayerPlan]] = {start: policy.plans(start) for start in policy.starts}
+        self._shape: tuple[int, int, int] | None = None  # of the grid in the current forward pass
+        self._share: float | None = None  # of the denoising steps before this one
+        self._killed = False
+        self._before = [(module, module.processor) for _, module in attention_modules(model)]
+        self._layers = [Layer(self, index) for index in range(len(self._before))]
+        made = [sparse_processor(old, layer) for (_, old), layer in zip(self._before, self._layers, strict=True)]
+        for (module, _), processor in zip(self._before, made, strict=True):
+            module.processor = processor
+        self._hook = model.register_forward_pre_hook(self._start, with_kwargs=True)
+
+    def step(self, index: int, steps: int) -> None:
+        """Say which denoising step comes next, for policies by steps without a scheduler.
+
+        Args:
+            index: the step, from 0.
+            steps: number of all steps.
+        """
+        if not 0 <= index < steps:
+            raise ValueError(f"`index` must be from 0 to {steps - 1}, got {index}")
+        self._share = index / steps
+
+    def on_step_end(self, pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Follow a pipeline: pass this method as its `callback_on_step_end`, after `handle.step(0, steps)`."""
+        steps = pipe.num_timesteps
+        self.step((index + 1) % steps, steps)
+        return tensors
+
+    def remove(self) -> None:
+        """Restore the model's own attention."""
+        self._hook.remove()
+        for module, processor in self._before:
+            module.processor = processor
+        self._before = []
+
+    def __enter__(self) -> Self:
+        """Return the handle."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the model."""
+        self.remove()
+
+    def explain(self) -> str:
+        """Return what each layer does in each part of the denoising, and how its calls ran so far."""
+        lines = []
+        for start, plans in self._plans.items():
+            lines += [] if len(self._plans) == 1 else [f"from {start:.0%} of the steps:"]
+            for layer in range(len(self._layers)):
+                plan = plans.get(layer)
+                groups = [] if plan is None else plan.groups
+                said = "; ".join(f"heads {_ranges(group.heads)}: {group.rule!r}" for group in groups) or "dense"
+                lines.append(f"layer {layer}: {said}")
+        return "\n".join([*lines, *(f"{count} calls {outcome}" for outcome, count in sorted(self.counts.items()))])
+
+    def density(self) -> float:
+        """Return the visited share of blocks in the last sparse call of each layer; dense layers count as 1.0."""
+        found = [
+            self.layouts[at].density(causal=False) if at in self.layouts else 1.0 for at in range(len(self._layers))
+        ]
+        return sum(found) / len(found)
+
+    def grid(self, q: Tensor) -> Grid:
+        """Return the grid of the current forward pass for queries (batch, seqlen, heads, head_dim)."""
+        assert self._shape is not None, "`plan` asked before"
+        text = q.shape[1] - self._shape[0] * self._shape[1] * self._shape[2]
+        return Grid(*self._shape, text=text, text_first=self._family.text_first, order=self.policy.order)
+
+    def plan(self, layer: int, q: Tensor, k: Tensor) -> tuple[LayerPlan | None, str]:
+        """Return the plan of a layer for these queries and keys, or None and the reason for dense attention."""
+        shape, share = self._shape, 0.0 if self._share is None else self._share
+        if self._killed:
+            return None, "kill switch"
+        if shape is None:
+            return None, "outside of a forward pass"
+        if q.shape[1] != k.shape[1] or q.shape[1] < shape[0] * shape[1] * shape[2]:
+            return None, "not the whole grid"
+        if q.shape[2] != self.policy.model.q_heads:
+            return None, "a part of the heads"
+        if q.shape[1] < self.policy.dense_below:
+            return None, "short"
+        plan = self._plans[max(start for start in self._plans if start <= share)].get(layer)
+        return plan, "no rule"
+
+    @never_traced
+    def _start(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the grid's shape and the step from a forward pass that starts."""
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        self._killed = self.kill_switch.engaged() is not None
+        self._shape = self._family.shape(model.config, arguments)
+        if not self.policy.depends_on_step:
+            return
+        if self.scheduler is not None:
+            times = torch.as_tensor(self.scheduler.timesteps, dtype=torch.float64, device="cpu")
+            index = int((times - timestep_of(self._family, arguments)).abs().argmin())
+            self.step(index, len(times))
+        if self._share is None:
+            raise UnsupportedInputError(
+                "a policy by steps",
+                {"step": ["pass scheduler=pipe.scheduler to `apply`, or call handle.step(index, steps)"]},
+            )
+
+
+def _ranges(heads: tuple[int, ...]) -> str:
+    return f"{heads[0]}-{heads[-1]}" if len(heads) > 1 and heads[-1] - heads[0] == len(heads) - 1 else str([*heads])
