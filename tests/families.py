@@ -6,18 +6,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+
+from dynaxx.integrations.transformers.batching import other_transformers
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "models.md"
 SLIDING, FULL = "sliding_attention", "full_attention"
 MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "output_router_logits": False}
 SHARED = {**MOE, "shared_expert_intermediate_size": 16}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+older = importlib.util.find_spec("transformers") is not None and bool(other_transformers())
+older_transformers = pytest.mark.skipif(older, reason="needs transformers 5.23 or newer")
 
 
 class Family(NamedTuple):

@@ -18,6 +18,8 @@ import torch
 from dynaxx.kernels.device import gpu_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import patch_once  # noqa: F401  (a third of the interpreter's time)
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 HOPPER = DEVICE == "cuda" and gpu_of(torch.device("cuda")).has_wgmma
 runs_here = pytest.mark.skipif(

@@ -89,10 +89,12 @@ def test_a_kind_that_fails_is_refused_with_the_reason(worker):
     count = worker("print(json.dumps({'reason': 'it disagrees with the oracle: out: error 3'}))")
     (reason,) = trials.reasons("attention", "hopper", PROBLEM)
     assert "is not a proven version, and it disagrees with the oracle: out: error 3" in reason
-    assert not trials.launches_directly()
+    assert count() == 1
+    assert not trials.launches_directly()  # on a GPU by a trial of its own
+    tried = count()
     trials.verdict.cache_clear()
     assert trials.reasons("attention", "hopper", PROBLEM) == [reason]
-    assert count() == 1
+    assert count() == tried
 
 
 @pytest.mark.parametrize(

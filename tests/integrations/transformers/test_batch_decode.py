@@ -9,8 +9,10 @@ from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.integrations.transformers.batches.step import CachedRequest
 from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.telemetry import recorder
+from families import older_transformers
 
 transformers = pytest.importorskip("transformers")
+pytestmark = older_transformers
 
 LENGTHS = (5, 200, 97, 1, 150, 64, 131)
 NEW = 10

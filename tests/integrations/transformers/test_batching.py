@@ -7,8 +7,10 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import model_facts
 from dynaxx.policy import Rollout
+from families import older_transformers
 
 transformers = pytest.importorskip("transformers")
+pytestmark = older_transformers
 
 LENGTHS = (5, 200, 97, 1, 150, 64)
 NEW = 6

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.calls import border
-from families import family_named
+from families import family_named, older_transformers
 from tiny import save_tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -83,6 +83,7 @@ def test_fully_sharded(before):
         dist.destroy_process_group()
 
 
+@older_transformers
 def test_a_smaller_model_guesses():
     model, small, ids = family_named("Gemma 3").build(), family_named("Gemma 3").build(), ids_of(1, 60)
     settings = {"max_new_tokens": 8, "do_sample": False, "assistant_model": small}

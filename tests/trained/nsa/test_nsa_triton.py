@@ -49,7 +49,10 @@ def test_random_cases(seed, schedule, monkeypatch):
     check(random_selected_case(seed, dtype=torch.float16 if seed % 2 else torch.float32, device=DEVICE, **sizes))
 
 
-def selection_case(seed, dtype=torch.float32, lengths=(0, 1, 40, 77), head_dim=16, sizes=None):
+LENGTHS = (0, 1, 24) if INTERPRETED else (0, 1, 40, 77)
+
+
+def selection_case(seed, dtype=torch.float32, lengths=LENGTHS, head_dim=16, sizes=None):
     rng = random.Random(seed)
     per_token, per_block = rng.choice(((1, 1), (1, 2), (2, 4), (4, 4), (1, 4)))
     pool = ("sum", "max")[seed % 2]
@@ -119,7 +122,7 @@ def test_units_hold_every_token_that_rows_see_once(count, step):
 def test_selection_of_many_blocks(count):
     """More blocks than groups of them, more slots than groups, and selections of forced blocks only."""
     sizes = NsaSizes(16, 8, 16, count, 1, 2)
-    spans = nsa_spans(sizes, (0, 12, 20), (0, 700, 1500), device=DEVICE)
+    spans = nsa_spans(sizes, (0, 12, 20), (0, 350, 750) if INTERPRETED else (0, 700, 1500), device=DEVICE)
     q, k, _ = make_qkv(1, 20, spans.ends_cmp[-1], 4, 2, 16, dtype=torch.float32, device=DEVICE, seed=count)
     check_selection(q[0], k[0], torch.full((4, 20), 3.0, device=DEVICE), spans, 2)
 
@@ -127,7 +130,7 @@ def test_selection_of_many_blocks(count):
 @runs_here
 def test_selection_by_logits():
     sizes = NsaSizes(16, 16, 16, 3, 0, 1)
-    q, k, spans, _ = selection_case(1, sizes=sizes, lengths=(40,) if INTERPRETED else (0, 1, 40, 77))
+    q, k, spans, _ = selection_case(1, sizes=sizes, lengths=LENGTHS[-1:] if INTERPRETED else LENGTHS)
     check_selection(q, k, None, spans, q.shape[1])
 
 

@@ -47,7 +47,7 @@ def continuous_batching(passes: Passes, owner: nn.Module) -> Iterator[None]:
         UnsupportedInputError: the policy's rules or rollout must distinguish requests, or transformers is too old.
     """
     policy = passes.deployed.policy
-    reasons = _other_transformers()
+    reasons = other_transformers()
     if policy.rollout.share < 1 or policy.rollout.flag is not None:
         reasons.append("the rollout takes a share of the requests, but a step does not name its requests")
     if any(plan.needs_tokens for plan in passes.deployed.plans.values()):
@@ -93,7 +93,7 @@ def ragged_attention(
     return call.run(), None
 
 
-def _other_transformers() -> list[str]:
+def other_transformers() -> list[str]:
     """Return the reasons why the installed transformers is not supported."""
     import transformers
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
