@@ -13,7 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from dynaxx.distributed.cost_model import Machine, Shape, Workload, predict
+from cost_model import Machine, Shape, Workload, predict
+
 from dynaxx.distributed.plan import stages_of
 
 SHAPE = Shape()

@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.distributed.cost_model import Shape, Workload
 from ranks import Ranks
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
-from dynaxx.distributed.cost_model import Shape, Workload
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from dynaxx.testing.oracle import generator_of_gradients
 

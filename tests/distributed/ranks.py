@@ -53,7 +53,8 @@ def run_cases(module: str, count: int, device: str = "cpu") -> dict[str, list[st
     if device == "cpu":
         _build_core()
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HERE.parents[1]))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": paths}
         command = [sys.executable, str(HERE / "ranks.py"), module, str(count), folder, device]
         outputs = [Path(folder) / f"{rank}.txt" for rank in range(count)]
         workers = []

@@ -18,7 +18,7 @@ quick = lambda count: pytest.param((count, "cpu"), id=f"{count} ranks")
 GPUS = pytest.param((2, "cuda"), marks=[pytest.mark.gpu, pytest.mark.slow], id="2 GPUs")
 
 
-@pytest.fixture(scope="module", params=[quick(2), quick(4), slow(3), slow(8), GPUS])
+@pytest.fixture(scope="module", params=[quick(3), slow(2), slow(4), slow(8), GPUS])
 def results(request):
     count, device = request.param
     if device == "cuda" and torch.cuda.device_count() < count:

@@ -53,7 +53,9 @@ def problem(seed, group, dtype=torch.float32):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     sizes, heads = random_sizes(rng), rng.choice((1, 2))
-    lengths = [rng.choice((1, 7, 33, 40) if INTERPRETED else (1, 7, 33, 64, 90, 130)) for _ in range(rng.choice((1, 3)))]
+    lengths = [
+        rng.choice((1, 7, 33, 40) if INTERPRETED else (1, 7, 33, 64, 90, 130)) for _ in range(rng.choice((1, 3)))
+    ]
     dim, dim_v = rng.choice(((16, 16), (24, 16)))
     draw = lambda n, *shape: torch.randn(n, *shape).to(dtype)
     k, v = [draw(n, heads, dim) for n in lengths], [draw(n, heads, dim_v) for n in lengths]
