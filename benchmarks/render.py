@@ -176,10 +176,11 @@ def rendered_page(text: str) -> str:
 
 def rules(base: str) -> Iterator[str]:
     """Return a table of the registered patterns, scorers or selectors."""
-    from dynaxx import selection  # registers all of them
+    from dynaxx import selection, video  # they register all of them
     from dynaxx.settings import registered, signature
 
-    found = registered(getattr(selection, base, selection.base.Pattern))
+    kind = getattr(video, base, None) or getattr(selection, base, selection.base.Pattern)
+    found = [rule for rule in registered(kind) if base == "GridPattern" or getattr(rule, "stands_alone", True)]
     rows = [[f"`{signature(rule)}`", " ".join(rule.__doc__.split("\n\n")[0].split())] for rule in found]
     return table([base.lower(), "meaning"], rows)
 
