@@ -75,7 +75,8 @@ class Layer:
             out = self.attend_dense(reason, dense)
         else:
             handle.counts["sparse"] += 1
-            out, handle.layouts[self.index] = attend(q, k, v, handle.grid(q), plan, padding=padding, scale=scale)
+            out, layout = attend(q, k, v, handle.grid(q), plan, padding=padding, scale=scale)
+            handle.saw(self.index, layout)
         for watcher in handle.watchers:
             watcher(self.index, q, k, v, out)
         return out
@@ -83,6 +84,7 @@ class Layer:
     def attend_dense(self, reason: str, dense: Dense) -> Tensor:
         """Return what `dense` returns, and count the reason."""
         self.handle.counts[f"dense: {reason}"] += 1
+        self.handle.saw(self.index, None)
         return dense()
 
 
@@ -93,6 +95,7 @@ class Handle:
         policy: the policy in force.
         counts: number of attention calls by outcome: "sparse", or "dense: " and the reason.
         layouts: the layout of the last sparse call of each layer.
+        share: the share of the denoising steps before the current one, None if it is unknown.
         kill_switch: engages to run dense from the next forward pass on.
         watchers: functions that see every call of a layer: (layer, q, k, v, out), in the model's order.
     """
@@ -107,7 +110,8 @@ class Handle:
         self._signature = inspect.signature(model.forward)
         self._plans: dict[float, dict[int, LayerPlan]] = {start: policy.plans(start) for start in policy.starts}
         self._shape: tuple[int, int, int] | None = None  # of the grid in the current forward pass
-        self._share: float | None = None  # of the denoising steps before this one
+        self.share: float | None = None
+        self._visited: float | Tensor = 0.0  # sum of the densities of all calls
         self._killed = False
         self._before = [(module, module.processor) for _, module in attention_modules(model)]
         self._layers = [Layer(self, index) for index in range(len(self._before))]
@@ -125,7 +129,7 @@ class Handle:
         """
         if not 0 <= index < steps:
             raise ValueError(f"`index` must be from 0 to {steps - 1}, got {index}")
-        self._share = index / steps
+        self.share = index / steps
 
     def on_step_end(self, pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Follow a pipeline: pass this method as its `callback_on_step_end`, after `handle.step(0, steps)`."""
@@ -161,11 +165,16 @@ class Handle:
         return "\n".join([*lines, *(f"{count} calls {outcome}" for outcome, count in sorted(self.counts.items()))])
 
     def density(self) -> float:
-        """Return the visited share of blocks in the last sparse call of each layer; dense layers count as 1.0."""
-        found = [
-            self.layouts[at].density(causal=False) if at in self.layouts else 1.0 for at in range(len(self._layers))
-        ]
-        return sum(found) / len(found)
+        """Return the visited share of blocks over all calls so far; dense calls count as 1.0."""
+        return float(self._visited) / max(1, sum(self.counts.values()))
+
+    def saw(self, layer: int, layout: BlockLayout | None) -> None:
+        """Record the blocks that a call visits; None is dense. Nothing is read back from the device."""
+        if layout is None:
+            self._visited += 1.0
+            return
+        self.layouts[layer] = layout
+        self._visited += layout.kv_indptr.flatten()[-1] / layout.visible_blocks(causal=False)
 
     def grid(self, q: Tensor) -> Grid:
         """Return the grid of the current forward pass for queries (batch, seqlen, heads, head_dim)."""
@@ -175,7 +184,7 @@ class Handle:
 
     def plan(self, layer: int, q: Tensor, k: Tensor) -> tuple[LayerPlan | None, str]:
         """Return the plan of a layer for these queries and keys, or None and the reason for dense attention."""
-        shape, share = self._shape, 0.0 if self._share is None else self._share
+        shape, share = self._shape, 0.0 if self.share is None else self.share
         if self._killed:
             return None, "kill switch"
         if shape is None:
@@ -201,7 +210,7 @@ class Handle:
             times = torch.as_tensor(self.scheduler.timesteps, dtype=torch.float64, device="cpu")
             index = int((times - timestep_of(self._family, arguments)).abs().argmin())
             self.step(index, len(times))
-        if self._share is None:
+        if self.share is None:
             raise UnsupportedInputError(
                 "a policy by steps",
                 {"step": ["pass scheduler=pipe.scheduler to `apply`, or call handle.step(index, steps)"]},

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a small video transformer on moving shapes, and compare ways to make its attention sparse at equal density.
+
+    python benchmarks/video/quality.py --seconds 120 --json quality.json
+    python benchmarks/video/quality.py --tiny --seconds 10        # on a CPU
+
+Every row is the PSNR of clips against the model's own dense run from the same noise, averaged over prompts and seeds
+that tuning did not see. Densities are measured: visited blocks of all layers and steps. "spatial or temporal" takes the
+better of both windows for each head, as Sparse VideoGen does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import FULL, TINY, Shapes, random_prompts, train
+
+import dynaxx as dx
+from dynaxx.video import Grid, GridWindow, RadialDecay, VideoRule
+from dynaxx.video.tune.costs import Space, policy_of, run_with
+from dynaxx.video.tune.search import Search, trial
+
+MEAN = dx.MeanPool()
+
+
+def fitted(make: Callable[[float], Any], grid: Grid, density: float, block: int) -> Any:
+    """Return the rule of a scale from 0 to 1 whose density is nearest."""
+    tried = {make(step / 100): None for step in range(1, 101)}
+    densities = {
+        rule: rule.on(grid).layout(grid.seqlen, causal=False, block_size=block).density(causal=False) for rule in tried
+    }
+    return min(densities, key=lambda rule: abs(densities[rule] - density))
+
+
+def side(size: int, scale: float) -> int:
+    """Return a window's size that grows from 1 to twice the grid's side."""
+    return max(1, round(2 * size * scale))
+
+
+def families(grid: Grid, density: float, block: int) -> dict[str, Any]:
+    """Return the uniform rules of a density."""
+    f, h, w = grid.shape
+    makers: dict[str, Callable[[float], Any]] = {
+        "window": lambda s: GridWindow(side(f, s), side(h, s), side(w, s)),
+        "radial decay": lambda s: RadialDecay(side(h, s), side(w, s)),
+        "spatial": lambda s: GridWindow(frames=side(f, s)),
+        "temporal": lambda s: GridWindow(height=side(h, s), width=side(w, s)),
+    }
+    found = {name: fitted(make, grid, density, block) for name, make in makers.items()}
+    return found | {"pooled top-k": dx.TopK(density, MEAN, per="head")}
+
+
+def better_windows(search: Search, spatial: Any, temporal: Any) -> list[VideoRule]:
+    """Return rules that give each head the better of two windows, by the costs of a search over both."""
+    assert search.space.candidates[:2] == (spatial, temporal)
+    best = search.costs.loss[:2].sum(1).argmin(0).tolist()  # (layers, heads)
+    rules = []
+    for layer, of_heads in enumerate(best):
+        for index, rule in enumerate((spatial, temporal)):
+            heads = tuple(head for head, chosen in enumerate(of_heads) if chosen == index)
+            rules += [VideoRule.of(rule, layers=(layer,), heads=heads)] if heads else []
+    return rules
+
+
+def main() -> None:
+    """Print a row per method and density, and write them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0, help="time to train")
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.1, 0.2, 0.3])
+    parser.add_argument("--tiny", action="store_true", help="a model for a test on a CPU")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    size, block = (TINY, 16) if options.tiny else (FULL, 64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    grid = Grid(size.frames, size.pixels // 2, size.pixels // 2)
+    model, losses = train(size, device, options.seconds)
+    print(f"trained: {50 * len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "not trained")
+    sampler = Shapes(model, size)
+    generator = torch.Generator().manual_seed(7)
+    at_once = 2 if options.tiny else 8
+    cases = [("; ".join(random_prompts(at_once, generator)), seed) for seed in range(4)]
+    seen, unseen = cases[:2], cases[2:]
+    started = time.monotonic()
+    shares = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7)
+    candidates = tuple(dx.TopK(share, MEAN, per="head") for share in shares)
+    search = Search(sampler, Space((*candidates, None), block_size=block, groups=4), seen)
+    print(f"tuned in {time.monotonic() - started:.0f} s")
+    dense = [run_with(sampler, policy_of(sampler, search.space, []), case)[0] for case in unseen]
+    rows: list[dict[str, Any]] = []
+    document = {"rows": rows, "losses": losses, "device": device, "size": size._asdict()}
+
+    def report(method: str, wanted: float, policy: Any) -> None:
+        found = trial(sampler, policy, unseen, dense)
+        rows.append({"method": method, "wanted": wanted, "density": found.density, "psnr": found.psnr,
+                     "error": found.error})  # fmt: skip
+        print(f"{method:20} {wanted:4.0%}: density {found.density:6.1%}, {found.psnr:6.2f} dB", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(document))
+
+    for density in options.densities:
+        uniform = families(grid, density, block)
+        spatial, temporal = uniform.pop("spatial"), uniform.pop("temporal")
+        for method, rule in uniform.items():
+            report(method, density, policy_of(sampler, search.space, [VideoRule.of(rule)]))
+        both = Search(sampler, Space((spatial, temporal, None), block_size=block, groups=1), seen[:1])
+        report("spatial or temporal", density, policy_of(sampler, both.space, better_windows(both, spatial, temporal)))
+        report("tuned", density, search.policy(next(r["density"] for r in reversed(rows) if "top-k" in r["method"])))
+
+
+if __name__ == "__main__":
+    main()

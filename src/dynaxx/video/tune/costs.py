@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what each candidate rule costs each head of each layer in each part of the denoising.
+
+One forward pass per part is measured: the first one past its middle. A head's cost is the squared error of its output
+as a share of the squared output of its layer, so that the costs of a layer's heads add up. How much an error in a layer
+and a part matters to the final latents is measured too, by a run in which only these are sparse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.layout import as_block_size
+from dynaxx.policy.resolve import plan_of
+from dynaxx.policy.specs import AttentionRule
+from dynaxx.video.attention import attend
+from dynaxx.video.diffusers.families import model_facts
+from dynaxx.video.diffusers.handle import apply
+from dynaxx.video.policy import VideoPolicy, VideoRule
+from dynaxx.video.tune.sampling import Sample, Sampler, relative_error
+
+Ranges = Sequence[tuple[float, float]]
+Case = tuple[str, int]  # prompt and seed
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search chooses from.
+
+    Args:
+        candidates: rules by ascending density; None, which is dense, comes last.
+        ranges: parts of the denoising, as shares of the steps.
+        block_size: tokens per block.
+        order: the order of tokens.
+        groups: number of groups of neighbouring layers whose weights are measured.
+    """
+
+    candidates: tuple[AttentionRule | None, ...]
+    ranges: tuple[tuple[float, float], ...] = ((0.0, 0.2), (0.2, 0.6), (0.6, 1.0))
+    block_size: int = 64
+    order: Any = "bars"
+    groups: int = 4
+
+
+class Costs(NamedTuple):
+    """Measured costs; a cell is a head of a layer in a part of the denoising."""
+
+    density: Tensor  # (candidates, ranges, layers, heads)
+    loss: Tensor  # (candidates, ranges, layers, heads), weighted by how much it matters to the latents
+
+
+def policy_of(sampler: Sampler, space: Space, rules: Sequence[VideoRule], **fields: Any) -> VideoPolicy:
+    """Return a policy for the pipeline's transformer."""
+    facts = model_facts(sampler.model)
+    return VideoPolicy(model=facts, block_size=space.block_size, order=space.order, rules=tuple(rules), **fields)
+
+
+def run_with(sampler: Sampler, policy: VideoPolicy, case: Case, *, decode: bool = False) -> tuple[Sample, float]:
+    """Return what the pipeline makes under a policy, and the visited share of blocks over all steps."""
+    with apply(sampler.model, policy, scheduler=sampler.scheduler) as handle:
+        made = sampler.sample(*case, decode=decode)
+        return made, handle.density()
+
+
+def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: Sequence[Sample]) -> Costs:
+    """Measure the costs of all candidates.
+
+    Args:
+        sampler: the pipeline.
+        space: the candidates.
+        cases: prompts and seeds.
+        dense: the dense results of the cases, in their order.
+    """
+    density, error = _local_costs(sampler, space, cases)
+    probe = _probe(space)
+    weights = torch.zeros(error.shape[1:3])
+    count = min(space.groups, error.shape[2])
+    groups = [tuple(group.tolist()) for group in torch.arange(error.shape[2]).chunk(count)]
+    for (at, steps), layers in product(enumerate(space.ranges), groups):
+        rule = VideoRule.of(space.candidates[probe], layers=layers, steps=steps)
+        found = [run_with(sampler, policy_of(sampler, space, [rule]), case)[0] for case in cases]
+        change = sum(relative_error(a.latents, b.latents) ** 2 for a, b in zip(found, dense, strict=True)) / len(cases)
+        weights[at, list(layers)] = change / float(error[probe, at, list(layers)].sum().clamp(min=1e-12))
+    return Costs(density, error * weights[None, :, :, None])
+
+
+def _probe(space: Space) -> int:
+    """Return the candidate in the middle, by which weights are measured."""
+    return (len(space.candidates) - 1) // 2
+
+
+@torch.no_grad()
+def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple[Tensor, Tensor]:
+    """Return the density and the error of every candidate and cell, each (candidates, ranges, layers, heads)."""
+    facts = model_facts(sampler.model)
+    shape = (len(space.candidates), len(space.ranges), facts.layers, facts.q_heads)
+    density, error, calls = torch.ones(shape), torch.zeros(shape), torch.zeros(shape[1:3])
+    density[:-1] = 0.0
+    block_size = as_block_size(space.block_size)
+    plans = [
+        plan_of([rule] * facts.q_heads, facts.kv_heads, block_size, causal=False) for rule in space.candidates[:-1]
+    ]
+    parts = [VideoRule.of(None, steps=steps) for steps in space.ranges]  # dense, so that the handle knows the step
+    with apply(sampler.model, policy_of(sampler, space, parts), scheduler=sampler.scheduler) as handle:
+        measured: dict[int, float] = {}  # share of the steps at which each range is measured
+
+        def watch(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+            share = handle.share or 0.0
+            at = next(i for i, (first, last) in enumerate(space.ranges) if first <= share < last)
+            middle = sum(space.ranges[at]) / 2
+            if share < middle or measured.setdefault(at, share) != share:
+                return
+            whole = out.float().square().sum()
+            calls[at, layer] += 1
+            for index, plan in enumerate(plans):
+                found, layout = attend(q, k, v, handle.grid(q), plan)
+                error[index, at, layer] += ((found - out).float().square().sum((0, 1, 3)) / whole).cpu()
+                visited = layout.kv_num_blocks.float().mean((0, 2)).cpu() / layout.kv_blocks
+                density[index, at, layer] += visited
+
+        handle.watchers.append(watch)
+        for case in cases:
+            measured.clear()
+            sampler.sample(*case)
+    calls = calls.clamp(min=1)[None, :, :, None]
+    density[:-1] /= calls
+    return density, error / calls

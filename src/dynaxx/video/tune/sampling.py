@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines that make latents and frames from a prompt and a seed, and measures of how far two results are apart."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynaxx.integrations.transformers.loading import from_folder
+
+
+class Sample(NamedTuple):
+    """What a pipeline made."""
+
+    latents: Tensor
+    frames: Tensor | None  # (frames, height, width, 3) in [0, 1]; None if they were not decoded
+
+
+class Sampler(Protocol):
+    """A pipeline. The same prompt and seed start from the same noise."""
+
+    model: nn.Module  # the transformer
+    scheduler: Any
+
+    def sample(self, prompt: str, seed: int, *, decode: bool = False) -> Sample:
+        """Denoise, and decode the frames if asked to and if the pipeline can."""
+
+
+class Pipeline:
+    """A pipeline of diffusers.
+
+    Args:
+        pipe: the pipeline, on its device.
+        **options: arguments of every call, such as `num_frames`; those that the pipeline does not take are left out.
+    """
+
+    def __init__(self, pipe: Any, **options: Any) -> None:
+        known = inspect.signature(pipe.__call__).parameters
+        self.pipe, self.model, self.scheduler = pipe, pipe.transformer, pipe.scheduler
+        self.options = {name: value for name, value in options.items() if name in known and value is not None}
+        pipe.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def sample(self, prompt: str, seed: int, *, decode: bool = False) -> Sample:
+        """Denoise, and decode the frames if asked to. See `Sampler`."""
+        latents: list[Tensor] = []
+
+        def keep(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            latents[:] = [tensors["latents"]]
+            return tensors
+
+        decode = decode and getattr(self.pipe, "vae", None) is not None
+        made = self.pipe(
+            prompt=prompt,
+            generator=torch.Generator("cpu").manual_seed(seed),
+            output_type="pt" if decode else "latent",
+            callback_on_step_end=keep,
+            **self.options,
+        )
+        frames = None
+        if decode:
+            pixels = made.frames[0] if hasattr(made, "frames") else made.images
+            frames = pixels.float().cpu().movedim(1, -1)
+        return Sample(latents[0].float().cpu(), frames)
+
+
+def load_pipeline(folder: str, device: str, dtype: torch.dtype) -> Any:
+    """Return the pipeline in a folder of diffusers. Raises as `from_folder`."""
+    from diffusers import DiffusionPipeline
+
+    return from_folder(DiffusionPipeline, folder, torch_dtype=dtype).to(device)
+
+
+def is_pipeline(folder: str) -> bool:
+    """Return whether a folder holds a pipeline of diffusers."""
+    return (Path(folder) / "model_index.json").is_file()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return |found - expected| / |expected|."""
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def psnr(found: Tensor, expected: Tensor) -> float:
+    """Return the peak signal-to-noise ratio in dB; the peak is the range of what was expected."""
+    peak = float(expected.max() - expected.min())
+    error = float((found - expected).square().mean())
+    return float("inf") if error == 0.0 else 10.0 * float(torch.log10(torch.tensor(peak**2 / error)))
+
+
+def ssim(found: Tensor, expected: Tensor) -> float:
+    """Return the mean structural similarity of grey frames (frames, height, width, 3), over windows of 7 x 7."""
+    x, y = (frames.mean(-1)[:, None] for frames in (found, expected))
+    mean = lambda image: functional.avg_pool2d(image, 7, 1)
+    mean_x, mean_y = mean(x), mean(y)
+    var_x, var_y = mean(x * x) - mean_x**2, mean(y * y) - mean_y**2
+    both = mean(x * y) - mean_x * mean_y
+    c1, c2 = 0.01**2, 0.03**2
+    top = (2 * mean_x * mean_y + c1) * (2 * both + c2)
+    return float((top / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))).mean())

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn costs into the policy for a density, and find the sparsest policy within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynaxx.lab.tune.allocation import Allocator
+from dynaxx.video.policy import VideoPolicy, VideoRule
+from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, run_with
+from dynaxx.video.tune.sampling import Sample, Sampler, psnr, relative_error
+
+
+class Trial(NamedTuple):
+    """A policy that was run: its density, and how far its latents are from the dense ones, averaged over cases."""
+
+    density: float
+    psnr: float
+    error: float
+    policy: VideoPolicy
+
+
+class Search:
+    """Costs of a pipeline, and the policies that they give.
+
+    Args:
+        sampler: the pipeline.
+        space: the candidates.
+        cases: prompts and seeds to tune on.
+    """
+
+    def __init__(self, sampler: Sampler, space: Space, cases: Sequence[Case]) -> None:
+        self.sampler, self.space, self.cases = sampler, space, cases
+        self.dense = [run_with(sampler, policy_of(sampler, space, []), case)[0] for case in cases]
+        self.costs: Costs = measure_costs(sampler, space, cases, self.dense)
+        share = torch.tensor([last - first for first, last in space.ranges])[None, :, None, None] * len(space.ranges)
+        self._allocator = Allocator((self.costs.density * share).flatten(1), self.costs.loss.mul(share).flatten(1))
+
+    def policy(self, density: float) -> VideoPolicy:
+        """Return the policy with the smallest predicted loss at a mean density."""
+        least = self._allocator.least_density
+        choice = self._allocator.at(max(density, least)).choice.view(self.costs.density.shape[1:])
+        return policy_of(self.sampler, self.space, list(self._rules(choice)))
+
+    def _rules(self, choice: Tensor) -> Iterator[VideoRule]:
+        """Yield the rules of a choice of candidates, (ranges, layers, heads)."""
+        for steps, of_layers in zip(self.space.ranges, choice.tolist(), strict=True):
+            for layer, of_heads in enumerate(of_layers):
+                for index in sorted(set(of_heads)):
+                    rule = self.space.candidates[index]
+                    heads = tuple(head for head, chosen in enumerate(of_heads) if chosen == index)
+                    if rule is not None:
+                        yield VideoRule.of(rule, layers=(layer,), heads=heads, steps=steps)
+
+    def try_policy(self, policy: VideoPolicy) -> Trial:
+        """Run a policy on the cases."""
+        return trial(self.sampler, policy, self.cases, self.dense)
+
+    def sparsest(self, limit: float, rounds: int = 6, say: Callable[[Trial], None] | None = None) -> list[Trial]:
+        """Return the trials of a bisection for the sparsest policy with a PSNR of at least `limit` dB.
+
+        The last trial is the best one within the limit, or the dense policy if there is none.
+        """
+        low, high = self._allocator.least_density, 1.0
+        best = Trial(1.0, float("inf"), 0.0, policy_of(self.sampler, self.space, []))
+        trials: list[Trial] = []
+        tried = low
+        while len(trials) < rounds and high > 1.05 * low:
+            found = self.try_policy(self.policy(tried))
+            trials.append(found)
+            if say is not None:
+                say(found)
+            if found.psnr >= limit:
+                best, high = found, tried
+            else:
+                low = tried
+            tried = (low * high) ** 0.5
+        return [*trials, best]
+
+
+def trial(sampler: Sampler, policy: VideoPolicy, cases: Sequence[Case], dense: Sequence[Sample]) -> Trial:
+    """Run a policy on some cases, and compare its latents with the dense ones."""
+    made = [run_with(sampler, policy, case) for case in cases]
+    pairs = [(found.latents, expected.latents) for (found, _), expected in zip(made, dense, strict=True)]
+    mean = lambda values: sum(values) / len(cases)
+    return Trial(
+        mean([density for _, density in made]),
+        mean([psnr(*pair) for pair in pairs]),
+        mean([relative_error(*pair) for pair in pairs]),
+        policy,
+    )
