@@ -7,7 +7,7 @@ partial blocks first and its full blocks after them, so a kernel runs two plain 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.layout.dense import entries_of_dense, layout_to_dense
-from dynaxx.layout.derived import Unset
+from dynaxx.layout.derived import DerivedValues, Unset
 from dynaxx.layout.entries import (
     Entries,
     check_block_indices,
@@ -119,16 +119,32 @@ class BlockLayout(LayoutTensors):
             TypeError: `block_indices` is not an integer tensor.
             ValueError: an index is out of range or occurs twice in a row, or the shape is wrong.
         """
-        grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
-        check_block_indices(block_indices, grid)
-        rows = rows_on_gpu(block_indices, grid)
+
+        def checked_grid() -> BlockGrid:
+            grid = BlockGrid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, as_block_size(block_size), causal)
+            check_block_indices(block_indices, grid)
+            return grid
+
+        size = tuple(block_size) if isinstance(block_size, list) else block_size
+        rows = rows_on_gpu(block_indices, checked_grid, seqlen_q, seqlen_k, size, causal)
         if rows is None:
+            grid = checked_grid()
             return BlockLayout._of(grid, entries_of_block_indices(block_indices, grid))
-        layout = BlockLayout(grid.seqlen_q, grid.seqlen_k, grid.block_size, *rows.tensors, rows.masks)
+        layout = BlockLayout._made_by_kernels(rows.grid, rows.tensors, rows.masks, rows.form)
         layout.derived.refused = rows.refused
-        if rows.is_checked:
-            layout.validate()
-        return set_form(layout, rows.form)
+        return layout.validate() if rows.is_checked else layout
+
+    @staticmethod
+    def _made_by_kernels(
+        grid: BlockGrid, tensors: Sequence[Tensor], masks: ElementMasks, form: Hashable
+    ) -> BlockLayout:
+        """Return a layout of views of one buffer without `check_form`, which takes as long as a launch."""
+        layout: BlockLayout = object.__new__(BlockLayout)
+        names = ("kv_indptr", "kv_num_partial", "kv_indices", "kv_masks")
+        sizes = {"seqlen_q": grid.seqlen_q, "seqlen_k": grid.seqlen_k, "block_size": grid.block_size}
+        vars(layout).update(sizes, **dict(zip(names, tensors, strict=True)), masks=masks, derived=DerivedValues())
+        layout.derived.watch((tensors[0], masks.bits, masks.bands))  # the others are views of the same memory
+        return set_form(layout, form)
 
     @classmethod
     @typed

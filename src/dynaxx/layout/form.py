@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -13,10 +14,11 @@ MOST_FORMS = 4096  # cached forms; a growing cache has a new form at every step
 class Form:
     """Shapes, strides, dtypes and devices of tensors, plus settings. Equal forms are one object while cached."""
 
-    __slots__ = ("checked",)
+    __slots__ = ("checked", "prepared")
 
     def __init__(self) -> None:
         self.checked = False  # whether tensors of this form passed their checks
+        self.prepared: Any = None  # what calls of this form repeat
 
 
 def form_of(tensors: Sequence[Tensor | None], *settings: Hashable) -> Form:

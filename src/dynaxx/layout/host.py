@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from ctypes import addressof, c_int64
-from functools import wraps
+from functools import lru_cache, wraps
+from itertools import accumulate
+from math import prod
+from operator import mul
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -147,28 +150,29 @@ def address(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, strided: b
 
 def on_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy integer arrays to a device as int32 tensors in one allocation, 16-byte aligned, in one asynchronous copy."""
-    places, size = [], 0
-    for x in arrays:
-        places.append(size)
-        size += x.size + -x.size % 4
-    packed = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
-    numbers = packed.numpy()
-    for x, place in zip(arrays, places, strict=True):
-        numbers[place : place + x.size] = x.ravel()
-    return dense_views(packed.to(device, non_blocking=device.type == "cuda"), [x.shape for x in arrays])
+    shapes = [x.shape for x in arrays]
+    packed = torch.empty(dense_size(shapes), dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
+    for x, copy in zip(arrays, dense_views(packed, shapes), strict=True):
+        copy.numpy()[...] = x
+    return dense_views(packed.to(device, non_blocking=device.type == "cuda"), shapes)
+
+
+def dense_size(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the elements of a buffer for `dense_views`."""
+    return sum(size + -size % 4 for size in map(prod, shapes))
 
 
 def dense_views(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return consecutive views of one buffer with these shapes, each starting at a multiple of four elements."""
-    found, place = [], 0
-    for shape in shapes:
-        steps, size = [], 1
-        for length in reversed(shape):
-            steps.append(size)
-            size *= length
-        found.append(numbers.as_strided(shape, steps[::-1], place))
-        place += size + -size % 4
-    return found
+    return [numbers.as_strided(*view) for view in _dense_places(tuple(shapes))]
+
+
+@lru_cache(maxsize=4096)
+def _dense_places(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Return shape, strides and first element of each view."""
+    steps = [tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else () for shape in shapes]
+    starts = [dense_size(shapes[:i]) for i in range(len(shapes))]
+    return list(zip(shapes, steps, starts, strict=True))
 
 
 def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def _serves(x: Tensor) -> bool:
 class RowsOnGpu(NamedTuple):
     """Parts of the layout that `BlockLayout.from_block_indices` makes of indices on a GPU."""
 
+    grid: BlockGrid
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]  # kv_indptr, kv_num_partial, kv_indices, kv_masks
     refused: Tensor  # (batch, heads, q_blocks) int32: number of indices that were left out
     masks: ElementMasks
@@ -47,15 +49,27 @@ class RowsOnGpu(NamedTuple):
     is_checked: bool  # whether `CHECK_INDICES` asks to read `refused` back
 
 
-def rows_on_gpu(block_indices: Tensor, grid: BlockGrid) -> RowsOnGpu | None:
-    """Return the rows of checked indices, see `BlockLayout.from_block_indices`; None where torch makes them."""
-    if not _serves(block_indices) or not block_indices.numel() or grid.kv_blocks > _kernels().MAX_COLUMNS:
+def rows_on_gpu(block_indices: Tensor, make_grid: Callable[[], BlockGrid], *sizes: Hashable) -> RowsOnGpu | None:
+    """Return the rows of indices, see `BlockLayout.from_block_indices`; None where torch makes them.
+
+    Args:
+        block_indices: the indices.
+        make_grid: function that checks the arguments and returns the grid; called once for all calls of equal form.
+        sizes: all other arguments of the call.
+    """
+    if not isinstance(block_indices, Tensor) or not _serves(block_indices):
         return None
-    masks = _causal_masks_on(block_indices.device, grid)
-    form = form_of((block_indices,), "block indices", grid)
-    rows = _kernels().rows_of_indices(block_indices, _kernels().IndexInputs(grid, masks, form))
+    form = form_of((block_indices,), "block indices", *sizes, *map(type, sizes))
+    inputs = form.prepared
+    if inputs is None:
+        grid = make_grid()
+        if not block_indices.numel() or grid.kv_blocks > _kernels().MAX_COLUMNS:
+            return None
+        masks = _causal_masks_on(block_indices.device, grid)
+        inputs = form.prepared = _kernels().index_inputs(block_indices, grid, masks, form)
+    *tensors, refused = _kernels().rows_of_indices(block_indices, inputs)
     is_checked = os.environ.get(CHECK_INDICES, "0") not in ("", "0")
-    return RowsOnGpu(tuple(rows[:4]), rows.refused, masks, form, is_checked)
+    return RowsOnGpu(inputs.grid, tuple(tensors), refused, inputs.masks, form, is_checked)
 
 
 @lru_cache(maxsize=64)

@@ -165,7 +165,8 @@ def _select(
 
     bits, counts, partials = _choose(given, q, k, places, scale, memory_budget)
     kv_indptr = running_sum(counts)
-    kv_indices, kv_masks, placed = emit_entries(bits, kv_indptr, given.grid, given.static, capacity, places)
+    kv_indices, kv_masks = (torch.empty(capacity, dtype=torch.int32, device=q.device) for _ in range(2))
+    placed = emit_entries(bits, kv_indptr, given.grid, given.static, (kv_indices, kv_masks), places)
     found = (kv_indptr, partials, kv_indices, kv_masks)
     return found if placed is None else (*found, placed)
 

@@ -39,9 +39,7 @@ def limit(request, monkeypatch):
 def test_lists_follow_what_is_written_to_a_layout(limit, monkeypatch):
     """Lists of parts are made again after a write to the layout's tensors, like everything computed from them."""
     made = []
-    monkeypatch.setattr(
-        split_module, "_split", lambda indptr, *given: made.append(indptr.diff().flatten().tolist()) or made
-    )
+    monkeypatch.setattr(split_module, "_split", lambda layout, *_: made.append(layout.transposed.q_indptr) or made)
     layout = PATTERNS["full column"].layout(900, block_size=64)
     for _ in range(2):
         split_columns(layout, 1, 2, 2)

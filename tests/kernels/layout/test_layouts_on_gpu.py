@@ -36,10 +36,10 @@ def indices_of(batch, heads, seqlen_q, seqlen_k, block_size, slots, causal, dtyp
 
 
 def made(grid, indices):
-    from dynaxx.kernels.layout import IndexInputs, rows_of_indices
+    from dynaxx.kernels.layout import index_inputs, rows_of_indices
 
     masks, indices = causal_masks(grid).to(DEVICE), indices.to(DEVICE)
-    rows = rows_of_indices(indices, IndexInputs(grid, masks, form_of((indices,), grid)))
+    rows = rows_of_indices(indices, index_inputs(indices, grid, masks, form_of((indices,), grid)))
     layout = dx.BlockLayout(grid.seqlen_q, grid.seqlen_k, grid.block_size, *rows[:4], masks)
     return layout, rows.refused
 

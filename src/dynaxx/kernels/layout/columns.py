@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.runtime.launch_cache import record_or_replay, replay
 from dynaxx.kernels.runtime.launcher import kernel_launcher
+from dynaxx.kernels.runtime.recorder import Recording
 from dynaxx.kernels.selection.triton.entries import running_sum
 from dynaxx.layout import BlockLayout
-from dynaxx.layout.derived import TransposedLayout
+from dynaxx.layout.derived import PerLayout, TransposedLayout
+from dynaxx.layout.host import dense_size, dense_views
 
 MAX_BYTES = 1 << 28  # of bits and counts; larger layouts are sorted
 CLEARED, ENTRIES = 1024, 128  # words that a program clears; entries of a row at a time
@@ -155,16 +157,33 @@ def serves(layout: BlockLayout) -> bool:
 
 def columns_of(layout: BlockLayout) -> TransposedLayout | None:
     """Return a layout's blocks grouped by kv block, as `layout.transpose` does; None if `serves` refuses."""
-    return TransposedLayout(*record_or_replay(_columns, layout, ())) if serves(layout) else None
+    replayed = _replayed.of(layout)
+    columns = replay(replayed[0], layout.kernel_inputs, ()) if replayed else None
+    if columns is None:
+        if not serves(layout):
+            return None
+        recordings: list[Recording] = []
+        columns = record_or_replay(_columns, layout, (), replayed=recordings)
+        replayed |= enumerate(recordings)
+    return TransposedLayout(*dense_views(columns[0], _shapes(layout)))
 
 
-def _columns(layout: BlockLayout) -> tuple[Tensor, ...]:
+_replayed = PerLayout()
+
+
+def _shapes(layout: BlockLayout) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors of a `TransposedLayout`."""
+    heads, capacity = (layout.layout_batch, layout.layout_heads), layout.kv_indices.numel()
+    return (*heads, 1 + layout.kv_blocks), (*heads, layout.kv_blocks), (capacity,), (capacity,)
+
+
+def _columns(layout: BlockLayout) -> tuple[Tensor]:
+    """Return the tensors of a `TransposedLayout` in one allocation."""
     heads, words = (layout.layout_batch, layout.layout_heads), -(-layout.q_blocks // 32)
     made = lambda *shape: torch.empty(shape, dtype=torch.int32, device=layout.device)
     bits, before = (made(*heads, layout.kv_blocks, 2, words) for _ in range(2))
-    counts, partial = made(*heads, 1 + layout.kv_blocks), made(*heads, layout.kv_blocks)
-    capacity = layout.kv_indices.numel()
-    q_indices, q_masks = made(capacity), made(capacity)
+    counts, numbers = made(*heads, 1 + layout.kv_blocks), made(dense_size(_shapes(layout)))
+    q_indptr, partial, q_indices, q_masks = dense_views(numbers, _shapes(layout))
     rows, columns = heads[0] * heads[1] * layout.q_blocks, partial.numel()
     sizes = {"q_blocks": layout.q_blocks, "kv_blocks": layout.kv_blocks, "num_words": words}
     entries = layout.kv_indptr, layout.kv_num_partial, layout.kv_indices
@@ -180,7 +199,7 @@ def _columns(layout: BlockLayout) -> tuple[Tensor, ...]:
         BLOCK_W=triton.next_power_of_2(words),
         num_warps=1,
     )
-    q_indptr = running_sum(counts)
+    running_sum(counts, q_indptr)
     _emit_columns_kernel[(rows,)](
         *entries,
         layout.kv_masks,
@@ -189,8 +208,8 @@ def _columns(layout: BlockLayout) -> tuple[Tensor, ...]:
         q_indptr,
         q_indices,
         q_masks,
-        capacity=capacity,
+        capacity=q_indices.numel(),
         **sizes,
         BLOCK=ENTRIES,
     )
-    return q_indptr, partial, q_indices, q_masks
+    return (numbers,)

@@ -18,23 +18,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.runtime.launch_cache import record_or_replay, replay
 from dynaxx.kernels.runtime.launcher import kernel_launcher
+from dynaxx.kernels.runtime.recorder import Recording
 from dynaxx.kernels.selection.triton.entries import emit_entries, running_sum
 from dynaxx.kernels.selection.triton.row import EMPTY, GRID_SIZES, StaticEntries, causal_mask_id, grid_arguments
 from dynaxx.layout import BlockGrid, ElementMasks
 from dynaxx.layout.form import Form
+from dynaxx.layout.host import dense_size, dense_views
 
 MAX_COLUMNS = 1 << 14  # kv blocks; a row of them stays in registers
 MAX_SLOTS_AT_ONCE = 1024
 
 
 class IndexInputs(NamedTuple):
-    """Inputs of a layout of indices besides the indices, for `record_or_replay`."""
+    """Inputs of layouts of equal form besides the indices, for `record_or_replay`."""
 
     grid: BlockGrid
     masks: ElementMasks  # the causal masks, on the device
     form: Form
+    shapes: tuple[tuple[int, ...], ...]  # of `Rows`
+    replayed: list[Recording]  # the recording of these launches, once there is one
 
     @property
     def kernel_inputs(self) -> tuple[Tensor, ...]:
@@ -104,6 +108,13 @@ class Rows(NamedTuple):
     refused: Tensor  # (B, H, R) int32: number of indices that were left out, out of range or named before
 
 
+def index_inputs(block_indices: Tensor, grid: BlockGrid, masks: ElementMasks, form: Form) -> IndexInputs:
+    """Return the inputs of layouts of indices of this form; `masks` are the causal masks, on the device."""
+    batch, heads, rows, slots = block_indices.shape
+    capacity, each_row = batch * heads * rows * min(slots, grid.kv_blocks), (batch, heads, rows)
+    return IndexInputs(grid, masks, form, ((batch, heads, rows + 1), each_row, (capacity,), (capacity,), each_row), [])
+
+
 def rows_of_indices(block_indices: Tensor, inputs: IndexInputs) -> Rows:
     """Return the rows of a layout that visits the named blocks, without reading anything back.
 
@@ -112,15 +123,21 @@ def rows_of_indices(block_indices: Tensor, inputs: IndexInputs) -> Rows:
             range, and repeated ones, are left out and counted.
         inputs: lengths, block size and masks; at most `MAX_COLUMNS` kv blocks.
     """
-    return Rows(*record_or_replay(_rows, inputs, (block_indices.contiguous(),)))
+    indices = (block_indices.contiguous(),)
+    made = replay(inputs.replayed[0], inputs.kernel_inputs, indices) if inputs.replayed else None
+    if made is None:
+        made = record_or_replay(_rows, inputs, indices, replayed=inputs.replayed)
+    return Rows(*dense_views(made[0], inputs.shapes))
 
 
-def _rows(inputs: IndexInputs, block_indices: Tensor) -> tuple[Tensor, ...]:
+def _rows(inputs: IndexInputs, block_indices: Tensor) -> tuple[Tensor]:
+    """Return `Rows` in one allocation, which takes the host half the time of five."""
     grid, (batch, heads, rows, slots) = inputs.grid, block_indices.shape
     words = -(-grid.kv_blocks // 32)
     made = lambda *shape: torch.empty(shape, dtype=torch.int32, device=block_indices.device)
     bits, counts = made(batch, heads, rows, words), made(batch, heads, 1 + rows)
-    partial, refused = made(batch, heads, rows), made(batch, heads, rows)
+    numbers = made(dense_size(inputs.shapes))
+    kv_indptr, partial, kv_indices, kv_masks, refused = dense_views(numbers, inputs.shapes)
     block_s = min(MAX_SLOTS_AT_ONCE, max(32, triton.next_power_of_2(slots)))
     _mark_rows_kernel[(batch * heads * rows,)](
         block_indices,
@@ -134,8 +151,7 @@ def _rows(inputs: IndexInputs, block_indices: Tensor) -> tuple[Tensor, ...]:
         BLOCK_W=triton.next_power_of_2(words),
         num_warps=max(1, min(4, block_s // 128)),
     )
-    kv_indptr = running_sum(counts)
-    capacity = batch * heads * rows * min(slots, grid.kv_blocks)
+    running_sum(counts, kv_indptr)
     static = StaticEntries(None, counts, counts, inputs.masks)
-    kv_indices, kv_masks, _ = emit_entries(bits, kv_indptr, grid, static, capacity)
-    return kv_indptr, partial, kv_indices, kv_masks, refused
+    emit_entries(bits, kv_indptr, grid, static, (kv_indices, kv_masks))
+    return (numbers,)

@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dynaxx.kernels.device import processors
+from dynaxx.kernels.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
+from dynaxx.layout.host import dense_size, dense_views
 
 SPLIT_SIZES = ["num_parts", "limit", "batch_copies", "head_copies"]  # arguments that never specialize a kernel
 SHARE = 2  # parts per multiprocessor's share of the work, so that a finished multiprocessor can start another part
@@ -116,7 +118,7 @@ def split_columns(layout: BlockLayout, batch: int, q_heads: int, kv_heads: int) 
             sizes = 0, 0
         elif layout.host is not None:
             sizes = lines.lists(layout.host.column_counts, limit)
-        found = _split(layout.transposed.q_indptr, entries, lines, limit, *sizes) if sizes[1] else None
+        found = _split(layout.with_transposed(), True, lines, limit, *sizes) if sizes[1] else None
         if _captures(layout):
             return found
         kept[key] = found
@@ -138,7 +140,7 @@ def split_rows(layout: BlockLayout, batch: int, q_heads: int, share: int = SHARE
         limit = lines.limit(entries, share * processors(layout.device))
         if limit < layout.kv_blocks:
             sizes = lines.lists(layout.host.kv_num_blocks, limit)
-            found = _split(layout.kv_indptr, entries, lines, limit, *sizes) if sizes[1] else None
+            found = _split(layout, False, lines, limit, *sizes) if sizes[1] else None
         if _captures(layout):
             return found
         kept[key] = found
@@ -156,6 +158,14 @@ def _captures(layout: BlockLayout) -> bool:
 
 
 _kept = PerLayout(by_form=False)  # the parts depend on the lengths of rows, which a form does not tell
+
+
+@triton.jit
+def _clear_slots(p_slots, used, size, BLOCK: tl.constexpr):
+    """Mark the slots of a list after the used ones as empty."""
+    for begin in range(used * 3, size * 3, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(p_slots + at, tl.zeros([BLOCK], tl.int32), mask=at < size * 3)
 
 
 @kernel_launcher
@@ -214,28 +224,39 @@ def _list_parts_kernel(
             tl.store(p_entry + 2, tl.minimum((i + 1) * size, length), mask=stored)
         parts_before += tl.sum(pieces, 0)
         lines_before += tl.sum(is_split, 0)
+    _clear_slots(p_parts, parts_before, most_parts, BLOCK)
+    _clear_slots(p_lines, lines_before, most_lines, BLOCK)
 
 
-def _split(indptr: Tensor, capacity: int, lines: Lines, limit: int, num_parts: int, num_lines: int) -> SplitLines:
+def _split(
+    layout: BlockLayout, of_columns: bool, lines: Lines, limit: int, num_parts: int, num_lines: int
+) -> SplitLines:
     """Build the lists in one allocation, each 16-byte aligned."""
-    size = (3 * num_parts + 3) // 4 * 4
-    lists = torch.zeros(size + 3 * num_lines, dtype=torch.int32, device=indptr.device)
-    split = SplitLines(limit, lists[: 3 * num_parts].view(-1, 3), lists[size:].view(-1, 3), lines.copies)
+    shapes = (num_parts, 3), (num_lines, 3)
+    (lists,) = record_or_replay(_start_lists, layout, (), of_columns, lines, limit, shapes)
+    return SplitLines(limit, *dense_views(lists, shapes), lines.copies)
+
+
+def _start_lists(
+    layout: BlockLayout, of_columns: bool, lines: Lines, limit: int, shapes: tuple[tuple[int, int], tuple[int, int]]
+) -> tuple[Tensor]:
+    lists = torch.empty(dense_size(shapes), dtype=torch.int32, device=layout.device)
+    parts, split_lines = dense_views(lists, shapes)
     _list_parts_kernel[(1,)](
-        indptr.contiguous(),
-        split.parts,
-        split.lines,
-        capacity=capacity,
+        (layout.transposed.q_indptr if of_columns else layout.kv_indptr).contiguous(),
+        parts,
+        split_lines,
+        capacity=layout.kv_indices.numel(),
         separate_heads=lines.separate_heads,
         num_lines=lines.number,
         heads=lines.heads,
         repeats=lines.repeats,
         limit=limit,
-        most_parts=num_parts,
-        most_lines=num_lines,
+        most_parts=shapes[0][0],
+        most_lines=shapes[1][0],
         BLOCK=1024,
     )
-    return split
+    return (lists,)
 
 
 def no_split(nothing: Tensor) -> dict[str, Any]:

@@ -39,9 +39,9 @@ def _running_sum_kernel(p_counts, p_sums, size, BLOCK: tl.constexpr):
         before += tl.sum(counts, 0)
 
 
-def running_sum(counts: Tensor) -> Tensor:
+def running_sum(counts: Tensor, out: Tensor | None = None) -> Tensor:
     """Return `layout.entries.running_sum` of (B, Hq, 1 + R) int32 counts, in one launch that a recording can repeat."""
-    sums = torch.empty_like(counts)
+    sums = torch.empty_like(counts) if out is None else out
     _running_sum_kernel[(1,)](counts, sums, size=counts.numel(), BLOCK=COUNTS_AT_ONCE, num_warps=COUNT_WARPS)
     return sums
 
@@ -107,21 +107,20 @@ def emit_entries(
     kv_indptr: Tensor,
     grid: BlockGrid,
     static: StaticEntries,
-    capacity: int,
+    out: tuple[Tensor, Tensor],
     places: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Write the entries of a layout; return kv_indices, kv_masks, and places[kv_indices], each (capacity,) int32.
+) -> Tensor | None:
+    """Write the entries of a layout; return places[kv_indices], (capacity,) int32, if there are places.
 
     Args:
         bits: (B, H, R, W) int32, the selected blocks; H divides Hq.
         kv_indptr: (B, Hq, R + 1) int32, position of each row's entries, including those of the pattern.
         grid: lengths and block sizes.
         static: entries of the pattern.
-        capacity: largest number of entries.
+        out: kv_indices and kv_masks, each (capacity,) int32 for the largest number of entries.
         places: (C,) int32, where the blocks of keys in pages are; None for keys in order.
     """
-    indices = torch.empty(capacity, dtype=torch.int32, device=bits.device)
-    mask_ids = torch.empty_like(indices)
+    indices, mask_ids = out
     placed = None if places is None else torch.empty_like(indices)
     block_c = columns(grid.kv_blocks)
     batch, choices = bits.shape[:2]
@@ -133,7 +132,7 @@ def emit_entries(
         indices,
         mask_ids,
         indices if placed is None else placed,
-        capacity=capacity,
+        capacity=indices.numel(),
         serves=kv_indptr.shape[1] // choices,
         **grid_arguments(grid),
         HAS_STATIC=static.layout is not None,
@@ -141,4 +140,4 @@ def emit_entries(
         BLOCK_C=block_c,
         num_warps=warps(block_c),
     )
-    return indices, mask_ids, placed
+    return placed
