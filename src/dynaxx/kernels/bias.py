@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Biases by distance: one number per q head and distance of a query and a key, added to their score.
 
-A bias is (B, Hq, N + M - 1). Entry M - 1 + i - j belongs to query i and key j.
+A table is (B, Hq, N + M - 1). Entry M - 1 + i - j belongs to query i and key j. Slopes are (B, Hq); they stand for the
+table of minus the slope times the distance of the positions i + M - N and j.
 
 Legend: B batch; Hq q heads; N queries, M keys.
 """
@@ -10,6 +11,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def table_of(bias: Tensor | None, queries: int, keys: int) -> Tensor | None:
+    """Return a bias as a table; None for None. Differentiable."""
+    if bias is None or bias.ndim == 3:
+        return bias
+    return bias[..., None] * _slope_factors(bias, queries, keys)
+
+
+def add_gradient(dbias: Tensor, sums: Tensor, queries: int, keys: int) -> None:
+    """Add the gradient of a table, (B, Hq, N + M - 1), to that of a bias, which is a table or slopes."""
+    dbias += sums if dbias.ndim == 3 else (sums * _slope_factors(sums, queries, keys)).sum(-1)
+
+
+def _slope_factors(like: Tensor, queries: int, keys: int) -> Tensor:
+    return -torch.arange(queries - 1, -keys, -1, dtype=like.dtype, device=like.device).abs()
 
 
 def bias_of_pairs(bias: Tensor | None, queries: int) -> Tensor | None:

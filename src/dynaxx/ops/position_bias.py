@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Biases by position for `sparse_attention`: `Alibi` and `T5Bias`, which backends get as one number per distance."""
+"""Biases by position for `sparse_attention`: `Alibi`, which backends get as slopes, and `T5Bias`, as a table."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Alibi:
 
     slopes: Tensor
 
-    def by_distance(self, ahead: Tensor) -> Tensor:
-        """Return the bias (batch or 1, q_heads, len(ahead)) of keys that many positions after the query."""
-        slopes = _checked("slopes", self.slopes, (1, 2), "(q_heads,) or (batch, q_heads)").to(ahead.dtype)
-        return -(slopes if slopes.ndim == 2 else slopes[None])[..., None] * ahead.abs()
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Return the slopes, (batch or 1, q_heads)."""
+        slopes = _checked("slopes", self.slopes, (1, 2), "(q_heads,) or (batch, q_heads)").to(dtype)
+        return slopes if slopes.ndim == 2 else slopes[None]
 
 
 @typed
@@ -96,7 +96,7 @@ def _checked(name: str, x: Tensor, ranks: tuple[int, ...], shape: str) -> Tensor
 
 
 def bias_by_distance(position_bias: PositionBias | None, q: Tensor, k: Tensor, layout: BlockLayout) -> Tensor | None:
-    """Return the bias of a call as backends read it: (batch, q_heads, seqlen_q + seqlen_k - 1) fp32, fp64 for fp64.
+    """Return the bias of a call as backends read it, see `kernels.bias`: fp32, fp64 for fp64.
 
     None if there is no bias, or no pair of a query and a key.
 
@@ -114,11 +114,14 @@ def bias_by_distance(position_bias: PositionBias | None, q: Tensor, k: Tensor, l
         )
     (batch, seqlen_q, q_heads, _), seqlen_k = q.shape, k.shape[1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    ahead = torch.arange(seqlen_q - 1, -max(seqlen_k, 1), -1, dtype=dtype, device=q.device)
-    bias = position_bias.by_distance(ahead)
-    if bias.shape[1:] != (q_heads, len(ahead)) or bias.shape[0] not in (1, batch):
+    if isinstance(position_bias, Alibi):
+        bias = position_bias.numbers(dtype)
+    else:
+        ahead = torch.arange(seqlen_q - 1, -max(seqlen_k, 1), -1, dtype=dtype, device=q.device)
+        bias = position_bias.by_distance(ahead)
+    if bias.shape[1] != q_heads or bias.shape[0] not in (1, batch):
         raise ValueError(
             f"`position_bias` must be for {q_heads} q heads and, if it differs by batch entry, batch {batch}, got "
             f"{bias.shape[1]} heads and batch {bias.shape[0]}"
         )
-    return bias.expand(batch, -1, -1) if seqlen_q and seqlen_k else None
+    return bias.expand(batch, *bias.shape[1:]) if seqlen_q and seqlen_k else None

@@ -76,8 +76,9 @@ def dynaxx_sparse_attention(
         Strides(seqlen_q.to(tl.int64) * q_heads * D, q_heads * D, D),
         Strides(seqlen_k.to(tl.int64) * kv_heads * D, kv_heads * D, D),
         Strides(seqlen_k.to(tl.int64) * kv_heads * E, kv_heads * E, E),
+        None, None,  # no bias
         D, E, BLOCK_D, BLOCK_E, Q_BLOCK, KV_BLOCK, BLOCK_M, BLOCK_N,
-        False, False, False, "in turn", False, 1, MAXIMA,
+        False, False, False, "in turn", False, 1, MAXIMA, "none",
     )  # fmt: skip
 
 

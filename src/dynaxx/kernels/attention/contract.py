@@ -54,8 +54,8 @@ class AttentionProblem:
 class AttentionKernels(Protocol):
     """Attention over a layout.
 
-    A backend that does not refuse biased problems also takes `bias` (B, Hq, N + M - 1), in lse's dtype, as its last
-    parameter, and in the backward a `dbias` of that shape, to which it adds the gradient; see the reference.
+    A backend that does not refuse biased problems also takes `bias`, a table or slopes as in `kernels.bias`, in lse's
+    dtype, as its last parameter, and in the backward a `dbias` of that shape, to which it adds the gradient.
     """
 
     def attention_forward(

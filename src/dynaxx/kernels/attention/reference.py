@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.attention.softmax import masked_attention
-from dynaxx.kernels.bias import bias_of_pairs, sums_by_distance
+from dynaxx.kernels.bias import add_gradient, bias_of_pairs, sums_by_distance, table_of
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import without_autocast
 
@@ -38,13 +38,14 @@ def attention_forward(
 
     Computes in fp32 or better. A query that sees nothing has out = 0, lse = -inf and zero gradients. sinks (Hq,) are
     added to the softmax of their head as the score of one more key with value zero; they are neither scaled nor capped.
-    A bias (B, Hq, N + M - 1) is added to the capped scores: entry M - 1 + i - j to that of query i and key j.
+    A bias, a table or slopes as in `kernels.bias`, is added to the capped scores.
     Differentiable by autograd. A given `out` receives the result.
     """
     group_size = q.shape[2] // k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(dtype).repeat_interleave(group_size, dim=2) for x in (k, v))
-    found, lse = masked_attention(q, k, v, layout.to_dense(), scale, softcap, sinks, bias_of_pairs(bias, q.shape[1]))
+    of_pairs = bias_of_pairs(table_of(bias, q.shape[1], k.shape[1]), q.shape[1])
+    found, lse = masked_attention(q, k, v, layout.to_dense(), scale, softcap, sinks, of_pairs)
     return (found if out is None else out.copy_(found)), lse
 
 
@@ -67,7 +68,7 @@ def attention_backward(
 
     With weights P = exp(scores - lse), zero for hidden pairs: dP = do v^T, dS = P (dP - (do . out) + dlse). With a
     softcap c, dS is multiplied by 1 - tanh(s / c) ** 2. A given dbias receives the sums of dS, before that and the
-    scale, over the pairs of each distance.
+    scale, over the pairs of each distance, or the gradient of slopes.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -78,7 +79,7 @@ def attention_backward(
     if softcap is not None:
         capped = (scores / softcap).tanh()
         scores, slope = softcap * capped, 1 - capped**2
-    of_pairs = bias_of_pairs(bias, q.shape[1])
+    of_pairs = bias_of_pairs(table_of(bias, q.shape[1], k.shape[1]), q.shape[1])
     if of_pairs is not None:
         scores = scores + of_pairs
     shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
@@ -86,7 +87,7 @@ def attention_backward(
     delta = (wide_do * wide_out).sum(-1).transpose(1, 2) - (0.0 if dlse is None else dlse)
     d_scores = weights * (torch.einsum("bnhe,bmhe->bhnm", wide_do, wide_v) - delta[..., None])
     if dbias is not None:
-        dbias += sums_by_distance(d_scores)
+        add_gradient(dbias, sums_by_distance(d_scores), q.shape[1], k.shape[1])
     d_scores = d_scores * slope * scale
     dq = torch.einsum("bhnm,bmhd->bnhd", d_scores, wide_k)
     dk = torch.einsum("bhnm,bnhd->bmhd", d_scores, wide_q).unflatten(2, (kv_heads, -1)).sum(3)

@@ -32,8 +32,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append("Triton's interpreter does not multiply bf16")
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
-    if problem.biased:
-        reasons.append("adds no position bias to scores")
     return reasons
 
 

@@ -12,6 +12,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.attention.cpu import gather
 from dynaxx.kernels.attention.cpu.plan import plan_of
+from dynaxx.kernels.bias import add_gradient, table_of
 from dynaxx.kernels.runtime.core_arguments import (
     ELEMENTS,
     BackwardArgs,
@@ -48,6 +49,13 @@ def attention_backward(
     dlse (B, Hq, N) is that of lse, or None; out and lse are the results of the forward pass. Any strides. Sums have a
     fixed order, so the result is bitwise equal for any number of threads.
     """
+    if bias is not None and bias.ndim == 2:  # slopes: compute with their table
+        table = table_of(bias, q.shape[1], k.shape[1])
+        sums = None if dbias is None or table is None else torch.zeros_like(table)
+        grads = attention_backward(do, dlse, q, k, v, out, lse, layout, scale, softcap, table, sums)
+        if dbias is not None and sums is not None:
+            add_gradient(dbias, sums, q.shape[1], k.shape[1])
+        return grads
     library = active_library()
     if library is None:
         return gather.attention_backward(do, dlse, q, k, v, out, lse, layout, scale, softcap, bias, dbias)

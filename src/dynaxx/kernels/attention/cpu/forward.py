@@ -12,6 +12,7 @@ from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.kernels.attention.cpu import gather
 from dynaxx.kernels.attention.cpu.plan import plan_of
+from dynaxx.kernels.bias import table_of
 from dynaxx.kernels.runtime.core_arguments import bias_of_core, forward_args, readable
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import never_traced
@@ -34,7 +35,7 @@ def attention_forward(
     contiguous is copied. The core widens fp16 and bf16, computes in fp32 and rounds once. It runs on
     `torch.get_num_threads()` threads. A given `out`, of that shape and dtype, receives the result.
     """
-    library = active_library()
+    library, bias = active_library(), table_of(bias, q.shape[1], k.shape[1])
     if out is not None and not out.is_contiguous():
         found, lse = attention_forward(q, k, v, layout, scale, softcap, sinks, bias=bias)
         return out.copy_(found), lse

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.triton.backward_bias import add_bias_gradient
 from dynaxx.kernels.attention.triton.backward_dkv import _sparse_attention_bwd_dkv_kernel
 from dynaxx.kernels.attention.triton.backward_dq import _sparse_attention_bwd_dq_kernel
-from dynaxx.kernels.attention.triton.backward_rows import empty_rows
+from dynaxx.kernels.attention.triton.backward_rows import empty_rows, shared_arguments
 from dynaxx.kernels.attention.triton.config import (
     TMA_BLOCK,
     backward_dkv_tiles,
@@ -31,7 +32,7 @@ from dynaxx.kernels.attention.triton.config import (
     dq_from_registers,
     query_span,
 )
-from dynaxx.kernels.device import gpu_of, padded
+from dynaxx.kernels.device import gpu_of
 from dynaxx.kernels.runtime.arguments import (
     layout_arguments,
     order_argument,
@@ -60,6 +61,8 @@ def attention_backward(
     layout: BlockLayout,
     scale: float,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the shapes and dtypes of q, k, v, for a forward that returned `out` and `lse`.
 
@@ -75,6 +78,8 @@ def attention_backward(
         layout: layout of the forward.
         scale: softmax scale of the forward.
         softcap: softcap of the forward, or None.
+        bias: bias of the forward, or None.
+        dbias: tensor like `bias` that receives its gradient, or None.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if out.numel() == 0 or v.numel() == 0:
@@ -83,12 +88,14 @@ def attention_backward(
     lse = lse.contiguous()
     dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
     values = empty_rows(lse)
-    _fill_dq(layout, (do, q, k, v, out, lse, dlse, values, dq), scale, softcap)
-    _fill_dkv(layout, (do, q, k, v, values, dk, dv), scale, softcap)
+    _fill_dq(layout, (do, q, k, v, out, lse, dlse, bias, values, dq), scale, softcap)
+    _fill_dkv(layout, (do, q, k, v, values, bias, dk, dv), scale, softcap)
+    if bias is not None and dbias is not None:
+        add_bias_gradient(dbias, bias, do, q, k, v, values, layout, scale, softcap)
     return dq, dk, dv
 
 
-def _fill_dq(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, softcap: float | None) -> None:
+def _fill_dq(layout: BlockLayout, tensors: tuple[Any, ...], scale: float, softcap: float | None) -> None:
     q, dq = tensors[1], tensors[-1]
     split = split_rows(layout, q.shape[0], q.shape[2])
     if split is None:
@@ -99,7 +106,7 @@ def _fill_dq(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, sof
     sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
 
 
-def _fill_dkv(layout: BlockLayout, tensors: tuple[Tensor, ...], scale: float, softcap: float | None) -> None:
+def _fill_dkv(layout: BlockLayout, tensors: tuple[Any, ...], scale: float, softcap: float | None) -> None:
     _, q, k, v, *_, dk, dv = tensors
     split = split_columns(layout, q.shape[0], q.shape[2], k.shape[2])
     kv_block, head_dim = layout.block_size[1], q.shape[3]
@@ -126,6 +133,7 @@ def _start_dq(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor,
+    bias: Tensor | None,
     values: Tensor,
     dq: Tensor,
     scale: float,
@@ -151,7 +159,7 @@ def _start_dq(
         order,
         *layout_arguments(layout),
         **split,
-        **_shared(layout, do, q, k, v, values, scale, softcap),
+        **shared_arguments(layout, do, q, k, v, values, bias, scale, softcap),
         out_strides=strides_of(out),
         stride_dlb=dlse.stride(0),
         stride_dlh=dlse.stride(1),
@@ -175,6 +183,7 @@ def _start_dkv(
     k: Tensor,
     v: Tensor,
     values: Tensor,
+    bias: Tensor | None,
     dk: Tensor,
     dv: Tensor,
     scale: float,
@@ -198,7 +207,7 @@ def _start_dkv(
         dv,
         *transposed_arguments(layout),
         **split,
-        **_shared(layout, do, q, k, v, values, scale, softcap),
+        **shared_arguments(layout, do, q, k, v, values, bias, scale, softcap),
         span=dkv_span(layout.kv_blocks * per_block, gpu_of(q.device).processors),
         TMA=tma,
         STAGED=dkv_in_stages(gpu_of(q.device), tiles, q.shape[3], v.shape[3], tma),
@@ -210,39 +219,3 @@ def _start_dkv(
         num_stages=tiles.num_stages,
         **gpu_of(q.device).limit_registers(tiles.max_registers),
     )
-
-
-def _shared(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> dict[str, Any]:
-    """Return the arguments that both kernels share."""
-    batch, seqlen_q, q_heads, head_dim = q.shape
-    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
-    return {
-        "seqlen_q": seqlen_q,
-        "padded_q": values.shape[2],
-        "seqlen_k": seqlen_k,
-        "batch": batch,
-        "q_heads": q_heads,
-        "group_size": q_heads // kv_heads,
-        "scale": scale,
-        "cap": softcap / scale if softcap and scale else 1.0,
-        "CAPPED": softcap is not None and scale != 0,
-        "do_strides": strides_of(do),
-        "q_strides": strides_of(q),
-        "k_strides": strides_of(k),
-        "v_strides": strides_of(v),
-        "D": head_dim,
-        "E": head_dim_v,
-        "BLOCK_D": padded(head_dim),
-        "BLOCK_E": padded(head_dim_v),
-        "Q_BLOCK": layout.block_size[0],
-        "KV_BLOCK": layout.block_size[1],
-    }

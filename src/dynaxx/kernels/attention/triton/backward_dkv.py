@@ -10,6 +10,7 @@ from dynaxx.kernels.attention.triton.backward_rows import (
     weights_of,
 )
 from dynaxx.kernels.primitives.prefetch import prefetched
+from dynaxx.kernels.primitives.triton.bias import head_bias, lse_without_bias
 from dynaxx.kernels.primitives.triton.tiles import (
     BOUNDS,
     block_ahead,
@@ -57,6 +58,7 @@ def _accumulate_dkv(
     first,
     count,
     masks,  # `Masks`
+    bias,  # `HeadBias`, if BIAS
     MASKED: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -68,6 +70,7 @@ def _accumulate_dkv(
     NARROW: tl.constexpr,
     STAGED: tl.constexpr,
     GRADIENTS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Add the gradients of `count` q blocks from entry `first`; queries past the end have lse = inf and add nothing."""
     BLOCK_N: tl.constexpr = b_k.shape[0]
@@ -114,7 +117,14 @@ def _accumulate_dkv(
             if NARROW:
                 dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")
         scores, slope = cap_scores(scores, cap, CAPPED)
-        weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
+        if BIAS == "none":
+            weights = weights_of(scores, lse[None, :], scale, b_q.dtype == tl.float32)
+        else:
+            pos_q, pos_k = start + offsets, tl.arange(0, BLOCK_N)
+            pair_lse = lse_without_bias(
+                lse[None, :], bias, pos_q[None, :], pos_k[:, None], b_q.dtype == tl.float32, BIAS
+            )
+            weights = weights_of(scores, pair_lse, scale, b_q.dtype == tl.float32)
         if MASKED:
             o_k = tl.arange(0, BLOCK_N)[:, None]
             if TMA:
@@ -178,6 +188,8 @@ def _sparse_attention_bwd_dkv_kernel(
     q_strides,
     k_strides,
     v_strides,
+    p_bias,  # (B, Hq) or (B, Hq, N + M - 1) fp32, if BIAS
+    bias_strides,  # `BiasStrides`
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -192,6 +204,7 @@ def _sparse_attention_bwd_dkv_kernel(
     STAGED: tl.constexpr,  # full tiles of q and do are loaded separately, each as far ahead as shared memory allows
     GRADIENTS: tl.constexpr,  # "dk", "dv" or "dk and dv"
     PER_HEAD: tl.constexpr,  # sum each head of a group separately: exact fp32 needs short sums, and has the registers
+    BIAS: tl.constexpr,  # "none", "slopes" or "table"
 ):
     """Compute dk and dv of a tile of keys of one kv head."""
     layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
@@ -246,6 +259,9 @@ def _sparse_attention_bwd_dkv_kernel(
             values_head = row_values + (i_b * q_heads + i_h) * padded_q * 2
         q = head_rows(q_rows, q_strides, i_b, i_h, seqlen_q, TMA)
         do = head_rows(do_rows, do_strides, i_b, i_h, seqlen_q, TMA)
+        bias = 0
+        if BIAS != "none":
+            bias = head_bias(p_bias, bias_strides, i_b, i_h, -first_k, seqlen_q, seqlen_k, BIAS)
         if PER_HEAD:
             sum_dk, sum_dv = dk, dv
             dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
@@ -255,8 +271,8 @@ def _sparse_attention_bwd_dkv_kernel(
             else:
                 first, count = start + partial, total - partial
             dk, dv = _accumulate_dkv(
-                dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, tables, first, count, masks,
-                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED, GRADIENTS,
+                dk, dv, b_k, b_v, part_k, q, do, values_head, scale, cap, tables, first, count, masks, bias,
+                i_pass == 0, D, E, Q_BLOCK, KV_BLOCK, BLOCK_M, CAPPED, TMA, NARROW, STAGED, GRADIENTS, BIAS,
             )  # fmt: skip
         if PER_HEAD:
             dk, dv = sum_dk + dk, sum_dv + dv

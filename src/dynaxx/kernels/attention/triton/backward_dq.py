@@ -11,6 +11,7 @@ from dynaxx.kernels.attention.triton.backward_rows import (
     row_values,
     weights_of,
 )
+from dynaxx.kernels.primitives.triton.bias import head_bias, lse_without_bias
 from dynaxx.kernels.primitives.triton.tiles import (
     PARTIAL,
     entry_of_step,
@@ -58,6 +59,7 @@ def _accumulate_dq(
     cap,
     row,  # `LayoutRow`
     masks,  # `Masks`
+    bias,  # `HeadBias`, if BIAS
     MASKING: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -66,6 +68,7 @@ def _accumulate_dq(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Add the tiles of a pass to dq; return dq, and the result of `_layout_entry` for the tile after them."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
@@ -88,7 +91,14 @@ def _accumulate_dq(
         b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         scores, slope = cap_scores(scores, cap, CAPPED)
-        weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
+        if BIAS == "none":
+            weights = weights_of(scores, lse[:, None], scale, b_k.dtype == tl.float32)
+        else:
+            pos_q, pos_k = part_q + tl.arange(0, b_q.shape[0]), first_k + offsets
+            pair_lse = lse_without_bias(
+                lse[:, None], bias, pos_q[:, None], pos_k[None, :], b_k.dtype == tl.float32, BIAS
+            )
+            weights = weights_of(scores, pair_lse, scale, b_k.dtype == tl.float32)
         if MASKING == PARTIAL:
             inner_q = part_q + tl.arange(0, b_q.shape[0])
             if TMA:
@@ -147,6 +157,8 @@ def _sparse_attention_bwd_dq_kernel(
     q_strides,
     k_strides,
     v_strides,
+    p_bias,  # (B, Hq) or (B, Hq, N + M - 1) fp32, if BIAS
+    bias_strides,  # `BiasStrides`
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,6 +172,7 @@ def _sparse_attention_bwd_dq_kernel(
     ORDERED: tl.constexpr,
     HAS_PARTS: tl.constexpr,
     HELD: tl.constexpr,  # keep q and do in registers
+    BIAS: tl.constexpr,  # "none", "slopes" or "table"
 ):
     """Compute dq of a tile of queries of one head."""
     layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
@@ -187,6 +200,9 @@ def _sparse_attention_bwd_dq_kernel(
         slot, start, partial, total = entries_of(slot, start, partial, total, tile.first, tile.last, limit)
     row = row_of(layout, start, partial, total, seqlen_k, KV_BLOCK, BLOCK_N)
     masks = masks_of(layout)
+    bias = 0
+    if BIAS != "none":
+        bias = head_bias(p_bias, bias_strides, i_b, i_h, tile.i_row * Q_BLOCK, seqlen_q, seqlen_k, BIAS)
     entry = (0, -1, 1, 0)
     if TMA and total > 0:
         entry = _layout_entry(0, row, masks, PARTIAL, KV_BLOCK, BLOCK_N)
@@ -208,8 +224,8 @@ def _sparse_attention_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKING in tl.static_range(2):
         dq, entry = _accumulate_dq(
-            dq, entry, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks,
-            MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA,
+            dq, entry, b_q, b_do, lse, delta, part_q, k, v, scale, cap, row, masks, bias,
+            MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA, BIAS,
         )  # fmt: skip
     if HAS_PARTS:
         store_part(p_sums, slot, dq, part_q + o_q, Q_BLOCK, D, BLOCK_D)

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers of the backward kernels: lse and delta of queries, weights recomputed from scores, softcap derivatives."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dynaxx.kernels.device import padded
 from dynaxx.kernels.primitives.numbers import LOG2E, exp_rounded, tanh
+from dynaxx.kernels.primitives.triton.bias import bias_arguments
+from dynaxx.kernels.runtime.arguments import strides_of
+from dynaxx.layout import BlockLayout
 
 ROWS_MULTIPLE = 128  # a multiple of every q block, so that each block has all its rows
 
@@ -72,3 +78,41 @@ def empty_rows(lse: Tensor) -> Tensor:
     """Allocate two fp32 numbers per query: (B, Hq, N rounded up to `ROWS_MULTIPLE`, 2)."""
     batch, q_heads, seqlen_q = lse.shape
     return lse.new_empty(batch, q_heads, -(-seqlen_q // ROWS_MULTIPLE) * ROWS_MULTIPLE, 2)
+
+
+def shared_arguments(
+    layout: BlockLayout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> dict[str, Any]:
+    """Return the arguments that the kernels share."""
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
+    return {
+        "seqlen_q": seqlen_q,
+        "padded_q": values.shape[2],
+        "seqlen_k": seqlen_k,
+        "batch": batch,
+        "q_heads": q_heads,
+        "group_size": q_heads // kv_heads,
+        "scale": scale,
+        "cap": softcap / scale if softcap and scale else 1.0,
+        "CAPPED": softcap is not None and scale != 0,
+        "do_strides": strides_of(do),
+        "q_strides": strides_of(q),
+        "k_strides": strides_of(k),
+        "v_strides": strides_of(v),
+        **bias_arguments(bias),
+        "D": head_dim,
+        "E": head_dim_v,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_E": padded(head_dim_v),
+        "Q_BLOCK": layout.block_size[0],
+        "KV_BLOCK": layout.block_size[1],
+    }

@@ -22,6 +22,7 @@ from dynaxx.kernels.attention.triton.config import TMA_BLOCK, forward_loop, forw
 from dynaxx.kernels.attention.triton.forward_row import attend, attend_ahead, out_of_range
 from dynaxx.kernels.device import gpu_of, padded
 from dynaxx.kernels.primitives.sinks import include_sinks
+from dynaxx.kernels.primitives.triton.bias import bias_arguments, head_bias
 from dynaxx.kernels.primitives.triton.tiles import (
     PARTIAL,
     entry_of_step,
@@ -86,6 +87,8 @@ def _sparse_attention_fwd_kernel(
     q_strides,  # `Strides`
     k_strides,
     v_strides,
+    p_bias,  # (B, Hq) or (B, Hq, N + M - 1) fp32, if BIAS
+    bias_strides,  # `BiasStrides`
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -101,6 +104,7 @@ def _sparse_attention_fwd_kernel(
     HAS_PARTS: tl.constexpr,
     V_PARTS: tl.constexpr,  # programs per tile; each computes E columns of out
     MAXIMA: tl.constexpr,  # ALL: of all tiles; PARTIAL: of partial tiles only, and lse is NaN for rows that need AGAIN
+    BIAS: tl.constexpr,  # "none", "slopes" or "table"
 ):
     layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
     parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
@@ -128,6 +132,9 @@ def _sparse_attention_fwd_kernel(
     else:
         v = head_rows(v_rows, v_strides, i_b, i_hk, seqlen_k, TMA)
     masks = masks_of(layout)
+    bias = 0
+    if BIAS != "none":
+        bias = head_bias(p_bias, bias_strides, i_b, i_h, tile.i_row * Q_BLOCK, seqlen_q, seqlen_k, BIAS)
     b_q = load_tile(q, first_q, tl.arange(0, BLOCK_M), D, BLOCK_D, BLOCK_M, True, TMA)
 
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -138,8 +145,8 @@ def _sparse_attention_fwd_kernel(
     if LOOP == "in turn":
         for MASKING in tl.static_range(2):
             acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, b_q, inner_q, k, v, scale, cap, row, masks,
-                MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA,
+                acc, row_max, row_sum, b_q, inner_q, k, v, scale, cap, row, masks, bias,
+                MASKING, D, E, Q_BLOCK, KV_BLOCK, BLOCK_N, CAPPED, TMA, BIAS,
             )  # fmt: skip
     elif steps > 0:
         entry, part = entry_of_step(0, row, PARTIAL, KV_BLOCK, BLOCK_N)
@@ -154,8 +161,8 @@ def _sparse_attention_fwd_kernel(
         scores = tl.dot(b_q, tl.trans(b_k))
         for MASKING in tl.static_range(2):
             acc, scores, first_k, next_block, row_max, row_sum = attend_ahead(
-                acc, scores, first_k, next_block, row_max, row_sum, b_q, inner_q, k, v, scale, cap, row, masks,
-                MASKING, Q_BLOCK, KV_BLOCK, CAPPED, LOOP == "overlapped", MAXIMA == PARTIAL and LOOP == "ahead",
+                acc, scores, first_k, next_block, row_max, row_sum, b_q, inner_q, k, v, scale, cap, row, masks, bias,
+                MASKING, Q_BLOCK, KV_BLOCK, CAPPED, LOOP == "overlapped", MAXIMA == PARTIAL and LOOP == "ahead", BIAS,
             )  # fmt: skip
 
     if MAXIMA == PARTIAL:
@@ -163,7 +170,7 @@ def _sparse_attention_fwd_kernel(
     empty = row_sum == 0
     row_sum = tl.where(empty, 1.0, row_sum)
     acc = acc / row_sum[:, None] if b_q.dtype == tl.float32 else acc * (1.0 / row_sum)[:, None]
-    lse = tl.where(empty, float("-inf"), row_max * scale + tl.log(row_sum))
+    lse = tl.where(empty, float("-inf"), row_max * (scale if BIAS == "none" else 1.0) + tl.log(row_sum))
     if MAXIMA == PARTIAL:
         lse = tl.where(lost, float("nan"), lse)
     if HAS_PARTS:
@@ -187,16 +194,17 @@ def attention_forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, like `kernels.attention.reference.attention_forward`; products of fp32 are in full fp32."""
-    found, lse = _without_sinks(q, k, v, layout, scale, softcap)
+    found, lse = _without_sinks(q, k, v, layout, scale, softcap, bias)
     if sinks is not None:
         found, lse = include_sinks(found, lse, sinks, layout)
     return (found if out is None else out.copy_(found)), lse
 
 
 def _without_sinks(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, softcap: float | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, q_heads = q.shape[:3]
     out = q.new_empty(batch, seqlen_q, q_heads, v.shape[3])
@@ -207,13 +215,13 @@ def _without_sinks(
     q, k, v = (unit_stride(x) for x in (q, k, v))
     split = split_rows(layout, batch, q_heads)
     if split is None:
-        for maxima in _launches(q, v, layout, softcap):
-            record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, maxima, made=2)
+        for maxima in (ALL.value,) if bias is not None else _launches(q, v, layout, softcap):
+            record_or_replay(_start_forward, layout, (q, k, v, bias, out, lse), scale, softcap, maxima, made=2)
         return out, lse
     rows = layout.block_size[0]
     sums, sums_lse = split.places(q, rows, v.shape[3]), split.places(q, rows)
     places = split.to(p_sums=sums, p_sums_lse=sums_lse)
-    record_or_replay(_start_forward, layout, (q, k, v, out, lse), scale, softcap, ALL.value, made=2, split=places)
+    record_or_replay(_start_forward, layout, (q, k, v, bias, out, lse), scale, softcap, ALL.value, made=2, split=places)
     merge_parts(sums, sums_lse, out, lse, split, layout)
     return out, lse
 
@@ -232,6 +240,7 @@ def _start_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -268,6 +277,7 @@ def _start_forward(
         q_strides=strides_of(q),
         k_strides=strides_of(k),
         v_strides=strides_of(v),
+        **bias_arguments(bias),
         D=head_dim,
         E=head_dim_v,
         BLOCK_D=padded(head_dim),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from dynaxx.kernels.primitives.numbers import LOG2E, exp_rounded, tanh
+from dynaxx.kernels.primitives.triton.bias import pair_bias
 from dynaxx.kernels.primitives.triton.tiles import (
     FULL,
     PARTIAL,
@@ -66,6 +67,7 @@ def attend(
     cap,  # softcap / scale
     row,  # `LayoutRow`
     masks,  # `Masks`
+    bias,  # `HeadBias`, if BIAS; scores then include the scale
     MASKING: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -74,6 +76,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Attend to the tiles of a pass."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
@@ -87,13 +90,15 @@ def attend(
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if CAPPED:
             scores = cap * tanh(scores / cap)
+        if BIAS != "none":
+            scores = scores * scale + pair_bias(bias, inner_q[:, None], (first_k + offsets)[None, :], BIAS)
         if MASKING == PARTIAL:
             scores = where_visible(
                 scores, float("-inf"), mask_id, is_full, masks, inner_q, inner_k, first_k, offsets, k.seqlen,
                 Q_BLOCK, KV_BLOCK,
             )  # fmt: skip
         weights, rescale, row_max, row_sum = _softmax_step(
-            scores, row_max, row_sum, scale, MASKING, b_q.dtype == tl.float32
+            scores, row_max, row_sum, scale if BIAS == "none" else 1.0, MASKING, b_q.dtype == tl.float32
         )
         b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, MASKING == PARTIAL, TMA)
         acc = tl.dot(weights.to(b_v.dtype), b_v, acc * rescale[:, None], input_precision="ieee")
@@ -116,12 +121,14 @@ def attend_ahead(
     cap,
     row,
     masks,
+    bias,
     MASKING: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
     RELATIVE: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Attend to the tiles of a pass by TMA; return the scores of the tile after them, or of the last one again."""
     BLOCK_D: tl.constexpr = b_q.shape[1]
@@ -134,6 +141,8 @@ def attend_ahead(
     for i_step in tl.range(begin, end, disable_licm=True):  # keeps descriptors of resident tiles out of registers
         if CAPPED:
             scores = cap * tanh(scores / cap)
+        if BIAS != "none":
+            scores = scores * scale + pair_bias(bias, inner_q[:, None], (first_k + o_k)[None, :], BIAS)
         if MASKING == PARTIAL:
             entry, part = entry_of_step(i_step, row, MASKING, KV_BLOCK, BLOCK_N)
             mask_id = tl.load(row.tables.p_mask_ids + entry)
@@ -150,7 +159,9 @@ def attend_ahead(
             # end of the loop, and ptxas then serializes the matrix instructions of the whole kernel.
             acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
         else:
-            weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale, MASKING, False)
+            weights, rescale, row_max, row_sum = _softmax_step(
+                scores, row_max, row_sum, scale if BIAS == "none" else 1.0, MASKING, False
+            )
             if not OVERLAPPED:
                 acc = acc * rescale[:, None]
         v_k = first_k
