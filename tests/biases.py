@@ -17,11 +17,12 @@ SHAPES = {  # batch, seqlen_q, seqlen_k, q_heads, kv_heads, head_dim
     "one query": (1, 1, 65, 2, 1, 16),
     "one key": (1, 3, 1, 2, 1, 16),
 }
+LARGE = {"head_dim 64": (1, 270, 270, 4, 2, 64), "head_dim 128": (1, 200, 290, 2, 1, 128)}  # for GPUs
 RULES = {"causal": dx.Causal(), "full": dx.Full(), "window": dx.SlidingWindow((20, 5)) | dx.Sink(3)}
 
 
 def inputs(shape, dtype, seed=0):
-    batch, n, m, heads, kv_heads, dim = SHAPES[shape]
+    batch, n, m, heads, kv_heads, dim = (SHAPES | LARGE)[shape]
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *sizes: torch.randn(*sizes, generator=generator).to(dtype).requires_grad_()
     return draw(batch, n, heads, dim), draw(batch, m, kv_heads, dim), draw(batch, m, kv_heads, dim)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from biases import KINDS, RULES, SHAPES, bias_of, check, numbers
+from biases import KINDS, LARGE, RULES, SHAPES, bias_of, check, numbers
 from interpreter import DEVICE, INTERPRETED, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
@@ -53,12 +53,13 @@ def test_against_dense_attention(case):
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="too many cases for the interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE])
 def test_all_dtypes_and_blocks(shape, dtype):
-    for i, block_size in enumerate(((16, 16), (64, 32), (128, 128))):
-        for j, kind in enumerate(KINDS):
-            rule = list(RULES)[(i + j) % len(RULES)]
-            check(attend, shape, rule, kind, dtype, block_size=block_size, softcap=3.0 if i == j else None)
+    blocks = ((16, 16), (128, 128), (64, 32), (64, 64))
+    for i, kind in enumerate(KINDS):
+        block_size = (128, 128) if shape in LARGE and i % 2 else blocks[(i + len(shape)) % len(blocks)]
+        softcap = 3.0 if i == len(shape) % 4 else None
+        check(attend, shape, list(RULES)[i % len(RULES)], kind, dtype, block_size=block_size, softcap=softcap)
 
 
 @runs_here

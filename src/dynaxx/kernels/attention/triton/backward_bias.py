@@ -119,7 +119,7 @@ def _sparse_attention_bwd_bias_kernel(
         unit = tl.load(p_unit)
     sums = tl.zeros([BLOCK_M], tl.float32)
     for MASKING in tl.static_range(2):
-        begin, end, _ = steps_of_pass(row, MASKING)
+        begin, end, last = steps_of_pass(row, MASKING)
         for i_step in range(begin, end):
             first, count, i_entry, is_full = tile_of_pass(i_step - begin, row, MASKING)
             first_k, offsets, inner_k, mask_id = tile_positions(
@@ -127,7 +127,8 @@ def _sparse_attention_bwd_bias_kernel(
             )
             b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, True, False)
             b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, True, False)
-            scores, _ = cap_scores(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), cap, CAPPED)
+            scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            scores, slope = cap_scores(scores, cap, CAPPED)
             pos_q, pos_k = o_q[:, None], (first_k + offsets)[None, :]
             pair_lse = lse_without_bias(lse[:, None], bias, pos_q, pos_k, EXACT, BIAS)
             weights = weights_of(scores, pair_lse, scale, EXACT)
