@@ -119,16 +119,16 @@ def _sparse_attention_bwd_bias_kernel(
         unit = tl.load(p_unit)
     sums = tl.zeros([BLOCK_M], tl.float32)
     for MASKING in tl.static_range(2):
-        begin, end, last = steps_of_pass(row, MASKING)
-        for i_step in range(begin, end):
-            first, count, i_entry, is_full = tile_of_pass(i_step - begin, row, MASKING)
+        steps = steps_of_pass(row, MASKING)
+        for i_step in range(steps[0], steps[1]):
+            first, count, i_entry, is_full = tile_of_pass(i_step - steps[0], row, MASKING)
             first_k, offsets, inner_k, mask_id = tile_positions(
                 tables, first, count, i_entry, seqlen_k, KV_BLOCK, BLOCK_N, MASKING
             )
             b_k = load_tile(k, first_k, offsets, D, BLOCK_D, BLOCK_N, True, False)
             b_v = load_tile(v, first_k, offsets, E, BLOCK_E, BLOCK_N, True, False)
             scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-            scores, slope = cap_scores(scores, cap, CAPPED)
+            scores = cap_scores(scores, cap, CAPPED)[0]
             pos_q, pos_k = o_q[:, None], (first_k + offsets)[None, :]
             pair_lse = lse_without_bias(lse[:, None], bias, pos_q, pos_k, EXACT, BIAS)
             weights = weights_of(scores, pair_lse, scale, EXACT)
