@@ -41,6 +41,16 @@ from dynaxx.cli.running import (
     seconds_since_start,
 )
 from dynaxx.cli.short_help import HelpAllOption
+from dynaxx.cli.tune_pipeline import (
+    FramesOption,
+    PipelineOptions,
+    PromptsOption,
+    PsnrOption,
+    SizeOption,
+    StepsOption,
+    is_pipeline,
+    tune_pipeline,
+)
 
 TOKENS = 4096  # tokens per sample, if time and model allow
 MAIN_OPTIONS = ("text", "out", "tolerance", "effort", "time_budget", "with_decode", "device", "as_json")
@@ -151,6 +161,11 @@ def tune(
     ] = True,
     with_validation: Annotated[bool, typer.Option("--validation/--no-validation", help="Validate afterwards.")] = True,
     with_report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
+    prompts: PromptsOption = "",
+    frames: FramesOption = None,
+    size: SizeOption = "",
+    steps: StepsOption = None,
+    min_psnr: PsnrOption = 25.0,
     device: DeviceOption = "auto",
     search_on: Annotated[
         str,
@@ -184,8 +199,16 @@ def tune(
       dynaxx tune smollm2 --out run --tokens 8192 --block-size 32x16 --scorers mean,tiles --stretches 2
       dynaxx tune smollm2 --out run --device cpu --search-on cuda
       dynaxx tune smollm2 --out run --no-profile --no-analysis
+      dynaxx tune ./wan --prompts prompts.txt --frames 81 --size 480x832 --out run
     """
     with running(as_json, threads, seed, resumes=resume) as finish:
+        of_pipeline = PipelineOptions(prompts, frames, size, steps, min_psnr)
+        if is_pipeline(model, of_pipeline):
+            check_targets(out / "policy.json", out / "tuning.json", out / "report.html")
+            block = block_size_of("--block-size", block_size)
+            tuned = tune_pipeline(model, of_pipeline, out, device, dtype, seed, block, quiet)
+            finish(tuned.result, tuned.summary, ok=tuned.ok, files=tuned.files)
+            return
         from dynaxx.lab.kinds import kinds_of
         from dynaxx.lab.models import longest_prompt, model_name
         from dynaxx.lab.tasks.suite import named_tasks

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tune a pipeline: search on some prompts, validate on others, and write policy, figures and page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dynaxx as dx
+from dynaxx.lab.files import write_json, write_text
+from dynaxx.lab.machine import machine_facts
+from dynaxx.policy import Evidence, MeasuredOn, policy_text
+from dynaxx.selection import MeanPool
+from dynaxx.video.policy import VideoPolicy, VideoRule
+from dynaxx.video.tune.costs import Case, Space, policy_of, run_with
+from dynaxx.video.tune.report import Pictures, page
+from dynaxx.video.tune.sampling import Sample, Sampler, psnr, relative_error, ssim
+from dynaxx.video.tune.search import Search, Trial, trial
+
+DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
+MOST_PROMPTS = 2  # to tune on, and to validate on
+OTHER_SEED = 1000  # added to the seed of validation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to tune for.
+
+    Args:
+        name: the pipeline, for the page.
+        prompts: the first half is tuned on, the second half validates.
+        out: folder for the files.
+        min_psnr: smallest PSNR of the latents in dB, against the dense run.
+        seed: seed of the noise.
+        block_size: tokens per block.
+        command: the command line, for the evidence.
+    """
+
+    name: str
+    prompts: tuple[str, ...]
+    out: Path
+    min_psnr: float = 25.0
+    seed: int = 0
+    block_size: int = 64
+    command: str = ""
+
+
+@dataclass
+class Result:
+    """What a search found."""
+
+    settings: Settings
+    policy: VideoPolicy
+    trials: list[Trial]
+    figures: dict[str, float]  # on prompts and seeds that the search did not see
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the policy keeps the limit on unseen prompts, and saves anything."""
+        return self.figures["psnr"] >= self.settings.min_psnr and self.figures["density"] < 1.0
+
+    def summary(self) -> str:
+        """Return the outcome in words."""
+        figures = self.figures
+        if figures["density"] == 1.0:
+            return f"no sparse policy keeps {self.settings.min_psnr:g} dB; the policy is dense"
+        seen = f", SSIM {figures['ssim']:.3f}" if "ssim" in figures else ""
+        return (
+            f"density {figures['density']:.1%} at {figures['psnr']:.1f} dB on unseen prompts{seen}; "
+            f"the same density without tuning has {figures['uniform_psnr']:.1f} dB"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        settings = asdict(self.settings) | {"out": str(self.settings.out)}
+        trials = [{"density": each.density, "psnr": each.psnr, "error": each.error} for each in self.trials[:-1]]
+        return {"settings": settings, "trials": trials, "validation": self.figures, "ok": self.ok}
+
+
+def tune(sampler: Sampler, settings: Settings, say: Callable[[str], None] = lambda line: None) -> Result:
+    """Search, validate, and write policy.json, tuning.json and report.html.
+
+    Args:
+        sampler: the pipeline.
+        settings: what to tune for.
+        say: receives a line per step.
+    """
+    seen, unseen = cases_of(settings)
+    rules = tuple(dx.TopK(share, MeanPool(), per="head") for share in DENSITIES)
+    space = Space((*rules, None), block_size=settings.block_size)
+    say(f"measuring {len(rules)} densities in {len(space.ranges)} parts of the denoising")
+    search = Search(sampler, space, seen)
+    trials = search.sparsest(settings.min_psnr, say=lambda each: say(f"density {each.density:.1%}: {each.psnr:.1f} dB"))
+    say("validating on other prompts and seeds")
+    dense = [run_with(sampler, policy_of(sampler, space, []), case, decode=True)[0] for case in unseen]
+    figures, pictures = validate(sampler, trials[-1].policy, unseen, dense)
+    share = 0.999 * figures["density"]  # a share is rounded up to whole blocks
+    uniform = [VideoRule.of(dx.TopK(share, MeanPool(), per="head"))]
+    figures["uniform_psnr"] = trial(sampler, policy_of(sampler, space, uniform), unseen, dense).psnr
+    policy = VideoPolicy(
+        **{name: getattr(trials[-1].policy, name) for name in ("model", "block_size", "order", "rules")},
+        measured_on=measured_on(sampler),
+        evidence=(Evidence(what="validation", command=settings.command, values=dict(figures)),),
+    )
+    result = Result(settings, policy, trials, figures)
+    out = settings.out
+    result.files = [
+        write_text(out / "policy.json", policy_text(policy)),
+        write_json(out / "tuning.json", result.to_dict()),
+        write_text(out / "report.html", page(settings.name, result.summary(), trials[:-1], figures, pictures)),
+    ]
+    return result
+
+
+def cases_of(settings: Settings) -> tuple[list[Case], list[Case]]:
+    """Return prompts with seeds to tune on and to validate on; one prompt alone validates with another seed."""
+    half = (len(settings.prompts) + 1) // 2
+    seen, unseen = settings.prompts[:half], settings.prompts[half:] or settings.prompts
+    with_seed = lambda prompts, seed: [(prompt, seed + at) for at, prompt in enumerate(prompts[:MOST_PROMPTS])]
+    return with_seed(seen, settings.seed), with_seed(unseen, settings.seed + OTHER_SEED)
+
+
+def validate(
+    sampler: Sampler, policy: VideoPolicy, cases: Sequence[Case], dense: Sequence[Sample]
+) -> tuple[dict[str, float], Pictures | None]:
+    """Return means of density, PSNR, error and, of decoded frames, PSNR and SSIM; and the first case's frames."""
+    made = [run_with(sampler, policy, case, decode=True) for case in cases]
+    rows = []
+    for (found, density), expected in zip(made, dense, strict=True):
+        row = {
+            "density": density,
+            "psnr": psnr(found.latents, expected.latents),
+            "error": relative_error(found.latents, expected.latents),
+        }
+        if found.frames is not None and expected.frames is not None:
+            row["frames_psnr"] = psnr(found.frames, expected.frames)
+            row["ssim"] = ssim(found.frames, expected.frames)
+        rows.append(row)
+    means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    first, other = made[0][0].frames, dense[0].frames
+    return means, None if first is None or other is None else Pictures(other, first)
+
+
+def measured_on(sampler: Sampler) -> MeasuredOn:
+    """Return the machine on which a pipeline runs."""
+    here = machine_facts()
+    first = next(sampler.model.parameters())
+    hardware = here.gpus[0] if first.is_cuda and here.gpus else here.cpu
+    return MeasuredOn(device=first.device.type, hardware=hardware, dtype=str(first.dtype).removeprefix("torch."))
