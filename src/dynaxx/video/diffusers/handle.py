@@ -22,7 +22,8 @@ from dynaxx.video.diffusers.processors import Dense, sparse_processor
 from dynaxx.video.grid import Grid
 from dynaxx.video.policy import VideoPolicy
 
-Watcher = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]  # layer index, q, k, v, out
+# Layer index, q, k, v, out, and the layout in the grid's order or None for dense attention.
+Watcher = Callable[[int, Tensor, Tensor, Tensor, Tensor, BlockLayout | None], None]
 
 
 @typed
@@ -65,7 +66,7 @@ class Layer:
         """Return attention of (batch, seqlen, heads, head_dim), or what `dense` returns."""
         handle = self.handle
         plan, reason = handle.plan(self.index, q, k)
-        padding = None
+        padding = layout = None
         if plan is not None:
             try:
                 padding = padding_of(mask, q)
@@ -76,15 +77,15 @@ class Layer:
         else:
             handle.counts["sparse"] += 1
             out, layout = attend(q, k, v, handle.grid(q), plan, padding=padding, scale=scale)
-            handle.saw(self.index, layout)
+            handle.saw(layout)
         for watcher in handle.watchers:
-            watcher(self.index, q, k, v, out)
+            watcher(self.index, q, k, v, out, layout)
         return out
 
     def attend_dense(self, reason: str, dense: Dense) -> Tensor:
         """Return what `dense` returns, and count the reason."""
         self.handle.counts[f"dense: {reason}"] += 1
-        self.handle.saw(self.index, None)
+        self.handle.saw(None)
         return dense()
 
 
@@ -93,17 +94,16 @@ class Handle:
 
     Attributes:
         policy: the policy in force.
+        scheduler: the pipeline's scheduler, from which a policy by steps learns the step; None if nothing tells it.
         counts: number of attention calls by outcome: "sparse", or "dense: " and the reason.
-        layouts: the layout of the last sparse call of each layer.
         share: the share of the denoising steps before the current one, None if it is unknown.
         kill_switch: engages to run dense from the next forward pass on.
-        watchers: functions that see every call of a layer: (layer, q, k, v, out), in the model's order.
+        watchers: functions that see every call of a layer, see `Watcher`.
     """
 
     def __init__(self, model: nn.Module, policy: VideoPolicy, scheduler: Any = None) -> None:
         self.policy, self.scheduler = policy, scheduler
         self.counts: Counter[str] = Counter()
-        self.layouts: dict[int, BlockLayout] = {}
         self.watchers: list[Watcher] = []
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self._model, self._family = model, family_of(model)
@@ -168,13 +168,10 @@ class Handle:
         """Return the visited share of blocks over all calls so far; dense calls count as 1.0."""
         return float(self._visited) / max(1, sum(self.counts.values()))
 
-    def saw(self, layer: int, layout: BlockLayout | None) -> None:
+    def saw(self, layout: BlockLayout | None) -> None:
         """Record the blocks that a call visits; None is dense. Nothing is read back from the device."""
-        if layout is None:
-            self._visited += 1.0
-            return
-        self.layouts[layer] = layout
-        self._visited += layout.kv_indptr.flatten()[-1] / layout.visible_blocks(causal=False)
+        visible = 1 if layout is None else layout.visible_blocks(causal=False)
+        self._visited += 1 if layout is None else layout.kv_indptr.flatten()[-1] / visible
 
     def grid(self, q: Tensor) -> Grid:
         """Return the grid of the current forward pass for queries (batch, seqlen, heads, head_dim)."""

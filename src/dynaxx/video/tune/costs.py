@@ -110,7 +110,7 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
     with apply(sampler.model, policy_of(sampler, space, parts), scheduler=sampler.scheduler) as handle:
         measured: dict[int, float] = {}  # share of the steps at which each range is measured
 
-        def watch(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        def watch(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, _: Any) -> None:
             share = handle.share or 0.0
             at = next(i for i, (first, last) in enumerate(space.ranges) if first <= share < last)
             middle = sum(space.ranges[at]) / 2

@@ -39,9 +39,14 @@ class Pipeline:
     Args:
         pipe: the pipeline, on its device.
         **options: arguments of every call, such as `num_frames`; those that the pipeline does not take are left out.
+
+    Raises:
+        ValueError: the pipeline has two transformers.
     """
 
     def __init__(self, pipe: Any, **options: Any) -> None:
+        if getattr(pipe, "transformer_2", None) is not None:
+            raise ValueError("`pipe` must have one transformer, got two; tune pipelines with one of them at a time")
         known = inspect.signature(pipe.__call__).parameters
         self.pipe, self.model, self.scheduler = pipe, pipe.transformer, pipe.scheduler
         self.options = {name: value for name, value in options.items() if name in known and value is not None}
