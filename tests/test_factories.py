@@ -7,13 +7,14 @@ from pathlib import Path
 import dynaxx
 
 SOURCE = Path(dynaxx.__file__).parent
-WHOLE = {"arange", "randint", "randperm"}  # int64 for the integers that they are given
+WHOLE = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}  # int64 for the integers that they are given
+WHOLE |= {"as_tensor"}  # keeps the dtype of what it converts
 REAL = {"asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randn"}
 FACTORIES = WHOLE | REAL | {"scalar_tensor", "tensor", "zeros"}
 
 
 def faults_in(source: str) -> list[str]:
-    """Return the factory calls without a dtype, or without a device outside of functions that are `on_host`.
+    """Return the factory calls without a dtype, or without a device in functions neither `on_host` nor `lasting`.
 
     Parameters of modules follow the default, as torch's own do.
     """
@@ -21,7 +22,9 @@ def faults_in(source: str) -> list[str]:
 
     def walk(node, named):
         if isinstance(node, ast.FunctionDef):
-            named |= any(isinstance(each, ast.Name) and each.id == "on_host" for each in node.decorator_list)
+            named |= any(
+                isinstance(each, ast.Name) and each.id in ("lasting", "on_host") for each in node.decorator_list
+            )
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name == "nn.Parameter":

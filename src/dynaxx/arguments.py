@@ -119,6 +119,8 @@ def fits(value: Any, hint: Any) -> bool:
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True
+    if origin is typing.Annotated:
+        return fits(value, of[0])
     if origin in (typing.Union, types.UnionType):
         if torch.device in of and isinstance(value, str):
             return _is_device(value)

@@ -17,7 +17,7 @@ from operator import index
 from pkgutil import iter_modules
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from dynaxx.arguments import described, fits
+from dynaxx.arguments import described, fits, number
 
 RULES: dict[str, type[Configured]] = {}  # by their kinds
 
@@ -77,23 +77,32 @@ class Configured:
             RULES[kind] = cls
 
     def __post_init__(self) -> None:
-        """Check the settings, and convert integers of other types to `int` and lists to tuples."""
+        """Check the settings; see `check_settings`."""
         rule: Any = type(self)
-        for name, hint in settings_of(rule).items():
-            given = getattr(self, name)
-            value, error = _fitted(given, hint)
-            if isinstance(error, TypeError):
-                raise TypeError(f"`{name}` must be {in_words(hint)}, got {described(given)}")
-            if error is not None:
-                raise ValueError(f"`{name}` must be {error}, got {repr(given)[:80]}")
-            if value is not given:
-                object.__setattr__(self, name, value)
+        check_settings(self, settings_of(rule))
 
     @classmethod
     def random(cls, rng: random.Random, seqlen_k: int) -> Self:
         """Draw a rule for a property test with `seqlen_k` >= 1 keys. Override it if settings depend on each other."""
         rule: Any = cls
         return cls(**{name: drawn(hint, rng, seqlen_k) for name, hint in settings_of(rule).items()})
+
+
+def check_settings(rule: Any, hints: dict[str, Any]) -> None:
+    """Check fields of a frozen dataclass. Convert numbers of other types to `int` or `float`, and lists to tuples.
+
+    Raises:
+        TypeError, ValueError: a field does not have the type or the range of its annotation.
+    """
+    for name, hint in hints.items():
+        given = getattr(rule, name)
+        value, error = _fitted(name, given, hint)
+        if isinstance(error, TypeError):
+            raise TypeError(f"`{name}` must be {in_words(hint)}, got {described(given)}")
+        if error is not None:
+            raise ValueError(f"`{name}` must be {error}, got {repr(given)[:80]}")
+        if value is not given:
+            object.__setattr__(rule, name, value)
 
 
 def registered(*bases: type[Any]) -> list[Any]:
@@ -112,8 +121,12 @@ def import_folder(package: str, *bases: type[Any]) -> dict[str, Any]:
 def settings_of(rule: Any) -> dict[str, Any]:
     """Return the annotations of a rule's settings; none if neither the class nor a base of it has a kind."""
     owner = next((each for each in rule.__mro__ if vars(each).get("kind")), None)
-    if owner is None:
-        return {}
+    return {} if owner is None else hints_of(owner)
+
+
+@lru_cache(maxsize=256)
+def hints_of(owner: Any) -> dict[str, Any]:
+    """Return the annotations of a dataclass's fields."""
     hints = typing.get_type_hints(owner, include_extras=True)
     return {field.name: hints[field.name] for field in fields(owner) if field.init}
 
@@ -155,14 +168,18 @@ def in_words(hint: Any) -> str:
     return names[hint] if hint in names else f"a {getattr(hint, '__name__', hint)}"
 
 
-def _fitted(value: Any, hint: Any) -> tuple[Any, Exception | None]:
-    """Return a value as its annotation wants it, and an error with the contract that the value breaks."""
+def _fitted(name: str, value: Any, hint: Any) -> tuple[Any, Exception | None]:
+    """Return a value as its annotation wants it, and an error with the contract that the value breaks.
+
+    Raises:
+        TypeError: a tensor for a number has a gradient, which would be lost.
+    """
     origin, of = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        value, error = _fitted(value, of[0])
+        value, error = _fitted(name, value, of[0])
         return value, error or (None if of[1].holds(value) else ValueError(of[1]))
     if origin in (typing.Union, types.UnionType):
-        tried = [_fitted(value, each) for each in of]
+        tried = [_fitted(name, value, each) for each in of]
         return min(tried, key=lambda result: (type(None), ValueError, TypeError).index(type(result[1])))
     if origin is Literal:
         known = any(type(value) is type(each) and value == each for each in of)
@@ -171,14 +188,16 @@ def _fitted(value: Any, hint: Any) -> tuple[Any, Exception | None]:
         hints = of[:1] * len(value) if of[-1] is Ellipsis else of
         if len(hints) != len(value):
             return value, ValueError(f"of {len(hints)} values")
-        fitted = [_fitted(*each) for each in zip(value, hints, strict=True)]
+        fitted = [_fitted(name, *each) for each in zip(value, hints, strict=True)]
         return tuple(item for item, _ in fitted), next((error for _, error in fitted if error is not None), None)
     if hint is int:
         try:
             return index(value), None
         except TypeError:
             return value, TypeError()
-    return value, None if fits(value, hint) else TypeError()
+    if not fits(value, hint):
+        return value, TypeError()
+    return number(name, value) if hint is float and type(value) is not float else value, None
 
 
 def drawn(hint: Any, rng: random.Random, seqlen_k: int) -> Any:

@@ -68,7 +68,7 @@ NSA_SIZES = trained.NsaSizes(cmp_block=16, cmp_stride=16, slc_block=16, slc_coun
 
 def by_nsa(q, k, v, backend):
     compressed = trained.compress(k, NSA_SIZES), trained.compress(v, NSA_SIZES)
-    gates = torch.full((*q.shape[:3], 3), 0.5)
+    gates = q.new_full((*q.shape[:3], 3), 0.5)
     return trained.native_sparse_attention(q, k, v, compressed, gates, NSA_SIZES, backend=backend)
 
 
@@ -134,6 +134,8 @@ def gradients(run, *given):
 
 
 MORE = {
+    "nsa": partial(by_nsa, backend="cpu"),
+    "nsa by the reference": partial(by_nsa, backend="reference"),
     "gradients": lambda q, k, v: gradients(
         lambda *x: dx.sparse_attention(*x, PATTERN.layout(300, block_size=32)), q, k, v
     ),

@@ -36,6 +36,24 @@ CALLS = {
     },
     "index_scale": {"index_loss": lambda x: index_loss(*INDEX, Q, K, index_scale=x).loss},
 }
+CACHE = dx.summarize_pages(PagedCache.contiguous(Q, K, page_size=16))
+RULES = {
+    "budget of pages": lambda x: dx.sparse_decode(Q[:, -1:], CACHE, dx.PageBudget(x)),
+    "budgets of heads": lambda x: dx.sparse_decode(Q[:, -1:], CACHE, dx.PageBudget((x, x))),
+    "TopK": lambda x: dx.select_blocks(Q, K, dx.TopK(x), block_size=16).kv_indices,
+    "TopK of heads": lambda x: dx.select_blocks(Q, K, dx.TopK((x, x)), block_size=16).kv_indices,
+    "TopP": lambda x: dx.select_blocks(Q, K, dx.TopP(x), block_size=16).kv_indices,
+    "MeanQuery": lambda x: dx.select_blocks(Q, K, dx.TopK(1, dx.MeanQuery(x)), block_size=16).kv_indices,
+}
+COUNTS = {
+    "pages": lambda x: dx.sparse_decode(Q[:, -1:], CACHE, dx.PageBudget(x, sinks=x)),
+    "blocks": lambda x: dx.select_blocks(Q, K, dx.TopK(x), block_size=16).kv_indices,
+    "tokens": lambda x: torch.tensor(type(dx.trained.TopKTokens(x).k) is int),
+    "sizes": lambda x: torch.tensor(type(dx.trained.NsaSizes(slc_count=x, local_blocks=0).slc_count) is int),
+    "distance": lambda x: dx.sparse_attention(
+        Q, K, K, LAYOUT, position_bias=dx.T5Bias(torch.arange(64.0).view(32, 2), max_distance=x + 20)
+    ),
+}
 EACH = [(name, call) for name, calls in CALLS.items() for call in calls]
 
 
@@ -46,6 +64,21 @@ def test_any_number(name, call):
     for value in (torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), np.array(0.5), torch.tensor(0.5).double()):
         found = run(value)
         assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_take_any_number(rule):
+    wanted = RULES[rule](0.5)
+    for value in (torch.tensor(0.5), np.float32(0.5), np.float64(0.5)):
+        assert torch.equal(RULES[rule](value), wanted)
+    with pytest.raises(TypeError, match=r"must be a number, got a tensor that requires a gradient"):
+        RULES[rule](torch.tensor(0.5, requires_grad=True))
+
+
+@pytest.mark.parametrize("rule", COUNTS)
+def test_rules_take_any_integer(rule):
+    wanted = COUNTS[rule](2)
+    assert all(torch.equal(COUNTS[rule](value), wanted) for value in (torch.tensor(2), np.int64(2), np.int8(2)))
 
 
 @pytest.mark.parametrize(("name", "call"), EACH)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.arguments import typed
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.dense import unique_masks
-from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
 from dynaxx.layout.host import lasting, on_host, without_gradient
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 
@@ -77,6 +77,7 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
         TypeError: `block_mask` is not a BlockMask, or its `mask_mod` does not return a bool.
         ValueError: the block size is not supported, or `chunk` is below 1.
     """
+    chunk = as_integer("chunk", chunk)
     if chunk < 1:
         raise ValueError(f"`chunk` must be >= 1, got {chunk}")
     if not hasattr(block_mask, "BLOCK_SIZE"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.layout import BlockLayout, PackedLayout
+from dynaxx.layout import BlockLayout, PackedLayout, as_integer
 
 
 @typed
@@ -49,6 +49,10 @@ class T5Bias:
     table: Tensor
     bidirectional: bool = True
     max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        """Convert `max_distance` to int, whose powers do not overflow."""
+        object.__setattr__(self, "max_distance", as_integer("max_distance", self.max_distance))
 
     def by_distance(self, ahead: Tensor) -> Tensor:
         """Return the bias (1, q_heads, len(ahead)) of keys that many positions after the query."""
@@ -107,6 +111,9 @@ def bias_by_distance(position_bias: PositionBias | None, q: Tensor, k: Tensor, l
         return None
     if not isinstance(position_bias, PositionBias):
         raise TypeError(f"`position_bias` must be dx.Alibi or dx.T5Bias, got {type(position_bias).__name__}")
+    given = position_bias.slopes if isinstance(position_bias, Alibi) else position_bias.table
+    if isinstance(given, Tensor) and given.device != q.device:
+        raise ValueError(f"`position_bias` must be on q's device {q.device}, got {given.device}")
     if isinstance(layout, PackedLayout) and layout.cu_seqlens_q is not layout.cu_seqlens_k:
         raise ValueError(
             "`position_bias` of packed sequences needs as many keys as queries in each; attend to sequences with other "

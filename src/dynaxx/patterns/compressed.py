@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +15,10 @@ from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, packed
 from dynaxx.patterns.runs import Runs, Visited
+from dynaxx.settings import Range, check_settings, hints_of
 
 MOST = 1 << 31  # tokens
+Tokens = Annotated[int, Range(1, MOST - 1)]
 
 
 @typed
@@ -31,16 +34,13 @@ class Compressed(Pattern):
         first: the token at query 0. It is tokens - seqlen_q if the queries are the last tokens.
     """
 
-    block: int
-    stride: int
-    first: int = 0
+    block: Tokens
+    stride: Tokens
+    first: Annotated[int, Range(1 - MOST, MOST - 1)] = 0
 
     def __post_init__(self) -> None:
         """Check the sizes and the position."""
-        if not (1 <= self.block < MOST and 1 <= self.stride < MOST):
-            raise ValueError(f"`block` and `stride` must be from 1 to below 2^31, got {self.block} and {self.stride}")
-        if not -MOST < self.first < MOST:
-            raise ValueError(f"`first` must be a position within 2^31, got {self.first}")
+        check_settings(self, hints_of(Compressed))
 
     @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:

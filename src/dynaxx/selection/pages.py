@@ -19,6 +19,7 @@ from dynaxx.patterns import Causal, Full, GlobalTokens, Pattern, Sink, SlidingWi
 from dynaxx.selection.base import Hybrid, Selector
 from dynaxx.selection.budgets import TopK
 from dynaxx.selection.scorers import MeanPool, MeanQuery, MinMax
+from dynaxx.settings import Count, Positive, Share, check_settings, hints_of
 
 MOST_PAGES = 2**31 - 1  # more than a cache can have
 
@@ -40,20 +41,14 @@ class PageBudget:
             key.
     """
 
-    budget: int | float | tuple[int | float, ...]
-    sinks: int = 0
-    window: int = 1
-    bound: float = 1.0
+    budget: Count | Share | tuple[Count | Share, ...]
+    sinks: Count = 0
+    window: Positive = 1
+    bound: Share = 1.0
 
     def __post_init__(self) -> None:
-        """Check the budgets and the tokens that are always read."""
-        for budget in self.budgets:
-            if budget < 0 or (isinstance(budget, float) and not budget <= 1):
-                raise ValueError(f"`budget` must be a count >= 0 or a share from 0.0 to 1.0, got {budget}")
-        if self.sinks < 0 or self.window < 1:
-            raise ValueError(f"`sinks` must be >= 0 and `window` >= 1 tokens, got {self.sinks} and {self.window}")
-        if not 0 <= self.bound <= 1:
-            raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
+        """Check the fields; see `check_settings`."""
+        check_settings(self, hints_of(PageBudget))
 
     @classmethod
     @typed

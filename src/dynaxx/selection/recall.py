@@ -71,7 +71,7 @@ def recall(
     scale = softmax_scale(scale, dim)
     first = max(0, seqlen_q - seqlen_k) if causal else 0  # earlier queries see nothing
     population = seqlen_q - first if seqlen_k else 0
-    drawn = torch.randperm(population, generator=torch.Generator().manual_seed(seed))[:rows].sort().values + first
+    drawn = torch.randperm(population, generator=torch.Generator().manual_seed(int(seed)))[:rows].sort().values + first
     values = torch.ones(len(drawn), batch, heads, device=q.device, dtype=torch.float32)  # recall of each row
     row_bytes = batch * heads * (5 * 4 * seqlen_k + 8 * dim)
     for a, b in pieces(len(drawn), row_bytes, MEMORY_BUDGET):

@@ -45,6 +45,7 @@ class ExactTokens:
                 "`k` and `v` must be (batch, sinks + window, kv_heads, head_dim) and may differ in head_dim only, "
                 f"got {tuple(self.k.shape)} and {tuple(self.v.shape)}"
             )
+        object.__setattr__(self, "sinks", as_integer("sinks", self.sinks))
         if not 0 <= self.sinks < self.k.shape[1]:
             raise ValueError(f"`sinks` must be >= 0 and less than the {self.k.shape[1]} slots, got {self.sinks}")
         if self.k.dtype not in EXACT_DTYPES or self.v.dtype != self.k.dtype:

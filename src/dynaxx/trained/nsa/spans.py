@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.lazy import lazy
+from dynaxx.settings import Count, Positive, Range, check_settings, hints_of
 
 MOST_BLOCKS = 1 << 16  # upper bound for `slc_count`
 
@@ -48,43 +49,32 @@ class NsaSizes:
         ValueError: sizes do not divide one another, or there are more forced blocks than selected ones.
     """
 
-    cmp_block: int = 32
-    cmp_stride: int = 16
+    cmp_block: Positive = 32
+    cmp_stride: Positive = 16
     slc_block: int = 64
-    slc_count: int = 16
-    first_blocks: int = 1
-    local_blocks: int = 2
-    window: int = 512
+    slc_count: Annotated[int, Range(1, MOST_BLOCKS)] = 16
+    first_blocks: Count = 1
+    local_blocks: Count = 2
+    window: Annotated[int, Range(1, (1 << 31) - 1)] = 512
     pool: Literal["sum", "max"] = "sum"
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""
+        check_settings(self, hints_of(NsaSizes))
         if self.slc_block not in BLOCK_SIZES:
             raise ValueError(f"`slc_block` must be one of {BLOCK_SIZES}, got {self.slc_block}")
-        if self.cmp_stride < 1 or self.cmp_block % self.cmp_stride or self.slc_block % self.cmp_stride:
+        if self.cmp_block % self.cmp_stride or self.slc_block % self.cmp_stride:
             raise ValueError(
                 "`cmp_stride` must divide `cmp_block` and `slc_block`, "
                 f"got {self.cmp_stride} for {self.cmp_block} and {self.slc_block}"
             )
-        if not 1 <= self.cmp_block <= self.slc_block:
-            raise ValueError(f"`cmp_block` must be between 1 and slc_block = {self.slc_block}, got {self.cmp_block}")
-        if self.slc_count > MOST_BLOCKS or self.window >= 1 << 31:
-            raise ValueError(
-                f"`slc_count` must be at most {MOST_BLOCKS} and `window` below 2^31, "
-                f"got {self.slc_count} and {self.window}"
-            )
-        if min(self.first_blocks, self.local_blocks) < 0 or self.slc_count < 1 or self.window < 1:
-            raise ValueError(
-                "`first_blocks` and `local_blocks` must be >= 0, `slc_count` and `window` >= 1, got "
-                f"{self.first_blocks}, {self.local_blocks}, {self.slc_count} and {self.window}"
-            )
+        if self.cmp_block > self.slc_block:
+            raise ValueError(f"`cmp_block` must be at most slc_block = {self.slc_block}, got {self.cmp_block}")
         if self.first_blocks + self.local_blocks > self.slc_count:
             raise ValueError(
                 f"`slc_count` must cover the forced blocks, {self.first_blocks} first and {self.local_blocks} local, "
                 f"got {self.slc_count}"
             )
-        if self.pool not in ("sum", "max"):
-            raise ValueError(f"`pool` must be 'sum' or 'max', got {self.pool!r}")
 
     def compressed(self, seqlen: int) -> int:
         """Return how many compressed tokens `seqlen` keys have; only complete windows count."""

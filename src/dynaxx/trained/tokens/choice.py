@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import without_autocast
 from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.settings import Range, check_settings, hints_of
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS
 
 SCORE_BYTES = 64 << 20  # bytes of scores held at once
@@ -34,17 +36,16 @@ class TopKTokens:
         block_size: neighbouring tokens that are kept together: 1, 2, 4, 8, 16, 32, 64 or 128.
     """
 
-    k: int
+    k: Annotated[int, Range(1, MOST_TOKENS)]
     block_size: int = 1
 
     def __post_init__(self) -> None:
         """Check the block size and the number of tokens."""
+        check_settings(self, hints_of(TopKTokens))
         if self.block_size not in (*TOKEN_BLOCKS, *BLOCK_SIZES):
             raise ValueError(f"`block_size` must be one of {(*TOKEN_BLOCKS, *BLOCK_SIZES)}, got {self.block_size}")
-        if not 1 <= self.k <= MOST_TOKENS or self.k % self.block_size:
-            raise ValueError(
-                f"`k` must be from 1 to {MOST_TOKENS} and a multiple of `block_size` {self.block_size}, got {self.k}"
-            )
+        if self.k % self.block_size:
+            raise ValueError(f"`k` must be a multiple of `block_size` {self.block_size}, got {self.k}")
 
     @property
     def slots(self) -> int:

@@ -177,5 +177,5 @@ def selected_backward(
 def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
     """Return g_cmp * out_cmp + g_slc * out_slc + g_swa * out_swa, each (T, Hq, E); gates (T, Hq, 3). Differentiable."""
     dtype = torch.promote_types(outs[0].dtype, torch.float32)
-    mixed = sum(out.to(dtype) * gates[..., i, None].to(dtype) for i, out in enumerate(outs))
-    return torch.as_tensor(mixed).to(outs[0].dtype)
+    cmp, slc, swa = (out.to(dtype) * gates[..., i, None].to(dtype) for i, out in enumerate(outs))
+    return (cmp + slc + swa).to(outs[0].dtype)
