@@ -252,6 +252,39 @@ def test_operations_are_counted():
     assert counter.get_total_flops() == 2 * pairs * (16 + 16)
 
 
+def test_operations_of_kernels_without_ops_are_counted():
+    """The CPU core counts what it reads; the reference counts its own products."""
+    q, k, v = inputs(batch=1)
+    cache = dx.summarize_pages(dx.PagedCache.contiguous(k, v, page_size=16))
+    step, tokens = q[:, -1:], torch.tensor([0, 3, -1], dtype=torch.int32).expand(1, SEQLEN, 2, 3)
+    sizes = dx.trained.NsaSizes(16, 16, 16, 2, 1, 1, 16)
+    pair = 2 * 4 * (16 + 16)  # of a query with all q heads
+    for run, wanted in (
+        (lambda: dx.sparse_decode(step, cache), SEQLEN * pair),
+        (lambda: dx.sparse_decode(step, cache, window_size=(6, 0)), 7 * pair),
+        (lambda: dx.sparse_decode(step, cache, dx.PageBudget(1)), 2 * 16 * pair + 2 * 3 * 16 * 4),
+        (lambda: dx.sparse_decode(step, cache, tokens[:, 0, :, :1]), 16 * pair),
+        (lambda: dx.trained.selected_attention(q, k, v, tokens[..., :1], block_size=16), SEQLEN * 16 * pair),
+        (lambda: dx.trained.selected_attention(q, k, v, tokens, block_size=1), SEQLEN * 2 * pair),
+        (lambda: dx.trained.selected_decode(step, cache, tokens[:, :1], block_size=1), 2 * pair),
+        (lambda: dx.trained.index_tokens(q, k[:, :, 0], q[..., 0], dx.trained.TopKTokens(2)), 820 * 2 * 4 * 16),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        assert counter.get_total_flops() == wanted
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with FlopCounterMode(display=False) as counter:
+        out = dx.trained.selected_attention(*leaves, tokens, block_size=1)
+        once = counter.get_total_flops()
+        out.sum().backward()
+    assert counter.get_total_flops() == once * 7 // 2
+    compressed = dx.trained.compress(k, sizes).detach(), dx.trained.compress(v, sizes).detach()
+    gates = torch.ones(1, SEQLEN, 4, 3)
+    with FlopCounterMode(display=False) as counter:
+        dx.trained.native_sparse_attention(*leaves, compressed, gates, sizes)
+    assert counter.get_flop_counts()["Global"][torch.ops.dynaxx.counted_flops] > 0
+
+
 def test_a_traced_call_may_make_its_layout():
     """What the core writes is part of the recorded layout."""
     _cached_layout.clear()

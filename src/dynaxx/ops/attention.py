@@ -18,7 +18,8 @@ from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, follow_autocast
 from dynaxx.ops.dispatch import backend_for, has_gradient, load_backend, score_options
-from dynaxx.ops.library import attention_forward, count_operations, is_traced, layout_tensors
+from dynaxx.ops.flops import is_counting
+from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
 from dynaxx.ops.position_bias import PositionBias, bias_by_distance
 
 
@@ -196,7 +197,7 @@ def _attend(
         if torch.compiler.is_compiling():
             refuse_compiled_transforms("`sparse_attention`")
         else:
-            count_operations()
+            is_counting()
         ATTENTION.check_name(backend)
         needs_grad = check_inputs(q, k, v, layout, softcap=softcap, values=False).needs_grad
         bias = bias_by_distance(position_bias, q, k, layout)

@@ -15,7 +15,8 @@ from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks, check_softcap
 from dynaxx.ops.decode_checks import check_block_indices, check_cache, keys_before
-from dynaxx.ops.decode_dispatch import kernels_for
+from dynaxx.ops.decode_dispatch import kernels_for, serving
+from dynaxx.ops.flops import count, decode_flops, is_counting
 from dynaxx.selection.pages import PageBudget
 
 
@@ -92,12 +93,14 @@ def sparse_decode(
             a GPU with DYNAXX_DEBUG=1; otherwise GPU kernels skip pages that are out of range.
         UnsupportedInputError: no backend, or not the named one, can serve the call; lists the reasons of each.
     """
-    kernels = kernels_for(q, cache, backend)
+    backend, kernels = serving(q, cache, backend)
     scale = softmax_scale(scale, q.shape[-1])
     softcap = None if softcap is None else check_softcap(softcap)
     left = keys_before(window_size)
     if sinks is not None:
         check_sinks(sinks, q)
+    if backend != "reference" and is_counting():
+        count(decode_flops(q, cache, pages, left))
     if isinstance(pages, PageBudget) and not pages.reads_everything:
         if left is not None:
             raise ValueError(

@@ -8,12 +8,8 @@ calls the backend directly if nothing traces.
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dynaxx.layout import BlockLayout, ElementMasks
@@ -182,44 +178,3 @@ def _layout_of(tensors: list[Tensor], seqlen_q: int, seqlen_k: int, block_size: 
         restore(layout, tensors[0])
         found = _layouts[tensors[0]] = (state, layout)
     return found[1]
-
-
-def _pairs_in_blocks(q: Tensor, layout: list[Tensor], q_block: int, kv_block: int) -> int:
-    """Return the pairs in all visited blocks, over batch entries and q heads; meta and fake layouts count as full."""
-    indptr, indices = layout[0], layout[2]
-    known = not indptr.is_meta and type(indptr) is Tensor and indptr.numel() > 0
-    visited = int(indptr.flatten()[-1]) if known else indices.numel()
-    copies = q.shape[0] // indptr.shape[0] * (q.shape[2] // indptr.shape[1])
-    return visited * copies * q_block * kv_block
-
-
-def _forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, layout: list[Tensor], q_block: int, kv_block: int, *rest: Any, **out: Any
-) -> int:
-    """Count the two products of the forward pass in the blocks that a layout visits."""
-    return 2 * _pairs_in_blocks(q, layout, q_block, kv_block) * (q.shape[3] + v.shape[3])
-
-
-def _backward_flops(*inputs: Any, **out: Any) -> int:
-    """Count the five products of the backward pass."""
-    q, _, v, _, _, layout, q_block, kv_block = inputs[2:10]
-    return 2 * _pairs_in_blocks(q, layout, q_block, kv_block) * (3 * q.shape[3] + 2 * v.shape[3])
-
-
-def count_operations() -> None:
-    """Let an active `FlopCounterMode` count the ops. Its module takes long to load, so it is left to who uses it."""
-    if "torch.utils.flop_counter" not in sys.modules or not torch._C._len_torch_dispatch_stack():
-        return
-    from torch.utils.flop_counter import flop_registry, register_flop_formula
-
-    formulas: dict[Any, Any] = {
-        torch.ops.dynaxx.attention_forward: _forward_flops,
-        torch.ops.dynaxx.attention_backward: _backward_flops,
-    }
-    for op, formula in formulas.items():
-        if op not in flop_registry:
-            register_flop_formula(op, get_raw=True)(formula)
-        for mode in _get_current_dispatch_mode_stack():
-            known = getattr(getattr(mode, "counter", None), "flop_registry", None)
-            if isinstance(known, dict):  # a counter that was made before the formulas were registered
-                known.setdefault(op, flop_registry[op])

@@ -17,11 +17,18 @@ from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.packed import CuSeqlens
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.explain import Explanation
+from dynaxx.ops.flops import count
 from dynaxx.trained.nsa.kernels.contract import NsaKernels
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
 from dynaxx.trained.packing import check_indices, pack, packed_problem
 from dynaxx.trained.registry import NSA, TOKENS
-from dynaxx.trained.tokens.attention import attend_tokens, check_block_size, check_scores, check_tokens
+from dynaxx.trained.tokens.attention import (
+    attend_tokens,
+    check_block_size,
+    check_scores,
+    check_tokens,
+    chosen_pairs,
+)
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans
 
 
@@ -124,24 +131,29 @@ def attend_selected(
     plan = kernels.prepare_selected(indices.contiguous(), spans, q, k, v)
     if name == "reference":
         return kernels.selected_forward(q, k, v, plan, scale)
-    return _SelectedAttention.apply(q, k, v, plan, scale, kernels)
+    pairs = chosen_pairs(indices, q, spans.sizes.slc_block)
+    return _SelectedAttention.apply(q, k, v, plan, scale, kernels, pairs)
 
 
 class _SelectedAttention(torch.autograd.Function):
     """Combine a backend's forward and backward; gradients flow through `out` and through `lse`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, kernels: NsaKernels) -> Any:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float, kernels: NsaKernels, pairs: int
+    ) -> Any:
+        count(2 * pairs * (q.shape[-1] + v.shape[-1]))
         out, lse = kernels.selected_forward(q, k, v, plan, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale, ctx.kernels = plan, scale, kernels
+        ctx.plan, ctx.scale, ctx.kernels, ctx.pairs = plan, scale, kernels, pairs
         return out, lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        return *ctx.kernels.selected_backward(do, dlse, q, k, v, out, lse, ctx.plan, ctx.scale), None, None, None
+        count(2 * ctx.pairs * (3 * q.shape[-1] + 2 * v.shape[-1]))
+        return *ctx.kernels.selected_backward(do, dlse, q, k, v, out, lse, ctx.plan, ctx.scale), *(None,) * 4
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class Case:
         if self.encoder:
             return True
         left = self.change == "copy" or self.inputs in ("pairs", "added", "holes")
+        left |= self.family == "GPT-2" and self.action in ("train", "checkpoint")  # its configuration has dropout
         return not left and self.action not in ("trace", "export", "weights", "dropout")
 
     def build(self) -> Any:

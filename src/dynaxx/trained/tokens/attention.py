@@ -14,6 +14,7 @@ from dynaxx.kernels.sinks import sink_gradient
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.ops.checks import check_sinks, check_softcap, looks_at_values
+from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.packing import Packed, packed_problem
 from dynaxx.trained.registry import TOKENS
 from dynaxx.trained.tokens.kernels.contract import TokenKernels
@@ -130,9 +131,15 @@ def attend_tokens(
         return kernels.forward(q, k, v, plan, scale, softcap, sinks)
     joined = _is_first_part(v, k)
     out: tuple[Tensor, Tensor] = _TokenAttention.apply(
-        q, k, v.detach() if joined else v, sinks, plan, scale, softcap, kernels, joined
-    )
+        q, k, v.detach() if joined else v, sinks, plan, scale, softcap, kernels, joined,
+        chosen_pairs(indices, q, spans.block_size),
+    )  # fmt: skip
     return out
+
+
+def chosen_pairs(indices: Tensor, q: Tensor, block_size: int) -> int:
+    """Return the pairs of q heads and keys in chosen blocks (T, select_heads, slots), 0 if nobody counts operations."""
+    return int((indices >= 0).sum()) * block_size * q.shape[1] // indices.shape[1] if is_counting() else 0
 
 
 def _is_first_part(v: Tensor, k: Tensor) -> bool:
@@ -160,16 +167,19 @@ class _TokenAttention(torch.autograd.Function):
         softcap: float | None,
         kernels: TokenKernels,
         joined: bool,
+        pairs: int,
     ) -> Any:
+        count(2 * pairs * (q.shape[-1] + v.shape[-1]))
         out, lse = kernels.forward(q, k, v, plan, scale, softcap, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.settings, ctx.kernels, ctx.joined = (plan, scale, softcap), kernels, joined
+        ctx.settings, ctx.kernels, ctx.joined, ctx.pairs = (plan, scale, softcap), kernels, joined, pairs
         return out, lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
         q, k, v, out, lse, sinks = ctx.saved_tensors
+        count(2 * ctx.pairs * (3 * q.shape[-1] + 2 * v.shape[-1]))
         latent_backward = ctx.kernels.latent_backward if ctx.joined else None
         grads = (latent_backward or ctx.kernels.backward)(do, dlse, q, k, v, out, lse, *ctx.settings)
         if ctx.joined and latent_backward is None:
@@ -178,7 +188,7 @@ class _TokenAttention(torch.autograd.Function):
         if sinks is not None and ctx.needs_input_grad[3]:
             dsinks = sink_gradient(do[None], dlse[None], out[None], lse[None], sinks)
         dv = None if ctx.joined else grads[2]
-        return grads[0], grads[1], dv, dsinks, None, None, None, None, None
+        return grads[0], grads[1], dv, dsinks, *(None,) * 6
 
 
 def check_scores(softcap: float | None, sinks: Tensor | None, q: Tensor) -> float | None:

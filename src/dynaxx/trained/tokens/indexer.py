@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only, refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.packed import CuSeqlens, host_lengths
+from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.registry import INDEX_LOSS, INDEXER
 from dynaxx.trained.tokens.attention import check_block_size, check_choice
 from dynaxx.trained.tokens.choice import TopKTokens, check_queries_and_keys
@@ -72,7 +74,12 @@ def index_tokens(
     q, k, weights = flat(index_q), flat(index_k), flat(index_weights)
     dtype = DTYPES.get(precision, q.dtype if k.dtype == q.dtype else torch.float32)
     problem = IndexerProblem(q.device, dtype, len(q), q.shape[1], q.shape[2], choice.block_size, choice.slots)
-    kernels = INDEXER.kernels(_serving(problem, backend))
+    name = _serving(problem, backend)
+    kernels = INDEXER.kernels(name)
+    if name != "reference" and is_counting():
+        lengths = zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True)
+        seen = sum(sum(range(max(0, k1 - k0 - q1 + q0 + 1), k1 - k0 + 1)) for (q0, q1), (k0, k1) in lengths)
+        count(2 * seen * q.shape[1] * q.shape[2])
     chosen = kernels.index_tokens(*_rounded(q, k, weights, precision, kernels), spans, choice.slots)
     return chosen.unflatten(0, index_q.shape[:2]) if index_q.ndim == 4 else chosen
 

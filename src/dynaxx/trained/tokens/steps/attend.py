@@ -17,8 +17,15 @@ from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
 from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.flops import count
 from dynaxx.trained.registry import TOKEN_DECODE
-from dynaxx.trained.tokens.attention import check_block_size, check_choice, check_scores, refuse_duplicates
+from dynaxx.trained.tokens.attention import (
+    check_block_size,
+    check_choice,
+    check_scores,
+    chosen_pairs,
+    refuse_duplicates,
+)
 
 _serving_decode = lru_cache(maxsize=256)(TOKEN_DECODE.resolve)
 
@@ -91,8 +98,13 @@ def attend_step(
             raise ValueError(f"`block_indices` must hold -1 or blocks below {limit}, got {least} to {most}")
         if has_duplicates(block_indices.to(torch.int32).flatten(0, 2)):
             refuse_duplicates()
-    kernels = TOKEN_DECODE.kernels(_serving_decode(decode_problem(cache, q), backend))
+    name = _serving_decode(decode_problem(cache, q), backend)
+    kernels = TOKEN_DECODE.kernels(name)
     scale = softmax_scale(scale, q.shape[-1])
+    if name != "reference":
+        count(
+            2 * chosen_pairs(block_indices.flatten(0, 1), q.flatten(0, 1), block_size) * (q.shape[3] + cache.head_dim_v)
+        )
     return kernels.attend_tokens(q, cache, block_indices.to(torch.int32), block_size, scale, softcap, sinks)
 
 
