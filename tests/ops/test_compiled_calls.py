@@ -66,7 +66,17 @@ CALLS = {
 
 def test_compiled_calls_in_a_process_of_their_own():
     """Tracing takes ten times as long in a process that has run many other tests."""
-    arguments = ["-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "test_a_compiled_call_gives"]
+    arguments = [
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        __file__,
+        "-k",
+        "test_a_compiled_call_gives",
+    ]
     done = subprocess.run(
         [sys.executable, *arguments], env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False
     )

@@ -65,7 +65,7 @@ def test_a_compiled_call_refuses_them_too():
     [
         (lambda q, k, v: ([1], k, v), TypeError, "`q` must be a tensor, got list"),
         (lambda q, k, v: (q.numpy(), k, v), TypeError, "`q` must be a tensor, got ndarray"),
-        (lambda q, k, v: (q.to_sparse(), k, v), ValueError, "`q` must be a strided tensor, got torch.sparse_coo"),
+        (lambda q, k, v: (q.to_sparse(), k, v), ValueError, "`q` must be a strided tensor, got .*torch.sparse_coo"),
         (lambda q, k, v: (q[..., :0], k[..., :0], v), ValueError, "head_dim must be >= 1, got 0 and 32"),
         (lambda q, k, v: (q.int(), k.int(), v.int()), TypeError, "`q` must be one of"),
         (lambda q, k, v: (q[0], k[0], v[0]), ValueError, "`q` must be .batch, seqlen, heads, head_dim."),

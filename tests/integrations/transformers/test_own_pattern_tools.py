@@ -97,7 +97,7 @@ def test_pipeline(tmp_path):
     folder = str(save_tiny_model(tmp_path))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     generate = transformers.pipeline(
-        "text-generation", model=model, tokenizer=transformers.AutoTokenizer.from_pretrained(folder)
+        "text-generation", model=model, tokenizer=transformers.AutoTokenizer.from_pretrained(folder), device="cpu"
     )
     prompt = "The quick brown fox jumps over the lazy dog. " * 6
     settings = {"max_new_tokens": 6, "do_sample": False}
