@@ -2,11 +2,14 @@
 """Random calls under random settings of torch, against plain softmax in fp64: right, or refused in words.
 
 Each seed draws an operation, its inputs, and what surrounds it: a default dtype or device, inference mode before
-training, transforms of torch.func, a compiler, a tracer, autocast, odd memory, tensors as numbers, counters and fake
-tensors. `DYNAXX_FUZZ_MINUTES=30` draws for as long; otherwise a few seconds.
+training, transforms of torch.func, a compiler, a tracer, autocast, odd memory, numbers of other types, biases by
+position, copied and pickled layouts, counters and fake tensors.
+`DYNAXX_FUZZ_MINUTES=30` draws for as long; otherwise a few seconds.
 """
 
+import copy
 import os
+import pickle
 import random
 import time
 import warnings
@@ -30,6 +33,17 @@ LIMITS = {torch.float64: 1e-9, torch.float32: 5e-5, torch.bfloat16: 6e-2, torch.
 LENGTHS = (1, 15, 16, 33, 70, 130)
 
 
+def copied(way, layout):
+    """Return a layout, a deep copy of it or one from its pickle, on a CPU: torch loads to the device that a user sets.
+
+    A tracer records how torch copies a tensor, but not the numbers, and fake tensors have none: both get the layout.
+    """
+    if way == "same" or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
+        return layout
+    with torch.device("cpu"):
+        return copy.deepcopy(layout) if way == "copy" else pickle.loads(pickle.dumps(layout))
+
+
 class Draw:
     """A random problem: q, k, v, a mask for the oracle and options."""
 
@@ -51,11 +65,23 @@ class Draw:
         self.q, self.k, self.v = make(self.seqlen_q, kv_heads * group), *(make(self.seqlen_k, kv_heads) for _ in "kv")
         self.scale, self.softcap = rng.choice((None, 0.3)), rng.choice((None, None, 2.0))
         self.block = rng.choice((16, 32, 64))
+        self.bias = None
         self.made = self.draw_operation()
+
+    def draw_bias(self):
+        """Draw a bias by position, which patterns, dense masks and chosen blocks take."""
+        heads = self.q.shape[2]
+        slopes = torch.rand(self.rng.choice(((heads,), (self.batch, heads))), generator=self.generator, device="cpu")
+        table = torch.randn(8, heads, generator=self.generator, dtype=torch.float32, device="cpu")
+        self.bias = self.rng.choice(
+            (None, None, dx.Alibi(slopes), dx.T5Bias(table, self.rng.random() < 0.5, self.rng.choice((9, 40))))
+        )
 
     def draw_operation(self):
         """Return `attend(q, k, v, **options)`, whether it has gradients, and a function that returns its mask."""
-        rng, q, k, block = self.rng, self.q, self.k, self.block
+        rng, q, k = self.rng, self.q, self.k
+        odd = rng.choice((int, int, np.int64, np.int16))
+        block, seqlen_q, seqlen_k = odd(self.block), odd(self.seqlen_q), odd(self.seqlen_k)
         kind = rng.choice(("pattern", "pattern", "pattern", "selector", "dense", "tokens", "decode", "flash", "packed"))
         if kind == "selector":
             rule = rng.choice(
@@ -95,8 +121,10 @@ class Draw:
         else:
             rule = random_pattern(rng, self.seqlen_k)
             causal = rng.random() < 0.7
-            layout = partial(rule.layout, self.seqlen_q, self.seqlen_k, block_size=block, causal=causal)
-        attend = lambda q, k, v, **options: dx.sparse_attention(q, k, v, layout(), **options)
+            layout = partial(rule.layout, seqlen_q, seqlen_k, block_size=block, causal=causal)
+        again = partial(copied, rng.choice(("same", "same", "same", "copy", "pickle")))
+        attend = lambda q, k, v, **options: dx.sparse_attention(q, k, v, again(layout()), **options)
+        self.draw_bias()
         return attend, True, lambda: layout().to_dense()
 
     def by_tokens(self, chosen, q, k, v, **options):
@@ -110,7 +138,8 @@ class Draw:
 
     def options(self, number=lambda x: x):
         named = {"scale": self.scale, "softcap": self.softcap}
-        return {name: number(value) for name, value in named.items() if value is not None}
+        given = {name: number(value) for name, value in named.items() if value is not None}
+        return given | ({} if self.bias is None else {"position_bias": self.bias})
 
     def expected(self, mask, leaves):
         """Return softmax attention over a mask, in fp64."""
@@ -119,8 +148,24 @@ class Draw:
         k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
         scores = q.transpose(1, 2) @ k.mT * (q.shape[3] ** -0.5 if self.scale is None else self.scale)
         scores = scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+        if self.bias is not None:
+            ahead = torch.arange(self.seqlen_k, device="cpu") - torch.arange(self.seqlen_q, device="cpu")[:, None]
+            scores = scores + bias_of(self.bias, ahead - (self.seqlen_k - self.seqlen_q))
         scores = scores.masked_fill(~mask, torch.finfo(torch.float64).min)
         return ((scores.softmax(-1) * mask) @ v).transpose(1, 2)
+
+
+def bias_of(bias, ahead):
+    """Return a bias of keys that many positions after the query, (batch or 1, heads, N, M) fp64."""
+    if isinstance(bias, dx.Alibi):
+        slopes = bias.slopes if bias.slopes.ndim == 2 else bias.slopes[None]
+        return -slopes.double()[..., None, None] * ahead.abs()
+    buckets = len(bias.table) // (2 if bias.bidirectional else 1)
+    distance, single = (ahead.abs() if bias.bidirectional else -ahead.clamp(max=0)), buckets // 2
+    far = (distance.clamp(min=1).double() / single).log() / np.log(bias.max_distance / single) * (buckets - single)
+    bucket = torch.where(distance < single, distance, single + (far + 1e-9).long()).clamp(max=buckets - 1)
+    bucket = bucket + (ahead > 0) * buckets if bias.bidirectional else bucket
+    return bias.table.double()[bucket].permute(2, 0, 1)[None]
 
 
 @contextmanager

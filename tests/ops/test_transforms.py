@@ -136,6 +136,16 @@ def test_a_traced_call_computes(trace):
     close(traced(q, k, v), sdpa(q, k, v))
 
 
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_traced_scale_is_not_rounded(scale):
+    given = [x.double() for x in inputs()]
+    run = lambda q, k, v: dx.sparse_attention(q, k, v, CAUSAL, scale=scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(run, tuple(given), check_trace=False)
+    torch.testing.assert_close(traced(*given), run(*given), atol=1e-13, rtol=1e-13)
+
+
 def test_operations_without_rules_refuse_transforms():
     q, k, v = inputs(3)
     with pytest.raises(NotImplementedError, match="`select_blocks` has no rules for torch"):

@@ -23,10 +23,13 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 def as_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return (q_block, kv_block); each must be one of 16, 32, 64, 128."""
-    pair = (block_size, block_size) if isinstance(block_size, int) else block_size
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or any(size not in BLOCK_SIZES for size in pair):
+    try:
+        q_block, kv_block = map(index, block_size if isinstance(block_size, tuple | list) else (block_size, block_size))
+    except (TypeError, ValueError):
+        q_block = kv_block = 0
+    if q_block not in BLOCK_SIZES or kv_block not in BLOCK_SIZES:
         raise ValueError(f"`block_size` must be one of {BLOCK_SIZES} or a pair of them, got {block_size!r}")
-    return pair[0], pair[1]
+    return q_block, kv_block
 
 
 def as_integer(name: str, value: object) -> int:

@@ -57,6 +57,48 @@ def test_short_prompts_without_a_policy_are_dense(planned):
         assert handle.stats()["dense_calls"] == {"too few queries to gain": 3}
 
 
+@pytest.mark.parametrize("rule", [None, dx.SlidingWindow(16)])
+@torch.no_grad()
+def test_a_tree_of_drafted_tokens_is_verified_exactly(rule):
+    """Speculative decoding passes a 4D mask, in which each drafted token sees its ancestors."""
+    model, ids, parents = llama(), tokens(1, 85), (-1, 0, 0, 1, 2)
+    shown = torch.zeros(1, 1, 5, 85, dtype=torch.bool)
+    shown[..., :80] = True
+    for token in range(5):
+        ancestor = token
+        while ancestor >= 0:
+            shown[0, 0, token, 80 + ancestor], ancestor = True, parents[ancestor]
+    positions = torch.tensor([[80, 81, 81, 82, 82]])
+
+    def verify():
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids[:, :80], past_key_values=cache)
+        return model(ids[:, 80:], past_key_values=cache, attention_mask=shown, position_ids=positions).logits
+
+    whole = logits(model, input_ids=ids[:, :80])
+    policy = None if rule is None else policy_for(model, dx.Rule.of(rule), dense_below=81)
+    wanted = verify()
+    with dx.apply(model, policy) as handle:
+        close(logits(model, input_ids=ids[:, :80]), whole)
+        close(verify(), wanted)
+        assert rule is None or handle.stats()["dense_calls"]["mask is not causal sequences"] == 3
+
+
+@torch.no_grad()
+def test_a_prefix_is_shared_exactly():
+    model, ids = llama(), tokens(1, 80)
+
+    def step():
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        return model(torch.tensor([[3], [9], [5]]), past_key_values=cache).logits
+
+    wanted = step()
+    with dx.apply(model):
+        close(step(), wanted)
+
+
 def test_the_kill_switch_makes_a_pass_dense(planned):
     model, ids = llama(), tokens(1, 100)
     dense = logits(model, input_ids=ids)
