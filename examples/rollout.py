@@ -59,7 +59,7 @@ policy = dx.Policy(
     block_size=32,
     rules=(dx.Rule.of(dx.Sink(4) | dx.SlidingWindow(32) | dx.TopK(0.25), layers=[10, 20]),),
     rollout={"share": 0.1},
-    guard={"sample": 1.0, "rows": 8, "least_recall": 0.5, "action": "dense"},
+    guard={"sample": 1.0, "rows": 8, "min_recall": 0.5, "action": "dense"},
     drift={"window": 16},
 )
 print("recording 48 requests, with which later traffic is compared: half a minute")

@@ -77,7 +77,7 @@ def policies():
     decode = Rule.of(dx.Sink(16) | dx.SlidingWindow(64) | dx.TopK(0.2, scorer=dx.MinMax()), phase="decode")
     everything = found[0].replace(
         rules=(*found[3].rules, decode), dense_below=16, sparse_from=32, decode_dense_below=8,
-        rollout={"share": 0.5, "layers": [0], "max_tokens": 100}, guard={"least_recall": 0.9, "action": "widen"},
+        rollout={"share": 0.5, "layers": [0], "max_tokens": 100}, guard={"min_recall": 0.9, "action": "widen"},
         reference=PROFILE, evidence=({"what": "x", "command": "y", "values": {"a": 1, "b": None}},),
     )  # fmt: skip
     return [json.loads(policy_text(policy)) for policy in (*found, everything)]

@@ -139,8 +139,13 @@ def test_a_monitor_has_hysteresis():
     assert [at_most.add(value) for value in (1.0, 1.1, 0.9, 0.81, 0.8, 0.95)] == [False, True, True, True, False, False]
 
 
+def test_files_of_the_first_version_name_limits_in_another_way():
+    former = {"least_recall": 0.9, "most_error": 0.2, "most_kl": 0.1}
+    assert Guard.model_validate(former) == Guard(min_recall=0.9, max_error=0.2, max_kl=0.1)
+
+
 def test_widening_that_does_not_help_goes_dense_and_comes_back():
-    guard = LayerGuard(Guard(least_recall=0.9, window=2, action="widen", margin=0.0))
+    guard = LayerGuard(Guard(min_recall=0.9, window=2, action="widen", margin=0.0))
     bad, good = {"recall": 0.5, "error": 9.0}, {"recall": 0.95}
     for measured, wider, level in (
         (bad, None, Level.OK), (bad, None, Level.WIDENED), (bad, good, Level.WIDENED), (bad, good, Level.WIDENED),
@@ -170,7 +175,7 @@ def test_more_of_the_same_rule():
 def test_beyond_a_limit_the_policys_action_is_taken(model, telemetry, action, caplog):
     """A window that is far too narrow misses the required recall."""
     dense = [logits(model, tokens(1, 100, seed=seed)) for seed in range(8)]
-    policy = policy_for(model, least_recall=0.6 if action == "widen" else 0.95, widen=4.0, action=action)
+    policy = policy_for(model, min_recall=0.6 if action == "widen" else 0.95, widen=4.0, action=action)
     with caplog.at_level(logging.WARNING, "dynaxx"), dx.apply(model, policy) as handle:
         layouts = []
         with handle.watch(lambda layer, layout: layouts.append(layout.density())):
@@ -199,7 +204,7 @@ def test_beyond_a_limit_the_policys_action_is_taken(model, telemetry, action, ca
 
 def test_a_layer_that_recovers_is_sparse_again(model, telemetry):
     """A layer is dense while prompts are long. The rule is still measured, so short prompts make it sparse again."""
-    policy = policy_for(model, dx.Rule.of(dx.SlidingWindow(64)), least_recall=0.8, action="dense")
+    policy = policy_for(model, dx.Rule.of(dx.SlidingWindow(64)), min_recall=0.8, action="dense")
     with dx.apply(model, policy) as handle:
         serve(model, handle, 4, seqlen=400)
         assert handle.stats()["dense_calls"]["guard"] > 0
@@ -213,9 +218,7 @@ def test_a_layer_that_recovers_is_sparse_again(model, telemetry):
 
 def test_next_tokens_are_compared_with_the_dense_models(model, telemetry):
     ids = tokens(1, 100)
-    with dx.apply(
-        model, policy_for(model, sample=0.0, kl_sample=1.0, most_kl=1e-6, window=1, action="dense")
-    ) as handle:
+    with dx.apply(model, policy_for(model, sample=0.0, kl_sample=1.0, max_kl=1e-6, window=1, action="dense")) as handle:
         sparse = logits(model, ids)
         handle.wait()
         assert telemetry.value("dynaxx_events_total", event="guard_dense") == 1
@@ -319,7 +322,7 @@ def test_a_resting_layer_is_counted(model, telemetry):
 
 def test_the_guards_own_failures_are_counted_and_nothing_else(model, telemetry, monkeypatch, caplog):
     monkeypatch.setattr("dynaxx.integrations.runtime.guarding.measure", lambda *_: 1 / 0)
-    with dx.apply(model, policy_for(model, least_recall=1.0, action="dense")) as handle:
+    with dx.apply(model, policy_for(model, min_recall=1.0, action="dense")) as handle:
         serve(model, handle, 3)
         assert handle.stats()["sparse_calls"] == 6
     assert telemetry.value("dynaxx_telemetry_errors_total", what="guard") == 6
@@ -447,7 +450,7 @@ def test_on_a_gpu_measurements_run_on_a_side_stream(telemetry):
 
 
 def test_a_reload_of_other_fields_keeps_what_the_guard_knows(model, telemetry):
-    policy = policy_for(model, least_recall=0.95, action="dense")
+    policy = policy_for(model, min_recall=0.95, action="dense")
     with dx.apply(model, policy) as handle:
         serve(model, handle, 3)
         handle.replace(policy.replace(rollout={"share": 0.9}))

@@ -165,7 +165,7 @@ SELECTOR = ("rules", 0, "attention", "selector")
         (("model", "layer"), 4, "`model.layer`: Extra.*; did you mean `layers`"),
         (("rules", 0, "attention"), {"kind": "sliding_window", "windw": 64}, "windw`: Extra.*; did you mean `window`"),
         (("rollout",), {"shar": 0.1}, "`rollout.shar`: Extra.*; did you mean `share`"),
-        (("guard",), {"least_recal": 0.9}, "`guard.least_recal`: Extra.*; did you mean `least_recall`"),
+        (("guard",), {"min_recal": 0.9}, "`guard.min_recal`: Extra.*; did you mean `min_recall`"),
         (("rules", 0, "attention"), {"kind": "slidng_window", "window": 64}, "; did you mean `sliding_window`"),
         (("model", "layers"), KeyError, "`model.layers`: Field required; add it"),
         (("model", "layers"), "4", "`model.layers`: Input should be a valid integer, got '4'"),

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dynaxx.layout.paging import PagedCache
 from dynaxx.selection.pages import PageBudget, pages_touched
 
-_LIBRARY = torch.library.Library("dynaxx", "FRAGMENT")
-_LIBRARY.define("counted_flops(int flops) -> ()")
-_LIBRARY.impl("counted_flops", lambda flops: None, "CompositeExplicitAutograd")
+torch.library.define("dynaxx::counted_flops", "(int flops) -> ()")
+torch.library.impl("dynaxx::counted_flops", "CompositeExplicitAutograd", lambda flops: None)
 
 
 def _pairs_in_blocks(q: Tensor, layout: list[Tensor], q_block: int, kv_block: int) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dynaxx.policy.document import Document, NotNegative, Positive, Share
 
 FAILURES_IN_A_ROW = 3  # failures until a layer rests
+FORMER_NAMES = {"least_recall": "min_recall", "most_error": "max_error", "most_kl": "max_kl"}  # in files of 0.1
 REST_CALLS, MOST_REST_CALLS = 64, 16_384  # dense calls of the first rest; it doubles with each further failure
 
 
@@ -23,14 +24,19 @@ class Guard(Document):
 
     sample: Share = 0.01  # share of sparse layer calls that are measured
     rows: Annotated[Positive, Field(le=65_536)] = 16  # query rows per measured call, recomputed densely
-    least_recall: Share | None = None  # lower limit on recall, mean over heads and rows; None means no limit
-    most_error: NotNegative | None = None  # upper limit on the relative output error, mean over heads and rows
+    min_recall: Share | None = None  # lower limit on recall, mean over heads and rows; None means no limit
+    max_error: NotNegative | None = None  # upper limit on the relative output error, mean over heads and rows
     kl_sample: Share = 0.0  # share of requests whose next-token distribution is compared with the dense model's
-    most_kl: NotNegative | None = None  # upper limit on that divergence, nats
+    max_kl: NotNegative | None = None  # upper limit on that divergence, nats
     window: Annotated[Positive, Field(le=1_000_000)] = 16  # samples per mean that is compared with a limit
     margin: Annotated[Share, Field(lt=1)] = 0.2  # share of the limit by which a mean must be within it to recover
     action: Literal["count", "warn", "widen", "dense"] = "count"  # action beyond a limit
     widen: Annotated[float, Field(gt=1, le=1000)] = 2.0  # factor on budgets and windows for "widen"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_former_names(cls, fields: Any) -> Any:
+        return {FORMER_NAMES.get(name, name): x for name, x in fields.items()} if isinstance(fields, dict) else fields
 
     @property
     def action_level(self) -> Level:
@@ -102,7 +108,7 @@ class LayerGuard:
 
     def _monitors(self) -> dict[str, Monitor]:
         s = self.settings
-        limits = {"recall": s.least_recall, "error": s.most_error, "kl": s.most_kl}
+        limits = {"recall": s.min_recall, "error": s.max_error, "kl": s.max_kl}
         return {
             name: Monitor(limit, window=s.window, margin=s.margin, least=name == "recall")
             for name, limit in limits.items()

@@ -114,7 +114,7 @@ def test_calls_that_need_the_layout_are_not_repeated(repeated):
 def test_a_guard_samples_repeated_calls_once(repeated):
     found, telemetry = repeated
     model, ids = llama(), tokens(1, 300)
-    policy = policy_for(model, dx.Rule.of(SPARSE), guard=Guard(sample=0.5, least_recall=0.0))
+    policy = policy_for(model, dx.Rule.of(SPARSE), guard=Guard(sample=0.5, min_recall=0.0))
     with dx.apply(model, policy) as handle:
         handle.background.patient, handle.counts.probe.sample_rate = True, 0.0
         for _ in range(40):

@@ -118,5 +118,7 @@ def _rewritten(name: str, content: bytes, digest: str) -> bytes:
     text = re.sub(
         r"^(\s*)import dynaxx\.([\w.]+)\.(\w+) as (\w+)", rf"\1from {up}\2 import \3 as \4", text, flags=re.MULTILINE
     )
-    text = text.replace('"dynaxx::', f'"{FOLDER}_{digest}::')
+    text = text.replace('"dynaxx::', f'"{FOLDER}_{digest}::').replace(
+        "torch.ops.dynaxx.", f"torch.ops.{FOLDER}_{digest}."
+    )
     return text.encode("utf-8")
