@@ -153,7 +153,7 @@ def tuning(verdict: str = "sparse", ended: str = "done", of: dict | None = None)
         "sparse": ("21.0% of the blocks keep perplexity within 1.00% at 4,096 tokens", ""),
         "dense": ("nothing sparse stays within 1.00%: at 90% of the blocks perplexity rises by 2.10%", ""),
         "undecided": (
-            "time ended after 1 trials; no density is known to pass or to fail",
+            "time ended after 1 trial; no density is known to pass or to fail",
             "Run the same command with --time-budget 15m: it continues, and on this machine now that would decide.",
         ),
     }

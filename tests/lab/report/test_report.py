@@ -18,6 +18,7 @@ import report_documents as made
 from dynaxx.lab.report import charts, images
 from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
 from dynaxx.lab.report.images import pattern_pictures
+from dynaxx.lab.report.matching import mismatches
 from dynaxx.lab.report.run import write_report
 from dynaxx.lab.report.sections import tuning_section
 from dynaxx.lab.report.svg import CHAR
@@ -144,6 +145,10 @@ OUTCOMES = {
     "undecided": dict(validation=None, tuning=made.tuning("undecided", "time"), policy=DENSE),
     "interrupted": dict(validation=None, tuning=made.tuning("undecided", "interrupted"), policy=DENSE),
     "dense": dict(validation=None, tuning=made.tuning("dense"), policy=DENSE),
+    "no reference": dict(tuning=made.tuning() | {"reference": "none: no time was left to record it"}),
+    "stale validation": dict(validation=made.validation(of=DENSE)),
+    "stale tuning": dict(tuning=made.tuning(of=DENSE), validation=None),
+    "old version": {name: {**make(), "about": None} for name, make in DOCUMENTS.items() if name != "policy"},
 }
 
 
@@ -158,19 +163,26 @@ def test_sentences_repeat_what_the_documents_say(tmp_path, outcome):
     documents = {name: make() for name, make in DOCUMENTS.items()} | {"analysis": SMALL} | OUTCOMES[outcome]
     said = plain(page_of(tmp_path, **documents).text)
     top = said[: said.index("Where the time goes")]
-    tuning, validation, policy = (documents[name] for name in ("tuning", "validation", "policy"))
+    stale = mismatches({name: document for name, document in documents.items() if document})
+    assert all(problem in top for problem in stale.values())
+    tuning, validation = (None if name in stale else documents[name] for name in ("tuning", "validation"))
+    policy, verdict = documents["policy"], tuning["verdict"] if tuning else ""
     assert ("Passed" in top) == bool(validation and validation["passed"])
     assert ("Failed" in top) == bool(validation and not validation["passed"])
-    assert ("Undecided" in top) == (tuning["verdict"] == "undecided")
-    assert ("Dense attention is right here" in top) == (tuning["verdict"] == "dense")
-    assert ("not validated yet" in top) == (validation is None and tuning["verdict"] == "sparse")
-    assert ("the search was stopped" in top) == (tuning["ended"] == "interrupted")
+    assert ("Undecided" in top) == (verdict == "undecided")
+    assert ("Dense attention is right here" in top) == (verdict == "dense")
+    assert ("not validated yet" in top) == (validation is None and verdict == "sparse")
+    assert ("No result here is about this policy" in top) == (validation is None and tuning is None)
+    assert ("the search was stopped" in top) == (tuning is not None and tuning["ended"] == "interrupted")
     assert ("nothing to apply" in said) == (policy["rules"] == [])
     assert ("is enough" in said or "Tuned to" in said) <= (policy["rules"] != []), "a dense policy has no density"
-    if tuning["advice"]:
+    reference = tuning.get("reference", "") if tuning else ""
+    assert ("Drift cannot be watched" in top) == reference.startswith("none: no time")
+    assert reference.removeprefix("none: ") in top
+    if tuning and tuning["advice"]:
         assert tuning["advice"] in top
     if validation is None:
-        assert tuning["why"][1:] in top
+        assert tuning is None or tuning["why"][1:] in top
         assert "times the speed of dense" not in said
         assert "of its 4 checks" not in said
     else:

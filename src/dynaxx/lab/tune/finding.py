@@ -28,7 +28,7 @@ from dynaxx.lab.tune.density.guide import FIRST, Guide, Tried
 from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SearchTexts, search_texts
-from dynaxx.lab.tune.density.trials import ERRORS, Trials, mean_and_error
+from dynaxx.lab.tune.density.trials import ERRORS, FUTILE, Trials, mean_and_error
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import HeldOutKind, KindTrial, Trial
 from dynaxx.lab.tune.text_costs import TextCosts
@@ -41,6 +41,8 @@ FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a sea
 UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
 TRIALS = 3  # trials that the texts of early ones are sized for
 COSTS_SHARE = 0.25  # largest expected share of the time left for costs of more than one scorer
+COSTS_MOST = 0.6  # largest expected share of the whole budget for the costs of one scorer on texts that can be shorter
+COSTS_TOKENS = 256  # tokens of these texts, at least, since the latest 128 of each query are always visible
 
 
 class Finding:
@@ -83,6 +85,7 @@ class Finding:
     def _search(self, task: Task) -> None:
         """Search the scorer and the budgets of the heads, until the search is done or time is up."""
         task.advance(0, "dense perplexity")
+        self._shorten_costs()
         rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens)
         missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
         needed = self.trials.seconds() + self.trials.pass_seconds + (self._costs_seconds(1, 1) if missing else 0.0)
@@ -107,6 +110,20 @@ class Finding:
         if self.options.held_out:
             self.held_out = self._leave_one_out(costs, of_tasks, rises, task)
 
+    def _shorten_costs(self) -> None:
+        """Halve the texts for costs until one scorer's fit well into the budget, unless some length was measured."""
+        lengths = [self.cost_tokens]
+        while self.time.seconds is not None and lengths[-1] >= 2 * COSTS_TOKENS:
+            lengths.append(lengths[-1] // 2)
+        expected = {}
+        for self.cost_tokens in lengths:
+            missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
+            if not missing:
+                return
+            expected[self.cost_tokens] = self._costs_seconds(1, len(missing))
+        most = COSTS_MOST * (self.time.seconds or math.inf)
+        self.cost_tokens = next((length for length, seconds in expected.items() if seconds <= most), lengths[-1])
+
     def _has_time(self, seconds: float, urgent: bool = False) -> bool:
         """Return whether work of so many seconds fits; if not, the search is cut short. Stored work takes none."""
         fits = seconds == 0.0 or self.time.allows(seconds, urgent)
@@ -124,8 +141,8 @@ class Finding:
         missing = [each for each in scorers if self.costs.missing(self._name(0), each, self.budgets)]
         if self.time.seconds is not None and tried:  # go on with the scorer of an earlier run
             scorers = tried[-1:]
-        elif len(missing) > 1 and self._costs_seconds(len(missing)) > COSTS_SHARE * self.time.left:
-            scorers = scorers[:1]
+        elif len(scorers) > 1 and missing and self._costs_seconds(len(missing)) > COSTS_SHARE * self.time.left:
+            scorers = [each for each in scorers if each not in missing] or scorers[:1]
         if not self._measure(0, scorers):
             return None
         self.scorer = self._best_scorer(scorers, rises, task)
@@ -245,7 +262,7 @@ class Finding:
         )
         for record in map(self.steps.get, self.steps.names(prefix)):
             candidate = guide.candidates.of(record["budgets"])
-            trial = self._evaluated(candidate, kinds, stored=True)
+            trial = self._evaluated(candidate, kinds, guide, stored=True)
             if trial is not None:
                 guide.learn(candidate, trial, bounds=record["layers"] == layers)
 
@@ -259,7 +276,7 @@ class Finding:
             best = f"; so far {_said(guide.best.trial)}" if guide.best else ""
             task.advance(0, f"trying {candidate.aim:.1%} of the blocks, {name}{best}")
             self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
-            trial = self._evaluated(candidate, kinds)
+            trial = self._evaluated(candidate, kinds, guide)
             guide.rises.share = 1.0 if guide.best else self._text_share()
             if trial is not None:
                 task.advance(int(kinds is None), f"{name}: {_said(trial)}")
@@ -276,9 +293,13 @@ class Finding:
         seconds = 2 * TRIALS * len(self.texts.search) * self.trials.pass_seconds
         return 1.0 if seconds <= self.time.left else max(0.0, self.time.left) / seconds
 
-    def _evaluated(self, candidate: Candidate, kinds: Sequence[str] | None, stored: bool = False) -> Trial | None:
+    def _evaluated(
+        self, candidate: Candidate, kinds: Sequence[str] | None, guide: Guide | None = None, stored: bool = False
+    ) -> Trial | None:
+        """Evaluate a candidate; the densest one of the tuned budgets fails only clearly, since that ends the search."""
         given = (candidate.aim, candidate.budgets, self.costs.layers, self.scorer)
-        return self.trials.evaluate(*given, kinds=kinds, stored=stored)
+        futile = ERRORS if guide is not None and guide is self.tuned and guide.is_densest(candidate.aim) else FUTILE
+        return self.trials.evaluate(*given, kinds=kinds, stored=stored, futile=futile)
 
     def _leave_one_out(
         self, costs: Mapping[str, Costs], of_tasks: Costs | None, rises: Rises, task: Task

@@ -2,7 +2,7 @@
 """What a search found out: a sparse policy, that none is worth it, or nothing yet, and what to do next.
 
 The end of time is no finding. A policy is called dense only where sparse attention was tried and failed: the densest
-candidate lost too much, or no length was faster.
+candidate lost too much, or the sparsest one that passes is faster at no length.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.density.guide import Guide, Tried
+from dynaxx.lab.tune.density.trials import ERRORS
 from dynaxx.lab.tune.result import Ended, Verdict
 
 ROUND = (60, 120, 180, 300, 600, 900, 1800, 3600)  # seconds that an advised budget is rounded up to
@@ -56,13 +57,15 @@ def decide(
     if chosen is None:
         if tuned is not None and tuned.hopeless:
             densest = max((each for each in tuned.trials if not each.passed), key=lambda each: each.aim)
-            worst = max(densest.rows, key=lambda row: row.ratio)
+            worst = max(densest.rows, key=lambda row: math.log(row.ratio) - ERRORS * row.error)
             lost = f"at {densest.density:.1%} of the blocks perplexity changes by {worst.ratio - 1:+.3%}"
-            if worst.ratio - 1 <= tolerance and all(task.passed for task in densest.tasks):
+            is_noise = math.log(worst.ratio) - ERRORS * worst.error <= math.log1p(tolerance)
+            if is_noise and all(task.passed for task in densest.tasks):
                 said = f"{lost}, with a standard error of {worst.error:.3%} that is too large for {tolerance:.3%}"
                 return Outcome(ended, "undecided", None, said, "More text decides: --stretches 3, or a longer sample.")
             return Outcome(ended, "dense", None, f"nothing sparse stays within {tolerance:.3%}: {lost}", "")
-        tried = f" after {len(tuned.tried)} trials" if tuned is not None and tuned.tried else " before any trial"
+        count = len(tuned.tried) if tuned is not None else 0
+        tried = f" after {count} trial{'s' * (count > 1)}" if count else " before any trial"
         return Outcome(
             ended, "undecided", None, f"{_ENDS[ended]}{tried}; no density is known to pass or to fail", again
         )
@@ -74,6 +77,11 @@ def decide(
     if border is None and not timed:
         said = (
             f"{found}, but sparse attention is not faster here up to {longest:,} tokens, and longer ones were not timed"
+        )
+        return Outcome(ended, "undecided", None, said, again)
+    if border is None and ended != "done":
+        said = (
+            f"{found}, but that is not faster here up to {longest:,} tokens, and {_ENDS[ended]} before fewer were tried"
         )
         return Outcome(ended, "undecided", None, said, again)
     if border is None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynaxx.lab.about import about
 from dynaxx.lab.attention_route import evaluating
@@ -20,7 +20,7 @@ from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.perplexity import measure_pace
 from dynaxx.lab.progress import Task
 from dynaxx.lab.texts import split_text
-from dynaxx.lab.tune.crossover import LengthTiming, is_faster, lengths_of, time_lengths
+from dynaxx.lab.tune.crossover import LengthTiming, dense_below, is_faster, lengths_of, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.density.guide import Guide, Tried
 from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS
@@ -37,6 +37,15 @@ if TYPE_CHECKING:
 
 CROSSOVER_PASSES = 0.5  # passes over a text that the timing of attention takes about as long as
 EXPECTED_PASSES = 16  # passes over a text until a search is done, about
+
+
+class Timed(NamedTuple):
+    """A candidate that passes, its policy, and the times of attention under it."""
+
+    tried: Tried | None = None
+    policy: Policy | None = None
+    timings: tuple[LengthTiming, ...] = ()
+    complete: bool = False  # whether all lengths were timed
 
 
 @contextmanager
@@ -104,29 +113,22 @@ class Search(Finding):
         if task is not None:
             task.advance(0, "crossover against dense")
         passing = sparsest([self.tuned, self.uniform])
-        chosen: Tried | None = None
-        policy: Policy | None = None
-        timings: tuple[LengthTiming, ...] = ()
-        complete = False
-        for each in reversed(passing[1:]):
-            timed, whole = self._timings(self._policy(each), measure=False)
-            if timed:
-                chosen, policy, timings, complete = each, self._policy(each), timed, whole
-        if passing:
-            timed, whole = self._timings(self._policy(passing[0]), measure=task is not None)
-            if timed or chosen is None:
-                chosen, policy, timings, complete = passing[0], self._policy(passing[0]), timed, whole
+        if passing and task is not None:
+            self._timings(self._policy(passing[0]), measure=True)
+        timed = [Timed(each, self._policy(each), *self._timings(self._policy(each), False)) for each in passing]
+        faster = [each for each in timed if (dense_below(each.timings) or math.inf) <= self.options.tokens]
+        best = next(iter([*faster, *(each for each in timed if each.timings), *timed]), Timed())
         outcome = decide(
             ended=ended or ("time" if self.cut else "done"),
             tuned=self.tuned,
-            chosen=chosen,
-            timings=timings,
-            timed=complete,
+            chosen=best.tried,
+            timings=best.timings,
+            timed=best.complete,
             tokens=self.options.tokens,
             tolerance=self.options.tolerance,
             needed=self._needed(),
         )
-        return self._described(chosen, policy, timings, outcome)
+        return self._described(best, outcome)
 
     def _needed(self) -> float:
         """Return the expected seconds until the search is done."""
@@ -135,10 +137,9 @@ class Search(Finding):
         costs = 0.0 if self.tuned and not self.cut else self._costs_seconds(len(self.scorers))
         return self.time.reserved + costs + EXPECTED_PASSES * self.trials.pass_seconds
 
-    def _described(
-        self, chosen: Tried | None, policy: Policy | None, timings: tuple[LengthTiming, ...], outcome: Outcome
-    ) -> TuneResult:
+    def _described(self, found: Timed, outcome: Outcome) -> TuneResult:
         """Return the result with its policy and the evidence."""
+        chosen, timings = found.tried, found.timings
         dense = [[1.0] * self.model.config.get_text_config().num_attention_heads for _ in self.costs.layers]
         budgets = chosen.candidate.budgets if chosen else dense
         best = self.uniform.best if self.uniform else None
@@ -159,7 +160,7 @@ class Search(Finding):
             layers=self.costs.layers,
             seconds=self.steps.seconds + self.time.spent,
             command=options.command,
-            policy=policy or self.trials.policy(self.costs.layers, dense, self.scorer),
+            policy=found.policy or self.trials.policy(self.costs.layers, dense, self.scorer),
             held_out=self.held_out,
             ended=outcome.ended,
             verdict=outcome.verdict,
@@ -168,11 +169,11 @@ class Search(Finding):
             busy=any(timing.busy for timing in timings),
         )
         dtype = str(parameter.dtype).removeprefix("torch.")
-        found = with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
+        result = with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
         given: dict[str, Any] = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds)
         given |= dict(hold=options.hold)
         digests = about(self.model, self.text, **given, block_size=self.block_size, seed=options.seed)
-        return dataclasses.replace(found, about=digests)
+        return dataclasses.replace(result, about=digests)
 
     def _finished(self, result: TuneResult, task: Task) -> TuneResult:
         """Return the result with decode rules and a reference, as far as they are wanted and time allows."""

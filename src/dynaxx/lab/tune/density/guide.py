@@ -89,7 +89,11 @@ class Guide:
     def hopeless(self) -> bool:
         """Return whether the densest candidate failed."""
         failed, _ = self.bounds()
-        return self.best is None and failed is not None and failed >= CLOSER * max(MOST, self.least)
+        return self.best is None and failed is not None and self.is_densest(failed)
+
+    def is_densest(self, density: float) -> bool:
+        """Return whether no denser candidate is tried."""
+        return density >= CLOSER * max(MOST, self.least)
 
     def learn(self, candidate: Candidate, trial: Trial, bounds: bool = True) -> None:
         """Add a trial, in place of an earlier one of the same budgets."""

@@ -125,11 +125,13 @@ class Trials:
         scorer: Scorer,
         kinds: Sequence[str] | None = None,
         stored: bool = False,
+        futile: float = FUTILE,
     ) -> Trial | None:
         """Evaluate budgets on the texts of these kinds (all by default) until one kind fails.
 
         `density` is the one that the costs predict; the trial has the measured one too. With `stored`, nothing is run:
-        the trial is that of the stored texts, and None if there are none.
+        the trial is that of the stored texts, and None if there are none. `futile` is the number of standard errors
+        above the tolerance at which a kind fails before all text is used.
         """
         policy, key = self.policy(layers, budgets, scorer), self.key(budgets, scorer)
         asked = [kind for kind in self.texts.kinds if kinds is None or kind in kinds]
@@ -137,7 +139,7 @@ class Trials:
         every: list[Tensor] = []
         rows: dict[str, KindTrial] = {}
         for kind in sorted(asked, key=lambda kind: -self.closeness.get(kind, 0.0)):  # stable
-            row = self._of_kind(kind, policy, key, every, visited, stored)
+            row = self._of_kind(kind, policy, key, every, visited, stored, futile)
             if row is None:
                 break
             rows[kind] = row
@@ -162,7 +164,14 @@ class Trials:
         )
 
     def _of_kind(
-        self, kind: str, policy: Policy, key: str, every: list[Tensor], visited: list[float], stored: bool
+        self,
+        kind: str,
+        policy: Policy,
+        key: str,
+        every: list[Tensor],
+        visited: list[float],
+        stored: bool,
+        futile: float,
     ) -> KindTrial | None:
         """Evaluate a policy on one kind of text, until the result is clear. Add its losses and densities to lists.
 
@@ -174,6 +183,8 @@ class Trials:
         for index in indices:
             missing = [name for name in (DENSE, key) if f"{name} {index}" not in self.steps]
             if missing and (stored or not self._has_time(len(missing), bool(every))):
+                if DENSE == missing[0] != missing[-1] and not stored and self._has_time(1, bool(every)):
+                    self.dense(index)  # which the next run needs
                 decided = False
                 break
             found = self.remembered(key, policy, index)
@@ -181,14 +192,14 @@ class Trials:
             every.append(torch.tensor(found["losses"], dtype=torch.float32, device="cpu"))
             changes.append((every[-1] - self.dense(index)).double())
             mean, error = mean_and_error(changes)
-            if limit - mean > CLEAR * error or mean - limit > FUTILE * error:
+            if limit - mean > CLEAR * error or mean - limit > futile * error:
                 break
         if not changes:
             return None
         self.closeness[kind] = mean + ERRORS * error
         passed = mean + ERRORS * error <= limit
         tokens = sum(change.numel() for change in changes)
-        return KindTrial(kind, math.exp(mean), error, passed, tokens, decided or mean - limit > FUTILE * error)
+        return KindTrial(kind, math.exp(mean), error, passed, tokens, decided or mean - limit > futile * error)
 
     def _has_time(self, passes: int, begun: bool) -> bool:
         """Return whether so many passes fit. The first passes of a trial are begun by whoever asks for it."""

@@ -45,6 +45,12 @@ class PipelineResult:
         """Return whether the search was stopped."""
         return self.tuning.get("ended") == "interrupted"
 
+    @property
+    def without_reference(self) -> str:
+        """Return why a sparse policy has no reference for drift, although one was wanted; else an empty text."""
+        kept, _, why = str(self.tuning.get("reference")).partition("none: ")
+        return why if not kept and self.tuning.get("verdict") == "sparse" else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
         return {
@@ -61,10 +67,10 @@ class PipelineResult:
     def summary(self) -> str:
         """Return the text that the command prints."""
         lines = [self.profile["verdict"]] if self.profile else []
-        lines += _of_search(self.tuning)
+        lines += _of_search(self.tuning, self.without_reference)
         if self.tuning.get("decode"):
             lines.append(f"decoding: {self.tuning['decode']['said']}")
-        if self.tuning.get("reference"):
+        if self.tuning.get("reference") and not self.without_reference:
             lines.append(f"reference for drift: {self.tuning['reference']}")
         if self.validation is not None:
             lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")
@@ -97,10 +103,11 @@ def _one_budget(needed: float | None, trials: Sequence[dict[str, Any]]) -> str:
     return f"one budget for all heads fails at {best['density']:.1%}, with perplexity {best['ratio'] - 1:+.2%}"
 
 
-def _of_search(tuning: dict[str, Any]) -> list[str]:
+def _of_search(tuning: dict[str, Any], without_reference: str) -> list[str]:
     """Return the verdict of the search, and the figures of its policy if there is one."""
     chosen, verdict, border = tuning.get("chosen"), tuning.get("verdict"), tuning.get("dense_below")
     lines = [f"{_HEADLINES.get(str(verdict), 'tuned')}: {tuning.get('why')}"]
+    lines[0] += f"; no reference for drift: {without_reference}" if without_reference else ""
     if chosen:
         tuned = f"{chosen['density']:.1%} of the blocks, perplexity {chosen['ratio'] - 1:+.2%}"
         lines.append(f"{tuned}; {_one_budget(tuning.get('best_uniform_density'), tuning.get('uniform') or ())}")
