@@ -151,11 +151,16 @@ def test_calls_that_a_policy_cannot_serve_are_counted():
         dense = run(model, arguments)
         with apply(model, policy_for(model, SPARSE, dense_below=10_000)) as handle:
             assert torch.equal(run(model, arguments), dense)
-            assert handle.counts == {"dense: short": 2}
+            assert handle.counts == {"dense: below dense_below": 2}
             handle.kill_switch.engage()
             run(model, arguments)
-        assert handle.counts == {"dense: short": 2, "dense: kill switch": 2}
-    other, _ = random_model(diffusers, "ltx")
+        assert handle.counts == {"dense: below dense_below": 2, "dense: kill switch": 2}
+    other, arguments = random_model(diffusers, "ltx")
+    coordinates = torch.zeros(2, 3, arguments["hidden_states"].shape[1])
+    unnamed = {name: x for name, x in arguments.items() if name not in ("num_frames", "height", "width")}
+    with torch.no_grad(), apply(other, policy_for(other, SPARSE)) as handle:
+        run(other, {**unnamed, "video_coords": coordinates})
+    assert handle.counts == {"dense: grid is unknown": 2}
     with pytest.raises(dx.PolicyError, match="is for another model"):
         apply(other, policy_for(model, SPARSE))
     with pytest.raises(dx.UnsupportedInputError, match="served are WanTransformer3DModel"):

@@ -22,7 +22,7 @@ ATTENTION = re.compile(r"(single_)?(transformer_)?blocks\.\d+\.attn1?")  # self 
 class Family(NamedTuple):
     """How the transformers of a family lay out their tokens."""
 
-    shape: Callable[[Any, Arguments], Shape]  # (config, arguments) -> (frames, height, width) in tokens
+    shape: Callable[[Any, Arguments], Shape | None]  # (config, arguments) -> (frames, height, width) in tokens
     text_first: bool = False  # whether text comes before the video in joint attention
     time_scale: float = 1.0  # the scheduler's timestep / the transformer's
 
@@ -43,13 +43,10 @@ def _frames_first(config: Any, arguments: Arguments) -> Shape:
     return -(-frames // in_time), height // patch, width // patch
 
 
-def _named(config: Any, arguments: Arguments) -> Shape:
-    """Return the shape that the caller passes by name."""
-    names = ("num_frames", "height", "width")
-    if any(arguments.get(name) is None for name in names):
-        raise UnsupportedInputError("a video", {"grid": [f"the transformer must be called with {', '.join(names)}"]})
-    frames, height, width = (arguments[name] for name in names)
-    return frames, height, width
+def _named(config: Any, arguments: Arguments) -> Shape | None:
+    """Return the shape that the caller passes by name, None if it passes none."""
+    frames, height, width = (arguments.get(name) for name in ("num_frames", "height", "width"))
+    return (frames, height, width) if frames and height and width else None
 
 
 def _positions(config: Any, arguments: Arguments) -> Shape:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.host import never_traced
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan
@@ -183,17 +184,17 @@ class Handle:
         """Return the plan of a layer for these queries and keys, or None and the reason for dense attention."""
         shape, share = self._shape, 0.0 if self.share is None else self.share
         if self._killed:
-            return None, "kill switch"
+            return None, DenseReason.KILLED
         if shape is None:
-            return None, "outside of a forward pass"
+            return None, "grid is unknown"
         if q.shape[1] != k.shape[1] or q.shape[1] < shape[0] * shape[1] * shape[2]:
             return None, "not the whole grid"
         if q.shape[2] != self.policy.model.q_heads:
-            return None, "a part of the heads"
+            return None, DenseReason.SHARDED
         if q.shape[1] < self.policy.dense_below:
-            return None, "short"
+            return None, DenseReason.BELOW
         plan = self._plans[max(start for start in self._plans if start <= share)].get(layer)
-        return plan, "no rule"
+        return plan, DenseReason.NO_RULE
 
     @never_traced
     def _start(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

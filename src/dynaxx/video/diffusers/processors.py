@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout.host import never_traced
 
 Dense = Callable[[], Tensor]
@@ -162,7 +163,7 @@ def _eager(
     assert layer is not None, "only processors of ours call a stand-in"
     own = _LAYERS[int(layer)]
     if _unserved(given):
-        return turned(own.attend_dense("arguments", dense))
+        return turned(own.attend_dense(DenseReason.ARGUMENT, dense))
     out = own.attend(*map(turned, (query, key, value)), _mask(given["attn_mask"], tokens_at), given["scale"], dense)
     return turned(out)
 
