@@ -45,8 +45,8 @@ def side(size: int, scale: float) -> int:
     return max(1, round(2 * size * scale))
 
 
-def families(grid: Grid, density: float, block: int) -> dict[str, Any]:
-    """Return the uniform rules of a density."""
+def windows(grid: Grid, density: float, block: int) -> dict[str, Any]:
+    """Return rules by position of about a density."""
     f, h, w = grid.shape
     makers: dict[str, Callable[[float], Any]] = {
         "window": lambda s: GridWindow(side(f, s), side(h, s), side(w, s)),
@@ -54,8 +54,7 @@ def families(grid: Grid, density: float, block: int) -> dict[str, Any]:
         "spatial": lambda s: GridWindow(frames=side(f, s)),
         "temporal": lambda s: GridWindow(height=side(h, s), width=side(w, s)),
     }
-    found = {name: fitted(make, grid, density, block) for name, make in makers.items()}
-    return found | {"pooled top-k": dx.TopK(density, MEAN, per="head")}
+    return {name: fitted(make, grid, density, block) for name, make in makers.items()}
 
 
 def better_windows(search: Search, spatial: Any, temporal: Any) -> list[VideoRule]:
@@ -89,10 +88,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="time to train")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.1, 0.2, 0.3])
+    parser.add_argument("--batch", type=int, help="clips per step of training; that of the size by default")
+    parser.add_argument("--windows", action=argparse.BooleanOptionalAction, default=True, help="also rules by position")
     parser.add_argument("--tiny", action="store_true", help="a model for a test on a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     size, block = (TINY, 16) if options.tiny else (FULL, 64)
+    size = size._replace(batch=options.batch or size.batch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     grid = Grid(size.frames, size.pixels // 2, size.pixels // 2)
     model, losses = train(size, device, options.seconds)
@@ -103,7 +105,7 @@ def main() -> None:
     cases = [("; ".join(random_prompts(at_once, generator)), seed) for seed in range(4)]
     seen, unseen = cases[:2], cases[2:]
     started = time.monotonic()
-    shares = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7)
+    shares = (0.03, 0.06, 0.08, 0.1, 0.12, 0.15, 0.18, 0.22, 0.27, 0.33, 0.4, 0.5, 0.7)
     candidates = tuple(dx.TopK(share, MEAN, per="head") for share in shares)
     search = Search(sampler, Space((*candidates, None), block_size=block, groups=4), seen)
     print(f"tuned in {time.monotonic() - started:.0f} s")
@@ -119,13 +121,17 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(document | {"bars": bars(rows)}))
 
+    one = lambda rule: policy_of(sampler, search.space, [VideoRule.of(rule)])
     for density in options.densities:
-        uniform = families(grid, density, block)
-        spatial, temporal = uniform.pop("spatial"), uniform.pop("temporal")
-        for method, rule in uniform.items():
-            report(method, density, policy_of(sampler, search.space, [VideoRule.of(rule)]))
-        both = Search(sampler, Space((spatial, temporal, None), block_size=block, groups=1), seen[:1])
-        report("spatial or temporal", density, policy_of(sampler, both.space, better_windows(both, spatial, temporal)))
+        report("pooled top-k", density, one(dx.TopK(density, MEAN, per="head")))
+        if options.windows:
+            found = windows(grid, density, block)
+            spatial, temporal = found.pop("spatial"), found.pop("temporal")
+            for method, rule in found.items():
+                report(method, density, one(rule))
+            both = Search(sampler, Space((spatial, temporal, None), block_size=block, groups=1), seen[:1])
+            rules = better_windows(both, spatial, temporal)
+            report("spatial or temporal", density, policy_of(sampler, both.space, rules))
         report("tuned", density, search.policy(next(r["density"] for r in reversed(rows) if "top-k" in r["method"])))
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what each candidate rule costs each head of each layer in each part of the denoising.
 
-One forward pass per part is measured: the first one past its middle. A head's cost is the squared error of its output
-as a share of the squared output of its layer, so that the costs of a layer's heads add up. How much an error in a layer
-and a part matters to the final latents is measured too, by a run in which only these are sparse.
+One forward pass per part is measured: the first one past its middle. A head's cost is the squared error that it makes
+in its layer's output, after the output projection, as a share of the squared output: costs of a layer's heads add up.
+How much an error in a layer and a part matters to the final latents is measured too, by a run in which only these are
+sparse.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from dynaxx.layout import as_block_size
+from dynaxx.policy import ModelFacts
 from dynaxx.policy.resolve import plan_of
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.video.attention import attend
-from dynaxx.video.diffusers.families import model_facts
+from dynaxx.video.diffusers.families import attention_modules, model_facts, original
 from dynaxx.video.diffusers.handle import apply
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.sampling import Sample, Sampler, relative_error
@@ -78,7 +80,7 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
         dense: the dense results of the cases, in their order.
     """
     density, error = _local_costs(sampler, space, cases)
-    probe = _probe(space)
+    probe = probe_of(space)
     weights = torch.zeros(error.shape[1:3])
     count = min(space.groups, error.shape[2])
     groups = [tuple(group.tolist()) for group in torch.arange(error.shape[2]).chunk(count)]
@@ -90,7 +92,7 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
     return Costs(density, error * weights[None, :, :, None])
 
 
-def _probe(space: Space) -> int:
+def probe_of(space: Space) -> int:
     """Return the candidate in the middle, by which weights are measured."""
     return (len(space.candidates) - 1) // 2
 
@@ -108,6 +110,7 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
     ]
     parts = [VideoRule.of(None, steps=steps) for steps in space.ranges]  # dense, so that the handle knows the step
     with apply(sampler.model, policy_of(sampler, space, parts), scheduler=sampler.scheduler) as handle:
+        projections = [projection_of(module, facts) for _, module in attention_modules(original(sampler.model))]
         measured: dict[int, float] = {}  # share of the steps at which each range is measured
 
         def watch(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, _: Any) -> None:
@@ -116,11 +119,12 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
             middle = sum(space.ranges[at]) / 2
             if share < middle or measured.setdefault(at, share) != share:
                 return
-            whole = out.float().square().sum()
             calls[at, layer] += 1
+            gram = projections[layer].to(out.device)
+            whole = energy(out, gram).sum()
             for index, plan in enumerate(plans):
                 found, layout = attend(q, k, v, handle.grid(q), plan)
-                error[index, at, layer] += ((found - out).float().square().sum((0, 1, 3)) / whole).cpu()
+                error[index, at, layer] += (energy(found - out, gram) / whole).cpu()
                 visited = layout.kv_num_blocks.float().mean((0, 2)).cpu() / layout.kv_blocks
                 density[index, at, layer] += visited
 
@@ -131,3 +135,18 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
     calls = calls.clamp(min=1)[None, :, :, None]
     density[:-1] /= calls
     return density, error / calls
+
+
+def projection_of(module: Any, facts: ModelFacts) -> Tensor:
+    """Return (heads, head_dim, head_dim): W^T W of each head's part W of the output projection, or identities."""
+    linear = module.to_out[0] if getattr(module, "to_out", None) is not None else None
+    if linear is None or linear.in_features != facts.q_heads * facts.head_dim:
+        return torch.eye(facts.head_dim).expand(facts.q_heads, -1, -1)
+    weight = linear.weight.detach().float().unflatten(1, (facts.q_heads, facts.head_dim))
+    return torch.einsum("ohi,ohj->hij", weight, weight)
+
+
+def energy(x: Tensor, gram: Tensor) -> Tensor:
+    """Return (heads,) squared norms of (batch, seqlen, heads, head_dim) after each head's output projection."""
+    x = x.float()
+    return (torch.einsum("bshi,hij->bshj", x, gram) * x).sum((0, 1, 3))

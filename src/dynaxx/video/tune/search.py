@@ -11,8 +11,10 @@ from torch import Tensor
 
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.video.policy import VideoPolicy, VideoRule
-from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, run_with
+from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, probe_of, run_with
 from dynaxx.video.tune.sampling import MOST_PSNR, Sample, Sampler, psnr, relative_error
+
+TRUSTS = (0.0, 0.5, 1.0)  # how far differences between cells are trusted; the latents decide
 
 
 class Trial(NamedTuple):
@@ -37,8 +39,17 @@ class Search:
         self.sampler, self.space, self.cases = sampler, space, cases
         self.dense = [run_with(sampler, policy_of(sampler, space, []), case)[0] for case in cases]
         self.costs: Costs = measure_costs(sampler, space, cases, self.dense)
+        # A cell counts by its share of the steps. Its loss is already that of all its steps.
         share = torch.tensor([last - first for first, last in space.ranges])[None, :, None, None] * len(space.ranges)
-        self._allocator = Allocator((self.costs.density * share).flatten(1), self.costs.loss.mul(share).flatten(1))
+        density = (self.costs.density * share).flatten(1)
+        allocators = [Allocator(density, _tempered(self.costs.loss, trust).flatten(1)) for trust in TRUSTS]
+        typical = float(density[probe_of(space)].mean())
+        self._allocator = allocators[0]
+        trials = []
+        for allocator in allocators:
+            self._allocator = allocator
+            trials.append(self.try_policy(self.policy(typical)))
+        self._allocator = allocators[max(range(len(trials)), key=lambda at: trials[at].psnr)]
 
     def policy(self, density: float) -> VideoPolicy:
         """Return the policy with the smallest predicted loss at a mean density."""
@@ -80,6 +91,13 @@ class Search:
                 low = tried
             tried = (low * high) ** 0.5
         return [*trials, best]
+
+
+def _tempered(loss: Tensor, trust: float) -> Tensor:
+    """Return losses (candidates, ranges, layers, heads) between those of all cells alike, at 0.0, and their own."""
+    log = loss.clamp(min=1e-30).log()
+    mean = log.flatten(1).mean(1)[:, None, None, None]
+    return torch.where(loss > 0, (trust * log + (1 - trust) * mean).exp(), 0.0)
 
 
 def trial(sampler: Sampler, policy: VideoPolicy, cases: Sequence[Case], dense: Sequence[Sample]) -> Trial:

@@ -120,5 +120,5 @@ def test_the_table_of_quality_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "benchmarks/video/quality.py", "--tiny", "--seconds", "2", "--densities", "0.2"]
     subprocess.run([*command, "--json", str(file)], check=True, timeout=300, cwd=ROOT)
     rows = json.loads(file.read_text())["rows"]
-    assert [row["method"] for row in rows] == ["window", "radial decay", "pooled top-k", "spatial or temporal", "tuned"]
-    assert rows[-1]["density"] <= rows[2]["density"] + 0.01
+    assert [row["method"] for row in rows] == ["pooled top-k", "window", "radial decay", "spatial or temporal", "tuned"]
+    assert rows[-1]["density"] <= rows[0]["density"] + 0.01
