@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dynaxx import patterns as p
 from dynaxx.layout import BLOCK_SIZES, BlockGrid, BlockLayout
+from dynaxx.ops.position_bias import Alibi, PositionBias, T5Bias
 from dynaxx.patterns.base import Intersection, Union
 from dynaxx.selection import Hybrid, Selector, select_blocks
 from dynaxx.testing.cases import make_qkv, random_pattern, random_selector
@@ -46,6 +48,7 @@ class Draw:
     rules: list[Rule] = field(default_factory=list)  # the patterns and selectors drawn so far
     from_data: float = 0.5  # probability that a rule is a selector or hybrid, which read the data
     softcaps: tuple[float | None, ...] = ()  # softcaps to draw from; () for the default choice
+    biased: float = 0.1  # probability of a bias by position
     memories: tuple[str, ...] = tuple(MEMORY)  # memory layouts to draw from
 
     @classmethod
@@ -173,6 +176,17 @@ class Draw:
             ).to(inputs["q"])
             self.note("scores", "sinks")
         return {"scale": self.scale(), "softcap": softcap}
+
+    def bias(self, batch: int) -> PositionBias | None:
+        """Draw a bias by position, usually none."""
+        if self.rng.random() >= self.biased:
+            return None
+        self.note("scores", "bias")
+        draw = partial(torch.rand, generator=self.generator, dtype=torch.float32, device="cpu")
+        heads = self.heads[0]
+        if self.rng.random() < 0.5:
+            return Alibi(draw(self.rng.choice(((heads,), (batch, heads)))).to(self.device))
+        return T5Bias(draw(32, heads).to(self.device), self.rng.random() < 0.5, self.rng.choice((20, 128)))
 
     @property
     def generator(self) -> torch.Generator:

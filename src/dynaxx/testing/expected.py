@@ -38,6 +38,7 @@ class Expected:
             self._dlse if "lse" in self._exact else None,
             scale=problem.scale,
             softcap=problem.asks.softcap,
+            bias=problem.bias,
             merged=problem.eager is not None,
         )
 

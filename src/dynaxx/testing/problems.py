@@ -16,10 +16,12 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.bias import bias_of_pairs, table_of
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.packed import pack_layouts
 from dynaxx.ops import merge_states, sparse_attention
 from dynaxx.ops.buckets import Bucket, attend_in_buckets
+from dynaxx.ops.position_bias import bias_by_distance
 from dynaxx.patterns import Documents
 from dynaxx.selection import select_blocks
 from dynaxx.selection.packed import select_packed_blocks
@@ -42,6 +44,7 @@ class Problem:
     asks: AttentionProblem
     traits: dict[str, list[str]]  # what the problem covers: {"pattern": ["Sink", "Causal"], ...}
     label: str
+    bias: Tensor | None = None  # added to the scores, (batch, q_heads, N, M)
 
 
 @typed
@@ -69,11 +72,13 @@ def _batch(draw: Draw) -> Problem:
     inputs = draw.tensors(batch, seqlen_q, seqlen_k)
     layout, visible = _any_layout(draw, inputs["q"], inputs["k"])
     options = draw.score_options(inputs)
+    given: dict[str, Any] = {**options, "position_bias": draw.bias(batch), "return_lse": True}
+    table = table_of(bias_by_distance(given["position_bias"], inputs["q"], inputs["k"], layout), seqlen_q, seqlen_k)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, backend: str) -> tuple[Tensor, Tensor]:
-        return sparse_attention(q, k, v, layout.to(q.device), sinks=sinks, **options, return_lse=True, backend=backend)
+        return sparse_attention(q, k, v, layout.to(q.device), sinks=sinks, **given, backend=backend)
 
-    return _problem(draw, inputs, visible, attend, options)
+    return _problem(draw, inputs, visible, attend, options, bias=bias_of_pairs(table, seqlen_q))
 
 
 def _any_layout(draw: Draw, q: Tensor, k: Tensor) -> tuple[BlockLayout, Tensor]:
@@ -194,11 +199,12 @@ def _problem(
     options: dict[str, Any],
     eager: AttendAll | None = None,
     with_lse: bool = True,
+    bias: Tensor | None = None,
 ) -> Problem:
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
 
     def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        out, lse = oracle_attention(q, k, v, visible, sinks=sinks, **options)
+        out, lse = oracle_attention(q, k, v, visible, sinks=sinks, bias=bias, **options)
         return out, lse if with_lse else None
 
     asks = AttentionProblem(
@@ -214,6 +220,7 @@ def _problem(
         block_size=draw.block_size,
         needs_grad=True,
         softcap=options["softcap"],
+        biased=bias is not None,
     )
     label = f"{draw.describe()}; {asks}; scale {options['scale']}"
-    return Problem(inputs, attend, exact, eager, visible, options["scale"], asks, draw.traits, label)
+    return Problem(inputs, attend, exact, eager, visible, options["scale"], asks, draw.traits, label, bias)

@@ -106,6 +106,7 @@ def check_backend(backend: str, workloads: Sequence[Workload], device: torch.dev
                 memories=("contiguous",),
                 softcaps=(softcap,),
                 from_data=0.0,
+                biased=0.0,
             )
             if unsupported_reasons(backend, problem.asks):
                 continue
