@@ -189,10 +189,7 @@ def recorded_layer_attention(
     window: int | None,
     is_causal: bool | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run `layer_attention` for training. Return its result and the ticket of a recording for the backward op.
-
-    Each layer makes its own selection, even if the policy lets layers share one.
-    """
+    """Run `layer_attention` for training. Return its result and the ticket of a recording for the backward op."""
     visible, options = _Visible(mask, padding, start, offset), _Options(number, scale, softcap, window, is_causal)
     out, recording = _record((q, k, v) if sinks is None else (q, k, v, sinks), visible, options)
     return out, RECORDINGS.keep(recording, q.device)
