@@ -178,7 +178,7 @@ test-video: $(VIDEO_ENV)/video.stamp ## Test policies in random diffusion transf
 # Each Triton lies over the one in .venv, with a cache of its own.
 test-gluon-%: .venv-tritons/%/triton.stamp
 	PYTHONPATH=.venv-tritons/$* TRITON_CACHE_DIR=.venv-tritons/$*/cache $(BIN)/python -m pytest -m "slow or not slow" \
-	    tests/kernels/test_fingerprints.py tests/kernels/test_compiled.py tests/trained/tokens/test_compiled_tokens.py tests/kernels/gpu
+	    tests/kernels/test_fingerprints.py tests/kernels/test_compiled.py tests/trained/tokens/test_compiled_tokens.py tests/kernels/runtime
 
 test-gluon: $(addprefix test-gluon-,$(TRITONS)) ## Compile all kernels under each Triton, without a GPU
 

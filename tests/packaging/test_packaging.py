@@ -143,3 +143,10 @@ def test_every_source_file_names_its_licence():
         if not any("SPDX-License-Identifier: Apache-2.0" in line for line in path.read_text().splitlines()[:2])
     ]
     assert not missing, f"begin with `# SPDX-License-Identifier: Apache-2.0`: {missing}"
+
+
+@pytest.mark.parametrize("path", ["Makefile", *(f".github/workflows/{name}.yml" for name in ("triton", "wheels"))])
+def test_the_tests_that_recipes_run_exist(path):
+    named = re.findall(r"tests/[\w/.*]+", (ROOT / path).read_text(encoding="utf-8"))
+    assert named
+    assert not [name for name in named if not list(ROOT.glob(name.rstrip("./")))]

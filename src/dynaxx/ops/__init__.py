@@ -3,12 +3,12 @@
 
 The files:
 
-    attention                       `sparse_attention`; `checks`, `dispatch` and `autograd` are its steps
-    position_bias                   biases of its scores by position
-    decode                          `sparse_decode`; `decode_checks` and `decode_dispatch` are its steps
-    merge, buckets, autotune, explainresults, requests, tile sizes and backends
-    library, pattern_library, flops compilers, tracers and counters
-    prepared/                       calls that are checked once and replayed
+    attention                         `sparse_attention`; `checks`, `dispatch` and `autograd` are its steps
+    position_bias                     biases of its scores by position
+    decode                            `sparse_decode`; `decode_checks` and `decode_dispatch` are its steps
+    merge, buckets, autotune, explain results, requests, tile sizes and backends
+    library, pattern_library, flops   compilers, tracers and counters
+    prepared/                         calls that are checked once and replayed
 """
 
 from dynaxx.ops.attention import SparseAttentionOutput, column_sums, sparse_attention
