@@ -80,7 +80,7 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
         dense: the dense results of the cases, in their order.
     """
     density, error = _local_costs(sampler, space, cases)
-    probe = probe_of(space)
+    probe = _probe(space)
     weights = torch.zeros(error.shape[1:3])
     count = min(space.groups, error.shape[2])
     groups = [tuple(group.tolist()) for group in torch.arange(error.shape[2]).chunk(count)]
@@ -92,7 +92,7 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
     return Costs(density, error * weights[None, :, :, None])
 
 
-def probe_of(space: Space) -> int:
+def _probe(space: Space) -> int:
     """Return the candidate in the middle, by which weights are measured."""
     return (len(space.candidates) - 1) // 2
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.video.policy import VideoPolicy, VideoRule
-from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, probe_of, run_with
+from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, run_with
 from dynaxx.video.tune.sampling import MOST_PSNR, Sample, Sampler, psnr, relative_error
 
 TRUSTS = (0.0, 0.5, 1.0)  # how far differences between cells are trusted; the latents decide
@@ -42,20 +42,17 @@ class Search:
         # A cell counts by its share of the steps. Its loss is already that of all its steps.
         share = torch.tensor([last - first for first, last in space.ranges])[None, :, None, None] * len(space.ranges)
         density = (self.costs.density * share).flatten(1)
-        allocators = [Allocator(density, _tempered(self.costs.loss, trust).flatten(1)) for trust in TRUSTS]
-        typical = float(density[probe_of(space)].mean())
-        self._allocator = allocators[0]
-        trials = []
-        for allocator in allocators:
-            self._allocator = allocator
-            trials.append(self.try_policy(self.policy(typical)))
-        self._allocator = allocators[max(range(len(trials)), key=lambda at: trials[at].psnr)]
+        losses = (_tempered(self.costs.loss, trust).flatten(1) for trust in TRUSTS)
+        self._allocators = [Allocator(density, loss) for loss in losses]
 
-    def policy(self, density: float) -> VideoPolicy:
-        """Return the policy with the smallest predicted loss at a mean density."""
-        least = self._allocator.least_density
-        choice = self._allocator.at(max(density, least)).choice.view(self.costs.density.shape[1:])
-        return policy_of(self.sampler, self.space, list(self._rules(choice)))
+    def best(self, density: float) -> Trial:
+        """Return the trial of the best policy at a mean density, among those of all `TRUSTS`."""
+        trials = []
+        for allocator in self._allocators:
+            choice = allocator.at(max(density, allocator.least_density)).choice.view(self.costs.density.shape[1:])
+            policy = policy_of(self.sampler, self.space, list(self._rules(choice)))
+            trials.append(trial(self.sampler, policy, self.cases, self.dense))
+        return max(trials, key=lambda found: found.psnr)
 
     def _rules(self, choice: Tensor) -> Iterator[VideoRule]:
         """Yield the rules of a choice of candidates, (ranges, layers, heads)."""
@@ -67,21 +64,17 @@ class Search:
                     if rule is not None:
                         yield VideoRule.of(rule, layers=(layer,), heads=heads, steps=steps)
 
-    def try_policy(self, policy: VideoPolicy) -> Trial:
-        """Run a policy on the cases."""
-        return trial(self.sampler, policy, self.cases, self.dense)
-
     def sparsest(self, limit: float, rounds: int = 6, say: Callable[[Trial], None] | None = None) -> list[Trial]:
         """Return the trials of a bisection for the sparsest policy with a PSNR of at least `limit` dB.
 
         The last trial is the best one within the limit, or the dense policy if there is none.
         """
-        low, high = self._allocator.least_density, 1.0
+        low, high = self._allocators[0].least_density, 1.0
         best = Trial(1.0, MOST_PSNR, 0.0, policy_of(self.sampler, self.space, []))
         trials: list[Trial] = []
         tried = low
         while len(trials) < rounds and high > 1.05 * low:
-            found = self.try_policy(self.policy(tried))
+            found = self.best(tried)
             trials.append(found)
             if say is not None:
                 say(found)
