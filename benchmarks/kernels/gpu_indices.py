@@ -156,10 +156,11 @@ def row_of(work: Work, profile: Path | None) -> dict[str, Any]:
     if profile is not None:
         run = cProfile.Profile()
         for name, call, count in (("both", both, 300), ("step", steps["step"], 100)):
-            run.enable()
-            for _ in range(count):
-                call()
-            run.disable()
+            with torch.autograd.set_multithreading_enabled(False):  # a profile sees the calling thread alone
+                run.enable()
+                for _ in range(count):
+                    call()
+                run.disable()
             with profile.open("a") as file:
                 print(work.name, name, count, file=file)
                 pstats.Stats(run, stream=file).sort_stats("tottime").print_stats(45)
