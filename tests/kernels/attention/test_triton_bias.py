@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from biases import KINDS, LARGE, RULES, SHAPES, bias_of, check, numbers
+from biases import bias_of, check, numbers
 from interpreter import DEVICE, INTERPRETED, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
@@ -33,6 +33,7 @@ def attend(q, k, v, layout, *, position_bias, **options):
     return [x.cpu() for x in found]
 
 
+HALF = (torch.bfloat16, torch.float16)
 CASES = [  # shape, rule, kind, dtype, block size, softcap and scale
     ("encoder", "window", "alibi per entry", torch.float16, (64, 64), {}),
     ("encoder", "full", "t5 encoder", torch.float32, (32, 16), {"softcap": 3.0}),
@@ -49,17 +50,22 @@ def test_against_dense_attention(case):
     check(attend, *given, block_size=block_size, **options)
 
 
+GPU_CASES = [
+    *(("head_dim 128", "full", "t5 encoder", dtype, (128, 128), {}) for dtype in HALF),
+    *(("head_dim 64", "causal", "alibi per entry", dtype, (64, 64), {}) for dtype in HALF),
+    ("head_dim 64", "window", "t5 decoder", torch.float32, (128, 128), {}),
+    ("head_dim 128", "full", "alibi", torch.bfloat16, (64, 32), {"softcap": 3.0}),
+    ("fewer keys", "window", "t5 encoder", torch.bfloat16, (16, 16), {}),
+]
+
+
 @runs_here
 @pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="too many cases for the interpreter")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [*SHAPES, *LARGE])
-def test_all_dtypes_and_blocks(shape, dtype):
-    blocks = ((16, 16), (128, 128), (64, 32), (64, 64))
-    for i, kind in enumerate(KINDS):
-        block_size = (128, 128) if shape in LARGE and i % 2 else blocks[(i + len(shape)) % len(blocks)]
-        softcap = 3.0 if i == len(shape) % 4 else None
-        check(attend, shape, list(RULES)[i % len(RULES)], kind, dtype, block_size=block_size, softcap=softcap)
+@pytest.mark.skipif(INTERPRETED, reason="large, and the interpreter does not multiply bf16")
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_large_heads_and_bf16(case):
+    *given, block_size, options = case
+    check(attend, *given, block_size=block_size, **options)
 
 
 @runs_here
