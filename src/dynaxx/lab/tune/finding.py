@@ -32,6 +32,7 @@ from dynaxx.lab.tune.density.trials import ERRORS, FUTILE, Trials, mean_and_erro
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.result import HeldOutKind, KindTrial, Trial
 from dynaxx.lab.tune.text_costs import TextCosts
+from dynaxx.layout import as_block_size
 from dynaxx.selection import Scorer
 
 SEARCH_STEPS = 10  # trials of budgets per head in one run, at most
@@ -41,8 +42,8 @@ FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a sea
 UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
 TRIALS = 3  # trials that the texts of early ones are sized for
 COSTS_SHARE = 0.25  # largest expected share of the time left for costs of more than one scorer
-COSTS_MOST = 0.6  # largest expected share of the whole budget for the costs of one scorer on texts that can be shorter
-COSTS_TOKENS = 256  # tokens of these texts, at least, since the latest 128 of each query are always visible
+COSTS_MOST = 0.25  # largest expected share of the whole budget for the costs of one scorer on texts that can be shorter
+COSTS_BLOCKS = 16  # blocks of these texts, at least, since the latest 128 tokens of each query are always visible
 
 
 class Finding:
@@ -112,8 +113,8 @@ class Finding:
 
     def _shorten_costs(self) -> None:
         """Halve the texts for costs until one scorer's fit well into the budget, unless some length was measured."""
-        lengths = [self.cost_tokens]
-        while self.time.seconds is not None and lengths[-1] >= 2 * COSTS_TOKENS:
+        lengths, fewest = [self.cost_tokens], COSTS_BLOCKS * as_block_size(self.block_size)[1]
+        while self.time.seconds is not None and lengths[-1] >= 2 * fewest:
             lengths.append(lengths[-1] // 2)
         expected = {}
         for self.cost_tokens in lengths:

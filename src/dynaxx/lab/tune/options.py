@@ -38,7 +38,7 @@ class TuneOptions:
 
     # How much is measured
     tokens: int = 4096  # tokens per stretch of text
-    cost_tokens: int | None = None  # tokens at the start of a stretch that costs of heads are measured on; None: all
+    cost_tokens: int | None = None  # tokens of a stretch to measure costs on, or fewer under a time budget; None: all
     stretches: int = 1  # stretches of each text for costs of heads; up to three times as many, where needed, for trials
     seed: int = 0  # of the sampled tokens of the gradient, and of the places of texts
     time_budget: float | None = None  # seconds after which no further evaluation starts; the best result is written

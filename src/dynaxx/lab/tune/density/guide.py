@@ -18,7 +18,7 @@ from dynaxx.lab.tune.result import Trial
 
 GUESSES = 4  # after so many guesses, the prediction is inaccurate and bisection is faster
 STEPS = 40  # bisection steps that solve for a density
-FIRST = 0.6  # density of the first trial, unless a denser one is expected to be needed
+FIRST = 0.55  # density of the first trial, unless a denser one is expected to be needed
 MOST = 0.9  # highest density that is tried; a policy that needs more is not worth it
 INSIDE = 0.25  # least distance of a guess from the failing density, as a share of the interval of logarithms
 BOLD = 1.25  # ratio of the passing density to the next one while none has failed, at least
