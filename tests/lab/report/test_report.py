@@ -259,6 +259,15 @@ def test_a_busy_machine_is_said_with_every_time(tmp_path):
     assert "The machine was busy while attention was timed." in page.text
 
 
+def test_options_are_not_broken_and_stay_text(tmp_path):
+    advice = 'Run it with --time-budget "<15m>": it continues.'
+    page = page_of(
+        tmp_path, validation=None, tuning=made.tuning("undecided", "time") | {"advice": advice}, policy=DENSE
+    )
+    assert "--time-budget" in [each for each in page.words if each.startswith("--")]
+    assert advice in page.text
+
+
 def test_what_was_left_out_is_said(tmp_path):
     validation = made.validation() | {"skipped": ["generated text", "the speed at 8,192 tokens"], "repetition": None}
     page = page_of(tmp_path, validation=validation, profile=made.profile() | {"left_out": [32768]})

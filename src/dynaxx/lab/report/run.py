@@ -7,6 +7,7 @@ text than the others, the section says so and names the command that writes it. 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -106,8 +107,16 @@ def _template() -> tuple[Any, type[Exception]]:
         "duration": duration,
         "times": times,
         "number": parts.number,
+        "whole_options": _whole_options,
     }
     return environment.get_template("report.html.j2"), jinja2.TemplateError
+
+
+def _whole_options(text: str) -> Any:
+    """Return text as HTML in which no line ends within an option such as `--out`."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"--[a-z]\S*", r'<span class="option">\g<0></span>', str(escape(text))))
 
 
 def _page(documents: dict[str, Any], problems: dict[str, str], folder: Path) -> dict[str, Any]:
