@@ -283,6 +283,11 @@ def case_shards_need_their_split(ranks):
         found = dxd.sparse_attention(own, own, own, layout, ranks.mesh, split=split)
         wanted = split.shard(dx.sparse_attention(q, q, q, layout), ranks.rank)
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+    make = dxd.SequenceSplit.contiguous if ranks.rank == 0 else dxd.SequenceSplit.zigzag
+    split, layout = make(256, ranks.count, 32), dx.SlidingWindow(99).layout(256, block_size=32, device=ranks.device)
+    own = split.shard(q, ranks.rank)
+    with pytest.raises(ValueError, match="split"):  # on every rank, instead of results of neither
+        dxd.sparse_attention(own, own, own, layout, ranks.mesh, split=split)
 
 
 def case_senders_know_where_receivers_want_tokens(ranks):
