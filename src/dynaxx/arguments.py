@@ -60,6 +60,8 @@ def number(name: str, value: object) -> float:
         raise TypeError(f"`{name}` must be a number, got {value!r}")
     try:
         return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")  # type: ignore[operator]
     except (TypeError, RuntimeError):
         raise TypeError(f"`{name}` must be a number, got {described(value)}") from None
 

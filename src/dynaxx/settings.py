@@ -17,6 +17,8 @@ from operator import index
 from pkgutil import iter_modules
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import torch
+
 from dynaxx.arguments import described, fits, number
 
 RULES: dict[str, type[Configured]] = {}  # by their kinds
@@ -78,8 +80,7 @@ class Configured:
 
     def __post_init__(self) -> None:
         """Check the settings; see `check_settings`."""
-        rule: Any = type(self)
-        check_settings(self, settings_of(rule))
+        check_settings(self)
 
     @classmethod
     def random(cls, rng: random.Random, seqlen_k: int) -> Self:
@@ -88,13 +89,22 @@ class Configured:
         return cls(**{name: drawn(hint, rng, seqlen_k) for name, hint in settings_of(rule).items()})
 
 
-def check_settings(rule: Any, hints: dict[str, Any]) -> None:
+def check_settings(rule: Any, owner: Any = None) -> None:
     """Check fields of a frozen dataclass. Convert numbers of other types to `int` or `float`, and lists to tuples.
+
+    Compilers cannot trace annotations, so code that `torch.compile` traces is not checked.
+
+    Args:
+        rule: the object.
+        owner: the class whose annotations count; None for the one that has the rule's kind.
 
     Raises:
         TypeError, ValueError: a field does not have the type or the range of its annotation.
     """
-    for name, hint in hints.items():
+    if torch.compiler.is_dynamo_compiling():
+        return
+    kind: Any = type(rule)
+    for name, hint in (settings_of(kind) if owner is None else hints_of(owner)).items():
         given = getattr(rule, name)
         value, error = _fitted(name, given, hint)
         if isinstance(error, TypeError):

@@ -15,7 +15,7 @@ from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, packed
 from dynaxx.patterns.runs import Runs, Visited
-from dynaxx.settings import Range, check_settings, hints_of
+from dynaxx.settings import Range, check_settings
 
 MOST = 1 << 31  # tokens
 Tokens = Annotated[int, Range(1, MOST - 1)]
@@ -40,7 +40,7 @@ class Compressed(Pattern):
 
     def __post_init__(self) -> None:
         """Check the sizes and the position."""
-        check_settings(self, hints_of(Compressed))
+        check_settings(self, Compressed)
 
     @override
     def visible(self, grid: BlockGrid, q_pos: Tensor, k_pos: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dynaxx.patterns import Causal, Full, GlobalTokens, Pattern, Sink, SlidingWi
 from dynaxx.selection.base import Hybrid, Selector
 from dynaxx.selection.budgets import TopK
 from dynaxx.selection.scorers import MeanPool, MeanQuery, MinMax
-from dynaxx.settings import Count, Positive, Share, check_settings, hints_of
+from dynaxx.settings import Count, Positive, Share, check_settings
 
 MOST_PAGES = 2**31 - 1  # more than a cache can have
 
@@ -48,7 +48,7 @@ class PageBudget:
 
     def __post_init__(self) -> None:
         """Check the fields; see `check_settings`."""
-        check_settings(self, hints_of(PageBudget))
+        check_settings(self, PageBudget)
 
     @classmethod
     @typed

@@ -25,7 +25,7 @@ from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import on_host
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.lazy import lazy
-from dynaxx.settings import Count, Positive, Range, check_settings, hints_of
+from dynaxx.settings import Count, Positive, Range, check_settings
 
 MOST_BLOCKS = 1 << 16  # upper bound for `slc_count`
 
@@ -60,7 +60,7 @@ class NsaSizes:
 
     def __post_init__(self) -> None:
         """Check that the sizes fit each other."""
-        check_settings(self, hints_of(NsaSizes))
+        check_settings(self, NsaSizes)
         if self.slc_block not in BLOCK_SIZES:
             raise ValueError(f"`slc_block` must be one of {BLOCK_SIZES}, got {self.slc_block}")
         if self.cmp_block % self.cmp_stride or self.slc_block % self.cmp_stride:

@@ -16,7 +16,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import without_autocast
 from dynaxx.layout.packed import CuSeqlens, host_lengths
-from dynaxx.settings import Range, check_settings, hints_of
+from dynaxx.settings import Range, check_settings
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS
 
 SCORE_BYTES = 64 << 20  # bytes of scores held at once
@@ -41,7 +41,7 @@ class TopKTokens:
 
     def __post_init__(self) -> None:
         """Check the block size and the number of tokens."""
-        check_settings(self, hints_of(TopKTokens))
+        check_settings(self, TopKTokens)
         if self.block_size not in (*TOKEN_BLOCKS, *BLOCK_SIZES):
             raise ValueError(f"`block_size` must be one of {(*TOKEN_BLOCKS, *BLOCK_SIZES)}, got {self.block_size}")
         if self.k % self.block_size:
