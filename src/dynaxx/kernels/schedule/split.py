@@ -234,7 +234,8 @@ def _split(
     """Build the lists in one allocation, each 16-byte aligned."""
     shapes = (num_parts, 3), (num_lines, 3)
     (lists,) = record_or_replay(_start_lists, layout, (), of_columns, lines, limit, shapes)
-    return SplitLines(limit, *dense_views(lists, shapes), lines.copies)
+    parts, split_lines = dense_views(lists, shapes)
+    return SplitLines(limit, parts, split_lines, lines.copies)
 
 
 def _start_lists(

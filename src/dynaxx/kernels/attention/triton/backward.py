@@ -44,7 +44,7 @@ from dynaxx.kernels.runtime.arguments import (
     unit_stride,
     zeros_like_lse,
 )
-from dynaxx.kernels.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.runtime.launch_cache import RecordedCall, record_or_replay
 from dynaxx.kernels.schedule.split import no_split, split_columns, split_lists, split_programs, split_rows
 from dynaxx.kernels.schedule.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
@@ -115,12 +115,13 @@ def _gradients(
 
 def _fill_dq(layout: BlockLayout, tensors: tuple[Any, ...], scale: float, softcap: float | None) -> None:
     q, dq = tensors[1], tensors[-1]
+    start: RecordedCall = _start_dq
     split = split_rows(layout, q.shape[0], q.shape[2])
     if split is None:
-        _start_dq(layout, *tensors, scale, softcap)
+        start(layout, *tensors, scale, softcap)
         return
     sums = split.places(q, layout.block_size[0], q.shape[3])
-    _start_dq(layout, *tensors, scale, softcap, split.to(p_sums=sums))
+    start(layout, *tensors, scale, softcap, split=split.to(p_sums=sums))
     sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
 
 
@@ -128,12 +129,15 @@ def _fill_dkv(layout: BlockLayout, tensors: tuple[Any, ...], scale: float, softc
     _, q, k, v, *_, dk, dv = tensors
     split = split_columns(layout, q.shape[0], q.shape[2], k.shape[2])
     kv_block, head_dim = layout.block_size[1], q.shape[3]
-    sums = None if split is None else split.places(q, kv_block * (head_dim + v.shape[3]))
-    arguments = None if split is None else split.to(p_sums=sums)
-    for gradients in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
-        _start_dkv(layout, *tensors, scale, softcap, gradients, arguments)
-    if split is None or sums is None:
+    start: RecordedCall = _start_dkv
+    passes = ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",)
+    if split is None:
+        for gradients in passes:
+            start(layout, *tensors, scale, softcap, gradients)
         return
+    sums = split.places(q, kv_block * (head_dim + v.shape[3]))
+    for gradients in passes:
+        start(layout, *tensors, scale, softcap, gradients, split=split.to(p_sums=sums))
     sum_parts(sums[:, : kv_block * head_dim], dk, split, layout, kv_block, scale)
     sum_parts(sums[:, kv_block * head_dim :], dv, split, layout, kv_block)
 
