@@ -68,7 +68,7 @@ class T5Bias:
         bucket = torch.bucketize(distance, starts, right=True)
         if self.bidirectional:
             bucket = bucket + buckets * (ahead > 0)
-        return table.to(ahead.dtype)[bucket].T[None]
+        return table.to(ahead.dtype)[bucket].T.contiguous()[None]  # a kernel that had to copy it is not replayed
 
 
 PositionBias = Alibi | T5Bias
