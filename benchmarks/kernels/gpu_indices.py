@@ -144,6 +144,8 @@ def row_of(work: Work, profile: Path | None) -> dict[str, Any]:
         row |= {f"{name}: wall": wall(call), f"{name}: host": host(call), f"{name}: device": device(call)}
     for name, call in steps.items():
         row |= {f"{name}: wall": wall(call), f"{name}: host": host(call, 40)}
+        with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread takes turns with the caller
+            row |= {f"{name}: wall, one thread": wall(call), f"{name}: host, one thread": host(call, 40)}
     try:
         theirs_step = cudnn_step(q, k, v, do, indices, work.block) if not work.causal else None
         if theirs_step is not None:
