@@ -30,7 +30,7 @@ from dynaxx.integrations.vllm import engine as vllm_engine
 from dynaxx.policy import ModelFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-RUN = Path(__file__).parents[1] / "vllm_engine_run.py"
+RUN = Path(__file__).parents[1] / "support" / "vllm_engine_run.py"
 SPARSE = dx.Sink(32) | dx.SlidingWindow(64) | dx.TopK(0.2)
 DECODE = dx.Rule.of(dx.Sink(32) | dx.TopK(2, dx.MinMax()), phase="decode", block_size=128, layers=[2])
 DECODE_EVERYTHING = dx.Rule.of(dx.TopK(1.0), phase="decode", block_size=128)

@@ -4,7 +4,7 @@
 Moving or renaming code does not change fingerprints. After a change that is meant to alter kernels, record the
 fingerprints of the installed Triton again, and say so in the commit:
 
-    PYTHONPATH=src:tests python tests/kernels/fingerprints.py [--machine-code] [CASE ...]
+    PYTHONPATH=src:tests/support python tests/kernels/fingerprints.py [--machine-code] [CASE ...]
 
 `fingerprints.json` has, for each version of Triton and each case, one line per compiled variant of each launched
 kernel: the number of lines of its intermediate code, or of instructions of its machine code, and a hash of them. Names,

@@ -3,7 +3,7 @@
 
 After a change that is meant to alter kernels or tiles, record again what compiles:
 
-    PYTHONPATH=src:tests:tests/kernels python tests/kernels/matrix.py [--gpu sm_89] [--operation decode]
+    PYTHONPATH=src:tests/support:tests/kernels python tests/kernels/matrix.py [--gpu sm_89] [--operation decode]
 
 The record is part of the package: `dynaxx doctor`, `explain` and the documentation read it.
 """

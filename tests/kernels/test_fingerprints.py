@@ -13,7 +13,7 @@ KNOWN = json.loads(fingerprints.FILE.read_text()).get(fingerprints.VERSION, {})
 INTERMEDIATE, MACHINE_CODE = KNOWN.get("intermediate", {}), KNOWN.get("machine code", {})
 SHORT = ("triton forward 64/64", "triton backward 64/64", "triton selected 4", "triton decode bf16",
          "triton selection choice", "triton selection query")  # fmt: skip
-RENEW = "if kernels are meant to differ: PYTHONPATH=src:tests python tests/kernels/fingerprints.py"
+RENEW = "if kernels are meant to differ: PYTHONPATH=src:tests/support python tests/kernels/fingerprints.py"
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="nothing is compiled under the interpreter"),
     pytest.mark.skipif("nvidia" not in backends, reason="this triton has no compiler for NVIDIA's GPUs"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a vLLM engine in a separate process, for tests to compare with. Read a JSON request, write a JSON answer.
 
-    python tests/vllm_engine_run.py request.json answer.json
+    python tests/support/vllm_engine_run.py request.json answer.json
 
 The request: {"model": folder, "engine": arguments of LLM, "prompts": [[token, ...], ...], "max_tokens": n}, and
 "as_on_cuda" to decode in the way that CUDA graphs capture and to run kernels ahead. The answer: {"tokens": [[...]],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SITE = Path(sys.prefix) / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 SERVER = SITE / "pytriton" / "tritonserver"
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def free_ports(count):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of models, each with a tiny random model of its real config class, and what `dynaxx.apply` does with it.
 
-`python tests/families.py` writes the table of docs/guides/models.md, and test_own_pattern.py checks it.
+`python tests/support/families.py` writes the table of docs/guides/models.md, and test_own_pattern.py checks it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from dynaxx.integrations.transformers.batching import other_transformers
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 SLIDING, FULL = "sliding_attention", "full_attention"
 MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "output_router_logits": False}
 SHARED = {**MOE, "shared_expert_intermediate_size": 16}

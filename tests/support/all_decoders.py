@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply dynaxx to a tiny random model of every decoder in transformers, and list what happens.
 
-`python tests/all_decoders.py` takes some ten minutes and writes docs/guides/all_decoders.md. It compares logits of a
+`python tests/support/all_decoders.py` takes some ten minutes and writes docs/guides/all_decoders.md. It compares logits of a
 whole and of a padded batch, and greedy tokens, with those of the model's own attention. `families.py` has the thorough
 comparison of some families.
 """
@@ -20,7 +20,7 @@ import torch
 
 from families import WINDOW
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "all_decoders.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "all_decoders.md"
 HEAD = "# Every decoder of transformers\n"
 MOST_PARAMETERS = 30_000_000
 SECONDS = 90  # for one model
@@ -182,7 +182,7 @@ def page(found: dict[str, str]) -> str:
 What `dynaxx.apply` does with a tiny random model of each class of `AutoModelForCausalLM` in transformers
 {transformers.__version__}, without a policy and with one that hides nothing. Logits of a whole and of a padded batch
 equal those of the model's own attention within 1e-4 of the largest, and greedy tokens are the same.
-`python tests/all_decoders.py` writes the list. It found no small config for the classes that were not tried.
+`python tests/support/all_decoders.py` writes the list. It found no small config for the classes that were not tried.
 
 """
     return HEAD + intro + "| classes | `dynaxx.apply` | names |\n|--:|---|---|\n" + "\n".join(lines) + "\n"

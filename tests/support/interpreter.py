@@ -63,7 +63,7 @@ def _run(path: Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=Path(__file__).resolve().parents[2],
     ) as process:
         _running.append(process)
         said, _ = process.communicate()
