@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply dynaxx to a tiny random model of every decoder in transformers, and list what happens.
 
-`python tests/support/all_decoders.py` takes some ten minutes and writes docs/guides/all_decoders.md. It compares logits of a
-whole and of a padded batch, and greedy tokens, with those of the model's own attention. `families.py` has the thorough
-comparison of some families.
+`python tests/support/all_decoders.py` takes some ten minutes and writes docs/guides/all_decoders.md. It compares logits
+of a whole and of a padded batch, and greedy tokens, with those of the model's own attention. `families.py` has the
+thorough comparison of some families.
 """
 
 from __future__ import annotations

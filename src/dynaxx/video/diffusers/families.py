@@ -127,4 +127,4 @@ def model_facts(model: nn.Module) -> ModelFacts:
 
 def timestep_of(family: Family, arguments: Arguments) -> float:
     """Return the timestep of a call in the scheduler's unit. Reads it back from the device."""
-    return float(torch.as_tensor(arguments["timestep"]).max()) * family.time_scale
+    return float(torch.as_tensor(arguments["timestep"], dtype=torch.float64, device="cpu").max()) * family.time_scale

@@ -66,7 +66,7 @@ def sparse_processor(processor: Any, layer: Layer) -> Any:
     original: Any = type(processor)
     made: Any = object.__new__(_sparse_class(original))
     # A tensor, so that blocks of all layers share one compiled graph.
-    made.__dict__.update(processor.__dict__, dynaxx_layer=torch.tensor(number, device="cpu"))
+    made.__dict__.update(processor.__dict__, dynaxx_layer=torch.tensor(number, dtype=torch.int64, device="cpu"))
     return made
 
 

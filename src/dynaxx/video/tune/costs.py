@@ -81,9 +81,9 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
     """
     density, error = _local_costs(sampler, space, cases)
     probe = _probe(space)
-    weights = torch.zeros(error.shape[1:3])
+    weights = torch.zeros_like(error[0, :, :, 0])
     count = min(space.groups, error.shape[2])
-    groups = [tuple(group.tolist()) for group in torch.arange(error.shape[2]).chunk(count)]
+    groups = [tuple(group.tolist()) for group in torch.arange(error.shape[2], device="cpu").chunk(count)]
     for (at, steps), layers in product(enumerate(space.ranges), groups):
         rule = VideoRule.of(space.candidates[probe], layers=layers, steps=steps)
         found = [run_with(sampler, policy_of(sampler, space, [rule]), case)[0] for case in cases]
@@ -102,7 +102,8 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
     """Return the density and the error of every candidate and cell, each (candidates, ranges, layers, heads)."""
     facts = model_facts(sampler.model)
     shape = (len(space.candidates), len(space.ranges), facts.layers, facts.q_heads)
-    density, error, calls = torch.ones(shape), torch.zeros(shape), torch.zeros(shape[1:3])
+    density = torch.ones(shape, dtype=torch.float32, device="cpu")
+    error, calls = torch.zeros_like(density), torch.zeros_like(density[0, :, :, 0])
     density[:-1] = 0.0
     block_size = as_block_size(space.block_size)
     plans = [
@@ -141,7 +142,7 @@ def projection_of(module: Any, facts: ModelFacts) -> Tensor:
     """Return (heads, head_dim, head_dim): W^T W of each head's part W of the output projection, or identities."""
     linear = module.to_out[0] if getattr(module, "to_out", None) is not None else None
     if linear is None or linear.in_features != facts.q_heads * facts.head_dim:
-        return torch.eye(facts.head_dim).expand(facts.q_heads, -1, -1)
+        return torch.eye(facts.head_dim, dtype=torch.float32, device="cpu").expand(facts.q_heads, -1, -1)
     weight = linear.weight.detach().float().unflatten(1, (facts.q_heads, facts.head_dim))
     return torch.einsum("ohi,ohj->hij", weight, weight)
 

@@ -40,7 +40,8 @@ class Search:
         self.dense = [run_with(sampler, policy_of(sampler, space, []), case)[0] for case in cases]
         self.costs: Costs = measure_costs(sampler, space, cases, self.dense)
         # A cell counts by its share of the steps. Its loss is already that of all its steps.
-        share = torch.tensor([last - first for first, last in space.ranges])[None, :, None, None] * len(space.ranges)
+        parts = [(last - first) * len(space.ranges) for first, last in space.ranges]
+        share = self.costs.density.new_tensor(parts)[None, :, None, None]
         density = (self.costs.density * share).flatten(1)
         losses = (_tempered(self.costs.loss, trust).flatten(1) for trust in TRUSTS)
         self._allocators = [Allocator(density, loss) for loss in losses]
