@@ -11,8 +11,6 @@ checks; queries past the end have lse = inf and contribute nothing.
 Legend: B batch; N queries, M keys; Hq, Hk query and kv heads; D head_dim.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,6 @@ from dynaxx.kernels.attention.hopper.config import backward_in_one_pass, tile_wi
 from dynaxx.kernels.device import processors
 from dynaxx.kernels.primitives.hopper.descriptors import dense_rows
 from dynaxx.kernels.runtime.arguments import zeros_like_lse
-from dynaxx.kernels.runtime.launch_cache import record_or_replay
-from dynaxx.kernels.schedule.split import split_lists
 from dynaxx.layout import BlockLayout
 
 
@@ -44,25 +40,7 @@ def attention_backward(
     """Return dq, dk, dv, like `kernels.attention.triton.backward.attention_backward`."""
     if out.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    tensors = (*map(dense_rows, (do, q, k, v, out)), lse, dlse, *split_lists(layout))
-    settings = (scale, softcap, torch.are_deterministic_algorithms_enabled())
-    dq, dk, dv = record_or_replay(_gradients, layout.with_transposed(), tensors, *settings)
-    return dq, dk, dv
-
-
-def _gradients(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    *lists_and_settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv by all kernels of the backward, which are recorded as one call."""
-    scale, softcap, _ = lists_and_settings[-3:]
+    do, q, k, v, out = (dense_rows(x) for x in (do, q, k, v, out))
     dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
     rows = rows_of(do, out, dlse, lse, layout, tile_width(q.shape[3]), in_one_pass(q, k, layout))
     dq, dk, dv = gradients_of_rows(do, q, k, v, rows, layout, scale, softcap)

@@ -44,8 +44,8 @@ from dynaxx.kernels.runtime.arguments import (
     unit_stride,
     zeros_like_lse,
 )
-from dynaxx.kernels.runtime.launch_cache import RecordedCall, record_or_replay
-from dynaxx.kernels.schedule.split import no_split, split_columns, split_lists, split_programs, split_rows
+from dynaxx.kernels.runtime.launch_cache import record_or_replay
+from dynaxx.kernels.schedule.split import no_split, split_columns, split_programs, split_rows
 from dynaxx.kernels.schedule.split_sums import sum_parts
 from dynaxx.layout import BlockLayout
 
@@ -81,47 +81,28 @@ def attention_backward(
         bias: bias of the forward, or None.
         dbias: tensor like `bias` that receives its gradient, or None.
     """
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if out.numel() == 0 or v.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return dq.zero_(), dk.zero_(), dv.zero_()
     do, q, k, v, out = (unit_stride(x) for x in (do, q, k, v, out))
-    tensors = (do, q, k, v, out, lse.contiguous(), dlse, bias, *split_lists(layout))
-    dq, dk, dv, values = record_or_replay(_gradients, layout.with_transposed(), tensors, scale, softcap)
+    lse = lse.contiguous()
+    dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
+    values = empty_rows(lse)
+    _fill_dq(layout, (do, q, k, v, out, lse, dlse, bias, values, dq), scale, softcap)
+    _fill_dkv(layout, (do, q, k, v, values, bias, dk, dv), scale, softcap)
     if bias is not None and dbias is not None:
         add_bias_gradient(dbias, bias, do, q, k, v, values, layout, scale, softcap)
     return dq, dk, dv
 
 
-def _gradients(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    bias: Tensor | None,
-    *lists_and_settings: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, and the values of rows, by all kernels of the backward, which are recorded as one call."""
-    scale, softcap = lists_and_settings[-2:]
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dlse = zeros_like_lse(lse, layout) if dlse is None else dlse
-    values = empty_rows(lse)
-    _fill_dq(layout, (do, q, k, v, out, lse, dlse, bias, values, dq), scale, softcap)
-    _fill_dkv(layout, (do, q, k, v, values, bias, dk, dv), scale, softcap)
-    return dq, dk, dv, values
-
-
 def _fill_dq(layout: BlockLayout, tensors: tuple[Any, ...], scale: float, softcap: float | None) -> None:
     q, dq = tensors[1], tensors[-1]
-    start: RecordedCall = _start_dq
     split = split_rows(layout, q.shape[0], q.shape[2])
     if split is None:
-        start(layout, *tensors, scale, softcap)
+        record_or_replay(_start_dq, layout, tensors, scale, softcap)
         return
     sums = split.places(q, layout.block_size[0], q.shape[3])
-    start(layout, *tensors, scale, softcap, split=split.to(p_sums=sums))
+    record_or_replay(_start_dq, layout, tensors, scale, softcap, split=split.to(p_sums=sums))
     sum_parts(sums, dq, split, layout, layout.block_size[0], scale)
 
 
@@ -129,15 +110,16 @@ def _fill_dkv(layout: BlockLayout, tensors: tuple[Any, ...], scale: float, softc
     _, q, k, v, *_, dk, dv = tensors
     split = split_columns(layout, q.shape[0], q.shape[2], k.shape[2])
     kv_block, head_dim = layout.block_size[1], q.shape[3]
-    start: RecordedCall = _start_dkv
-    passes = ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",)
-    if split is None:
-        for gradients in passes:
-            start(layout, *tensors, scale, softcap, gradients)
+    sums = None if split is None else split.places(q, kv_block * (head_dim + v.shape[3]))
+    for gradients in ("dk", "dv") if dkv_apart(head_dim, v.shape[3]) else ("dk and dv",):
+        if split is None or sums is None:
+            record_or_replay(_start_dkv, layout.with_transposed(), tensors, scale, softcap, gradients)
+        else:
+            record_or_replay(
+                _start_dkv, layout.with_transposed(), tensors, scale, softcap, gradients, split=split.to(p_sums=sums)
+            )
+    if split is None or sums is None:
         return
-    sums = split.places(q, kv_block * (head_dim + v.shape[3]))
-    for gradients in passes:
-        start(layout, *tensors, scale, softcap, gradients, split=split.to(p_sums=sums))
     sum_parts(sums[:, : kv_block * head_dim], dk, split, layout, kv_block, scale)
     sum_parts(sums[:, kv_block * head_dim :], dv, split, layout, kv_block)
 
