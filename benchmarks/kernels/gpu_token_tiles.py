@@ -81,7 +81,7 @@ def indexers() -> Iterator[Setting]:
     yield "as it is", {}
     for numbers in ((64, 64, 4, None, 2), (64, 64, 8, 128, 2), (64, 64, 4, 168, 3), (64, 64, 8, 80, 3),
                     (128, 64, 8, None, 1)):  # fmt: skip
-        names = ("BLOCK_Q", "BLOCK_K", "WARPS", "MOST_REGISTERS", "PROGRAMS_PER_PROCESSOR")
+        names = ("BLOCK_Q", "BLOCK_K", "WARPS", "MAX_REGISTERS", "PROGRAMS_PER_PROCESSOR")
         yield f"{numbers}", {(choose, name): number for name, number in zip(names, numbers, strict=True)}
 
 
@@ -90,7 +90,7 @@ def hopper_indexers() -> Iterator[Setting]:
     from dynaxx.trained.tokens.kernels.hopper import choose as hopper_choose
 
     yield "as it is", {}
-    names = ("MOST_REGISTERS", "PROGRAMS", "SAMPLED_KEYS")
+    names = ("MAX_REGISTERS", "PROGRAMS", "SAMPLED_KEYS")
     for numbers in ((255, 2, 4096), (128, 4, 4096), (168, 3, 2048), (168, 3, 1024)):
         yield f"{numbers}", {(hopper_choose, name): number for name, number in zip(names, numbers, strict=True)}
 

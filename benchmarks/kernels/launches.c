@@ -10,7 +10,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { MOST_KERNELS = 32, MOST_PARAMETERS = 1024, MOST_BYTES = 32768, MOST_ROUNDS = 4096, IN_A_ROW = 100 };
+enum { MAX_KERNELS = 32, MAX_PARAMETERS = 1024, MAX_BYTES = 32768, MAX_ROUNDS = 4096, IN_A_ROW = 100 };
 
 static double now(void) {
   struct timespec t;
@@ -29,12 +29,12 @@ static double now(void) {
       return PyErr_Format(PyExc_RuntimeError, "%s: %d", #call, (int)result_);       \
   } while (0)
 
-static _Alignas(128) unsigned char packed[2][MOST_BYTES];
-static void *params[2][MOST_PARAMETERS];
-static CUlaunchConfig config[MOST_KERNELS];
-static CUlaunchAttribute attribute[MOST_KERNELS];
-static CUDA_KERNEL_NODE_PARAMS kernel[2][MOST_KERNELS];
-static double times[5][MOST_ROUNDS];
+static _Alignas(128) unsigned char packed[2][MAX_BYTES];
+static void *params[2][MAX_PARAMETERS];
+static CUlaunchConfig config[MAX_KERNELS];
+static CUlaunchAttribute attribute[MAX_KERNELS];
+static CUDA_KERNEL_NODE_PARAMS kernel[2][MAX_KERNELS];
+static double times[5][MAX_ROUNDS];
 
 static int read_launches(PyObject *launches, CUstream stream) {
   unsigned first = 0;
@@ -70,7 +70,7 @@ static PyObject *bench(PyObject *self, PyObject *args) {
     return NULL;
   CUstream stream = (CUstream)(uintptr_t)handle;
   int n = (int)PyList_Size(launches), p = (int)PyList_Size(positions);
-  if (given.len > MOST_BYTES || n > MOST_KERNELS || p > MOST_PARAMETERS || rounds > MOST_ROUNDS)
+  if (given.len > MAX_BYTES || n > MAX_KERNELS || p > MAX_PARAMETERS || rounds > MAX_ROUNDS)
     return PyErr_Format(PyExc_ValueError, "too many kernels, parameters or rounds");
   void *lib = dlopen("libcuda.so.1", RTLD_LAZY);
   GET(cuLaunchKernelEx, "cuLaunchKernelEx");
@@ -90,7 +90,7 @@ static PyObject *bench(PyObject *self, PyObject *args) {
   if (!read_launches(launches, stream))
     return NULL;
   CUgraph graph;
-  CUgraphNode node[MOST_KERNELS];
+  CUgraphNode node[MAX_KERNELS];
   CUgraphExec ready;
   OK(f_cuGraphCreate(&graph, 0));
   for (int i = 0; i < n; i++)

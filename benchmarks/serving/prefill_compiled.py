@@ -35,7 +35,7 @@ from dynaxx.lab.machine import need_gpu
 
 WAYS = ("eager", "compiled", "graph")
 STATIC = dx.SlidingWindow(1024) | dx.Sink(128)
-MOST_APART = 0.1  # standard deviations of the logits; products of other lengths round otherwise in bf16
+MAX_APART = 0.1  # standard deviations of the logits; products of other lengths round otherwise in bf16
 
 
 def make_llama8b() -> Any:
@@ -86,7 +86,7 @@ def ways_of(
         if handle is not None:
             policy = handle.policy
             handle.replace(policy_of(model, policy.dense_below, STATIC))
-        compare("compiled", found["compiled"](ids), eager(ids), 5 * MOST_APART)  # its fused operations round otherwise
+        compare("compiled", found["compiled"](ids), eager(ids), 5 * MAX_APART)  # its fused operations round otherwise
         if handle is not None:
             handle.replace(policy)
             found["compiled"](ids)
@@ -118,7 +118,7 @@ def policy_of(model: Any, dense_below: int, rule: Any = RULE) -> dx.Policy:
     return dx.Policy(model=model_facts(model), block_size=64, dense_below=dense_below, rules=[dx.Rule.of(rule)])
 
 
-def compare(way: str, logits: torch.Tensor, wanted: torch.Tensor, most: float = MOST_APART) -> None:
+def compare(way: str, logits: torch.Tensor, wanted: torch.Tensor, most: float = MAX_APART) -> None:
     """Stop if logits differ from those of eager mode by more than `most` standard deviations."""
     apart = float((logits - wanted).abs().max() / wanted.float().std())
     print(f"{way}, {logits.shape}: {apart:.4f} standard deviations from eager mode", flush=True)

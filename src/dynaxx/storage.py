@@ -28,8 +28,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MOST_DEPTH = 32
-MOST_OBJECTS, MOST_LISTS = 1 << 18, 1 << 20
+MAX_DEPTH = 32
+MAX_OBJECTS, MAX_LISTS = 1 << 18, 1 << 20
 
 _FLAGS_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _FLAGS_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -244,8 +244,8 @@ def sync_folder(folder: Path) -> None:
 def parse_json(
     text: str | bytes,
     *,
-    most_depth: int = MOST_DEPTH,
-    most_objects: int = MOST_OBJECTS,
+    most_depth: int = MAX_DEPTH,
+    most_objects: int = MAX_OBJECTS,
     unique: bool = False,
     finite: bool = True,
 ) -> Any:
@@ -254,7 +254,7 @@ def parse_json(
     Args:
         text: the JSON text.
         most_depth: limit on the nesting depth of objects and lists.
-        most_objects: limit on the number of objects; the limit on lists is `MOST_LISTS`.
+        most_objects: limit on the number of objects; the limit on lists is `MAX_LISTS`.
         unique: refuse an object that gives a name twice.
         finite: refuse NaN and Infinity, which Python's parser accepts. Pass False if the caller checks them and names
             the field.
@@ -281,8 +281,8 @@ def parse_json(
         depth, objects, lists = depth + bool(level), objects + found, lists + len(level) - found
         if depth > most_depth:
             raise ValueError(f"must nest at most {most_depth} levels, and is deeper")
-        if objects > most_objects or lists > MOST_LISTS:
-            raise ValueError(f"must hold at most {most_objects:,} objects and {MOST_LISTS:,} lists, and holds more")
+        if objects > most_objects or lists > MAX_LISTS:
+            raise ValueError(f"must hold at most {most_objects:,} objects and {MAX_LISTS:,} lists, and holds more")
         level = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
     return data
 

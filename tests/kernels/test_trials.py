@@ -107,7 +107,7 @@ def test_a_kind_that_fails_is_refused_with_the_reason(worker):
     ],
 )
 def test_trials_that_end_without_a_verdict_refuse_for_this_process(worker, unproven, monkeypatch, code, said):
-    monkeypatch.setattr(trials, "MOST_SECONDS", 8.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr(trials, "MAX_SECONDS", 8.0 if "sleep" in code else 60.0)
     count = worker(code)
     for _ in range(2):
         (reason,) = trials.reasons("attention", "hopper", PROBLEM)

@@ -28,7 +28,7 @@ def kinds(model):
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_large_models_run_on_the_faster_library_within_the_block(model, monkeypatch):
-    monkeypatch.setattr(module, "FEWEST_PARAMETERS", 1000)
+    monkeypatch.setattr(module, "MIN_PARAMETERS", 1000)
     monkeypatch.setattr(module, "use_onednn", partial(use_onednn, always=True))
     x = torch.randn(40, 64)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_small_models_and_gpus_stay_as_they_are(model, monkeypatch):
     monkeypatch.setattr(module, "use_onednn", lambda model: pytest.fail("used"))
     with fast_linears(model):
         assert kinds(model) == [nn.Linear, nn.ReLU, nn.Linear]
-    monkeypatch.setattr(module, "FEWEST_PARAMETERS", 0)
+    monkeypatch.setattr(module, "MIN_PARAMETERS", 0)
     with fast_linears(SimpleNamespace(parameters=model.parameters, device=torch.device("meta"))):
         pass
 

@@ -199,7 +199,7 @@ def test_standard_input_is_utf8_in_any_locale_and_may_be_closed(monkeypatch):
         else:
             with pytest.raises(ValueError, match="text from '-' must be UTF-8"):
                 texts.load_text("-")
-    monkeypatch.setattr(texts, "MOST_BYTES", 3)
+    monkeypatch.setattr(texts, "MAX_BYTES", 3)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"four")))
     with pytest.raises(ValueError, match="at most 3 bytes; give a shorter sample"):
         texts.load_text("-")

@@ -24,7 +24,7 @@ from dynaxx.policy import (
     policy_text,
     save_policy,
 )
-from dynaxx.policy.files import MOST_BYTES
+from dynaxx.policy.files import MAX_BYTES
 
 FACTS = ModelFacts(model_type="llama", layers=4, q_heads=6, kv_heads=2, head_dim=16)
 POLICY = Policy(model=FACTS, rules=(Rule.of(dx.Sink(4) | dx.SlidingWindow(64)),))
@@ -72,7 +72,7 @@ def selected(**scorer):
         (changed(version=int("9" * 4000)), "`version` must be at most 1"),
         ('{"format": ' + "9" * 5000 + "}", "is not JSON"),
         ("[" * 100_000, "must nest"),
-        (" " * (MOST_BYTES + 1), "bytes"),
+        (" " * (MAX_BYTES + 1), "bytes"),
     ],
 )
 def test_numbers_and_shapes_are_bounded_before_they_cost_anything(text, message):

@@ -9,7 +9,7 @@ import torch
 import dynaxx as dx
 from dynaxx.layout import BlockLayout
 from dynaxx.telemetry import probe as probe_module
-from dynaxx.telemetry.probe import MOST_PENDING, Probe
+from dynaxx.telemetry.probe import MAX_PENDING, Probe
 
 WHERE = {"backend": "cpu", "phase": "prefill"}
 
@@ -189,13 +189,13 @@ def test_unfinished_work_of_the_device_is_read_later(telemetry, monkeypatch):
     monkeypatch.setattr(LateClock, "arrived", False)
     probe = Probe(sample_rate=1.0, spacing=0.0)
     layout = dx.SlidingWindow(32).layout(64, block_size=16)
-    for _ in range(MOST_PENDING + 3):
+    for _ in range(MAX_PENDING + 3):
         attend(probe, layout)
     assert telemetry.value("dynaxx_attention_seconds") == 0
     assert telemetry.value("dynaxx_telemetry_errors_total", what="probe") == 3
     LateClock.arrived = True
-    assert telemetry.value("dynaxx_attention_seconds") == MOST_PENDING  # reading asks the probe
-    assert sums(telemetry, "dynaxx_attention_seconds") == MOST_PENDING * 0.5
+    assert telemetry.value("dynaxx_attention_seconds") == MAX_PENDING  # reading asks the probe
+    assert sums(telemetry, "dynaxx_attention_seconds") == MAX_PENDING * 0.5
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from families import WINDOW
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "all_decoders.md"
 HEAD = "# Every decoder of transformers\n"
-MOST_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 30_000_000
 SECONDS = 90  # for one model
 
 # Small values of the configs' fields: each config takes those that it has.
@@ -91,7 +91,7 @@ def build(config: Any, kind: Any) -> tuple[Any, list[torch.Tensor]]:
             made._experts_implementation = "eager"
             with torch.device("meta"):
                 size = sum(weight.numel() for weight in kind(made).parameters())
-            if size > MOST_PARAMETERS:
+            if size > MAX_PARAMETERS:
                 raise ValueError("no small model was found")
             torch.manual_seed(0)
             model = kind(made).eval().float()

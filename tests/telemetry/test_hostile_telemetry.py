@@ -22,7 +22,7 @@ from dynaxx.telemetry.http import Answer, HttpServer, is_loopback
 from dynaxx.telemetry.overview import Watch
 from dynaxx.telemetry.snapshot import Snapshot
 from dynaxx.telemetry.sources import parse_text, read_endpoint, read_files, source_of
-from dynaxx.telemetry.store import MOST_SERIES, OTHER
+from dynaxx.telemetry.store import MAX_SERIES, OTHER
 from dynaxx.telemetry.web import WatchPage
 
 pytest.importorskip("prometheus_client")
@@ -275,7 +275,7 @@ def test_names_on_all_interfaces_are_this_machines(host, monkeypatch):
 
 def test_idle_and_slow_clients_are_dropped_and_others_served(monkeypatch, capfd):
     monkeypatch.setattr(server_module, "CONNECTION_SECONDS", 0.5)
-    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
     with HttpServer(lambda path: Answer(200, "text/plain", b"x" * (1 << 24)), 0, "127.0.0.1", "numbers") as server:
         head = f"GET / HTTP/1.0\r\nHost: localhost:{server.port}\r\n"
         idle = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(12)]
@@ -402,10 +402,10 @@ def test_a_forked_child_leaves_its_parents_file_alone(tmp_path, telemetry):
 
 def test_models_that_come_and_go_do_not_eat_the_memory():
     numbers = Recorder(strict=False)
-    for i in range(MOST_SERIES + 100):
+    for i in range(MAX_SERIES + 100):
         numbers.bind(model_name=f"model-{i}").add("dynaxx_requests_total", route="sparse")
     series = [s for s in numbers.snapshot() if s.metric.name == "dynaxx_requests_total"]
-    assert len(series) == MOST_SERIES + 1
+    assert len(series) == MAX_SERIES + 1
     assert numbers.value("dynaxx_requests_total", model_name=OTHER) == 100
 
 

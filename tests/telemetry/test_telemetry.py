@@ -12,7 +12,7 @@ import torch
 
 from dynaxx.telemetry import CATALOG, EVENTS, Metric, Recorder, recorder, use
 from dynaxx.telemetry.caches import CacheMeter
-from dynaxx.telemetry.store import MOST_SERIES
+from dynaxx.telemetry.store import MAX_SERIES
 
 CALLS = "dynaxx_layer_calls_total"
 
@@ -109,11 +109,11 @@ def test_wrong_use_raises_in_tests_and_is_counted_in_service(call, message, capl
 
 
 def test_series_are_bounded(telemetry):
-    for reason in range(MOST_SERIES + 50):
+    for reason in range(MAX_SERIES + 50):
         telemetry.add("dynaxx_dense_calls_total", reason=reason)
     found = [s for s in telemetry.snapshot() if s.metric.name == "dynaxx_dense_calls_total"]
-    assert len(found) <= MOST_SERIES + 1
-    assert telemetry.value("dynaxx_dense_calls_total") == MOST_SERIES + 50
+    assert len(found) <= MAX_SERIES + 1
+    assert telemetry.value("dynaxx_dense_calls_total") == MAX_SERIES + 50
     assert telemetry.value("dynaxx_dense_calls_total", reason="other") == 50
 
 

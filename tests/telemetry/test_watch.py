@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dynaxx.telemetry import Recorder, files
-from dynaxx.telemetry.overview import MOST_HISTORY, SILENT_AFTER, Concern, LayerEstimates, Overview, Watch, concerns_of
+from dynaxx.telemetry.overview import MAX_HISTORY, SILENT_AFTER, Concern, LayerEstimates, Overview, Watch, concerns_of
 from dynaxx.telemetry.snapshot import Snapshot
 from dynaxx.telemetry.sources import parse_text, read_endpoint, source_of
 from dynaxx.telemetry.web import WatchPage
@@ -165,9 +165,9 @@ def test_a_file_from_the_past_is_silent_at_once_and_one_from_the_future_is_not(t
 
 def test_history_is_bounded(telemetry):
     watch = watch_of(telemetry)
-    for _ in range(MOST_HISTORY + 10):
+    for _ in range(MAX_HISTORY + 10):
         watch.look()
-    assert len(watch.history) == MOST_HISTORY
+    assert len(watch.history) == MAX_HISTORY
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------

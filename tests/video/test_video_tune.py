@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from dynaxx.cli import app
 from dynaxx.video import load_policy
 from dynaxx.video.tune.run import Settings, cases_of
-from dynaxx.video.tune.sampling import MOST_PSNR, psnr, relative_error, ssim
+from dynaxx.video.tune.sampling import MAX_PSNR, psnr, relative_error, ssim
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def test_cases_hold_prompts_and_seeds_apart():
 
 def test_measures():
     frames = torch.rand(3, 16, 16, 3)
-    assert psnr(frames, frames) == MOST_PSNR
+    assert psnr(frames, frames) == MAX_PSNR
     assert ssim(frames, frames) == pytest.approx(1.0, abs=1e-4)
     assert ssim(frames, torch.rand(3, 16, 16, 3)) < 0.2
     assert psnr(torch.tensor([0.0, 1.1]), torch.tensor([0.0, 1.0])) == pytest.approx(23.01, abs=0.01)

@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-MOST_IN_A_RANGE = 10_000  # more layers or heads than any model has
-MOST_DIGITS = 12
+MAX_IN_A_RANGE = 10_000  # more layers or heads than any model has
+MAX_DIGITS = 12
 
 
 class Dtype(StrEnum):
@@ -91,7 +91,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
-        if not _is_number(first) or (last and not _is_number(last)) or int(last or 0) > int(first) + MOST_IN_A_RANGE:
+        if not _is_number(first) or (last and not _is_number(last)) or int(last or 0) > int(first) + MAX_IN_A_RANGE:
             raise ValueError(f"{option} must be numbers and ranges like 0,4-6, got {text!r}")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
@@ -112,7 +112,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
 
 
 def seconds(option: str, text: str) -> float | None:

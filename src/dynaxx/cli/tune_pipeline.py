@@ -16,7 +16,7 @@ from dynaxx.storage import read_regular_file
 if TYPE_CHECKING:
     from dynaxx.cli.running import Reportable
 
-MOST_BYTES = 1 << 20  # of a file of prompts
+MAX_BYTES = 1 << 20  # of a file of prompts
 
 PromptsOption = Annotated[
     str, typer.Option("--prompts", metavar="FILE", help="For a pipeline of diffusers: a prompt per line.")
@@ -69,7 +69,7 @@ def tune_pipeline(
     """Load a pipeline and tune it."""
     run = importlib.import_module("dynaxx.video.tune.run")  # of a wing, which the core does not import
     sampling = importlib.import_module("dynaxx.video.tune.sampling")
-    lines = read_regular_file(options.prompts, MOST_BYTES).decode().splitlines()
+    lines = read_regular_file(options.prompts, MAX_BYTES).decode().splitlines()
     prompts = tuple(filter(None, map(str.strip, lines)))
     if not prompts:
         raise ValueError(f"--prompts must name a file with a prompt per line, got {options.prompts}, which has none")

@@ -16,7 +16,7 @@ from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BlockLayout
 
-MOST_TOKENS = 1.05  # of a rank with a contiguous run, as a share of the mean
+MAX_TOKENS = 1.05  # of a rank with a contiguous run, as a share of the mean
 BLOCKS_PER_KV_BLOCK = 3.0  # visited blocks that take as long as receiving one kv block, measured on two GPUs
 
 
@@ -72,7 +72,7 @@ def _best(layout: BlockLayout, ranks: int, chunk: int) -> SequenceSplit:
     per_chunk = np.add.reduceat(rows, np.arange(0, len(rows), chunk // layout.block_size[0])) if len(rows) else rows
     candidates.append(SequenceSplit.dealt(seqlen, ranks, per_chunk.tolist(), chunk))
     even = SequenceSplit.even(seqlen, ranks, per_chunk.tolist(), chunk)
-    if max(even.lengths) * ranks <= MOST_TOKENS * seqlen:
+    if max(even.lengths) * ranks <= MAX_TOKENS * seqlen:
         candidates.append(even)
     return min(candidates, key=lambda split: split_cost(layout, split).total)
 

@@ -28,7 +28,7 @@ from dynaxx.distributed.rows import split_columns, split_rows, with_columns
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.layout import BlockLayout
 
-MOST_STAGES, STAGE_BYTES = 8, 16 << 20
+MAX_STAGES, STAGE_BYTES = 8, 16 << 20
 WHOLE_SHARE = 0.8  # if a rank needs at least this share of a peer's tokens, sending all is cheaper than packing some
 
 
@@ -181,7 +181,7 @@ def stages_of(kv_heads: int, head_bytes: int) -> int:
         kv_heads: number of kv heads.
         head_bytes: bytes that a rank receives for one kv head.
     """
-    counts = [n for n in range(1, MOST_STAGES + 1) if kv_heads % n == 0 and kv_heads // n * head_bytes >= STAGE_BYTES]
+    counts = [n for n in range(1, MAX_STAGES + 1) if kv_heads % n == 0 and kv_heads // n * head_bytes >= STAGE_BYTES]
     return max(counts, default=1)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaxx.distributed.sharded import rows_of
 from dynaxx.layout import BlockGrid, BlockLayout
 
-MOST_EDGE_ROWS = 0.25  # with a larger share of edge rows, a separate call for the inner rows does not pay
+MAX_EDGE_ROWS = 0.25  # with a larger share of edge rows, a separate call for the inner rows does not pay
 
 
 class SplitRows(NamedTuple):
@@ -43,7 +43,7 @@ def split_rows(rows: BlockLayout, own_blocks: NDArray[np.int64], own_tokens: int
     is_edge = torch.zeros(max(1, source.q_blocks), dtype=torch.bool, device=cols.device)
     is_edge[row[~is_own[cols]]] = True
     edge = is_edge.nonzero().flatten()
-    if len(edge) > MOST_EDGE_ROWS * source.q_blocks:
+    if len(edge) > MAX_EDGE_ROWS * source.q_blocks:
         return None
     q_block = rows.block_size[0]
     tokens = (edge[:, None] * q_block + torch.arange(q_block, device=edge.device)).flatten()

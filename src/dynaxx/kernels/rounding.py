@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+MAX_FP8 = torch.finfo(torch.float8_e4m3fn).max
 LEAST = torch.finfo(torch.float32).tiny
 
 
@@ -20,5 +20,5 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return e4m3 numbers and the scale of each row, by which its largest number becomes the largest of the format."""
     x = x.float()
-    scale = x.abs().amax(-1).clamp(min=LEAST * MOST_FP8) / MOST_FP8
-    return (x / scale[..., None]).clamp(-MOST_FP8, MOST_FP8).to(torch.float8_e4m3fn), scale
+    scale = x.abs().amax(-1).clamp(min=LEAST * MAX_FP8) / MAX_FP8
+    return (x / scale[..., None]).clamp(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn), scale

@@ -28,8 +28,8 @@ from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
 PROVEN = ("3.6", "3.9")  # the GPU tests of the kernels passed on an H200: benchmarks/runs
 INSIDE = "DYNAXX_TRIAL"  # set in the process of a trial, which uses kernels and launchers untried
-MOST_SECONDS = 300.0  # of one trial, most of which compiles
-MOST_BYTES = 1 << 16
+MAX_SECONDS = 300.0  # of one trial, most of which compiles
+MAX_BYTES = 1 << 16
 DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
 
@@ -126,9 +126,9 @@ def _try(kind: Kind, index: int) -> tuple[str, bool]:
     command = [sys.executable, "-P", "-m", TRIED[kind[0]].worker, json.dumps([*kind, index])]
     environment = {**os.environ, INSIDE: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=MAX_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"its trial did not end within {MOST_SECONDS:.0f} s", False
+        return f"its trial did not end within {MAX_SECONDS:.0f} s", False
     except OSError as error:
         return f"its trial could not start: {error}", False
     try:
@@ -165,7 +165,7 @@ def _source_hash() -> str:
 def _stored(path: Path | None, kind: Kind) -> str | None:
     """Return the stored verdict; None if there is none that can be read."""
     try:
-        stored = parse_json(read_regular_file(path, MOST_BYTES)) if path is not None else {}
+        stored = parse_json(read_regular_file(path, MAX_BYTES)) if path is not None else {}
         if isinstance(stored["reason"], str) and stored["kind"] == json.loads(json.dumps(kind)):
             return stored["reason"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -11,7 +11,7 @@ import torch
 
 from dynaxx.integrations.onednn import use_onednn
 
-FEWEST_PARAMETERS = 10_000_000  # smaller models gain little, and their layers are too small to time well
+MIN_PARAMETERS = 10_000_000  # smaller models gain little, and their layers are too small to time well
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def fast_linears(model: Any) -> Iterator[None]:
 
     Results differ from torch's default by rounding. Never use it where times of the model are measured.
     """
-    small = sum(parameter.numel() for parameter in model.parameters()) < FEWEST_PARAMETERS
+    small = sum(parameter.numel() for parameter in model.parameters()) < MIN_PARAMETERS
     if small or model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         yield
         return

@@ -15,8 +15,8 @@ from typing import IO, Any
 from dynaxx import storage
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
-MOST_BYTES = 256 * 1024 * 1024  # limit on a result file; an analysis of 16,000 heads takes 100 MB
-MOST_OBJECTS = 1 << 22
+MAX_BYTES = 256 * 1024 * 1024  # limit on a result file; an analysis of 16,000 heads takes 100 MB
+MAX_OBJECTS = 1 << 22
 ROOM = 1 << 20  # free bytes that a disk must have before long work starts
 
 
@@ -91,7 +91,7 @@ def read_json(path: Path | str) -> Any:
         OSError: the file cannot be read.
     """
     try:
-        return parse_json(read_regular_file(path, MOST_BYTES), most_objects=MOST_OBJECTS)
+        return parse_json(read_regular_file(path, MAX_BYTES), most_objects=MAX_OBJECTS)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except ValueError as error:

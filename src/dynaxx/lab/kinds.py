@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-MOST_CHARS = 480_000  # characters of one kind, about 120,000 tokens
-LEAST_CHARS = 20_000
+MAX_CHARS = 480_000  # characters of one kind, about 120,000 tokens
+MIN_CHARS = 20_000
 _CODE = """
     argparse ast asyncio/base_events asyncio/streams bdb calendar cgitb codecs collections/__init__ configparser
     contextlib copy csv dataclasses datetime decimal difflib doctest email/message enum fractions ftplib functools
@@ -85,7 +85,7 @@ def chat_text() -> str:
     turns: list[str] = []
     size = 0
     for module, source in _sources(DOCUMENTED):
-        if size > MOST_CHARS:
+        if size > MAX_CHARS:
             break
         for index, (name, said) in enumerate(_documented(source)):
             form = (FOLLOWED if index else ASKED)[len(turns) % len(FOLLOWED if index else ASKED)]
@@ -105,15 +105,15 @@ KINDS: dict[str, tuple[str, Callable[[], str]]] = {
 
 @functools.cache
 def text_of(kind: str) -> str:
-    """Return the text of a kind, at most `MOST_CHARS` of it.
+    """Return the text of a kind, at most `MAX_CHARS` of it.
 
     Raises:
         ValueError: the kind is unknown, or the installation has too little text of it.
     """
     if kind not in KINDS:
         raise ValueError(f"no kind of text {kind!r}: there are {', '.join(KINDS)}")
-    text = KINDS[kind][1]()[: None if kind == "prose" else MOST_CHARS]
-    if len(text) < LEAST_CHARS:
+    text = KINDS[kind][1]()[: None if kind == "prose" else MAX_CHARS]
+    if len(text) < MIN_CHARS:
         raise ValueError(f"this installation has only {len(text):,} characters of {label(kind)}: use a file instead")
     return text
 

@@ -20,8 +20,8 @@ from dynaxx.lab.machine import synchronize
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.validate.result import PAIRS_TO_FAIL, SpeedRow
 
-FEWEST_PAIRS = 3  # timed dense-sparse pairs per length
-LEAST_SECONDS, MOST_SECONDS = 3.0, 15.0  # seconds per length; the second applies while the pairs do not decide
+MIN_PAIRS = 3  # timed dense-sparse pairs per length
+MIN_SECONDS, MAX_SECONDS = 3.0, 15.0  # seconds per length; the second applies while the pairs do not decide
 SLOW_SECONDS = 60.0  # seconds until which a length that seems slow gets the pairs that a failure needs
 CLEAR, CLEAR_SECONDS = 1.25, 15.0  # least speed-up and seconds of a pair that needs no second one
 LONG_PAIR = 2.0  # seconds from which a pair needs no warm-up
@@ -76,9 +76,9 @@ def _is_enough(row: SpeedRow, spent: float, slowdown: float) -> bool:
     """Return whether the pairs decide, or have taken long enough."""
     if spent > CLEAR_SECONDS and row.speedup > CLEAR:
         return True
-    if spent > MOST_SECONDS:
+    if spent > MAX_SECONDS:
         return row.pairs >= 2 and (row.high > 1 or row.pairs >= PAIRS_TO_FAIL or spent > SLOW_SECONDS)
-    return row.pairs >= FEWEST_PAIRS and spent >= LEAST_SECONDS and row.against(slowdown) != "unclear"
+    return row.pairs >= MIN_PAIRS and spent >= MIN_SECONDS and row.against(slowdown) != "unclear"
 
 
 def _row(seqlen: int, dense: list[_Pass], sparse: list[_Pass], busy: bool) -> SpeedRow:

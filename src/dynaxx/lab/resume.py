@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dynaxx import __version__
 from dynaxx.core.build import processors
-from dynaxx.lab.files import MOST_BYTES, explain_full_disk, write_text
+from dynaxx.lab.files import MAX_BYTES, explain_full_disk, write_text
 from dynaxx.storage import parse_json, read_regular_file
 
 logger = logging.getLogger("dynaxx")
@@ -91,7 +91,7 @@ class Steps:
                 logger.warning("%s was written by another version of dynaxx; starting over", older)
             return
         try:
-            text = read_regular_file(self._path, MOST_BYTES).decode()
+            text = read_regular_file(self._path, MAX_BYTES).decode()
             head, *lines = text.split("\n")
             found = parse_json(head)
             if found["format"] != FORMAT:

@@ -14,7 +14,7 @@ from dynaxx.lab.conversations import plain_text
 from dynaxx.lab.kinds import KINDS, prose_text, text_of
 from dynaxx.storage import read_regular_file
 
-MOST_BYTES = 256 * 1024 * 1024
+MAX_BYTES = 256 * 1024 * 1024
 SHORTEST = 64  # tokens; shorter stretches tell nothing
 SECTION_CHARS = 65_536  # about 16k tokens of English, so that a section contains a whole long context
 
@@ -37,7 +37,7 @@ def load_text(source: str | Path, say: Callable[[str], object] = lambda line: No
 
     Raises:
         ValueError: there is no such file, or it is empty or not text; the message says what to pass.
-        OSError: the file is not a regular file of at most `MOST_BYTES` bytes (pass a pipe as "-"), or cannot be read.
+        OSError: the file is not a regular file of at most `MAX_BYTES` bytes (pass a pipe as "-"), or cannot be read.
     """
     if str(source) == "-":
         text = plain_text(_standard_input(), "standard input", say)
@@ -47,7 +47,7 @@ def load_text(source: str | Path, say: Callable[[str], object] = lambda line: No
         text = text_of(str(source))
     else:
         try:
-            text = plain_text(read_regular_file(source, MOST_BYTES).decode("utf-8"), str(source), say)
+            text = plain_text(read_regular_file(source, MAX_BYTES).decode("utf-8"), str(source), say)
         except (FileNotFoundError, IsADirectoryError):
             raise ValueError(
                 "text source must be a UTF-8 file, 'pydoc' (comes with Python), another built-in text "
@@ -64,9 +64,9 @@ def _standard_input() -> str:
     """Read UTF-8 text from standard input, whatever the locale is."""
     if sys.stdin is None:
         raise ValueError("standard input is closed; pipe your sample into the command, or name a file")
-    raw = sys.stdin.buffer.read(MOST_BYTES + 1)
-    if len(raw) > MOST_BYTES:
-        raise ValueError(f"text from '-' must be at most {MOST_BYTES:,} bytes; give a shorter sample")
+    raw = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"text from '-' must be at most {MAX_BYTES:,} bytes; give a shorter sample")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

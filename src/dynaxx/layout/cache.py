@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dynaxx.derivatives import untransformed
 from dynaxx.layout.host import never_traced
 
-MOST_BYTES = 256 * 1024 * 1024
-MOST_VALUES = 128
+MAX_BYTES = 256 * 1024 * 1024
+MAX_VALUES = 128
 GROWTH = 8  # estimate: values derived from a layout later take at most this multiple of its own bytes
 
 P = ParamSpec("P")
@@ -47,7 +47,7 @@ class LayoutCache(Generic[P, T]):
         most: upper bound for the number of cached values.
     """
 
-    def __init__(self, make: Callable[P, T], most_bytes: int = MOST_BYTES, most: int = MOST_VALUES) -> None:
+    def __init__(self, make: Callable[P, T], most_bytes: int = MAX_BYTES, most: int = MAX_VALUES) -> None:
         self._make = make
         self.most_bytes, self.most = most_bytes, most
         self._kept: dict[Hashable, Kept[T]] = {}  # least recently used first

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-MOST_FORMS = 1024  # layout forms for which `PerLayout` keeps a dict
+MAX_FORMS = 1024  # layout forms for which `PerLayout` keeps a dict
 
 
 class Unset:
@@ -114,7 +114,7 @@ class PerLayout:
         kept = self._by_form.get(form)
         if kept is not None:
             return kept
-        if len(self._by_form) >= MOST_FORMS:
+        if len(self._by_form) >= MAX_FORMS:
             self._by_form.clear()
         return self._by_form.setdefault(form, {})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-MOST_FORMS = 4096  # cached forms; a growing cache has a new form at every step
+MAX_FORMS = 4096  # cached forms; a growing cache has a new form at every step
 
 
 class Form:
@@ -29,7 +29,7 @@ def form_of(tensors: Sequence[Tensor | None], *settings: Hashable) -> Form:
     key = (*settings, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
     found = _known.get(key)
     if found is None:
-        if len(_known) >= MOST_FORMS:
+        if len(_known) >= MAX_FORMS:
             _known.clear()
         found = _known[key] = Form()
     return found

@@ -12,7 +12,7 @@ from dynaxx.layout.fields import LayoutFields
 
 FULL_COLOR = "#3f51b5"
 PARTIAL_COLOR = "#9fa8da"
-MOST_PAIRS = 4096 * 4096  # larger layouts are drawn by block, not by pair; 16 MB of pixels
+MAX_PAIRS = 4096 * 4096  # larger layouts are drawn by block, not by pair; 16 MB of pixels
 
 
 def plot_layout(layout: LayoutFields, *, batch: int, head: int, ax: Any) -> Any:
@@ -31,7 +31,7 @@ def plot_layout(layout: LayoutFields, *, batch: int, head: int, ax: Any) -> Any:
     if ax is None:
         _, ax = plt.subplots(figsize=(5, 5), layout="constrained")
 
-    by_pair = layout.seqlen_q * layout.seqlen_k <= MOST_PAIRS
+    by_pair = layout.seqlen_q * layout.seqlen_k <= MAX_PAIRS
     picture = block_picture(layout, batch, head)  # [q_blocks, kv_blocks]
     if by_pair:
         q_block, kv_block = layout.block_size

@@ -15,7 +15,7 @@ from dynaxx.kernels.registry import DECODE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
 
-MOST_FORMS = 1024  # cached combinations of input shapes; a growing cache has a new one at every step
+MAX_FORMS = 1024  # cached combinations of input shapes; a growing cache has a new one at every step
 
 
 class Serving(NamedTuple):
@@ -44,7 +44,7 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
     if found is not None:
         return found
     name = DECODE.resolve(decode_problem(cache, q), backend)
-    if len(_known) >= MOST_FORMS:
+    if len(_known) >= MAX_FORMS:
         _known.clear()
     found = _known[key] = Serving(name, DECODE.kernels(name))
     return found

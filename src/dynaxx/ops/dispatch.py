@@ -15,7 +15,7 @@ from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 from dynaxx.ops.checks import check_inputs, check_layout, check_values
 
-MOST_CHOICES = 64  # cached choices per layout
+MAX_CHOICES = 64  # cached choices per layout
 BACKENDS = tuple(ATTENTION.backends)  # in the order of preference of "auto"
 
 
@@ -72,7 +72,7 @@ def backend_for(
     if name is None:
         problem = check_inputs(q, k, v, layout, softcap=softcap, needs_grad=needs_grad)
         name = choose_backend(with_bias(problem, bias), backend)
-        if len(known) < MOST_CHOICES:
+        if len(known) < MAX_CHOICES:
             known[key] = name
     return name, needs_grad
 

@@ -22,7 +22,7 @@ from dynaxx.patterns.kinds import Words
 from dynaxx.patterns.program import FAR, Op
 from dynaxx.patterns.runs import Ints
 
-MOST_TERMS = 8
+MAX_TERMS = 8
 BLOCKS_AT_ONCE = 2048  # blocks whose masks are computed together; bounds temporary memory
 
 
@@ -65,7 +65,7 @@ def terms_of(program: list[int] | None) -> list[Term] | None:
             at += 2
         else:
             return None
-        if len(stack[-1]) > MOST_TERMS:
+        if len(stack[-1]) > MAX_TERMS:
             return None
     return stack[0] if len(stack) == 1 else None
 

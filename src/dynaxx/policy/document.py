@@ -11,18 +11,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
 MOST = 2**31 - 1  # limit on counts of tokens or blocks, since positions within a layout are int32
-MOST_TOTAL = 2**53 - 1  # limit on sums over requests and on lengths; exact in every JSON reader
-MOST_LISTED = 65_536  # limit on the values in one list
+MAX_TOTAL = 2**53 - 1  # limit on sums over requests and on lengths; exact in every JSON reader
+MAX_LISTED = 65_536  # limit on the values in one list
 
 Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=MOST)]
-Total = Annotated[int, Strict(), Field(ge=0, le=MOST_TOTAL)]
+Total = Annotated[int, Strict(), Field(ge=0, le=MAX_TOTAL)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1)]
 NotNegative = Annotated[float, Strict(), Field(ge=0)]
 Flag = Annotated[bool, Strict()]
-Counts = Annotated[tuple[Count, ...], Field(max_length=MOST_LISTED)]
-Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1, max_length=MOST_LISTED)]
+Counts = Annotated[tuple[Count, ...], Field(max_length=MAX_LISTED)]
+Indices = Literal["all"] | Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_LISTED)]
 
 
 class Document(BaseModel):

@@ -11,8 +11,8 @@ from dynaxx.errors import PolicyError
 from dynaxx.policy.document import Document, Int, Positive
 
 Number = Annotated[float, Strict()]
-MOST_HEADS = 65_536  # q heads of all layers; the largest models have 16,000
-Size = Annotated[int, Strict(), Field(ge=1, le=MOST_HEADS)]
+MAX_HEADS = 65_536  # q heads of all layers; the largest models have 16,000
+Size = Annotated[int, Strict(), Field(ge=1, le=MAX_HEADS)]
 
 
 class ModelFacts(Document):
@@ -56,9 +56,9 @@ class ModelFacts(Document):
     def _heads_divide(self) -> ModelFacts:
         if self.q_heads % self.kv_heads:
             raise ValueError(f"`q_heads` must be a multiple of `kv_heads`, got {self.q_heads} and {self.kv_heads}")
-        if self.layers * self.q_heads > MOST_HEADS:
+        if self.layers * self.q_heads > MAX_HEADS:
             raise ValueError(
-                f"`layers` times `q_heads` must be at most {MOST_HEADS:,}, got {self.layers} and {self.q_heads}"
+                f"`layers` times `q_heads` must be at most {MAX_HEADS:,}, got {self.layers} and {self.q_heads}"
             )
         return self
 

@@ -24,13 +24,13 @@ from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
 logger = logging.getLogger("dynaxx")
 
-MOST_BYTES = 16 * 1024 * 1024  # the reference of 126 layers with 128 heads each takes 6 MiB
+MAX_BYTES = 16 * 1024 * 1024  # the reference of 126 layers with 128 heads each takes 6 MiB
 D = TypeVar("D", bound=Document)
 OTHER_FORMATS = {
     FORMAT: "read it with dynaxx.load_policy",
     "dynaxx.video": "it is for a diffusion transformer; read it with dynaxx.video.load_policy",
 }
-MOST_OBJECTS = 1 << 14  # objects in the JSON text; that many take a second or two to check
+MAX_OBJECTS = 1 << 14  # objects in the JSON text; that many take a second or two to check
 
 _NUMBER_LIST = re.compile(r"\[\n[\s\d.,eE+-]*\]")  # written on one line
 
@@ -41,7 +41,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
 
     Raises:
         FileNotFoundError: no such file.
-        OSError: the path is not a regular file of at most `MOST_BYTES` bytes, or it cannot be read.
+        OSError: the path is not a regular file of at most `MAX_BYTES` bytes, or it cannot be read.
         PolicyError: the content is not JSON, is not a dynaxx policy, has a newer version, or has an invalid field. The
             message names the field and the fix.
     """
@@ -68,10 +68,10 @@ def parse_policy(text: str | bytes) -> Policy:
 
 
 def _parsed(text: str | bytes, kind: type[D]) -> D:
-    if len(text) > MOST_BYTES:
-        raise PolicyError(f"must be at most {MOST_BYTES:,} bytes, got {len(text):,}; this is not a dynaxx policy")
+    if len(text) > MAX_BYTES:
+        raise PolicyError(f"must be at most {MAX_BYTES:,} bytes, got {len(text):,}; this is not a dynaxx policy")
     try:
-        data = parse_json(text, most_objects=MOST_OBJECTS, unique=True, finite=False)
+        data = parse_json(text, most_objects=MAX_OBJECTS, unique=True, finite=False)
     except ValueError as error:
         raise PolicyError(f"{error}; write the file again with save_policy") from None
     wanted = kind.model_fields["format"].default
@@ -136,12 +136,12 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
     Raises:
         FileNotFoundError: no such file.
-        OSError: the path is not a regular file of at most `MOST_BYTES` bytes, or it cannot be read.
+        OSError: the path is not a regular file of at most `MAX_BYTES` bytes, or it cannot be read.
         PolicyError: the content is not a statistics file, is truncated, has a newer version, or has an invalid field.
     """
     raw = _read(path, "Handle.record in the running process writes one")
     try:
-        data = parse_json(raw, most_objects=MOST_OBJECTS, unique=True, finite=False)
+        data = parse_json(raw, most_objects=MAX_OBJECTS, unique=True, finite=False)
         found = data.get("format", PROFILE_FORMAT) if isinstance(data, dict) else type(data).__name__
         if found != PROFILE_FORMAT:
             raise ValueError(f"`format` must be {PROFILE_FORMAT!r}, got {printable(repr(found), most=80)}")
@@ -172,7 +172,7 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 def _read(path: str | os.PathLike[str], source: str) -> bytes:
     try:
-        return read_regular_file(path, MOST_BYTES)
+        return read_regular_file(path, MAX_BYTES)
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, f"no such file; {source}", os.fspath(path)) from None
 

@@ -16,7 +16,7 @@ from dynaxx.policy.document import Document, NotNegative, Positive, Share
 
 FAILURES_IN_A_ROW = 3  # failures until a layer rests
 FORMER_NAMES = {"least_recall": "min_recall", "most_error": "max_error", "most_kl": "max_kl"}  # in files of 0.1
-REST_CALLS, MOST_REST_CALLS = 64, 16_384  # dense calls of the first rest; it doubles with each further failure
+REST_CALLS, MAX_REST_CALLS = 64, 16_384  # dense calls of the first rest; it doubles with each further failure
 
 
 class Guard(Document):
@@ -169,7 +169,7 @@ class Breaker:
         """Record that a call failed."""
         self._failures += 1
         if self._failures >= FAILURES_IN_A_ROW:
-            self._left, self._rest = self._rest, min(2 * self._rest, MOST_REST_CALLS)
+            self._left, self._rest = self._rest, min(2 * self._rest, MAX_REST_CALLS)
 
     def worked(self) -> None:
         """Record that a call ran."""

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from dynaxx.policy.document import MOST_LISTED, Count, Document, NotNegative, Positive, Total
+from dynaxx.policy.document import MAX_LISTED, Count, Document, NotNegative, Positive, Total
 
 FORMAT: Literal["dynaxx.profile"] = "dynaxx.profile"
 STATISTICS = ("recall", "entropy", "local")
@@ -28,7 +28,7 @@ EDGES = torch.tensor(
 LADDER = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # factors on budgets whose recall is recorded for retuning
 
 Histogram = Annotated[tuple[Total, ...], Field(max_length=BINS)]
-Histograms = Annotated[tuple[Histogram, ...], Field(max_length=MOST_LISTED)]
+Histograms = Annotated[tuple[Histogram, ...], Field(max_length=MAX_LISTED)]
 
 
 class LayerProfile(Document):
@@ -69,7 +69,7 @@ class Profile(Document):
     command: str = ""  # the command that recorded it
     requests: Total = 0
     rows: Positive = 16  # query rows per call
-    layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1, max_length=MOST_LISTED)]
+    layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1, max_length=MAX_LISTED)]
 
     @model_validator(mode="after")
     def _each_layer_once(self) -> Profile:

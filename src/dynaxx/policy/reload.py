@@ -13,7 +13,7 @@ from typing import Any
 
 from dynaxx.errors import PolicyError
 from dynaxx.forks import in_child, new_event, new_lock
-from dynaxx.policy.files import MOST_BYTES, parse_policy
+from dynaxx.policy.files import MAX_BYTES, parse_policy
 from dynaxx.policy.schema import Policy
 from dynaxx.printable import printable
 from dynaxx.storage import read_regular_file
@@ -106,7 +106,7 @@ class PolicyFollower:
     def _read(self) -> bytes | str:
         """Return the content, or the reason why it cannot be read."""
         try:
-            return read_regular_file(self.path, MOST_BYTES)
+            return read_regular_file(self.path, MAX_BYTES)
         except OSError as error:
             return f"cannot be read: {error.strerror or error}"
 

@@ -21,7 +21,7 @@ from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import Selector, TopK, TopP
 
 ENOUGH = 0.01  # recall may miss its goal by this much before a budget changes
-FEWEST_CALLS = 4  # a layer with fewer calls measured at other budgets keeps its budgets
+MIN_CALLS = 4  # a layer with fewer calls measured at other budgets keeps its budgets
 DIGITS = 3  # digits of a new share
 
 
@@ -66,7 +66,7 @@ def renew(
     factors: dict[int, tuple[float, ...]] = {}
     for seen in recorded.layers:
         known = policy.reference.of_layer(seen.layer) if policy.reference else None
-        if seen.ladder_calls < FEWEST_CALLS or (recall is None and known is None):
+        if seen.ladder_calls < MIN_CALLS or (recall is None and known is None):
             continue
         goals = [recall] * len(seen.ladder) if recall is not None else mean_recall(known)
         row = [_factor(*each) for each in zip(seen.ladder, goals, strict=True)]

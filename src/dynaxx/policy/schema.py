@@ -28,8 +28,8 @@ from dynaxx.printable import printable
 
 FORMAT: Literal["dynaxx.policy"] = "dynaxx.policy"
 VERSION: Literal[1] = 1
-MOST_RULES = 16_384
-MOST_ERRORS = 20  # errors shown per document
+MAX_RULES = 16_384
+MAX_ERRORS = 20  # errors shown per document
 
 
 class Policy(Document):
@@ -69,7 +69,7 @@ class Policy(Document):
     dense_below: Total = 0
     sparse_from: Total | None = None
     decode_dense_below: Total | None = None
-    rules: Annotated[tuple[Rule, ...], Field(max_length=MOST_RULES)] = ()
+    rules: Annotated[tuple[Rule, ...], Field(max_length=MAX_RULES)] = ()
     reuse: Annotated[Positive, Field(le=1)] = 1
     shared: tuple[()] = ()
     rollout: Rollout = Rollout()
@@ -77,7 +77,7 @@ class Policy(Document):
     drift: Drift = Drift()
     tolerances: Tolerances = Tolerances()
     measured_on: MeasuredOn | None = None
-    evidence: Annotated[tuple[Evidence, ...], Field(max_length=MOST_RULES)] = ()
+    evidence: Annotated[tuple[Evidence, ...], Field(max_length=MAX_RULES)] = ()
     reference: Profile | None = None
 
     def __init__(self, **data: Any) -> None:
@@ -169,10 +169,10 @@ def explain_errors(error: ValidationError) -> str:
     lines: dict[str, None] = {}
     for found in error.errors(include_url=False):
         lines[_explain(found)] = None
-        if len(lines) > MOST_ERRORS:
+        if len(lines) > MAX_ERRORS:
             break
-    shown = list(lines)[:MOST_ERRORS]
-    return "\n".join([*shown, "and more"] if len(lines) > MOST_ERRORS else shown)
+    shown = list(lines)[:MAX_ERRORS]
+    return "\n".join([*shown, "and more"] if len(lines) > MAX_ERRORS else shown)
 
 
 def _explain(found: Any) -> str:

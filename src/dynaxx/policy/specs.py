@@ -18,14 +18,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 from pydantic import Field, PlainValidator, SerializeAsAny, Strict, TypeAdapter, create_model, model_validator
 
 from dynaxx.patterns import Pattern
-from dynaxx.policy.document import MOST, MOST_LISTED, Document, Flag, Int
+from dynaxx.policy.document import MAX_LISTED, MOST, Document, Flag, Int
 from dynaxx.selection import Hybrid, Scorer, Selector
 from dynaxx.settings import Configured, Range, defaults_of, registered, settings_of
 
 AttentionRule: TypeAlias = Pattern | Selector | Hybrid  # the rule of a head; None means dense
 
-MOST_PARTS = 64  # limit on the parts of a union or an intersection
-MOST_SEQUENCES = 1024  # limit on the lists in one list
+MAX_PARTS = 64  # limit on the parts of a union or an intersection
+MAX_SEQUENCES = 1024  # limit on the lists in one list
 
 
 class Spec(Document):
@@ -129,8 +129,8 @@ def _stored(hint: Any) -> Any:
     if origin is tuple:
         listed: Any = types.GenericAlias(tuple, (_stored(of[0]), ...))
         if of[0] is Pattern:
-            return Annotated[listed, Field(min_length=2, max_length=MOST_PARTS)]
-        return Annotated[listed, Field(max_length=MOST_SEQUENCES if typing.get_origin(of[0]) is tuple else MOST_LISTED)]
+            return Annotated[listed, Field(min_length=2, max_length=MAX_PARTS)]
+        return Annotated[listed, Field(max_length=MAX_SEQUENCES if typing.get_origin(of[0]) is tuple else MAX_LISTED)]
     if isinstance(hint, type) and issubclass(hint, Configured):
         rule: Any = hint
         return spec_of(rule) if rule.kind else Annotated[SerializeAsAny[Spec], PlainValidator(_reader(rule))]

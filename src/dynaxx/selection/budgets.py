@@ -17,7 +17,7 @@ from dynaxx.selection.choice import ChoiceSettings, Per
 from dynaxx.selection.scorers import MeanQuery, Scorer
 from dynaxx.settings import Count, NotNegative, Range, Share
 
-MOST_BLOCKS = 2**31 - 1  # more than a row of blocks can have
+MAX_BLOCKS = 2**31 - 1  # more than a row of blocks can have
 Blocks = Annotated[int, Range(0, tries=(0, 1, 2, 4))]
 
 
@@ -46,11 +46,11 @@ class TopK(Selector, kind="top_k"):
     def choice(self, q_heads: int) -> ChoiceSettings | None:
         budgets = _checked_heads("budget", _per_head(self.budget), q_heads)
         kinds = {isinstance(budget, float) for budget in budgets}
-        amounts = tuple(min(budget, MOST_BLOCKS) for budget in budgets)
+        amounts = tuple(min(budget, MAX_BLOCKS) for budget in budgets)
         return ChoiceSettings("top_k", amounts, kinds == {True}, self._floor()) if len(kinds) == 1 else None
 
     def _floor(self) -> int:
-        return min(self.floor, MOST_BLOCKS)
+        return min(self.floor, MAX_BLOCKS)
 
     @override
     def choose(self, scores: Tensor, optional: Tensor, visible: Tensor) -> Tensor:
@@ -164,5 +164,5 @@ def _checked_heads(name: str, values: tuple[float, ...], heads: int) -> tuple[fl
 
 def _count(budget: float, visible: Tensor) -> Tensor:
     if isinstance(budget, int):
-        return torch.full_like(visible, min(budget, MOST_BLOCKS))
+        return torch.full_like(visible, min(budget, MAX_BLOCKS))
     return (visible.float() * budget).ceil().long()

@@ -27,7 +27,7 @@ BITS_PER_BYTE = 8
 def serves(q: Tensor, k: Tensor, grid: BlockGrid, selector: Choice, memory_budget: int) -> bool:
     """Return whether the core can make this choice: the best of blocks by mean queries, for each head alone."""
     tiles = selector.scorer.mean_query_tiles(grid.block_size[0])
-    if tiles is None or grid.block_size[0] // tiles.size > best_blocks.MOST_TILES or not grid.kv_blocks:
+    if tiles is None or grid.block_size[0] // tiles.size > best_blocks.MAX_TILES or not grid.kv_blocks:
         return False
     if not block_scores.serves(q, k) or q.stride(-1) != 1 or k.stride(-1) != 1 or not q.numel():
         return False

@@ -21,7 +21,7 @@ from dynaxx.selection.budgets import TopK
 from dynaxx.selection.scorers import MeanPool, MeanQuery, MinMax
 from dynaxx.settings import Count, Positive, Share, check_settings
 
-MOST_PAGES = 2**31 - 1  # more than a cache can have
+MAX_PAGES = 2**31 - 1  # more than a cache can have
 
 
 @typed
@@ -108,7 +108,7 @@ class PageBudget:
 
     @lazy
     def _counts_and_shares(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        counts = tuple(float(min(budget, MOST_PAGES)) if isinstance(budget, int) else 0.0 for budget in self.budgets)
+        counts = tuple(float(min(budget, MAX_PAGES)) if isinstance(budget, int) else 0.0 for budget in self.budgets)
         return counts, tuple(budget if isinstance(budget, float) else 0.0 for budget in self.budgets)
 
 

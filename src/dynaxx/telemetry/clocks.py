@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-MOST_FREE = 256  # events kept per device
+MAX_FREE = 256  # events kept per device
 
 
 class Clock(Protocol):
@@ -77,7 +77,7 @@ class CudaClock:
         self._free.extend(marks)
 
 
-_FREE: defaultdict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=MOST_FREE))  # events, by device
+_FREE: defaultdict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=MAX_FREE))  # events, by device
 _HOST = HostClock()
 
 

@@ -19,7 +19,7 @@ from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.snapshot import Snapshot
 
 INTERVAL = 5.0  # seconds between two writes
-MOST_BYTES = 64 * 1024 * 1024  # limit on a snapshot file; a file with all series that a process may have is smaller
+MAX_BYTES = 64 * 1024 * 1024  # limit on a snapshot file; a file with all series that a process may have is smaller
 
 
 class SnapshotFile:
@@ -100,11 +100,11 @@ def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
 
     Raises:
         ValueError: the file does not exist or is not a snapshot file of this version; the message names the file.
-        OSError: the file is not a regular file of at most `MOST_BYTES` bytes, or cannot be read.
+        OSError: the file is not a regular file of at most `MAX_BYTES` bytes, or cannot be read.
     """
     shown = printable(os.fspath(path))
     try:
-        return Snapshot.from_document(parse_json(read_regular_file(path, MOST_BYTES)))
+        return Snapshot.from_document(parse_json(read_regular_file(path, MAX_BYTES)))
     except FileNotFoundError:
         raise ValueError(f"{shown} does not exist; SnapshotFile(path) in the process writes it") from None
     except ValueError as error:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from dynaxx.forks import in_child, new_event, new_lock
 from dynaxx.printable import printable
 
-MOST_CONNECTIONS = 64  # concurrent connections; further ones are closed at once
+MAX_CONNECTIONS = 64  # concurrent connections; further ones are closed at once
 CONNECTION_SECONDS = 15.0  # limit on sending a request and reading its response
 HOSTS_VARIABLE = "DYNAXX_HOSTS"
 SILENT_SECONDS = 5.0  # limit on the time without a byte from the client
@@ -162,7 +162,7 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            crowded = len(self._open) >= MOST_CONNECTIONS
+            crowded = len(self._open) >= MAX_CONNECTIONS
             if not crowded:
                 self._open[request] = time.monotonic()
         if crowded:

@@ -23,8 +23,8 @@ SILENT_AFTER = 30.0  # seconds without a change
 
 GUARD = ("quiet", "warns", "widened the budget", "runs dense")
 WINDOW = 60.0  # seconds over which rates are computed
-MOST_HISTORY = 240
-MOST_FAULTS = 3  # faults shown
+MAX_HISTORY = 240
+MAX_FAULTS = 3  # faults shown
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Watch:
         self._read, self._source, self._window, self._clock = read, printable(source), window, clock
         self._kept: deque[tuple[float, Snapshot]] = deque()
         self._moved = clock()
-        self.history: deque[dict[str, float | None]] = deque(maxlen=MOST_HISTORY)
+        self.history: deque[dict[str, float | None]] = deque(maxlen=MAX_HISTORY)
 
     def look(self) -> Overview:
         """Read once more. If the reading fails, return the last numbers with `problem` set.
@@ -245,8 +245,8 @@ def concerns_of(seen: Overview) -> list[Concern]:
         (seen.kill_switch, "bad", f"the kill switch is on{by}, so everything runs dense"),
         (bool(seen.problem), "bad", f"cannot be read: {seen.problem}"),
         (seen.age_seconds > 0, "bad", f"these numbers are {seen.age_seconds:.0f} s old; the source does not answer"),
-        *((True, "bad", f"not read: {fault}") for fault in seen.faults[:MOST_FAULTS]),
-        (len(seen.faults) > MOST_FAULTS, "bad", f"not read: {len(seen.faults) - MOST_FAULTS} more"),
+        *((True, "bad", f"not read: {fault}") for fault in seen.faults[:MAX_FAULTS]),
+        (len(seen.faults) > MAX_FAULTS, "bad", f"not read: {len(seen.faults) - MAX_FAULTS} more"),
         (seen.silent_seconds > SILENT_AFTER, "bad", f"no change for {seen.silent_seconds:.0f} s"),
         (seen.guard_level == 3, "bad", "the guard runs everything dense"),
         (_over(RECALL_LOW, seen.recall), "bad", f"recall is {percent(seen.recall or 0)}, below {percent(RECALL_LOW)}"),

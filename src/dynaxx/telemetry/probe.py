@@ -26,7 +26,7 @@ from dynaxx.telemetry.samples import HostSlots, Sample, count_blocks
 SAMPLE_RATE = 1 / 32
 SPACING = 0.2  # smallest time in seconds between measured calls; one takes up to 0.5 ms of the host, 0.3 % of it
 OVERLAP_EVERY = 16  # one in so many measured calls, starting with the first, compares neighbouring selections
-MOST_PENDING = 64
+MAX_PENDING = 64
 TOGETHER = 8  # measurements on a GPU that are recorded together, unless metrics are read before
 
 
@@ -59,7 +59,7 @@ class Probe:
         self._measured = 0
         self._known: dict[tuple[Any, ...], CallCounters] = {}
         self._requests: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {}
-        self._slots = HostSlots(2 * MOST_PENDING)
+        self._slots = HostSlots(2 * MAX_PENDING)
         self.numbers.add_source(self)
 
     def start(self, layer: int, q: Tensor, *, phase: str = "prefill") -> Call:
@@ -147,11 +147,11 @@ class Probe:
 
     def _has_room(self) -> bool:
         """Return whether another measurement may be queued."""
-        if len(self._pending) >= MOST_PENDING:
+        if len(self._pending) >= MAX_PENDING:
             self.flush()
-        if len(self._pending) < MOST_PENDING:
+        if len(self._pending) < MAX_PENDING:
             return True
-        self.numbers.failed("probe", f"more than {MOST_PENDING} measurements wait for the GPU; one is dropped")
+        self.numbers.failed("probe", f"more than {MAX_PENDING} measurements wait for the GPU; one is dropped")
         return False
 
     def _keep(self, sample: Sample | RequestTimer) -> None:

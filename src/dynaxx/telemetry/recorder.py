@@ -19,7 +19,7 @@ from typing import Any
 
 from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG, EVENTS
-from dynaxx.telemetry.store import MOST_SERIES, Series, Sink, Source, Store
+from dynaxx.telemetry.store import MAX_SERIES, Series, Sink, Source, Store
 
 LONGEST_FACT = LONGEST_LABEL = 200  # characters
 
@@ -138,7 +138,7 @@ class Recorder:
             return None
         series = self._store.series(metric, tuple(_label(given[label]) for label in metric.all_labels))
         hashable = all(isinstance(value, str | int) for value in labels.values())
-        if hashable and len(self._found) < MOST_SERIES * len(CATALOG):
+        if hashable and len(self._found) < MAX_SERIES * len(CATALOG):
             self._found[(name, *labels.items())] = series
         return series
 

@@ -14,7 +14,7 @@ from dynaxx.telemetry.catalog import CATALOG, Metric
 from dynaxx.telemetry.recorder import LONGEST_LABEL, Recorder, harmless
 
 FORMAT, VERSION = "dynaxx.snapshot", 1
-MOST_EVENTS, MOST_FACTS = 256, 32  # limits on the events of a file and the facts of an event
+MAX_EVENTS, MAX_FACTS = 256, 32  # limits on the events of a file and the facts of an event
 LATEST = 253_402_300_799.0  # largest Unix time that `datetime` can represent, the end of the year 9999
 UPTIME = "dynaxx_uptime_seconds"  # the metric that carries `Snapshot.uptime`
 
@@ -79,7 +79,7 @@ class Snapshot:
                 for name, entries in document["metrics"].items()
                 if name in CATALOG
             }
-            events = [_event(**entry) for entry in document["events"][-MOST_EVENTS:]]
+            events = [_event(**entry) for entry in document["events"][-MAX_EVENTS:]]
             return cls(readings, _finite(document["time"]), _finite(document["uptime_seconds"]), events)
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"is damaged: {type(error).__name__}: {printable(error, most=200)}") from None
@@ -193,7 +193,7 @@ def _event(*, name: str, time: float, facts: dict[str, Any]) -> dict[str, Any]:
     """Return a checked event from a file."""
     if not isinstance(name, str) or not 0 <= _finite(time) <= LATEST:
         raise ValueError(f"an event must have a name and a Unix time, got {name!r} at {time!r}")
-    kept = {printable(key, most=80): harmless(value) for key, value in list(facts.items())[:MOST_FACTS]}
+    kept = {printable(key, most=80): harmless(value) for key, value in list(facts.items())[:MAX_FACTS]}
     return {"name": printable(name, most=80), "time": float(time), "facts": kept}
 
 

@@ -25,7 +25,7 @@ from dynaxx.telemetry.snapshot import UPTIME, Reading, Snapshot
 
 TIMEOUT = 5.0  # longest time in seconds without a byte
 LONGEST = 15.0  # longest time in seconds for a whole response
-MOST_BYTES = 1 << 24
+MAX_BYTES = 1 << 24
 Read = Callable[[], Snapshot]
 
 
@@ -120,19 +120,19 @@ def _check_url(url: str) -> None:
 
 
 def _fetch(url: str) -> bytes:
-    """Return the body at a URL, up to `MOST_BYTES`."""
+    """Return the body at a URL, up to `MAX_BYTES`."""
     handlers: list[Any] = [_NoRedirects()]
     if is_loopback(urllib.parse.urlsplit(url).hostname or ""):
         handlers.append(urllib.request.ProxyHandler({}))
     deadline, body = time.monotonic() + LONGEST, bytearray()
     with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT) as answer:
-        while len(body) < MOST_BYTES and (part := answer.read1(1 << 16)):
+        while len(body) < MAX_BYTES and (part := answer.read1(1 << 16)):
             body += part
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the response takes longer than {LONGEST:g} s")
         if answer.length:  # the connection ended early; `read1` does not report it
             raise http.client.IncompleteRead(bytes(body[:0]), answer.length)
-    return bytes(body[:MOST_BYTES])
+    return bytes(body[:MAX_BYTES])
 
 
 def parse_text(text: str) -> tuple[dict[str, list[Reading]], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from dynaxx.forks import in_child, new_lock
 from dynaxx.printable import printable
 from dynaxx.telemetry.catalog import CATALOG, Metric
 
-MOST_SERIES = 1024  # per metric, so that label values that never repeat cannot exhaust the memory
+MAX_SERIES = 1024  # per metric, so that label values that never repeat cannot exhaust the memory
 OTHER = "other"
 RECENT_EVENTS = 64
 EVENT_SPACING = 10.0  # seconds between two log lines of one event
@@ -76,7 +76,7 @@ class Store:
         """Return a series, created if new, or the series OTHER if there are too many."""
         with self.lock:
             known = self._by_name.setdefault(metric.name, {})
-            if labels not in known and len(known) >= MOST_SERIES:
+            if labels not in known and len(known) >= MAX_SERIES:
                 labels = (OTHER,) * len(labels)  # base labels too, because the number of models is unbounded
             return known.setdefault(labels, Series(metric, labels))
 

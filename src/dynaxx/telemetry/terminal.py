@@ -16,7 +16,7 @@ from rich.text import Text
 from dynaxx.telemetry.background_watch import BackgroundWatch
 from dynaxx.telemetry.overview import GUARD, LayerEstimates, Overview, Watch, describe_event
 
-MOST_LAYERS, MOST_EVENTS = 8, 5
+MAX_LAYERS, MAX_EVENTS = 8, 5
 STYLE = {"bad": "bold red", "warn": "yellow"}
 
 
@@ -41,7 +41,7 @@ def show(seen: Overview) -> RenderableType:
         parts.append(Text.assemble(("fallbacks    ", "bold"), reasons))
     if seen.recent_events:
         parts += [Text(), Text("events", style="bold")]
-        for event in reversed(seen.recent_events[-MOST_EVENTS:]):
+        for event in reversed(seen.recent_events[-MAX_EVENTS:]):
             at = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
             parts.append(Text.assemble((f"  {at}  ", "dim"), describe_event(event)))
     elif seen.event_counts:
@@ -173,10 +173,10 @@ def _layers(layers: list[LayerEstimates]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="bold", pad_edge=False)
     for name in ("layer", "density", "recall", "output error", "drift / limit"):
         table.add_column(name, justify="right")
-    for one in worst[:MOST_LAYERS]:
+    for one in worst[:MAX_LAYERS]:
         table.add_row(str(one.layer), share(one.density), share(one.recall), share(one.output_error), share(one.drift))
-    if len(layers) > MOST_LAYERS:
-        table.caption = f"{len(layers) - MOST_LAYERS} more"
+    if len(layers) > MAX_LAYERS:
+        table.caption = f"{len(layers) - MAX_LAYERS} more"
         table.caption_justify = "left"
     return table
 

@@ -26,7 +26,7 @@ SHORT = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)
 MEDIUM = (127, 128, 129, 200, 257)
 LONG = (500, 777, 1024)
 RAGGED = (0, 0, 1, 5, 16, 17, 33, 64, 70)
-MOST_PAIRS = 100_000  # upper bound for batch * q_heads * N * M; larger problems are cut to one or two heads
+MAX_PAIRS = 100_000  # upper bound for batch * q_heads * N * M; larger problems are cut to one or two heads
 
 Rule = p.Pattern | Selector | Hybrid
 Piece = tuple[slice, slice]  # queries and keys of one sequence on the packed axis
@@ -135,9 +135,9 @@ class Draw:
 
     def _cut_heads(self, pairs: int) -> bool:
         """Reduce the heads if a problem with this many pairs per head is too large; return whether it was."""
-        if self.heads[0] * pairs <= MOST_PAIRS:
+        if self.heads[0] * pairs <= MAX_PAIRS:
             return False
-        self.heads = (2, 1) if 2 * pairs <= MOST_PAIRS else (1, 1)
+        self.heads = (2, 1) if 2 * pairs <= MAX_PAIRS else (1, 1)
         return True
 
     def _note_lengths(self, seqlens_q: list[int], seqlens_k: list[int]) -> None:

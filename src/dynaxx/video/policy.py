@@ -21,8 +21,8 @@ from dynaxx.policy.specs import AttentionRule, AttentionSpec
 from dynaxx.video.grid import Order
 
 FORMAT: Literal["dynaxx.video"] = "dynaxx.video"
-MOST_RULES = 4096
-MOST_RANGES = 16  # parts of the denoising with rules of their own
+MAX_RULES = 4096
+MAX_RANGES = 16  # parts of the denoising with rules of their own
 
 
 class VideoRule(Document):
@@ -93,9 +93,9 @@ class VideoPolicy(Document):
     block_size: BlockSize = 64
     order: Order = "bars"
     dense_below: Total = 0
-    rules: Annotated[tuple[VideoRule, ...], Field(max_length=MOST_RULES)] = ()
+    rules: Annotated[tuple[VideoRule, ...], Field(max_length=MAX_RULES)] = ()
     measured_on: MeasuredOn | None = None
-    evidence: Annotated[tuple[Evidence, ...], Field(max_length=MOST_RULES)] = ()
+    evidence: Annotated[tuple[Evidence, ...], Field(max_length=MAX_RULES)] = ()
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -106,8 +106,8 @@ class VideoPolicy(Document):
     @model_validator(mode="after")
     def _rules_fit(self) -> VideoPolicy:
         facts, starts = self.model, self.starts
-        if len(starts) > MOST_RANGES:
-            raise ValueError(f"`rules` must have at most {MOST_RANGES} ranges of steps, got {len(starts)}")
+        if len(starts) > MAX_RANGES:
+            raise ValueError(f"`rules` must have at most {MAX_RANGES} ranges of steps, got {len(starts)}")
         for index, rule in enumerate(self.rules):
             for name, given, count in (("layers", rule.layers, facts.layers), ("heads", rule.heads, facts.q_heads)):
                 if given != "all" and (max(given) >= count or len(set(given)) < len(given)):

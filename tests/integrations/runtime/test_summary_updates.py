@@ -182,10 +182,10 @@ def test_steps_of_padding_update_nothing():
 
 def test_few_sets_of_layers_are_kept():
     joint, sequences = JointUpdates(0), step_of(((20, 20),))
-    for seed in range(3 * summary_updates.MOST_SETS):
+    for seed in range(3 * summary_updates.MAX_SETS):
         pages = pages_of(seed % 3)
         joint.run([WaitingLayer(pages, summarize_pages(_every_page(pages), bound=0.5).summaries)], sequences)
-    assert len(joint._joint) <= summary_updates.MOST_SETS
+    assert len(joint._joint) <= summary_updates.MAX_SETS
 
 
 def test_random_steps_over_growing_sequences():

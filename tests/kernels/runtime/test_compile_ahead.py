@@ -79,8 +79,8 @@ def test_every_kind_of_launch_is_compiled_once_and_nothing_runs(cache, processes
 def test_kernels_that_no_fork_compiled_are_compiled_here(cache, monkeypatch):
     add, out = add_kernel(), torch.zeros(64)
     monkeypatch.setattr(ahead, "_fork", lambda compiles: os.posix_spawnp("sleep", ["sleep", "60"], os.environ))
-    monkeypatch.setattr(ahead, "MOST_SECONDS", 0.1)
-    monkeypatch.setattr(ahead, "MOST_SECONDS_EACH", 0.0)
+    monkeypatch.setattr(ahead, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(ahead, "MAX_SECONDS_EACH", 0.0)
     assert ahead.compile_ahead(lambda: [add[(1,)](out, out, 64, ADDED=added) for added in (4, 5)], 2) == 2
     assert kernels_in(cache) == 2
 

@@ -248,7 +248,7 @@ def test_repeats_launch_what_triton_launches(started, described, monkeypatch):
 
     layout = dx.SlidingWindow(16).layout(64, block_size=16)
     batches = [(torch.randn(1, 64), torch.empty(64)) for _ in range(3)]
-    monkeypatch.setattr(recorder, "MOST_ADDRESSES", 2)
+    monkeypatch.setattr(recorder, "MAX_ADDRESSES", 2)
     for x, out in batches * 3:
         record_or_replay(start, layout, (x, out), True, 64)
     again = started.copy()

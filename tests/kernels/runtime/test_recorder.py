@@ -166,7 +166,7 @@ def test_nothing_is_kept_alive(started, kept):  # noqa: F811
 
 
 def test_no_more_than_so_many(started, kept, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(launch_cache, "MOST_CALLS", 3)
+    monkeypatch.setattr(launch_cache, "MAX_CALLS", 3)
     for i in range(10):
         launch_cache.record_or_replay(two_launches, small_cache(), (torch.randn(64),), float(i))
     assert 0 < len(kept) <= 3

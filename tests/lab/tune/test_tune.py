@@ -188,7 +188,7 @@ def test_a_tuned_policy_knows_its_traffic_and_is_watched(loaded, tmp_path, monke
     assert policy.guard == dx.policy.Guard()
     assert [each.layer for each in policy.reference.layers] == [0, 1]
     assert {each.calls for each in policy.reference.layers} == {policy.reference.requests}
-    assert retune_module.FEWEST_REQUESTS <= policy.reference.requests <= retune_module.REQUESTS
+    assert retune_module.MIN_REQUESTS <= policy.reference.requests <= retune_module.REQUESTS
     assert policy.reference.policy == dx.policy.rules_digest(policy)
     assert json.loads((tmp_path / "tuning.json").read_text())["reference"] == found.reference
     with dx.apply(loaded.model, policy.replace(guard={"sample": 1.0})) as handle:

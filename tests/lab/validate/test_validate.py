@@ -74,8 +74,8 @@ def check(model, rule, *, tokens=800, lengths=(300,), **fields):
 def quick(monkeypatch):
     monkeypatch.setattr(comparison, "NEW_TOKENS", 8)
     monkeypatch.setattr(module, "TASK_SAMPLES", 2)
-    monkeypatch.setattr(prefill_speed, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(prefill_speed, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(prefill_speed, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(prefill_speed, "MAX_SECONDS", 0.0)
 
 
 def test_a_policy_that_keeps_everything_passes(model):

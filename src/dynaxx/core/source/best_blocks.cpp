@@ -334,8 +334,8 @@ class Chooser {
 };
 
 void check(const BestBlocksArgs& args) {
-  require(within(args.batch, 0, MOST_BATCH) && within(args.q_heads, 1, MOST_HEADS) && within(args.kv_heads, 1, args.q_heads));
-  require(args.q_heads % args.kv_heads == 0 && within(args.head_dim, 1, MOST_DIM) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.batch, 0, MAX_BATCH) && within(args.q_heads, 1, MAX_HEADS) && within(args.kv_heads, 1, args.q_heads));
+  require(args.q_heads % args.kv_heads == 0 && within(args.head_dim, 1, MAX_DIM) && within(args.threads, 1, MAX_THREADS));
   require(within(args.seqlen_q, 0, INT32_MAX) && within(args.seqlen_k, 0, INT32_MAX));
   require(is_block_size(args.q_block) && is_block_size(args.kv_block) && within(args.tile, 1, args.q_block));
   require(args.q_block % args.tile == 0 && args.parts() <= PANEL && PANEL % args.parts() == 0);

@@ -96,8 +96,8 @@ class RowPanel {
 };
 
 void check(const BlockScoreArgs& args) {
-  require(within(args.batch, 0, MOST_BATCH) && within(args.q_heads, 1, MOST_HEADS) && within(args.kv_heads, 1, args.q_heads));
-  require(args.q_heads % args.kv_heads == 0 && within(args.head_dim, 1, MOST_DIM) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.batch, 0, MAX_BATCH) && within(args.q_heads, 1, MAX_HEADS) && within(args.kv_heads, 1, args.q_heads));
+  require(args.q_heads % args.kv_heads == 0 && within(args.head_dim, 1, MAX_DIM) && within(args.threads, 1, MAX_THREADS));
   require(within(args.rows, 0, INT32_MAX) && within(args.seqlen_k, 0, INT32_MAX) && is_block_size(args.kv_block));
   const int64_t blocks = (args.seqlen_k + args.kv_block - 1) / args.kv_block;
   require(countable(args.batch, args.q_heads, args.rows, args.head_dim) && countable(args.batch, args.q_heads, args.rows, blocks));
@@ -120,7 +120,7 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_block_scores(const BlockScoreArgs* args)
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_mark_best(const float* scores, int64_t rows, int64_t width, const int64_t* counts,
                                                   int64_t threads, uint8_t* marked) {
   return status_of([&] {
-    require(within(rows, 0, MOST_TOKENS) && within(width, 0, INT32_MAX) && within(threads, 1, MOST_THREADS));
+    require(within(rows, 0, MAX_TOKENS) && within(width, 0, INT32_MAX) && within(threads, 1, MAX_THREADS));
     require(countable(rows, width));
     constexpr int64_t ROWS = 16;  // per task
     for_each_task((rows + ROWS - 1) / ROWS, threads, [&](int64_t task) {

@@ -43,8 +43,8 @@ struct CacheArgs {
 // during the step. They are read once and clamped to valid values, so a concurrent write at worst changes the results.
 struct Cache : CacheArgs {
   explicit Cache(const CacheArgs& args) : CacheArgs(args) {
-    require(within(batch, 0, MOST_BATCH) && within(kv_heads, 1, MOST_HEADS) && within(page_size, 1, MOST_PAGE));
-    require(within(head_dim, 1, MOST_DIM) && within(head_dim_v, 1, MOST_DIM) && within(stored, 0, 4));
+    require(within(batch, 0, MAX_BATCH) && within(kv_heads, 1, MAX_HEADS) && within(page_size, 1, MAX_PAGE));
+    require(within(head_dim, 1, MAX_DIM) && within(head_dim_v, 1, MAX_DIM) && within(stored, 0, 4));
     require(within(num_pages, 0, INT32_MAX) && within(max_pages, 0, INT32_MAX) && within(max_keys, 0, INT32_MAX));
     require(page_table || max_pages <= num_pages || batch == 0);
     require(countable(max_pages, page_size) && max_keys <= max_pages * page_size);

@@ -36,7 +36,7 @@ struct DecodeArgs {
 
 namespace {
 
-constexpr int64_t FEWEST_KEYS = 256;  // keys per part at least, so that merging stays cheap
+constexpr int64_t MIN_KEYS = 256;  // keys per part at least, so that merging stays cheap
 
 // The first key that any query of a sequence sees.
 int64_t first_visible(const DecodeArgs& args, const Cache& cache, int64_t b) {
@@ -263,7 +263,7 @@ void list_pages(const DecodeArgs& args, const Cache& cache, std::vector<int32_t>
 void split(const DecodeArgs& args, const Cache& cache, const std::vector<int32_t>& pages,
            const std::vector<int64_t>& starts, std::vector<Part>& parts, std::vector<int64_t>& firsts) {
   const int64_t even = args.threads == 1 ? int64_t(pages.size()) : int64_t(pages.size()) / (4 * args.threads);
-  const int64_t most = std::max({even, FEWEST_KEYS / cache.page_size, int64_t(1)});
+  const int64_t most = std::max({even, MIN_KEYS / cache.page_size, int64_t(1)});
   for (int64_t i = 0; i < cache.batch * cache.kv_heads; i++) {
     const int64_t count = starts[i + 1] - starts[i], runs = std::max<int64_t>(1, (count + most - 1) / most);
     firsts.push_back(int64_t(parts.size()));
@@ -276,8 +276,8 @@ void split(const DecodeArgs& args, const Cache& cache, const std::vector<int32_t
 }
 
 void check(const DecodeArgs& args, const Cache& cache) {
-  require(within(args.q_heads, cache.kv_heads, MOST_HEADS) && args.q_heads % cache.kv_heads == 0);
-  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.q_heads, cache.kv_heads, MAX_HEADS) && args.q_heads % cache.kv_heads == 0);
+  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MAX_THREADS));
   require(within(args.slots, 0, INT32_MAX) && countable(cache.batch, cache.kv_heads, args.slots));
   require(countable(cache.batch, args.q_heads, args.seqlen_q, std::max(cache.head_dim, cache.head_dim_v) + LANES));
   if (args.exact_k)

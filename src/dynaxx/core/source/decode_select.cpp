@@ -226,13 +226,13 @@ void summarize(const SummaryArgs& args, const Cache& cache, int64_t batch, int64
 }
 
 void check(const SummaryArgs& args) {
-  require(within(args.element, 0, 3) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.element, 0, 3) && within(args.threads, 1, MAX_THREADS));
   require((args.element == int64_t(Stored::INT8)) == (args.scale != nullptr));
 }
 
 void check(const SelectArgs& args, const Cache& cache) {
-  require(within(args.q_heads, cache.kv_heads, MOST_HEADS) && args.q_heads % cache.kv_heads == 0);
-  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.q_heads, cache.kv_heads, MAX_HEADS) && args.q_heads % cache.kv_heads == 0);
+  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MAX_THREADS));
   require(within(args.slots, 0, INT32_MAX) && countable(cache.batch, cache.kv_heads, args.slots));
   require(countable(cache.batch, args.q_heads, args.seqlen_q, cache.head_dim));
 }

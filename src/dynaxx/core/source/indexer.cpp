@@ -137,8 +137,8 @@ class IndexQueries {
 };
 
 void check(const IndexArgs& args) {
-  require(within(args.heads, 1, MOST_HEADS) && within(args.row, 1, MOST_DIM) && within(args.threads, 1, MOST_THREADS));
-  require(within(args.slots, 0, INT32_MAX / 4) && within(args.grain, 1, 1 << 20) && within(args.sequences, 0, MOST_BATCH));
+  require(within(args.heads, 1, MAX_HEADS) && within(args.row, 1, MAX_DIM) && within(args.threads, 1, MAX_THREADS));
+  require(within(args.slots, 0, INT32_MAX / 4) && within(args.grain, 1, 1 << 20) && within(args.sequences, 0, MAX_BATCH));
   require(args.sequences == 0 || (args.ends_q[0] == 0 && args.ends_k[0] == 0));
   for (int64_t s = 0; s < args.sequences; s++)
     require(args.ends_q[s] <= args.ends_q[s + 1] && args.ends_k[s] <= args.ends_k[s + 1] &&
@@ -174,8 +174,8 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_index_tokens(const IndexArgs* args) {
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_token_top(const float* scores, int64_t rows, int64_t width, const int32_t* counts,
                                                   int64_t slots, int64_t threads, int32_t* chosen) {
   return status_of([&] {
-    require(within(rows, 0, MOST_TOKENS) && within(width, 0, INT32_MAX) && within(slots, 0, INT32_MAX / 4));
-    require(countable(rows, width) && countable(rows, slots) && within(threads, 1, MOST_THREADS));
+    require(within(rows, 0, MAX_TOKENS) && within(width, 0, INT32_MAX) && within(slots, 0, INT32_MAX / 4));
+    require(countable(rows, width) && countable(rows, slots) && within(threads, 1, MAX_THREADS));
     for_each_task(rows, threads, [&](int64_t row) {
       static thread_local TopList kept;
       kept.reset(slots);

@@ -91,8 +91,8 @@ class Row {
 // Count the blocks of all rows, or list them after that. Returns a `Status`.
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_list_blocks(const ListBlocksArgs* args, int64_t threads) {
   return status_of([&] {
-    require(within(args->heads, 0, MOST_HEADS) && within(args->rows, 0, INT32_MAX) && within(args->blocks, 0, INT32_MAX));
-    require(within(threads, 1, MOST_THREADS) && is_block_size(args->q_block) && is_block_size(args->kv_block));
+    require(within(args->heads, 0, MAX_HEADS) && within(args->rows, 0, INT32_MAX) && within(args->blocks, 0, INT32_MAX));
+    require(within(threads, 1, MAX_THREADS) && is_block_size(args->q_block) && is_block_size(args->kv_block));
     require(args->cut_step >= 1 && countable(args->heads, args->rows, args->blocks));
     const bool counts = !args->indices;
     for_each_task(args->rows, threads, [&](int64_t index) {

@@ -36,7 +36,7 @@ inline void score_spans(const QueryPanel& panel, const Span* spans, int num_span
 
 // Beyond this size, the rounding of an exponent of 2 may exceed the distance of two scores, and (score - top) * factor is
 // used, which is 0 for the largest score.
-constexpr float MOST_EXPONENT = 65536;
+constexpr float MAX_EXPONENT = 65536;
 
 // Turn scores into weights, in place, and return their sum. `top` is the largest score, `base` is top * factor rounded.
 template <bool LARGE>
@@ -65,7 +65,7 @@ inline void softmax_step(const QueryPanel& panel, const Span* spans, int num_spa
     vec top = load(panel.top + i);
     top = top == splat(NEG_INF) ? splat(0.f) : top;  // no inf - inf for queries without keys so far
     const vec base = top * factor;
-    const bool large = any(base > splat(MOST_EXPONENT)) || any(base < splat(-MOST_EXPONENT));
+    const bool large = any(base > splat(MAX_EXPONENT)) || any(base < splat(-MAX_EXPONENT));
     const vec earlier = max_second_if_nan(load(top_before + i) * factor, splat(-std::numeric_limits<float>::max()));
     const vec shrink = exp2_nonpositive(large ? (load(top_before + i) - top) * factor : earlier - base);
     store(alpha + i, shrink);

@@ -44,11 +44,11 @@ DYNAXX_INLINE MaskPanel mask_panel(const Plan& plan, int64_t mask, int64_t panel
 // that no other thread can write to.
 template <class Args>
 void check(const Args& args, const Plan& plan) {
-  require(within(args.batch, 0, MOST_BATCH) && within(args.q_heads, 1, MOST_HEADS) &&
+  require(within(args.batch, 0, MAX_BATCH) && within(args.q_heads, 1, MAX_HEADS) &&
           within(args.kv_heads, 1, args.q_heads) && args.q_heads % args.kv_heads == 0);
-  require(within(args.head_dim, 1, MOST_DIM) && within(args.head_dim_v, 1, MOST_DIM));
-  require(within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));
-  require(within(plan.seqlen, 0, MOST_TOKENS) && within(plan.visited_seqlen, 0, MOST_TOKENS));
+  require(within(args.head_dim, 1, MAX_DIM) && within(args.head_dim_v, 1, MAX_DIM));
+  require(within(args.element, 0, 2) && within(args.threads, 1, MAX_THREADS));
+  require(within(plan.seqlen, 0, MAX_TOKENS) && within(plan.visited_seqlen, 0, MAX_TOKENS));
   require(is_block_size(plan.block) && is_block_size(plan.visited_block));
   require(plan.layout_batch == 1 || plan.layout_batch == args.batch);
   require(plan.layout_heads == 1 || plan.layout_heads == args.q_heads);

@@ -19,12 +19,12 @@ using namespace dynaxx;
 namespace {
 
 constexpr int32_t FULL = -1, EMPTY = -2;  // as in layout/masks.py
-constexpr uint64_t MOST_KINDS = 1ull << 60;
-constexpr int64_t MOST_BLOCKS = 1 << 29;      // per side, so that indices of blocks fit into int32
+constexpr uint64_t MAX_KINDS = 1ull << 60;
+constexpr int64_t MAX_BLOCKS = 1 << 29;      // per side, so that indices of blocks fit into int32
 constexpr int64_t FAR = int64_t(1) << 62;     // as in patterns/program.py
 constexpr size_t DEEPEST = 64;                // nesting depth of rules, which are processed recursively
-constexpr size_t MOST_KEPT = 1 << 18;         // entries of a layout whose memory is reused
-constexpr size_t MOST_WORDS_KEPT = 1 << 20;   // words of its masks
+constexpr size_t MAX_KEPT = 1 << 18;         // entries of a layout whose memory is reused
+constexpr size_t MAX_WORDS_KEPT = 1 << 20;   // words of its masks
 
 using Mask = std::vector<uint32_t>;  // (q_block, words)
 
@@ -55,7 +55,7 @@ uint64_t hash_of(const uint32_t* words, size_t size) {
 
 void check(const Grid& grid) {
   require(is_block_size(grid.q_block) && is_block_size(grid.kv_block));
-  const int64_t longest = MOST_BLOCKS * std::min(grid.q_block, grid.kv_block);
+  const int64_t longest = MAX_BLOCKS * std::min(grid.q_block, grid.kv_block);
   require(within(grid.seqlen_q, 1, longest) && within(grid.seqlen_k, 1, longest));
 }
 
@@ -119,7 +119,7 @@ class Builder {
     uint64_t count = 1;
     for (const Track& track : tracks_) {
       radix_.push_back(count);
-      if (count > MOST_KINDS / uint64_t(track.kinds)) throw std::bad_alloc();
+      if (count > MAX_KINDS / uint64_t(track.kinds)) throw std::bad_alloc();
       count *= uint64_t(track.kinds);
     }
     kinds_.resize(tracks_.size());
@@ -372,6 +372,6 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_take_layout(void* built, int32_t* number
       if (!part->empty()) std::memcpy(numbers, part->data(), part->size() * sizeof(int32_t));
       numbers += (part->size() + 3) / 4 * 4;
     }
-    if (layout->indices.capacity() <= MOST_KEPT && layout->bits.capacity() <= MOST_WORDS_KEPT) spare = std::move(layout);
+    if (layout->indices.capacity() <= MAX_KEPT && layout->bits.capacity() <= MAX_WORDS_KEPT) spare = std::move(layout);
   });
 }

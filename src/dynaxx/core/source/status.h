@@ -41,9 +41,9 @@ int status_of(const Run& run) noexcept {
 
 // ---- limits for arguments ----
 
-constexpr int64_t MOST_TOKENS = int64_t(1) << 40, MOST_HEADS = 1 << 20, MOST_DIM = 1 << 20, MOST_THREADS = 1 << 12,
-                  MOST_BATCH = 1 << 24, MOST_PAGE = 1 << 20;
-constexpr int64_t MOST_ELEMENTS = int64_t(1) << 60;
+constexpr int64_t MAX_TOKENS = int64_t(1) << 40, MAX_HEADS = 1 << 20, MAX_DIM = 1 << 20, MAX_THREADS = 1 << 12,
+                  MAX_BATCH = 1 << 24, MAX_PAGE = 1 << 20;
+constexpr int64_t MAX_ELEMENTS = int64_t(1) << 60;
 
 inline bool within(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
 
@@ -52,7 +52,7 @@ template <class... Sizes>
 bool countable(Sizes... sizes) {
   int64_t count = 1;
   for (const int64_t size : {int64_t(sizes)...}) {
-    if (size < 0 || __builtin_mul_overflow(count, size > 0 ? size : 1, &count) || count > MOST_ELEMENTS) return false;
+    if (size < 0 || __builtin_mul_overflow(count, size > 0 ? size : 1, &count) || count > MAX_ELEMENTS) return false;
   }
   return true;
 }

@@ -38,7 +38,7 @@ void for_each_task(int64_t num_tasks, int64_t threads, std::atomic<int>& status,
       }
     }
   };
-  threads = std::min({threads, num_tasks, MOST_THREADS});
+  threads = std::min({threads, num_tasks, MAX_THREADS});
   if (threads <= 1 || is_forked())
     work(&shared);
   else if (const Launch launch = current_launch())

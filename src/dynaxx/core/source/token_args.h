@@ -56,14 +56,14 @@ inline TokenSpan span_of(const TokenArgs& args, int64_t s) {
 
 // Refuse sizes that contradict one another.
 inline void check(const TokenArgs& args) {
-  require(within(args.q_heads, 1, MOST_HEADS) && within(args.kv_heads, 1, args.q_heads) && within(args.select_heads, 1, args.q_heads));
+  require(within(args.q_heads, 1, MAX_HEADS) && within(args.kv_heads, 1, args.q_heads) && within(args.select_heads, 1, args.q_heads));
   const int64_t units = units_of(args);
   require(args.q_heads % units == 0 && units % args.kv_heads == 0 && units % args.select_heads == 0);
-  require(within(args.head_dim, 1, MOST_DIM) && within(args.head_dim_v, 1, MOST_DIM) && within(args.element, 0, 2));
+  require(within(args.head_dim, 1, MAX_DIM) && within(args.head_dim_v, 1, MAX_DIM) && within(args.element, 0, 2));
   require(args.k_row >= whole_vectors(args.head_dim) && args.v_row >= whole_vectors(args.head_dim_v) &&
-          within(args.k_row, 1, 2 * MOST_DIM) && within(args.v_row, 1, 2 * MOST_DIM));
-  require(within(args.slots, 0, INT32_MAX) && within(args.grain, 1, 128) && within(args.threads, 1, MOST_THREADS));
-  require(within(args.sequences, 0, MOST_BATCH));
+          within(args.k_row, 1, 2 * MAX_DIM) && within(args.v_row, 1, 2 * MAX_DIM));
+  require(within(args.slots, 0, INT32_MAX) && within(args.grain, 1, 128) && within(args.threads, 1, MAX_THREADS));
+  require(within(args.sequences, 0, MAX_BATCH));
   require(args.sequences == 0 || (args.ends_q[0] == 0 && args.ends_k[0] == 0));
   for (int64_t s = 0; s < args.sequences; s++)
     require(args.ends_q[s] <= args.ends_q[s + 1] && args.ends_k[s] <= args.ends_k[s + 1] &&

@@ -13,7 +13,7 @@ using namespace dynaxx;
 
 namespace {
 
-constexpr int64_t MOST_POSITIONS = 32;     // of a tile
+constexpr int64_t MAX_POSITIONS = 32;     // of a tile
 constexpr int64_t TILE_FLOATS = 64 << 10;  // of a tile's queries and sums: a share of the second-level cache
 constexpr int64_t WINDOW_KEYS = 96;        // that a position meets in a window, about
 
@@ -66,7 +66,7 @@ class TokenForward {
     const int64_t tokens = args_.ends_k[args_.sequences];
     k_ = args_.k + (kv_head * tokens + span_.first_k) * args_.k_row;
     v_ = args_.v + (kv_head * tokens + span_.first_k) * args_.v_row;
-    int64_t longest = 1, next[MOST_POSITIONS];
+    int64_t longest = 1, next[MAX_POSITIONS];
     for (int64_t i = 0; i < tile_.positions; i++) {
       longest = std::max(longest, begins_[i + 1] - begins_[i]);
       next[i] = begins_[i];
@@ -122,8 +122,8 @@ class TokenForward {
   const TokenShape shape_;
   const float *k_ = nullptr, *v_ = nullptr;
   float *scores_ = nullptr, *scaled_ = nullptr;
-  TokenState states_[MOST_POSITIONS];
-  int64_t begins_[MOST_POSITIONS + 1] = {};
+  TokenState states_[MAX_POSITIONS];
+  int64_t begins_[MAX_POSITIONS + 1] = {};
   std::vector<int32_t> keys_;  // of all positions of the tile, each ascending
 };
 
@@ -136,7 +136,7 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_token_forward(const TokenForwardArgs* ar
     check(common);
     const int64_t units = units_of(common);
     const int64_t floats = common.q_heads / units * (whole_vectors(common.head_dim) + whole_vectors(common.head_dim_v));
-    const int64_t positions = std::clamp<int64_t>(TILE_FLOATS / floats, 1, MOST_POSITIONS);
+    const int64_t positions = std::clamp<int64_t>(TILE_FLOATS / floats, 1, MAX_POSITIONS);
     std::vector<int64_t> tiles{0};  // before each sequence
     for (int64_t s = 0; s < common.sequences; s++)
       tiles.push_back(tiles.back() + (span_of(common, s).queries + positions - 1) / positions);
@@ -156,8 +156,8 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_token_forward(const TokenForwardArgs* ar
 extern "C" DYNAXX_EXPORT int dynaxx_cpu_token_check(const int32_t* chosen, int64_t rows, int64_t slots, const int32_t* limits,
                                                     int64_t rows_per_limit, int64_t threads, int64_t* found) {
   return status_of([&] {
-    require(within(rows, 0, MOST_TOKENS) && within(slots, 0, INT32_MAX) && countable(rows, slots));
-    require(within(rows_per_limit, 1, MOST_HEADS) && within(threads, 1, MOST_THREADS));
+    require(within(rows, 0, MAX_TOKENS) && within(slots, 0, INT32_MAX) && countable(rows, slots));
+    require(within(rows_per_limit, 1, MAX_HEADS) && within(threads, 1, MAX_THREADS));
     constexpr int64_t ROWS = 1024;
     const int64_t tasks = (rows + ROWS - 1) / ROWS;
     std::vector<int64_t> wrong(2 * tasks, -1);

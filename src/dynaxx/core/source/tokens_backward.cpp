@@ -166,8 +166,8 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_token_backward(const TokenBackwardArgs* 
     const TokenArgs& common = args->common;
     check(common);
     require(WINDOW_STEP % common.grain == 0);
-    require(within(args->d_row, whole_vectors(common.head_dim), 2 * MOST_DIM) &&
-            within(args->e_row, whole_vectors(common.head_dim_v), 2 * MOST_DIM));
+    require(within(args->d_row, whole_vectors(common.head_dim), 2 * MAX_DIM) &&
+            within(args->e_row, whole_vectors(common.head_dim_v), 2 * MAX_DIM));
     const int64_t width = window_width(common), memory = TokenBackward::memory_needed(common);
     std::vector<Window> windows;
     for (int64_t s = 0; s < common.sequences; s++)

@@ -26,7 +26,7 @@ struct TokenDecodeArgs {
 
 namespace {
 
-constexpr int64_t FEWEST_SLOT_KEYS = 256;  // of a part: merging should stay a small share
+constexpr int64_t MIN_SLOT_KEYS = 256;  // of a part: merging should stay a small share
 
 // The queries of one task and the keys that they attend to.
 struct Part {
@@ -132,10 +132,10 @@ class TokenDecoder {
 };
 
 void check(const TokenDecodeArgs& args, const Cache& cache) {
-  require(within(args.q_heads, 1, MOST_HEADS) && within(args.select_heads, 1, args.q_heads) && cache.kv_heads <= args.q_heads);
+  require(within(args.q_heads, 1, MAX_HEADS) && within(args.select_heads, 1, args.q_heads) && cache.kv_heads <= args.q_heads);
   const int64_t units = std::max(args.select_heads, cache.kv_heads);
   require(args.q_heads % units == 0 && units % cache.kv_heads == 0 && units % args.select_heads == 0);
-  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MOST_THREADS));
+  require(within(args.seqlen_q, 0, INT32_MAX) && within(args.element, 0, 2) && within(args.threads, 1, MAX_THREADS));
   require(within(args.slots, 0, INT32_MAX) && within(args.grain, 1, 128));
   require(countable(cache.batch, args.seqlen_q, args.select_heads, args.slots));
   require(countable(cache.batch, args.q_heads, args.seqlen_q, std::max(cache.head_dim, cache.head_dim_v) + LANES));
@@ -176,7 +176,7 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_token_decode(const TokenDecodeArgs* args
     const Cache cache(*args->cache);
     check(*args, cache);
     const int64_t units = std::max(args->select_heads, cache.kv_heads), lists = cache.batch * args->seqlen_q * units;
-    const int64_t fewest = std::max<int64_t>(1, FEWEST_SLOT_KEYS / args->grain);
+    const int64_t fewest = std::max<int64_t>(1, MIN_SLOT_KEYS / args->grain);
     const int64_t wanted = args->threads == 1 ? 1 : (4 * args->threads + lists - 1) / std::max<int64_t>(lists, 1);
     const int64_t parts = std::max<int64_t>(1, std::min(wanted, args->slots / fewest));
     const int64_t size = TokenDecoder::result_size(*args, cache), memory = TokenDecoder::memory_needed(*args, cache);

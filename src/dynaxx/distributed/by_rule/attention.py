@@ -14,7 +14,7 @@ from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.by_rule.backward import rule_backward
 from dynaxx.distributed.by_rule.forward import rule_forward
-from dynaxx.distributed.by_rule.settings import MOST_CHOICES, Form, Settings
+from dynaxx.distributed.by_rule.settings import MAX_CHOICES, Form, Settings
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads
@@ -124,7 +124,7 @@ def _checked_form(
     chosen = default_stages(k, v, split) if stages is None else stages
     check_stages(chosen, kv_heads)
     for kept in (_by_identity, _forms):
-        if len(kept) >= MOST_CHOICES:
+        if len(kept) >= MAX_CHOICES:
             kept.clear()
     form = _forms.setdefault((rule, split, rank, sizes, causal, chosen, of_tensors), Form(chosen, set()))
     _by_identity[same] = form, rule, split  # kept, so that no other rule or split has their ids

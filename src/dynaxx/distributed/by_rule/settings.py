@@ -24,7 +24,7 @@ from dynaxx.selection import Hybrid, Selector, select_blocks
 from dynaxx.selection.device import select_on_device, serves
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
 
-MOST_CHOICES = 256  # cached backends
+MAX_CHOICES = 256  # cached backends
 
 
 class Form(NamedTuple):
@@ -109,7 +109,7 @@ class Settings(NamedTuple):
             return load_backend(self._chosen(q, k, v, layout))
         key = (layout.form, q.shape, k.shape, v.shape, q.dtype, self.softcap, self.backend, self.needs_grad)
         if key not in _backends:
-            if len(_backends) >= MOST_CHOICES:
+            if len(_backends) >= MAX_CHOICES:
                 _backends.clear()
             _backends[key] = self._chosen(q, k, v, layout)
         return load_backend(_backends[key])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dynaxx.engines.portable.plans import MOST_REASONS, is_causal, own_window
+from dynaxx.engines.portable.plans import MAX_REASONS, is_causal, own_window
 from dynaxx.engines.portable.rules import LONG
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.decoder import Decoder
@@ -98,7 +98,7 @@ def _encoder_plans(
 
 def _refuse(decoder: Decoder, reasons: list[str]) -> None:
     if reasons:
-        shown = reasons[:MOST_REASONS] + [f"and {len(reasons) - MOST_REASONS} more"] * (len(reasons) > MOST_REASONS)
+        shown = reasons[:MAX_REASONS] + [f"and {len(reasons) - MAX_REASONS} more"] * (len(reasons) > MAX_REASONS)
         raise UnsupportedInputError(f"an export of {decoder.facts.model_type} with the custom op", {"onnx": shown})
 
 

@@ -11,7 +11,7 @@ from dynaxx.printable import printable
 from dynaxx.storage import parse_json, read_regular_file
 
 MANIFEST = "dynaxx.json"
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def read_manifest(folder: Path, engine: str, version: int, fields: Mapping[str, type]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def read_manifest(folder: Path, engine: str, version: int, fields: Mapping[str, 
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: give a folder that dynaxx export --format {engine} wrote")
     try:
-        found = parse_json(read_regular_file(path, MOST_BYTES))
+        found = parse_json(read_regular_file(path, MAX_BYTES))
     except ValueError as error:
         raise ValueError(f"{path} {error}: {again}") from None
     if not isinstance(found, dict) or found.get("format") != f"dynaxx.{engine}":

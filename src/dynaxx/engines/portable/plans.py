@@ -13,7 +13,7 @@ from dynaxx.integrations.transformers.decoder import Decoder, window_of
 from dynaxx.patterns import Causal, Pattern, SlidingWindow
 from dynaxx.policy import LayerPlan, Policy, resolve
 
-MOST_REASONS = 5
+MAX_REASONS = 5
 BLOCK = (64, 64)  # block size of layouts of a model's own windows
 
 
@@ -70,7 +70,7 @@ def portable_rules(
             rule = None if side is None else GatherRule.of(side, BLOCK, causal=causal)
             rules[index] = PortableRules((Heads(heads, rule),))
     if reasons:
-        shown = reasons[:MOST_REASONS] + [f"and {len(reasons) - MOST_REASONS} more"] * (len(reasons) > MOST_REASONS)
+        shown = reasons[:MAX_REASONS] + [f"and {len(reasons) - MAX_REASONS} more"] * (len(reasons) > MAX_REASONS)
         raise UnsupportedInputError(f"an export of {decoder.facts.model_type} in plain operations", {"portable": shown})
     return rules
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dynaxx.arguments import typed
 
-LEAST_TOKENS = 16  # oneDNN is faster from here on: measured for 576 to 1,536 features on an AMD EPYC (Zen 5)
+MIN_TOKENS = 16  # oneDNN is faster from here on: measured for 576 to 1,536 features on an AMD EPYC (Zen 5)
 WORTH = 1.1  # minimum speedup in a short measurement; other layers do not change
 SAMPLE = 128  # tokens of the measurement
 ROUNDS = 7
@@ -32,7 +32,7 @@ class OneDnnLinear(nn.Linear):
     It shares the parameters of the layer that it replaces, so training, saving and moving work as before.
     """
 
-    least_tokens: int = LEAST_TOKENS
+    least_tokens: int = MIN_TOKENS
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias."""

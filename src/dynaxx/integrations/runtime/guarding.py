@@ -27,7 +27,7 @@ from dynaxx.policy.profile import LADDER, LayerRecord
 from dynaxx.policy.scale import scaled_plan
 from dynaxx.telemetry import Recorder
 
-MOST_BYTES = {"cpu": 256 * 1024 * 1024, "cuda": 1024 * 1024 * 1024}  # limit on a copied call; larger calls are skipped
+MAX_BYTES = {"cpu": 256 * 1024 * 1024, "cuda": 1024 * 1024 * 1024}  # limit on a copied call; larger calls are skipped
 LADDER_EVERY = 4  # one in so many measured calls of a layer also measures recall at other budgets
 
 logger = logging.getLogger("dynaxx")
@@ -125,7 +125,7 @@ class LiveGuard:
             if q.is_cuda and torch.cuda.is_current_stream_capturing():
                 return
             size = (q.numel() + k.numel() + v.numel()) * q.element_size()
-            if size > MOST_BYTES.get(q.device.type, 0):
+            if size > MAX_BYTES.get(q.device.type, 0):
                 self.left_out("too large")
                 return
             count = most_rows(q.shape[2], k.shape[1], min(self.settings.rows, q.shape[1]))

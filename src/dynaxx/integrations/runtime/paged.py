@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.runtime.routing import MOST_QUERIES
+from dynaxx.integrations.runtime.routing import MAX_QUERIES
 from dynaxx.layout.paging import PagedCache, PageSummaries, SequenceKeys, places_of, rows_of
 from dynaxx.layout.paging.in_place import MovedLayouts
 from dynaxx.lazy import lazy
@@ -229,8 +229,8 @@ class Sequences:
         Decoding sequences form one part, and every chunk of a prompt is a part. Bounds are powers of two, so that
         prompts of many lengths repeat the launches of few.
         """
-        steps = [row for row in self.rows if row.seqlen_q < MOST_QUERIES]
-        chunks = [[row] for row in self.rows if row.seqlen_q >= MOST_QUERIES]
+        steps = [row for row in self.rows if row.seqlen_q < MAX_QUERIES]
+        chunks = [[row] for row in self.rows if row.seqlen_q >= MAX_QUERIES]
         bound = lambda rows: 1 << (max(row.seqlen_q for row in rows) - 1).bit_length()
         return [(self.part(some), bound(some)) for some in (steps, *chunks) if some]
 

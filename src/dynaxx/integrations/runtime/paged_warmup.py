@@ -22,7 +22,7 @@ from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_plac
 from dynaxx.integrations.runtime.paged import FP8, Pages, Part, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.integrations.runtime.paged_write import FEWEST, write_chunk
-from dynaxx.integrations.runtime.routing import MOST_QUERIES
+from dynaxx.integrations.runtime.routing import MAX_QUERIES
 from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLayer, joined, update
 from dynaxx.layout.paging import PagedCache, SequenceKeys
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -31,7 +31,7 @@ from dynaxx.policy.decode import DecodePlan
 from dynaxx.telemetry import Recorder
 
 logger = logging.getLogger("dynaxx")
-MOST_PROCESSES = 8  # processes that compile kernels side by side
+MAX_PROCESSES = 8  # processes that compile kernels side by side
 SHORT_KEYS = 40  # keys per sequence in the decoding steps of the warm-up
 
 
@@ -184,7 +184,7 @@ def _run_compiled(run: Callable[[], None], what: str, device: torch.device) -> N
 
         prepare_lists()
         try:
-            compile_ahead(run, min(MOST_PROCESSES, processors()))
+            compile_ahead(run, min(MAX_PROCESSES, processors()))
         except Exception as error:  # they are compiled one by one then
             logger.warning("%s were not compiled side by side: %s", what, error, exc_info=error)
     run()
@@ -222,7 +222,7 @@ def decode_shapes(most: int) -> list[tuple[int, int]]:
     as a decoding step; a step has one or two of equal length.
     """
     return [(batch, 1) for batch in padded_batches(most)] + [
-        (batch, queries) for queries in range(2, MOST_QUERIES) for batch in padded_batches(min(most, 2))
+        (batch, queries) for queries in range(2, MAX_QUERIES) for batch in padded_batches(min(most, 2))
     ]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dynaxx.policy.length import is_long
 from dynaxx.policy.rollout import ASKED_DENSE, NOT_CHOSEN, Rollout
 
-MOST_QUERIES = 16  # a call with more queries is a chunk of a prompt, not a decoding step
+MAX_QUERIES = 16  # a call with more queries is a chunk of a prompt, not a decoding step
 
 
 class DenseReason(str, enum.ReprEnum):
@@ -247,7 +247,7 @@ class SequenceLengths(NamedTuple):
 
 def is_step(seqlen_q: int, seqlen_k: int) -> bool:
     """Return whether a call is a decoding step: one query, or a few over a longer cache (assisted decoding)."""
-    return seqlen_q == 1 or seqlen_q < min(MOST_QUERIES, seqlen_k)
+    return seqlen_q == 1 or seqlen_q < min(MAX_QUERIES, seqlen_k)
 
 
 def route(layer: LayerRules, state: PassState, call: CallProperties, sequence: SequenceLengths) -> Decision:

@@ -18,7 +18,7 @@ from dynaxx.layout.paging import PageSummaries
 from dynaxx.ops.decode import summarize_pages
 from dynaxx.ops.decode_dispatch import decode_problem
 
-MOST_SETS = 16  # sets of waiting layers whose places are kept
+MAX_SETS = 16  # sets of waiting layers whose places are kept
 
 
 class WaitingLayer(NamedTuple):
@@ -54,7 +54,7 @@ class JointUpdates:
         key = tuple([id(layer.summaries) for layer in waiting])
         found = self._joint.get(key)
         if found is None:
-            if len(self._joint) >= MOST_SETS:
+            if len(self._joint) >= MAX_SETS:
                 self._joint.clear()
             joint = joined(waiting, parts[0][0])
             found = self._joint[key] = [layer.summaries for layer in waiting], joint  # keeps the objects of the key

@@ -37,7 +37,7 @@ from dynaxx.integrations.transformers.recordings import Recording, Recordings
 from dynaxx.ops.checks import follow_autocast
 
 ATTRIBUTE = "dynaxx_layer"  # of attention modules: their `TracedLayer`
-MOST_TRACED = 4096  # keys; for more, SDPA is much faster in the op, which needs no mask, than with a traced mask
+MAX_TRACED = 4096  # keys; for more, SDPA is much faster in the op, which needs no mask, than with a traced mask
 ANY_LENGTH = 1 << 62
 
 RECORDINGS = Recordings()
@@ -83,7 +83,7 @@ class TracedLayer:
 
     def is_dense(self, q: Tensor, k: Tensor, scores: ScoreOptions) -> bool:
         """Return whether a call is so short that it is certain to run the model's original attention."""
-        most = min(self.dense_below, MOST_TRACED)
+        most = min(self.dense_below, MAX_TRACED)
         if self.own_pattern:
             most = 0 if scores.need_eager else min(most, lowest_border(q.device.type))
         return q.shape[2] < most and k.shape[2] < most

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynaxx.kernels.runtime.launcher import compiling_only
 
-MOST_SECONDS = 30.0  # longest wait for the forks; then this process compiles what is missing
-MOST_SECONDS_EACH = 4.0  # more for each kernel that a fork compiles
+MAX_SECONDS = 30.0  # longest wait for the forks; then this process compiles what is missing
+MAX_SECONDS_EACH = 4.0  # more for each kernel that a fork compiles
 FILLED = {
     torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default,
     torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
@@ -70,7 +70,7 @@ class _Pending(Executor):
         count = min(processes, len(self.found))
         if count > 1:
             compiles = [compile for compile, _ in self.found]
-            most = MOST_SECONDS + MOST_SECONDS_EACH * -(-len(compiles) // count)
+            most = MAX_SECONDS + MAX_SECONDS_EACH * -(-len(compiles) // count)
             _wait([_fork(compiles[at::count]) for at in range(count)], time.monotonic() + most)
         for compile, future in self.found:
             try:

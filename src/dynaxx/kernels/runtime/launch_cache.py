@@ -25,7 +25,7 @@ from dynaxx.kernels.runtime.recorder import CALLED_ONCE, NOT_REPLAYABLE, Recordi
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 
-MOST_CALLS = 1024  # cached recordings of all forms; as many for each layout without a form
+MAX_CALLS = 1024  # cached recordings of all forms; as many for each layout without a form
 
 RecordedCall = Callable[..., "tuple[Tensor, ...] | None"]
 Entries = dict[tuple[Any, ...], Recording]
@@ -122,8 +122,8 @@ def record_or_replay(
 
 
 def _keep(entries: Entries, key: tuple[Any, ...], recording: Recording) -> None:
-    """Keep the recording of a key, and no more than `MOST_CALLS` of them."""
-    if len(entries) >= MOST_CALLS and key not in entries:
+    """Keep the recording of a key, and no more than `MAX_CALLS` of them."""
+    if len(entries) >= MAX_CALLS and key not in entries:
         entries.clear()
     entries[key] = recording
 

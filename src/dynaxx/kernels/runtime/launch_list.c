@@ -18,8 +18,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { MOST_BYTES = 16384, MOST_PARAMETERS = 1024, MOST_VALUES = 256 };
-enum { LEAST_KERNELS = 3, RUNS_BEFORE_GRAPH = 2 };  // of a list that becomes a graph
+enum { MAX_BYTES = 16384, MAX_PARAMETERS = 1024, MAX_VALUES = 256 };
+enum { MIN_KERNELS = 3, RUNS_BEFORE_GRAPH = 2 };  // of a list that becomes a graph
 enum { RUNS_BEFORE_MOVE = 16 };                      // in succession on other streams, before the graph follows
 
 typedef struct {
@@ -110,7 +110,7 @@ static Gap *read_gaps(PyObject *given, Py_ssize_t *count, Py_ssize_t bytes, Py_s
     int read = each && PyArg_ParseTuple(each, "IIL", &found[i].at, &found[i].number, &found[i].offset);
     Py_XDECREF(each);
     Py_ssize_t wide = width ? width : (Py_ssize_t)found[i].offset;
-    if (read && (found[i].number >= MOST_VALUES || wide < 1 || wide > 128 || found[i].at + wide > bytes)) {
+    if (read && (found[i].number >= MAX_VALUES || wide < 1 || wide > 128 || found[i].at + wide > bytes)) {
       PyErr_SetString(PyExc_ValueError, "a gap must lie within the packed parameters");
       read = 0;
     }
@@ -187,7 +187,7 @@ static int read_list(LaunchList *list, PyObject *launches, PyObject *positions, 
   list->launch_count = PySequence_Size(launches), list->position_count = PySequence_Size(positions);
   if (list->launch_count < 0 || list->position_count < 0)
     return 0;
-  if (bytes > MOST_BYTES || list->position_count > MOST_PARAMETERS) {
+  if (bytes > MAX_BYTES || list->position_count > MAX_PARAMETERS) {
     PyErr_SetString(PyExc_ValueError, "the launches have too many parameters for one list");
     return 0;
   }
@@ -197,7 +197,7 @@ static int read_list(LaunchList *list, PyObject *launches, PyObject *positions, 
   list->graph.nodes = zeros(list->launch_count, sizeof(CUgraphNode));
   if (!list->launches || !list->positions || !list->packed || !list->graph.nodes)
     return PyErr_NoMemory(), 0;
-  list->graph.allowed = list->driver.create && list->launch_count >= LEAST_KERNELS;
+  list->graph.allowed = list->driver.create && list->launch_count >= MIN_KERNELS;
   memcpy(list->packed, packed, bytes);
   Py_ssize_t parameters = 0;
   for (Py_ssize_t i = 0; i < list->launch_count; i++) {
@@ -252,7 +252,7 @@ static Py_ssize_t read_integers(PyObject *given, unsigned long long *found) {
     return -1;
   }
   Py_ssize_t count = PyList_GET_SIZE(given);
-  if (count > MOST_VALUES) {
+  if (count > MAX_VALUES) {
     PyErr_SetString(PyExc_ValueError, "a call has too many tensors or sizes");
     return -1;
   }
@@ -342,7 +342,7 @@ static int set_graph(LaunchList *list, void **parameters, CUstream stream) {
 }
 
 static CUresult launch_all(LaunchList *list, unsigned char *packed, CUstream stream) {
-  void *parameters[MOST_PARAMETERS];
+  void *parameters[MAX_PARAMETERS];
   for (Py_ssize_t i = 0; i < list->position_count; i++)
     parameters[i] = packed + list->positions[i];
   Graph *graph = &list->graph;
@@ -358,7 +358,7 @@ static CUresult launch_all(LaunchList *list, unsigned char *packed, CUstream str
 
 static PyObject *list_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   LaunchList *list = (LaunchList *)self;
-  unsigned long long stream, addresses[MOST_VALUES], sizes[MOST_VALUES];
+  unsigned long long stream, addresses[MAX_VALUES], sizes[MAX_VALUES];
   if (count != 3) {
     PyErr_SetString(PyExc_TypeError, "run(stream, addresses, sizes) takes three arguments");
     return NULL;
@@ -375,7 +375,7 @@ static PyObject *list_run(PyObject *self, PyObject *const *args, Py_ssize_t coun
   CUcontext context = NULL;
   if (list->driver.current_context(&context) != CUDA_SUCCESS || context != list->context)
     Py_RETURN_FALSE;
-  _Alignas(128) unsigned char packed[MOST_BYTES];
+  _Alignas(128) unsigned char packed[MAX_BYTES];
   CUresult result = CUDA_SUCCESS;
   Py_BEGIN_ALLOW_THREADS;
   memcpy(packed, list->packed, list->bytes);

@@ -41,7 +41,7 @@ FORMATS = {
 }  # fmt: skip
 MAP_BYTES, MAP_ALIGNMENT = 128, 128
 SCRATCH = 2  # pointers that Triton appends to the parameters of every kernel
-MOST_CTAS = 8  # larger clusters need an attribute of the kernel
+MAX_CTAS = 8  # larger clusters need an attribute of the kernel
 CUDA_INVALID_VALUE = 1
 
 logger = logging.getLogger("dynaxx")
@@ -113,7 +113,7 @@ class LaunchPacker:
         compiled, first = launch.compiled, len(self._positions)
         meta = compiled.metadata
         warps, ctas, shared = compiled.packed_metadata[:3]
-        if needs_wrapper(meta) or ctas > MOST_CTAS:
+        if needs_wrapper(meta) or ctas > MAX_CTAS:
             raise Unpackable(f"{compiled.name} needs scratch memory or a large cluster")
         maps = iter(getattr(meta, "tensordesc_meta", None) or ())
         values = dict(zip(launch.names, launch.arguments, strict=True))

@@ -20,7 +20,7 @@ from dynaxx.kernels.runtime.launch_list import LaunchList, launch_list
 from dynaxx.kernels.runtime.launcher import DESCRIPTORS, Launch, recording_launches
 
 ALIGNMENT = 256  # bytes, alignment of tensors in one scratch allocation
-MOST_ADDRESSES = 256  # cached encodings per descriptor
+MAX_ADDRESSES = 256  # cached encodings per descriptor
 
 Sizes = Mapping[str, "int | tuple[int, ...]"]
 Inputs = tuple["Tensor | None", ...]
@@ -310,7 +310,7 @@ def _encoder(template: Any, meta: dict[str, Any]) -> Encode:
     def encoded(inputs: Any, address: int) -> Any:
         found = known.get(address)
         if found is None:
-            if len(known) >= MOST_ADDRESSES:
+            if len(known) >= MAX_ADDRESSES:
                 known.clear()
             found = known[address] = encoded_map(address, template, meta)
         return found

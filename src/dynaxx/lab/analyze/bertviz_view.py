@@ -14,10 +14,10 @@ from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
 from dynaxx.lab.analyze.maps import whole_map
 from dynaxx.lab.files import write_text
 
-MOST_TOKENS = 128  # the view holds every number of every map: 128 tokens of 30 layers x 9 heads are 20 MB
+MAX_TOKENS = 128  # the view holds every number of every map: 128 tokens of 30 layers x 9 heads are 20 MB
 
 
-def write_bertviz(model: Any, tokenizer: Any, excerpt: str, path: Path | str, *, tokens: int = MOST_TOKENS) -> Path:
+def write_bertviz(model: Any, tokenizer: Any, excerpt: str, path: Path | str, *, tokens: int = MAX_TOKENS) -> Path:
     """Write bertviz's head view of the first `tokens` tokens of an excerpt; return the file's path.
 
     bertviz's page loads scripts (d3, jQuery, require.js) from a network when it is opened. dynaxx's report does not.
@@ -33,8 +33,8 @@ def write_bertviz(model: Any, tokenizer: Any, excerpt: str, path: Path | str, *,
         ImportError: bertviz is not installed; the message says how to install it.
         ValueError: the excerpt has fewer than two tokens, or the model's maps cannot be read.
     """
-    if not 2 <= tokens <= MOST_TOKENS:
-        raise ValueError(f"`tokens` must be from 2 to {MOST_TOKENS}, got {tokens}")
+    if not 2 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"`tokens` must be from 2 to {MAX_TOKENS}, got {tokens}")
     try:
         bertviz = importlib.import_module("bertviz")
     except ImportError as error:

@@ -13,7 +13,7 @@ LEVELS = 24  # shades of a heat map; more are invisible and cost bytes
 INK = (20, 26, 78)  # colour of a full cell; the page inverts it in dark mode
 PALE = (125, 143, 224)  # colour of an almost empty cell
 TOKENS = 1024  # tokens that a picture shows
-MOST_PICTURES = 3
+MAX_PICTURES = 3
 
 
 def pattern_pictures(document: dict[str, Any]) -> list[dict[str, str]]:
@@ -41,7 +41,7 @@ def pattern_pictures(document: dict[str, Any]) -> list[dict[str, str]]:
         if pattern is not None and not isinstance(pattern, (Causal, Full)):
             found.setdefault(pattern, selector is not None)
     pictures = []
-    for pattern, adds in list(found.items())[:MOST_PICTURES]:
+    for pattern, adds in list(found.items())[:MAX_PICTURES]:
         figure = Figure(figsize=(4.2, 4.2), layout="constrained")
         pattern.layout(TOKENS, block_size=policy.block_size).plot(ax=figure.subplots())
         file = io.BytesIO()

@@ -23,7 +23,7 @@ RULE_NAMES = {
     "min_max": "min/max bound",
     "last_query_probe": "last-query probe",
 }
-MOST_MAPS = 400  # number of heads above which heat maps are reduced, to keep the page small
+MAX_MAPS = 400  # number of heads above which heat maps are reduced, to keep the page small
 
 
 def number(value: Any) -> str:
@@ -77,7 +77,7 @@ def analysis_section(document: dict[str, Any], documents: dict[str, Any]) -> dic
     heads = document["heads"]
     layers: dict[int, list[dict[str, Any]]] = {}
     for head in heads:
-        layers.setdefault(head["layer"], []).append(_head(head, shrink=len(heads) > MOST_MAPS))
+        layers.setdefault(head["layer"], []).append(_head(head, shrink=len(heads) > MAX_MAPS))
     return {
         "tokens": document["tokens"],
         "rows": document.get("rows", document["tokens"]),

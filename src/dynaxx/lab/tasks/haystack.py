@@ -31,9 +31,9 @@ _NOUNS = """
 NOUNS = tuple(_NOUNS.split())
 NOISE = "The lake is still. The bread is warm. The wind is low. Off we walk. Round the hill and home."
 WORD = re.compile(r"\b[a-z]{4,10}\b")
-MOST_WORDS = 40  # words in a sentence
-MOST_COLLISIONS = 100  # consecutive draws of used names after which longer names are drawn
-MOST_LETTERS = 30  # letters in a word; longer ones are lines and tables with many tokens
+MAX_WORDS = 40  # words in a sentence
+MAX_COLLISIONS = 100  # consecutive draws of used names after which longer names are drawn
+MAX_LETTERS = 30  # letters in a word; longer ones are lines and tables with many tokens
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
 
 
@@ -75,9 +75,9 @@ class Haystack:
 
 
 def _cut(sentence: str) -> list[str]:
-    """Divide a sentence into parts of at most `MOST_WORDS` words, because it may be a whole table."""
-    words = [word for word in sentence.split() if len(word) <= MOST_LETTERS]
-    return [" ".join(words[start : start + MOST_WORDS]) for start in range(0, len(words), MOST_WORDS)]
+    """Divide a sentence into parts of at most `MAX_WORDS` words, because it may be a whole table."""
+    words = [word for word in sentence.split() if len(word) <= MAX_LETTERS]
+    return [" ".join(words[start : start + MAX_WORDS]) for start in range(0, len(words), MAX_WORDS)]
 
 
 def hide(rng: random.Random, text: Sequence[str], facts: Sequence[str]) -> list[str]:
@@ -98,13 +98,13 @@ def different(rng: random.Random, kind: str, count: int, taken: set[str] | None 
     found: list[str] = []
     collisions = 0
     while len(found) < count:
-        name = draw(rng) if collisions < MOST_COLLISIONS else f"{draw(rng)}-{draw(rng)}"
+        name = draw(rng) if collisions < MAX_COLLISIONS else f"{draw(rng)}-{draw(rng)}"
         if name in taken:
             collisions += 1
             continue
         taken.add(name)
         found.append(name)
-        collisions = 0 if collisions < MOST_COLLISIONS else collisions
+        collisions = 0 if collisions < MAX_COLLISIONS else collisions
     return found
 
 

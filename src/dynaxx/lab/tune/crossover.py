@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GPU_LENGTHS = (*LENGTHS, 16384, 32768)  # dense attention is fast up to longer lengths
 REPEATS = 5
-MOST_REPEATS = 20  # repeats while it is unclear whether sparse is faster
+MAX_REPEATS = 20  # repeats while it is unclear whether sparse is faster
 ROW = 8  # layers timed in a row on a GPU, so that launches overlap with the work of other layers
 LONG = 4096  # tokens from which there are fewer repeats, since runs take seconds and noise is small
 GAIN = 1.25  # smallest speed-up that counts; less would hardly show in the whole model
@@ -88,7 +88,7 @@ def time_lengths(
             slowed = time.clock.watch()
             turns = Turns(rows, parameter.device, time.clock, works)
             turns.take(REPEATS if seqlen < LONG else 2)
-            while turns.is_unclear(GAIN) and len(turns.seconds) < MOST_REPEATS:
+            while turns.is_unclear(GAIN) and len(turns.seconds) < MAX_REPEATS:
                 if not time.allows(sum(turns.seconds[-1])):
                     break
                 turns.take(1)

@@ -32,14 +32,14 @@ def with_reference(
 
     If the reference cannot be recorded (no time, too little text, or a dense policy), `reference` says why.
     """
-    from dynaxx.lab.tune.retune import FEWEST_REQUESTS, record
+    from dynaxx.lab.tune.retune import MIN_REQUESTS, record
     from dynaxx.policy import Guard, Profile, rules_digest
 
     policy = result.policy
     if all(rule.phase == "decode" for rule in policy.rules):
         return dataclasses.replace(result, reference="none: prompts run dense")
     border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
-    if not time.allows(FEWEST_REQUESTS * time.expects(PASS, max(2, border))):
+    if not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
         return dataclasses.replace(result, reference="none: no time was left to record it")
 
     def recorded() -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dynaxx.lab.models import LoadedModel
 
 REQUESTS = 96  # prompts of a new recording, enough for windows of 64 calls
-FEWEST_REQUESTS = 32  # smallest number of prompts in a recording
+MIN_REQUESTS = 32  # smallest number of prompts in a recording
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ def record(
         text: a sample of the model's traffic.
         requests: number of prompts to run.
         lengths: lengths of the prompts, drawn at random; by default from the policy's border on.
-        time_budget: seconds after which no further prompt starts, once there are `FEWEST_REQUESTS`.
+        time_budget: seconds after which no further prompt starts, once there are `MIN_REQUESTS`.
         time_limit: seconds after which no further prompt starts in any case.
         seed: seed for the choice of prompts.
         command: the command, stored as evidence.
         progress: reports each prompt.
 
     Raises:
-        ValueError: the time limit allows fewer than `FEWEST_REQUESTS` prompts, the text is too short, or the policy is
+        ValueError: the time limit allows fewer than `MIN_REQUESTS` prompts, the text is too short, or the policy is
             dense at these lengths or everywhere.
     """
     from dynaxx.integrations.transformers.apply_policy import apply
@@ -173,9 +173,9 @@ def record(
             started, done = time.monotonic(), 0
             while done < requests:
                 late = time_budget is not None and time.monotonic() - started > time_budget
-                if done < FEWEST_REQUESTS and time.monotonic() - started > time_limit:
-                    raise ValueError(f"there was time for {done} prompts, but {FEWEST_REQUESTS} are needed")
-                if late and done >= FEWEST_REQUESTS:
+                if done < MIN_REQUESTS and time.monotonic() - started > time_limit:
+                    raise ValueError(f"there was time for {done} prompts, but {MIN_REQUESTS} are needed")
+                if late and done >= MIN_REQUESTS:
                     task.advance(requests - done)
                     break
                 seqlen = rng.choice(list(lengths))

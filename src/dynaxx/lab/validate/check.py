@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_DIGITS = 6  # decimals at which a value and its limit are shown at most
+MAX_DIGITS = 6  # decimals at which a value and its limit are shown at most
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Check:
 
 def apart(value: float, limit: float, digits: int) -> tuple[str, str]:
     """Return both with the same decimals, more of them while they look the same and are not."""
-    while value != limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MOST_DIGITS:
+    while value != limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MAX_DIGITS:
         digits += 1
     shown = f"{value:.{digits}f}"
     return shown if float(shown) else shown.removeprefix("-"), f"{limit:.{digits}f}"

@@ -32,7 +32,7 @@ from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
 if TYPE_CHECKING:
     from dynaxx.kernels.runtime.recorder import Recording
 
-MOST_RECORDINGS = 16  # recordings that a prepared call keeps
+MAX_RECORDINGS = 16  # recordings that a prepared call keeps
 
 
 class Prepared:
@@ -82,7 +82,7 @@ class Prepared:
             self._call, self._persistent, tensors, *self._settings, at_once=True, replayed=replayed
         )
         if replayed:
-            if len(self._recordings) >= MOST_RECORDINGS:
+            if len(self._recordings) >= MAX_RECORDINGS:
                 self._recordings.clear()
             self._recordings[variant] = replayed[0]
         return out

@@ -27,7 +27,7 @@ from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.lazy import lazy
 from dynaxx.settings import Count, Positive, Range, check_settings
 
-MOST_BLOCKS = 1 << 16  # upper bound for `slc_count`
+MAX_BLOCKS = 1 << 16  # upper bound for `slc_count`
 
 
 @typed
@@ -52,7 +52,7 @@ class NsaSizes:
     cmp_block: Positive = 32
     cmp_stride: Positive = 16
     slc_block: int = 64
-    slc_count: Annotated[int, Range(1, MOST_BLOCKS)] = 16
+    slc_count: Annotated[int, Range(1, MAX_BLOCKS)] = 16
     first_blocks: Count = 1
     local_blocks: Count = 2
     window: Annotated[int, Range(1, (1 << 31) - 1)] = 512

@@ -20,7 +20,7 @@ from dynaxx.settings import Range, check_settings
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS
 
 SCORE_BYTES = 64 << 20  # bytes of scores held at once
-MOST_TOKENS = 1 << 20  # limit on the tokens that a query keeps
+MAX_TOKENS = 1 << 20  # limit on the tokens that a query keeps
 
 
 @typed
@@ -36,7 +36,7 @@ class TopKTokens:
         block_size: neighbouring tokens that are kept together: 1, 2, 4, 8, 16, 32, 64 or 128.
     """
 
-    k: Annotated[int, Range(1, MOST_TOKENS)]
+    k: Annotated[int, Range(1, MAX_TOKENS)]
     block_size: int = 1
 
     def __post_init__(self) -> None:

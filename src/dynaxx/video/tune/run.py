@@ -20,7 +20,7 @@ from dynaxx.video.tune.sampling import Sample, Sampler, psnr, relative_error, ss
 from dynaxx.video.tune.search import Search, Trial, trial
 
 DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
-MOST_PROMPTS = 2  # to tune on, and to validate on
+MAX_PROMPTS = 2  # to tune on, and to validate on
 OTHER_SEED = 1000  # added to the seed of validation
 
 
@@ -119,7 +119,7 @@ def cases_of(settings: Settings) -> tuple[list[Case], list[Case]]:
     """Return prompts with seeds to tune on and to validate on; one prompt alone validates with another seed."""
     half = (len(settings.prompts) + 1) // 2
     seen, unseen = settings.prompts[:half], settings.prompts[half:] or settings.prompts
-    with_seed = lambda prompts, seed: [(prompt, seed + at) for at, prompt in enumerate(prompts[:MOST_PROMPTS])]
+    with_seed = lambda prompts, seed: [(prompt, seed + at) for at, prompt in enumerate(prompts[:MAX_PROMPTS])]
     return with_seed(seen, settings.seed), with_seed(unseen, settings.seed + OTHER_SEED)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dynaxx.integrations.transformers.loading import from_folder
 
-MOST_PSNR = 200.0  # of equal results, because files hold no infinity
+MAX_PSNR = 200.0  # of equal results, because files hold no infinity
 
 
 class Sample(NamedTuple):
@@ -89,10 +89,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def psnr(found: Tensor, expected: Tensor) -> float:
-    """Return the peak signal-to-noise ratio in dB, at most `MOST_PSNR`; the peak is the range of what was expected."""
+    """Return the peak signal-to-noise ratio in dB, at most `MAX_PSNR`; the peak is the range of what was expected."""
     peak = float(expected.max() - expected.min())
     error = float((found - expected).square().mean())
-    return min(MOST_PSNR, 10.0 * math.log10(max(peak, 1e-30) ** 2 / max(error, 1e-60)))
+    return min(MAX_PSNR, 10.0 * math.log10(max(peak, 1e-30) ** 2 / max(error, 1e-60)))
 
 
 def ssim(found: Tensor, expected: Tensor) -> float:

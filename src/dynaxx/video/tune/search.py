@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.lab.tune.allocation import Allocator
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.costs import Case, Costs, Space, measure_costs, policy_of, run_with
-from dynaxx.video.tune.sampling import MOST_PSNR, Sample, Sampler, psnr, relative_error
+from dynaxx.video.tune.sampling import MAX_PSNR, Sample, Sampler, psnr, relative_error
 
 TRUSTS = (0.0, 0.5, 1.0)  # how far differences between cells are trusted; the latents decide
 
@@ -71,7 +71,7 @@ class Search:
         The last trial is the best one within the limit, or the dense policy if there is none.
         """
         low, high = self._allocators[0].least_density, 1.0
-        best = Trial(1.0, MOST_PSNR, 0.0, policy_of(self.sampler, self.space, []))
+        best = Trial(1.0, MAX_PSNR, 0.0, policy_of(self.sampler, self.space, []))
         trials: list[Trial] = []
         tried = low
         while len(trials) < rounds and high > 1.05 * low:

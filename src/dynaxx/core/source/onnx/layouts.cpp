@@ -21,7 +21,7 @@ namespace dynaxx_onnx {
 
 namespace {
 
-constexpr size_t MOST_KEPT = 8;  // pairs of lengths and rules whose layouts are kept
+constexpr size_t MAX_KEPT = 8;  // pairs of lengths and rules whose layouts are kept
 
 void check(int status) {
   if (status == NO_MEMORY) throw std::bad_alloc();
@@ -249,7 +249,7 @@ std::shared_ptr<const Prepared> Prepared::of(const LayerRules& rules, const std:
     }
   auto made = prepare(rules, grid, q_heads);
   kept.push_front({std::move(whole), made});
-  if (kept.size() > MOST_KEPT) kept.pop_back();
+  if (kept.size() > MAX_KEPT) kept.pop_back();
   return made;
 }
 

@@ -25,7 +25,7 @@ from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.ops.prepared.step import PreparedStep, StepReplay, prepare_step
 from dynaxx.policy.decode import DecodePlan
 
-MOST_STEPS = 256  # prepared steps of a policy
+MAX_STEPS = 256  # prepared steps of a policy
 SPARE_PAGES = 64  # pages by which summaries grow at a time
 
 
@@ -226,7 +226,7 @@ class LayerSteps(NamedTuple):
         step = prepare_step(self.plan.budget, q, cache, scale=self.scale, softcap=self.softcap)
         if step is None or cache.summaries is None:
             return
-        if len(self.prepared) >= MOST_STEPS:
+        if len(self.prepared) >= MAX_STEPS:
             self.prepared.clear()
         self.prepared[self._key(q, cache.k, cache.v, cache.summaries)] = step
 

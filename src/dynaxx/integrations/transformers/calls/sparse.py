@@ -23,7 +23,7 @@ from dynaxx.ops.prepared.layer import prepare_layout, prepare_rule, prepared_lay
 from dynaxx.patterns import Pattern
 from dynaxx.policy import LayerPlan
 
-MOST_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
+MAX_CALLS = 256  # prepared calls of a policy; prompts of new lengths have new ones
 
 
 class Drawn(NamedTuple):
@@ -208,7 +208,7 @@ def prepare(call: SparseCall, layout: BlockLayout, plan: LayerPlan | None = None
     planned.prepared = prepare_rule(rule, layout, q, k, v, scale=scale, softcap=softcap)
     if planned.prepared is not None:
         kept = deployed.prepared
-        if len(kept) >= MOST_CALLS:
+        if len(kept) >= MAX_CALLS:
             kept.clear()
         kept[call.form._replace(mask=None)] = planned.prepared
 

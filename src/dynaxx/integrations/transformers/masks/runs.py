@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 ROWS_AT_ONCE = 1024
-FEWEST_RUNS, TOKENS_PER_RUN = 16, 8  # a mask with more runs than both limits has no runs
+MIN_RUNS, TOKENS_PER_RUN = 16, 8  # a mask with more runs than both limits has no runs
 
 
 class MaskRun(NamedTuple):
@@ -138,7 +138,7 @@ def _read_entry(mask: Tensor) -> list[MaskRun] | None:
     kind = torch.where(same & (step == 1), 1, torch.where(same & (step == 0), 2, 0))  # 1 grows, 2 repeats, 0 neither
     turns = (kind[1:] != kind[:-1]) | (kind[1:] == 0)
     changes = [1, *(turns.nonzero().flatten() + 2).tolist()] if seqlen_q > 1 else []
-    if len(changes) > max(FEWEST_RUNS, seqlen_q // TOKENS_PER_RUN):
+    if len(changes) > max(MIN_RUNS, seqlen_q // TOKENS_PER_RUN):
         return None
     kinds = kind[torch.tensor(changes, dtype=torch.int64, device=mask.device) - 1].tolist() if changes else []
     bounds = [0]

@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 Values = tuple[int | None, ...]  # the fields of `config.TileSizes`
 
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, Values]:
     if not path.exists():
         return {}
     try:
-        stored = parse_json(read_regular_file(path, MOST_BYTES))
+        stored = parse_json(read_regular_file(path, MAX_BYTES))
         found = {str(kind): tuple(values) for kind, values in stored.items()}
         if all(_plausible(values) for values in found.values()):
             return found

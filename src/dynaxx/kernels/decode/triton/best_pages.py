@@ -7,7 +7,7 @@ import triton.language as tl
 from dynaxx.kernels.primitives.numbers import from_ordered_bits, ordered_bits
 
 PASSES_BY_VALUE = tl.constexpr(6)
-MOST_KEY = tl.constexpr(0xFFFFFFF0)  # above all keys but those of some NaN; adding a search step does not wrap around
+MAX_KEY = tl.constexpr(0xFFFFFFF0)  # above all keys but those of some NaN; adding a search step does not wrap around
 
 
 @triton.jit
@@ -56,8 +56,8 @@ def _last_wanted(keys, low, high, reached, wanted):
 @triton.jit
 def best_pages(scores, forced, optional, wanted):
     """Return the forced pages and the `wanted` best optional ones (ties: the earlier page), and how many they are."""
-    keys = tl.where(optional, tl.minimum(ordered_bits(scores + 0.0), MOST_KEY), 0)
-    facts = (optional.to(tl.int32), forced.to(tl.int32), tl.where(optional, keys, MOST_KEY), keys)
+    keys = tl.where(optional, tl.minimum(ordered_bits(scores + 0.0), MAX_KEY), 0)
+    facts = (optional.to(tl.int32), forced.to(tl.int32), tl.where(optional, keys, MAX_KEY), keys)
     num_optional, num_forced, low, high = tl.reduce(facts, 0, _count_and_range)
     wanted = tl.minimum(wanted, num_optional)
     least, reached = _last_wanted(keys, low, high + 1, num_optional, wanted)

@@ -12,7 +12,7 @@ PROGRAMS_PER_PROCESSOR = 2
 CROWDED_PROGRAMS = 4  # per multiprocessor, for 8-bit caches, where arithmetic dominates
 CROWDED_REGISTERS = 128  # per thread, so that a multiprocessor holds as many programs
 FEW_PAGES = 16  # per program
-MOST_ROWS = 64  # rows of a list (queries times q heads of a kv head) per program
+MAX_ROWS = 64  # rows of a list (queries times q heads of a kv head) per program
 PARTS_AT_ONCE = 8  # parts that a program of the merge reads at a time
 INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 

@@ -178,7 +178,7 @@ def _attend(
     parts = programs + (1 + (exact_slots(cache) > 0)) * lists
     acc = q.new_empty(parts, rows, cache.head_dim_v, dtype=torch.float32)
     state = q.new_empty(parts, rows, 2, dtype=torch.float32)
-    block_m = max(8, min(config.MOST_ROWS, triton.next_power_of_2(rows)))
+    block_m = max(8, min(config.MAX_ROWS, triton.next_power_of_2(rows)))
     loads = 1 + (block_indices is not None) + cache.is_paged  # dependent loads: page, its address, its keys
     _decode_fwd_kernel[(programs, triton.cdiv(rows, block_m))](
         q,

@@ -17,7 +17,7 @@ from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.layout.masks import causal_mask_id_terms
 
 ALL = 2**31 - 1  # count of a row that takes every optional block
-MOST_TILES = 16  # tiles of a q block, as many as queries in a panel of the core
+MAX_TILES = 16  # tiles of a q block, as many as queries in a panel of the core
 
 
 class BestBlocksArgs(Structure):
@@ -84,7 +84,7 @@ def best_blocks(
         counts: (Hq, R) int32 number of blocks that each row takes; `ALL` takes every optional one, scored or not.
         optional: (R, W) int32 bits of the blocks among which a row chooses, W = ceil(C / 32).
         grid: lengths and block sizes.
-        tile: tokens per mean query, a divisor of the q block into at most `MOST_TILES`.
+        tile: tokens per mean query, a divisor of the q block into at most `MAX_TILES`.
         scale: softmax scale times the sharpness, in powers of two: times log2(e).
 
     Returns:

@@ -25,8 +25,8 @@ from dynaxx.layout import BlockGrid
 LOG2_E = tl.constexpr(math.log2(math.e))
 RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", "slots", "seqlen_k", "kv_blocks",
                  "kv_heads", "group_size", "offset", "q_block", "tiles"]  # fmt: skip
-MOST_TILES = 16  # per program: few enough to balance causal rows, many enough to reuse the queries
-LEAST_TILES = 4
+MAX_TILES = 16  # per program: few enough to balance causal rows, many enough to reuse the queries
+MIN_TILES = 4
 PROGRAMS = 512  # programs that fill a GPU; with fewer of them, each processes fewer tiles
 
 
@@ -151,7 +151,7 @@ def query_scores(
         where["slots"] or -(-grid.seqlen_k // block_n),
         count * -(-where["panel"] * group_size // block_m),
     )
-    tiles = min(MOST_TILES, max(LEAST_TILES, all_tiles * lines * batch * kv_heads // PROGRAMS))
+    tiles = min(MAX_TILES, max(MIN_TILES, all_tiles * lines * batch * kv_heads // PROGRAMS))
     programs = (-(-all_tiles // tiles), lines, batch * kv_heads)
     _query_scores_kernel[programs](
         queries.contiguous(),

@@ -26,8 +26,8 @@ from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
 
 LOG2_E = math.log2(math.e)
-MOST_SPLITS = 16  # programs that share the key tiles
-LEAST_STEPS = 4  # steps of each of these programs
+MAX_SPLITS = 16  # programs that share the key tiles
+MIN_STEPS = 4  # steps of each of these programs
 BLOCK_C = 32  # columns of notes that are read at a time
 COLUMNS = 256  # columns that a program of the second kernel turns into shares
 
@@ -288,14 +288,14 @@ def tile_mass(
     )
     if splits > 1:
         _tile_shares_kernel[(*programs, -(-grid.kv_blocks // COLUMNS))](
-            notes, sums, mass, splits=splits, SPLITS=MOST_SPLITS, COLUMNS=COLUMNS, num_warps=4, **where
+            notes, sums, mass, splits=splits, SPLITS=MAX_SPLITS, COLUMNS=COLUMNS, num_warps=4, **where
         )
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
     """Return how many tiles of keys a program processes, and how many programs share them."""
     few = programs < processors(device)
-    splits = min(-(-2 * processors(device) // programs), tiles // LEAST_STEPS, MOST_SPLITS) if few else 1
+    splits = min(-(-2 * processors(device) // programs), tiles // MIN_STEPS, MAX_SPLITS) if few else 1
     steps = -(-tiles // max(1, splits))
     return steps, -(-tiles // steps)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
 SAMPLES = 3  # prompts per task that a trial starts with, and that it adds while the task is undecided
-MOST_SAMPLES = 24  # prompts per task in a trial, at most
+MAX_SAMPLES = 24  # prompts per task in a trial, at most
 CLEAR = 2.0  # standard errors between a mean loss and the limit that decide
 COST_SAMPLES = 2  # other prompts per task for the costs of heads
 LIMIT = 0.1  # allowed mean loss of a task in nats per answer token, equal to the policy's tolerance
@@ -61,7 +61,7 @@ class HeldTasks:
 
     def for_costs(self, task: str, number: int) -> TaskSample:
         """Return a prompt for the costs of heads, 0 <= number < COST_SAMPLES. Trials have other prompts."""
-        return self._make(task, -1 - MOST_SAMPLES - number)
+        return self._make(task, -1 - MAX_SAMPLES - number)
 
     def under(self, policy: Policy, key: str) -> tuple[TaskTrial, ...]:
         """Return the loss of each task under the policy whose budgets have this key."""
@@ -72,7 +72,7 @@ class HeldTasks:
         from dynaxx.integrations.transformers.apply_policy import apply
 
         drops: list[float] = []
-        for part in range(MOST_SAMPLES // SAMPLES):
+        for part in range(MAX_SAMPLES // SAMPLES):
             dense = self._remember(f"task {name} alone {part}", partial(self._answers, name, part, True))
             if part == 0 and not _is_informative(dense):
                 return TaskTrial(name, 0.0, False, True)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from dynaxx.lab.tune.result import KindTrial
 
-LEAST_COMMON = 0.05  # smallest factor of all kinds together
+MIN_COMMON = 0.05  # smallest factor of all kinds together
 SPREAD = 0.5  # standard deviation of the factors of kinds
 MISFIT = 0.1  # relative error of a prediction beside the error of the measurement
-LEAST_FACTOR = 0.05  # smallest factor of a kind, over that of all kinds together; a rise below zero is noise
+MIN_FACTOR = 0.05  # smallest factor of a kind, over that of all kinds together; a rise below zero is noise
 
 
 class Point(NamedTuple):
@@ -76,12 +76,12 @@ class Rises:
     def _common(self) -> float:
         """Return the factor of all kinds together."""
         above, below = _sums([point for each in self._points.values() for point in each])
-        return max((above + 1.0) / (below + 1.0), LEAST_COMMON)
+        return max((above + 1.0) / (below + 1.0), MIN_COMMON)
 
     def _factor(self, kind: str, common: float) -> float:
         above, below = _sums(self._points.get(kind, []))
         prior = 1.0 / SPREAD**2
-        return max((above + prior * common) / (below + prior), LEAST_FACTOR * common)
+        return max((above + prior * common) / (below + prior), MIN_FACTOR * common)
 
     def _error(self, kind: str, predicted: float) -> float:
         """Return the standard error of a trial on all tokens; it grows with the square root of the loss."""

@@ -37,7 +37,7 @@ CLEAR = 3  # standard errors by which a candidate passes before all text is used
 FUTILE = 1  # standard errors by which a candidate fails before all text is used
 DENSE = "dense text"  # name of the steps without a policy
 RUN = 512  # neighbouring tokens that count as one observation, because their changes depend on each other
-LEAST_RUNS = 8  # observations per stretch, at least
+MIN_RUNS = 8  # observations per stretch, at least
 
 
 class Trials:
@@ -255,7 +255,7 @@ def mean_and_error(changes: Sequence[Tensor]) -> tuple[float, float]:
     """
     means = []
     for change in changes:
-        runs = max(1, min(change.numel(), max(LEAST_RUNS, change.numel() // RUN)))
+        runs = max(1, min(change.numel(), max(MIN_RUNS, change.numel() // RUN)))
         means += [run.mean() for run in change.tensor_split(runs)]
     observed = torch.stack(means)
     error = float(observed.std() / observed.numel() ** 0.5) if observed.numel() > 1 else math.inf

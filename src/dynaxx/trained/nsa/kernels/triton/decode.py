@@ -43,7 +43,7 @@ __all__ = [
 
 LENGTHS = 128  # sequences per program
 TOKENS = 64  # compressed tokens per program
-MOST_ROWS = 64  # q heads of a group processed together
+MAX_ROWS = 64  # q heads of a group processed together
 
 
 @kernel_launcher
@@ -244,7 +244,7 @@ def select_blocks(
         BLOCK_D=padded(q.shape[3]),
         PER_TOKEN=per_token,
         PER_BLOCK=per_block,
-        BLOCK_M=max(16, min(MOST_ROWS, triton.next_power_of_2(group_size))),
+        BLOCK_M=max(16, min(MAX_ROWS, triton.next_power_of_2(group_size))),
         BLOCK_N=tile,
         MAX=sizes.pool == "max",
         PRECISION="ieee",

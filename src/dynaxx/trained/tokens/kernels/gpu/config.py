@@ -9,9 +9,9 @@ from functools import lru_cache
 from dynaxx.kernels.device import Gpu, padded, power_of_two
 
 SMALLEST = 16  # keys of a matrix instruction
-MOST_MARKS = 32  # queries of a tile: bits of a mark
+MAX_MARKS = 32  # queries of a tile: bits of a mark
 WIDE = 256  # head_dim above which a backward goes in steps: `wide.py`
-MOST_BY_PRODUCTS = 256  # columns of rows that are added by products; wider ones are read as fast without
+MAX_BY_PRODUCTS = 256  # columns of rows that are added by products; wider ones are read as fast without
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def tile_rows(group_size: int, widest: int, itemsize: int) -> TileRows:
     """Return the rows of a tile: 64, which fill a matrix instruction of Hopper; 16 in fp32, which has none."""
     most = 16 if itemsize == 4 else 64 if group_size > 64 else most_rows(widest)
     part = min(most, group_size)
-    return TileRows(min(most // part, MOST_MARKS), part, -(-group_size // part))
+    return TileRows(min(most // part, MAX_MARKS), part, -(-group_size // part))
 
 
 def most_rows(widest: int) -> int:
@@ -108,4 +108,4 @@ def sum_launch(columns: int, itemsize: int, parts: int) -> LaunchSizes:
     """Return the launch of the sums of rows of dk and dv: rows at once, and how far ahead they are loaded."""
     if itemsize == 4:
         return LaunchSizes(8, 4, 0)
-    return LaunchSizes(8, 2, 3) if parts > 1 or columns > MOST_BY_PRODUCTS else LaunchSizes(64, 4, 2)
+    return LaunchSizes(8, 2, 3) if parts > 1 or columns > MAX_BY_PRODUCTS else LaunchSizes(64, 4, 2)

@@ -18,7 +18,7 @@ from dynaxx.kernels.device import gpu_of, padded, processors
 from dynaxx.kernels.runtime.arguments import packed_strides_of
 from dynaxx.trained.tokens.kernels.gpu.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.trained.tokens.kernels.gpu.config import (
-    MOST_BY_PRODUCTS,
+    MAX_BY_PRODUCTS,
     WIDE,
     backward_launch,
     sum_launch,
@@ -31,10 +31,10 @@ from dynaxx.trained.tokens.kernels.gpu.sums import KEYS_AT_ONCE, _token_sum_kern
 from dynaxx.trained.tokens.kernels.gpu.wide import _token_dq_kernel, _token_rows_kernel, _token_scores_kernel
 
 WORKSPACE = 4 << 30  # bytes
-MOST_ROWS = (1 << 31) // KEYS_AT_ONCE  # of a kv head, so that entries fit int32
+MAX_ROWS = (1 << 31) // KEYS_AT_ONCE  # of a kv head, so that entries fit int32
 PLACE = ("lists", "units", "select_heads", "kv_heads", "slots", "group_size")
 TILE = ("D", "GRAIN", "PER_TILE", "PART", "ROWS")
-MOST_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at once
+MAX_BOTH = 128  # rows of a tile that a step of the wide backward multiplies at once
 
 
 class GradientRows(NamedTuple):
@@ -153,7 +153,7 @@ def _pieces(plan: TokenPlan, q: Tensor, columns_v: int, k: Tensor) -> list[tuple
     if wide:
         numbers += 2 * own * plan.rows.parts * width * plan.rows.rows
     fit = WORKSPACE // (numbers * q.itemsize + own * keys * 4)
-    fit = max(1, min(fit, MOST_ROWS // (own * plan.rows.parts * width)))
+    fit = max(1, min(fit, MAX_ROWS // (own * plan.rows.parts * width)))
     tiles = len(plan.tiles)
     if fit >= tiles:
         return [(range(tiles), min(kv_heads, fit // tiles))]
@@ -191,9 +191,9 @@ def _row_begins(plan: TokenPlan, tiles: range, own: int) -> Tensor | None:
 
 
 def _parts_together(plan: TokenPlan) -> int:
-    """Return how many parts of a tile a program of the wide backward multiplies; see `MOST_BOTH`."""
+    """Return how many parts of a tile a program of the wide backward multiplies; see `MAX_BOTH`."""
     together = 1
-    while plan.rows.parts % (2 * together) == 0 and 2 * together * plan.rows.rows <= MOST_BOTH:
+    while plan.rows.parts % (2 * together) == 0 and 2 * together * plan.rows.rows <= MAX_BOTH:
         together *= 2
     return together
 
@@ -336,7 +336,7 @@ def write_rows(
 def _by_products(found: GradientRows) -> bool:
     """Return whether rows are added by `_token_sums_kernel`."""
     rows = found.rows
-    return rows.element_size() == 2 and found.parts == 1 and rows.shape[1] <= MOST_BY_PRODUCTS
+    return rows.element_size() == 2 and found.parts == 1 and rows.shape[1] <= MAX_BY_PRODUCTS
 
 
 def _add(sums: list[Tensor], found_rows: GradientRows, found: KeyPlaces, heads: range, add: bool) -> None:

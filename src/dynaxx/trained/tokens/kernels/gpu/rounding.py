@@ -13,7 +13,7 @@ from dynaxx.kernels.device import gpu_of, power_of_two
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 
 NUMBERS = 4096  # of a program
-MOST_WIDTH = 1024
+MAX_WIDTH = 1024
 WHOLE_ABOVE = tl.constexpr(1.5 * 2**23)  # the sum with it of a number up to 2**22 has no digits behind the point
 
 
@@ -30,7 +30,7 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 def _serves(x: Tensor) -> bool:
     """Return whether the kernel rounds these rows."""
     on_gpu = x.device.type == "cuda" and gpu_of(x.device).has_e4m3
-    return on_gpu and 0 < x.shape[-1] <= MOST_WIDTH and x.numel() > 0
+    return on_gpu and 0 < x.shape[-1] <= MAX_WIDTH and x.numel() > 0
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,8 +48,8 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         WIDTH=width,
         BLOCK_R=NUMBERS // block_w,
         BLOCK_W=block_w,
-        MOST=127.0 if whole else rounding.MOST_FP8,
-        LEAST=rounding.LEAST if whole else rounding.LEAST * rounding.MOST_FP8,
+        MOST=127.0 if whole else rounding.MAX_FP8,
+        LEAST=rounding.LEAST if whole else rounding.LEAST * rounding.MAX_FP8,
         WHOLE=whole,
         num_warps=4,
     )

@@ -29,7 +29,7 @@ from dynaxx.trained.tokens.spans import TokenSpans
 __all__ = ["index_tokens", "to_fp8", "to_int8"]
 
 PROGRAMS, PROGRAMS_OF_HEADS = 3, 2  # per multiprocessor
-MOST_REGISTERS = 168  # per thread, for as many programs
+MAX_REGISTERS = 168  # per thread, for as many programs
 SAMPLED_KEYS = 2048  # that a tile's first thresholds are taken from
 
 
@@ -72,7 +72,7 @@ def index_tokens(
         "num_warps": best.WARPS,
     }
     if few:
-        _index_hopper_kernel[(programs,)](**shared, maxnreg=MOST_REGISTERS)
+        _index_hopper_kernel[(programs,)](**shared, maxnreg=MAX_REGISTERS)
     else:
         _index_heads_kernel[(programs,)](**shared, STAGES=4 if q.itemsize == 1 else 2)
     return chosen

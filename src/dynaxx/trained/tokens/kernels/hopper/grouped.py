@@ -29,7 +29,7 @@ from dynaxx.trained.tokens.kernels.hopper.gather import TILE, listed_tokens
 
 ROWS, KEYS = gl.constexpr(64), gl.constexpr(64)  # rows of a warpgroup, keys of a buffer
 BUFFERS = gl.constexpr(6)
-WARPS, MOST_REGISTERS = 4, 168
+WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 LN2 = gl.constexpr(0.6931471805599453)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

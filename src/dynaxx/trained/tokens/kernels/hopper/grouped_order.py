@@ -16,12 +16,12 @@ from torch import Tensor
 
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 
-ROWS, KEYS, MOST_QUERIES = 64, 64, 32  # rows of a warpgroup, keys of a turn, queries of a tile
+ROWS, KEYS, MAX_QUERIES = 64, 64, 32  # rows of a warpgroup, keys of a turn, queries of a tile
 
 
 def queries_apart(part: int) -> tuple[int, int]:
     """Return the bits of queries whose `part` rows are all of warpgroup 0, and all of warpgroup 1, as signed words."""
-    count = min(2 * ROWS // part, MOST_QUERIES)
+    count = min(2 * ROWS // part, MAX_QUERIES)
     first = (1 << ROWS // part) - 1
     second = ((1 << count) - 1) & ~((1 << -(-ROWS // part)) - 1)
     return first, second - (1 << 32) if second >> 31 else second

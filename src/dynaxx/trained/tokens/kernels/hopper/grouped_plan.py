@@ -13,7 +13,7 @@ from dynaxx.kernels.sinks import include_sinks
 from dynaxx.kernels.support.hopper import DTYPES
 from dynaxx.trained.support.hopper import GROUPED, GROUPED_DIM
 from dynaxx.trained.tokens.kernels.gpu import plan as portable_plan
-from dynaxx.trained.tokens.kernels.gpu.config import MOST_MARKS, TileRows
+from dynaxx.trained.tokens.kernels.gpu.config import MAX_MARKS, TileRows
 from dynaxx.trained.tokens.kernels.gpu.gradients import GradientRows, Portion
 from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan
 from dynaxx.trained.tokens.kernels.gpu.primitives import ListTables
@@ -45,7 +45,7 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
     part = q.shape[1] // max(block_indices.shape[1], k.shape[1])
     if not (_fits(q, k, v) and part in GROUPED and spans.block_size == 1):
         return portable_plan.prepare(block_indices, spans, q, k, v)
-    rows = TileRows(min(2 * grouped.ROWS.value // part, MOST_MARKS), part, 1)
+    rows = TileRows(min(2 * grouped.ROWS.value // part, MAX_MARKS), part, 1)
     plan = portable_plan.prepare_rows(block_indices, spans, q, k, rows, _lists)
     assert plan.counts is not None, "tiles of several queries"
     lists, marks, apart = ordered(plan.lists, plan.marks, plan.counts, part)
@@ -114,7 +114,7 @@ def forward(
         D=q.shape[2],
         PART=plan.rows.part,
         num_warps=grouped.WARPS,
-        maxnreg=grouped.MOST_REGISTERS,
+        maxnreg=grouped.MAX_REGISTERS,
     )
     if sinks is not None:
         out, lse = (x[0] for x in include_sinks(out[None], lse[None], sinks))
@@ -151,7 +151,7 @@ def narrow_rows(
         own_units=own,
         dq_strides=packed_strides_of(dq),
         num_warps=grouped_rows.WARPS,
-        maxnreg=grouped_rows.MOST_REGISTERS,
+        maxnreg=grouped_rows.MAX_REGISTERS,
         **{name: arguments[name] for name in only},
     )
     return GradientRows(rows, by_thread=True)

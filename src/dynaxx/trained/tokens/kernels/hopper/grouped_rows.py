@@ -59,7 +59,7 @@ LINES = gl.constexpr(  # of rows to be stored: 8 columns of a thread follow each
         shape=[64, 128],
     )
 )
-WARPS, MOST_REGISTERS = 4, 168
+WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 
 

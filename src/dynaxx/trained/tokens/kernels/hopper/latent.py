@@ -34,7 +34,7 @@ from dynaxx.trained.tokens.kernels.hopper.latent_consume import (
     consume_second,
 )
 
-WARPS, MOST_REGISTERS = 4, 168
+WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
 
 

@@ -25,7 +25,7 @@ from dynaxx.trained.tokens.kernels.hopper.gather import GATHERED, ROWS, TILE, WI
 KEYS = gl.constexpr(64)  # of a tile
 BUFFERS = gl.constexpr(4)
 HALF, HALF_REST = gl.constexpr(256), gl.constexpr(32)  # columns of a program
-WARPS, MOST_REGISTERS = 4, 168
+WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
 NARROW_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))

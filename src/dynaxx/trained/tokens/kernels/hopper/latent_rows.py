@@ -26,7 +26,7 @@ from dynaxx.trained.tokens.kernels.hopper.latent_dq import HALF, HALF_REST, NARR
 
 KEYS = gl.constexpr(64)  # of a tile
 BUFFERS = gl.constexpr(2)
-WARPS, MOST_REGISTERS = 4, 168
+WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
 
 

@@ -35,7 +35,7 @@ from dynaxx.trained.tokens.kernels.hopper.gather import (
 
 KEYS = gl.constexpr(64)  # of a tile
 BUFFERS = gl.constexpr(3)
-WARPS, MOST_REGISTERS = 4, 168
+WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
 LOG2E = gl.constexpr(1.4426950408889634)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

@@ -60,7 +60,7 @@ def forward(
         k_strides=packed_strides_of(k),
         out_strides=packed_strides_of(out),
         num_warps=latent.WARPS,
-        maxnreg=latent.MOST_REGISTERS,
+        maxnreg=latent.MAX_REGISTERS,
     )
     if sinks is not None:
         out, lse = (x[0] for x in include_sinks(out[None], lse[None], sinks))
@@ -166,7 +166,7 @@ def _write_dq(
         k_strides=arguments["k_strides"],
         dq_strides=packed_strides_of(dq),
         num_warps=latent_dq.WARPS,
-        maxnreg=latent_dq.MOST_REGISTERS,
+        maxnreg=latent_dq.MAX_REGISTERS,
     )
 
 
@@ -192,7 +192,7 @@ def _write_rows(
         q_strides=arguments["q_strides"],
         do_strides=arguments["do_strides"],
         num_warps=latent_rows.WARPS,
-        maxnreg=latent_rows.MOST_REGISTERS,
+        maxnreg=latent_rows.MAX_REGISTERS,
     )
 
 
@@ -218,6 +218,6 @@ def _write_scores(
         parts=plan.rows.parts,
         first_query=tiles.start,
         num_warps=latent_scores.WARPS,
-        maxnreg=latent_scores.MOST_REGISTERS,
+        maxnreg=latent_scores.MAX_REGISTERS,
         **{name: arguments[name] for name in only},
     )

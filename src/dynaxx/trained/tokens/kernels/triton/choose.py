@@ -21,14 +21,14 @@ from dynaxx.trained.tokens.spans import TokenSpans
 
 __all__ = ["index_tokens", "to_fp8", "to_int8"]
 
-MOST_SLOTS = 4096  # that a program keeps in lists of twice as many
+MAX_SLOTS = 4096  # that a program keeps in lists of twice as many
 HELD_HEADS, HELD_COLUMNS = 4, 512  # of q, in shared memory while keys pass by
 SCORE_BYTES = 256 << 20
-MOST_COLUMNS = 1024  # of q and k, in 16 bits; beyond, fp32 is multiplied as it is, slowly
+MAX_COLUMNS = 1024  # of q and k, in 16 bits; beyond, fp32 is multiplied as it is, slowly
 BLOCK_Q, BLOCK_K = 64, 64
 PROGRAMS_PER_PROCESSOR = 2
 WARPS = 4
-MOST_REGISTERS = None
+MAX_REGISTERS = None
 SAMPLED_KEYS = 4096  # that a tile's first thresholds are taken from
 
 
@@ -48,11 +48,11 @@ def index_tokens(
         q, k = q.to(torch.int8), k.to(torch.int8)  # they are whole numbers already
     elif q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype:
         q, k = q.float(), k.float()
-        if q.device.type != "cpu" and 6 * q.shape[2] <= MOST_COLUMNS:  # the interpreter does not multiply bf16
+        if q.device.type != "cpu" and 6 * q.shape[2] <= MAX_COLUMNS:  # the interpreter does not multiply bf16
             q, k = _in_bf16(q, (0, 0, 1, 1, 0, 2)), _in_bf16(k, (0, 1, 0, 1, 2, 0))
     few = q.shape[0] < BLOCK_Q * processors(q.device) // 4
     block_q = 16 if few else BLOCK_Q
-    fits = padded(q.shape[2]) * q.itemsize <= MOST_COLUMNS
+    fits = padded(q.shape[2]) * q.itemsize <= MAX_COLUMNS
     tiles, position, first_key = query_places(spans, block_q, q.device)
     shared: dict[str, Any] = {
         "p_q": q.contiguous(),
@@ -71,7 +71,7 @@ def index_tokens(
         "SCALED": k_scale is not None,
         "num_warps": WARPS,
     }
-    if few or slots > MOST_SLOTS:
+    if few or slots > MAX_SLOTS:
         return _by_sorting(chosen, query_tiles(spans, block_q), blocks, shared)
     capacity = power_of_two(max(2 * slots, slots + 4 * BLOCK_K))
     held = q.shape[1] <= HELD_HEADS and q.shape[1] * shared["BLOCK_D"] <= HELD_COLUMNS
@@ -89,7 +89,7 @@ def index_tokens(
         HEADS=q.shape[1] if held else 0,
         PREFETCH=int(held),
         num_stages=2 if fits else 1,
-        **gpu_of(q.device).limit_registers(MOST_REGISTERS),
+        **gpu_of(q.device).limit_registers(MAX_REGISTERS),
     )
     return chosen
 

@@ -32,7 +32,7 @@ __all__ = ["index_loss"]
 
 LOG2E = 1.4426950408889634
 STRIP_BYTES = 256 << 20
-MOST_TILES = 65535  # that a grid may have in its second dimension
+MAX_TILES = 65535  # that a grid may have in its second dimension
 BLOCK_Q, BLOCK_K = 64, 64
 MORE_KEYS = 2  # times BLOCK_K: a tile's keys in 16 bits where the loss is computed
 WHOLE_ROW = 256  # bytes of q and k up to which a tile holds whole rows; wider ones go in steps of 64 columns
@@ -273,7 +273,7 @@ def _write_gradients(call: Call, ds: Tensor, strip: Strip, grads: list[Tensor]) 
 def _strips(places: Places, row_bytes: int) -> list[Strip]:
     """Cut the tiles of queries into strips whose rows take at most `STRIP_BYTES`, or one tile each."""
     tiles = len(places.starts) - 1
-    step = max(1, min(tiles, MOST_TILES, STRIP_BYTES // max(1, row_bytes * BLOCK_Q)))
+    step = max(1, min(tiles, MAX_TILES, STRIP_BYTES // max(1, row_bytes * BLOCK_Q)))
     ends = [*range(0, tiles, step), tiles]
     return [Strip(a, b, places.starts[a], places.starts[b]) for a, b in pairwise(ends)]
 

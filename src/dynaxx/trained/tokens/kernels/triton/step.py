@@ -17,7 +17,7 @@ from dynaxx.trained.tokens.kernels.gpu.config import SMALLEST, WIDE, widths
 from dynaxx.trained.tokens.kernels.triton.decode import _token_decode_kernel, _token_merge_kernel
 
 PROGRAMS_PER_PROCESSOR = 2
-MOST_PIECES = 64
+MAX_PIECES = 64
 
 
 def attend_tokens(
@@ -135,7 +135,7 @@ def _tiles(q: Tensor, cache: PagedCache, units: int, keys: int, latent: bool) ->
     while block_n > SMALLEST and 2 * block_n * row > gpu_of(q.device).shared_memory:
         block_n //= 2
     pieces = PROGRAMS_PER_PROCESSOR * processors(q.device) // (batch * seqlen_q * units * parts)
-    pieces = max(1, min(pieces, MOST_PIECES, -(-keys // block_n)))
+    pieces = max(1, min(pieces, MAX_PIECES, -(-keys // block_n)))
     stages = 1 if fp32 or cache.k_scale is not None else 4 if cache.is_paged else 3
     return StepTiles(part, parts, pieces, block_n, 8 if wide else 4, stages)
 
