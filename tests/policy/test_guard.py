@@ -16,6 +16,7 @@ import dynaxx as dx
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.measure import dense_rows, measure
 from dynaxx.policy import Guard, load_profile, resolve
+from dynaxx.policy.drift import Drift
 from dynaxx.policy.guard import FAILURES_IN_A_ROW, REST_CALLS, Breaker, LayerGuard, Level, Monitor, failure_reason
 from dynaxx.policy.scale import scaled, scaled_plan
 from dynaxx.testing import make_qkv, oracle_attention
@@ -142,6 +143,7 @@ def test_a_monitor_has_hysteresis():
 def test_files_of_the_first_version_name_limits_in_another_way():
     former = {"least_recall": 0.9, "most_error": 0.2, "most_kl": 0.1}
     assert Guard.model_validate(former) == Guard(min_recall=0.9, max_error=0.2, max_kl=0.1)
+    assert Drift.model_validate({"least_distance": 0.3}) == Drift(min_distance=0.3)
 
 
 def test_widening_that_does_not_help_goes_dense_and_comes_back():

@@ -97,7 +97,7 @@ def test_no_alarm_where_nothing_changes(seed):
 
 def test_single_rounds_keep_their_bound():
     """With a bound of 20 % per round, at most about 6 of 30 rounds report a change."""
-    detector = DriftDetector(reference(), Drift(window=32, false_alarms=0.2, confirm=1, least_distance=0.0))
+    detector = DriftDetector(reference(), Drift(window=32, false_alarms=0.2, confirm=1, min_distance=0.0))
     generator, rounds = torch.Generator().manual_seed(5), 0
     for _ in range(30):
         found = [detector.add(layer, draw(generator)) for _ in range(32) for layer in range(LAYERS)]

@@ -6,9 +6,9 @@ Every number has a bound, so that an untrusted file cannot demand unlimited work
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 MOST = 2**31 - 1  # limit on counts of tokens or blocks, since positions within a layout are int32
 MAX_TOTAL = 2**53 - 1  # limit on sums over requests and on lengths; exact in every JSON reader
@@ -29,3 +29,11 @@ class Document(BaseModel):
     """Base of everything in a policy file: immutable, no unknown fields, no infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+    former_names: ClassVar[dict[str, str]] = {}  # of fields in files of 0.1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_former_names(cls, fields: Any) -> Any:
+        if not cls.former_names or not isinstance(fields, dict):
+            return fields
+        return {cls.former_names.get(name, name): value for name, value in fields.items()}

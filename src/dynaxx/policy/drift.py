@@ -11,7 +11,7 @@ The population stability index tells a reader the size of the change; no decisio
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -28,10 +28,11 @@ class Drift(Document):
     windows in a row.
     """
 
+    former_names: ClassVar[dict[str, str]] = {"least_distance": "min_distance"}
     window: Positive = 64  # sampled calls of a layer
     false_alarms: Share = 0.001
     confirm: Positive = 2  # windows in a row
-    least_distance: Share = 0.2  # smaller distances never count as drift
+    min_distance: Share = 0.2  # smaller distances never count as drift
 
 
 class HeadDrift(NamedTuple):
@@ -102,7 +103,7 @@ class DriftDetector:
         tests = len(self._reference) * reference.shape[0] * reference.shape[1]
         bound = self.settings.false_alarms / tests
         before, now = int(reference[0, 0].sum()), window.calls
-        least = max(self.settings.least_distance, critical_distance(bound, before, now))
+        least = max(self.settings.min_distance, critical_distance(bound, before, now))
         distance = ks_distance(reference, window.counts)
         evidence = []
         for statistic, head in (distance >= least).nonzero().tolist():

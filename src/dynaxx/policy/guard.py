@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from dynaxx.policy.document import Document, NotNegative, Positive, Share
 
 FAILURES_IN_A_ROW = 3  # failures until a layer rests
-FORMER_NAMES = {"least_recall": "min_recall", "most_error": "max_error", "most_kl": "max_kl"}  # in files of 0.1
 REST_CALLS, MAX_REST_CALLS = 64, 16_384  # dense calls of the first rest; it doubles with each further failure
 
 
 class Guard(Document):
     """The settings of the guard: the measurements on running traffic, their limits, and the action beyond a limit."""
 
+    former_names: ClassVar[dict[str, str]] = {
+        "least_recall": "min_recall",
+        "most_error": "max_error",
+        "most_kl": "max_kl",
+    }
     sample: Share = 0.01  # share of sparse layer calls that are measured
     rows: Annotated[Positive, Field(le=65_536)] = 16  # query rows per measured call, recomputed densely
     min_recall: Share | None = None  # lower limit on recall, mean over heads and rows; None means no limit
@@ -32,11 +36,6 @@ class Guard(Document):
     margin: Annotated[Share, Field(lt=1)] = 0.2  # share of the limit by which a mean must be within it to recover
     action: Literal["count", "warn", "widen", "dense"] = "count"  # action beyond a limit
     widen: Annotated[float, Field(gt=1, le=1000)] = 2.0  # factor on budgets and windows for "widen"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_former_names(cls, fields: Any) -> Any:
-        return {FORMER_NAMES.get(name, name): x for name, x in fields.items()} if isinstance(fields, dict) else fields
 
     @property
     def action_level(self) -> Level:
