@@ -65,14 +65,15 @@ def _sample(items):
     return [item for item in items if drawn(item) or item is firsts[item.path, item.originalname]]
 
 
-SAMPLE = 4
+SAMPLE = 12
 
 
 def pytest_collection_finish(session):
     """Start the files for Triton's interpreter in the main process only, since every xdist worker collects them."""
     here = DEVICE == "cpu" and not INTERPRETED and "PYTEST_XDIST_WORKER" not in os.environ
     if here and not session.config.option.collectonly:
-        start_interpreted({item.path for item in session.items if item.name == NAME})
+        runs = [item for item in session.items if item.name == NAME and not item.get_closest_marker("skip")]
+        start_interpreted({item.path for item in runs})
 
 
 def pytest_unconfigure(config):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ ROOMS = (
 WINGS = ("trained", "engines", "distributed", "video")  # the core imports none of them; each may import those before it
 SOURCE = Path(dynaxx.__file__).parent
 MAX_FILES = 22  # of a folder
+
+
+@cache
+def nodes_of(path):
+    """Return the nodes of a file's syntax tree, the whole of it first."""
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
 HEAVY = (
     "triton",
     "transformers",
@@ -71,7 +80,7 @@ def imported_rooms(path: Path) -> set[str]:
     """Return the rooms that a file imports from, at its top or within a function."""
     found = set()
     package = ("dynaxx", *path.relative_to(SOURCE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -100,7 +109,7 @@ def imports_of(path: Path) -> list[str]:
     """Return the modules that a file imports from this package, also for type checking; names of a module count."""
     found: list[str] = []
     package = ("dynaxx", *path.relative_to(SOURCE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -151,7 +160,7 @@ def test_lists_of_files_are_complete():
     """A folder whose docstring lists "The files:" names each of them; `x_*` stands for several."""
     missing = []
     for init in SOURCE.rglob("__init__.py"):
-        listed = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        listed = ast.get_docstring(nodes_of(init)[0]) or ""
         if "The files:" not in listed:
             continue
         words = re.findall(r"[\w*]+", listed)
@@ -304,7 +313,7 @@ def test_locks_come_from_one_place_that_frees_them_in_a_forked_child():
     wrong = []
     for path in own_files("src"):
         name = path.relative_to(SOURCE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             taken = set()
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 module = node.func.value
@@ -323,7 +332,7 @@ def test_models_are_loaded_by_one_function_that_never_runs_their_code():
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in own_files("src", "benchmarks", "examples")
         if path != only
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in LOADING
     ]
     assert not wrong, f"load with dynaxx.integrations.transformers.loading: {wrong}"

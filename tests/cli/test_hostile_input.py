@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,14 @@ from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, Llama
 """
 
 
-@pytest.mark.parametrize("command", ["profile", "export onnx", "export openvino", "export triton"])
-@pytest.mark.parametrize("model_type", ["llama", "evil"])
+@pytest.mark.parametrize(
+    ("model_type", "command"),
+    [
+        *product(("llama", "evil"), ("profile", "export openvino", "export triton")),
+        ("evil", "export onnx"),
+        pytest.param("llama", "export onnx", marks=pytest.mark.slow),
+    ],
+)
 def test_code_of_a_model_folder_never_runs(command, model_type, tiny, tmp_path):
     if command == "export openvino":
         pytest.importorskip("openvino")

@@ -16,6 +16,7 @@ from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow  # fingerprints show that kernels are those that passed
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

@@ -248,6 +248,7 @@ def test_the_entry_computes_attention(dims, per_head):
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # fingerprints show that kernels are those that passed
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

@@ -119,6 +119,7 @@ def test_portable_backward(head_dim, block, spilled, injected):
     )
 
 
+@pytest.mark.slow
 def test_portable_head_dim_512():
     """Each kernel fits on a multiprocessor; dq spills before its loop only, and all sums stay in registers."""
     found = compile_kernels(forward_of(512, 128), "fwd_kernel")

@@ -227,7 +227,7 @@ def test_candidates_are_the_panel_itself_and_what_its_queries_may_want_most():
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
-@pytest.mark.parametrize("budget", [1, 40_000])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 40_000])
 def test_memory_budget_does_not_change_the_choice(scorer, budget):
     q, k, _ = make_qkv(2, 301, 333, 4, 2, 16)
     rule = dx.SlidingWindow(40) | TopK(0.2, scorer)
@@ -270,7 +270,9 @@ def peak_bytes(rule, memory_budget):
     return memory.peak - 100 * layout.nnz
 
 
-@pytest.mark.parametrize("scorer", SCORERS, ids=repr)
+@pytest.mark.parametrize(
+    "scorer", [*SCORERS[::2], *(pytest.param(x, marks=pytest.mark.slow) for x in SCORERS[1::2])], ids=repr
+)
 def test_memory_budget_holds(scorer):
     assert peak_bytes(TopK(2, scorer), 8 << 20) < 8 << 20
     assert peak_bytes(Threshold(0.9, "max", scorer), 8 << 20) < 8 << 20

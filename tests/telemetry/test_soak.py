@@ -31,7 +31,8 @@ def setting(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("steady", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steady", [False, True])
 def test_a_short_soak(setting, steady):
     words = ["--requests", "160", "--reference", "64", "--window", "16", "--lengths", "96,128", "--json"]
     words += ["--text", setting / "text.txt", "--policy", setting / "policy.json"]

@@ -66,7 +66,7 @@ def test_padded_rows_are_as_without_a_compiler():
         close(logits(compiled, **arguments)[mask.bool()], logits(model, **arguments)[mask.bool()])
 
 
-@pytest.mark.parametrize("own_pattern", [False, True])
+@pytest.mark.parametrize("own_pattern", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_of_a_compiled_model_are_those_of_the_model(own_pattern):
     model, ids = llama().train(), tokens(2, 150)
     policy = None if own_pattern else policy_for(model, dx.Rule.of(SPARSE))
@@ -189,7 +189,10 @@ def whole_masks(graph, seqlen):
     return [node for node in graph.nodes if tuple(getattr(node.meta.get("val"), "shape", ()))[-2:] == (seqlen, seqlen)]
 
 
-@pytest.mark.parametrize("arguments", [{"use_cache": False}, {"use_cache": True}, {"attention_mask": True}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"attention_mask": True}, *(pytest.param({"use_cache": use}, marks=pytest.mark.slow) for use in (False, True))],
+)
 def test_the_graph_of_a_causal_model_has_no_whole_mask_and_no_copies(arguments):
     model, ids = llama(), tokens(2, 160)
     arguments = {key: torch.ones_like(ids) if key == "attention_mask" else x for key, x in arguments.items()}
@@ -227,6 +230,7 @@ def test_masks_are_read_once_per_pass(monkeypatch):
         assert len(reads) == 1
 
 
+@pytest.mark.slow
 def test_a_graph_break_between_mask_and_layers_changes_nothing():
     model, ids = llama(), tokens(1, 120)
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
@@ -236,6 +240,7 @@ def test_a_graph_break_between_mask_and_layers_changes_nothing():
         assert handle.stats()["sparse_calls"] == 6
 
 
+@pytest.mark.slow
 def test_chunks_of_a_prompt_run_over_a_cache():
     """The second chunk follows cached keys, in a cache that grows and in one of a fixed length."""
     model, ids = llama(), tokens(1, 200)
@@ -298,6 +303,7 @@ def test_a_copy_of_a_model_is_compiled_dense():
     assert not hasattr(model.model.layers[0].self_attn, "dynaxx_layer")
 
 
+@pytest.mark.slow
 def test_a_second_backward_pass_computes_the_calls_again():
     model, ids = llama().train(), tokens(2, 120)
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))) as handle:
@@ -313,6 +319,7 @@ def test_a_second_backward_pass_computes_the_calls_again():
             close(parameter.grad, 2 * wanted[name])
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_of_a_compiled_model_have_the_same_gradients():
     model, ids = llama().train(), tokens(2, 120)
     with dx.apply(model, policy_for(model, dx.Rule.of(SPARSE))):
@@ -346,6 +353,7 @@ def test_the_default_compiler_gives_the_same_logits_and_gradients():
         assert handle.stats()["sparse_calls"] == 9
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_layer_by_layer_runs_sparse():
     model, ids = llama(), tokens(2, 120)
     mask = torch.ones_like(ids)

@@ -113,7 +113,7 @@ def test_sizes():
         nn.Indexer(8, 0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_decoding_over_pages_is_the_forward_traced_whole(precision):
     torch.manual_seed(0)
     attention = nn.IndexedSparseAttention(32, 4, 2, head_dim=16, choice=dx.trained.TopKTokens(12), index_dim=8,

@@ -57,6 +57,7 @@ def text(examples, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_end(example, tmp_path):
     command = [*COMMAND, "--steps", "40", "--save-every", "0"]
     whole = example.run(example.arguments([*command, "--out", str(tmp_path / "whole"), "--eval-at", "96"]))

@@ -34,6 +34,7 @@ def test_full_density_trains_as_dense_attention_does(script):
     assert sparse[-1] < sparse[0] - 0.5
 
 
+@pytest.mark.slow
 def test_command(tmp_path):
     wanted = tmp_path / "results.json"
     small = ["--layers", "1", "--width", "32", "--heads", "1", "--seqlen", "128", "--steps", "2"]

@@ -77,6 +77,7 @@ def problem(seed, group, dtype=torch.float32):
     return rng, sizes, lengths, q, k, v, gates, how.to(DEVICE) if isinstance(how, torch.Tensor) else how, want
 
 
+@pytest.mark.slow  # fingerprints show that kernels are those that passed
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

@@ -25,6 +25,7 @@ gpu = pytest.mark.gpu
 SCHEDULES = ("union", "gather", "either")
 
 
+@pytest.mark.slow  # fingerprints show that kernels are those that passed
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  
 NAMES = ("loss", "recall", "dq", "dk", "dweights")
 
 
+@pytest.mark.slow  # fingerprints show that kernels are those that passed
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

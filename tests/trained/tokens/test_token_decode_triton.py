@@ -14,6 +14,7 @@ from trained.tokens.test_token_decode import BATCH, choice, random_cache
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow  # fingerprints show that kernels are those that passed
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

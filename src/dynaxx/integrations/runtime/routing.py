@@ -104,7 +104,7 @@ class DenseReason(str, enum.ReprEnum):
     )
     MASK_KIND = (
         "mask is not causal sequences",
-        "The mask is not that of causal sequences. Pad or pack the batch instead.",
+        "The mask is not that of causal sequences, such as a tree of drafted tokens. Pad or pack the batch instead.",
     )
     PADDING = (
         "padding or prefix",
