@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaxx.layout import as_integer
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
+from dynaxx.settings import Count, Positive, check_settings
 
 Order = Literal["bars", "hilbert", "raster"]
 Ints = NDArray[np.int64]
@@ -50,22 +50,18 @@ class Grid:
         TypeError, ValueError: a size is not an integer, or is too small; the order is unknown.
     """
 
-    frames: int
-    height: int
-    width: int
-    text: int = 0
+    frames: Positive
+    height: Positive
+    width: Positive
+    text: Count = 0
     text_first: bool = False
     order: Order = "bars"
 
     def __post_init__(self) -> None:
         """Check the sizes and the order."""
-        for name, least in (("frames", 1), ("height", 1), ("width", 1), ("text", 0)):
-            value = as_integer(name, getattr(self, name))
-            if value < least:
-                raise ValueError(f"`{name}` must be >= {least}, got {value}")
-            object.__setattr__(self, name, value)
         if self.order not in ORDERS:
             raise ValueError(f"`order` must be one of {tuple(ORDERS)}, got {self.order!r}")
+        check_settings(self, Grid)
 
     @property
     def shape(self) -> tuple[int, int, int]:

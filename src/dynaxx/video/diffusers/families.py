@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the transformers of diffusers: where the grid's sizes are, and on which side the text is."""
+"""List where each transformer of diffusers has the sizes of its grid, and on which side of the video its text is."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Case = tuple[str, int]  # prompt and seed
 
 @dataclass(frozen=True)
 class Space:
-    """What a search chooses from.
+    """The candidates among which a search chooses.
 
     Args:
         candidates: rules by ascending density; None, which is dense, comes last.

@@ -26,7 +26,7 @@ OTHER_SEED = 1000  # added to the seed of validation
 
 @dataclass(frozen=True)
 class Settings:
-    """What to tune for.
+    """The settings of a search.
 
     Args:
         name: the pipeline, for the page.
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass
 class Result:
-    """What a search found."""
+    """The result of a search."""
 
     settings: Settings
     policy: VideoPolicy

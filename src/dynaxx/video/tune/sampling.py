@@ -17,7 +17,7 @@ MAX_PSNR = 200.0  # of equal results, because files hold no infinity
 
 
 class Sample(NamedTuple):
-    """What a pipeline made."""
+    """The result of a pipeline."""
 
     latents: Tensor
     frames: Tensor | None  # (frames, height, width, 3) in [0, 1]; None if they were not decoded
