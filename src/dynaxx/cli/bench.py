@@ -37,6 +37,9 @@ def bench(
             "--peers", metavar="NAMES", help="GPU: only peers whose name starts with one of these, separated by commas."
         ),
     ] = None,
+    sample: Annotated[
+        int, typer.Option(min=0, metavar="N", help="GPU: N random problems of the sizes that models have, by --seed.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the figures as JSON.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -52,6 +55,7 @@ def bench(
       dynaxx bench --suite cpu --only "window 512,decode"
       dynaxx bench --suite gpu --only window --out gpu.json
       dynaxx bench --suite gpu --peers flex
+      dynaxx bench --suite gpu --peers fa4,cudnn --sample 40
     """
     stdout = sys.stdout  # rows are printed as they are measured
 
@@ -63,8 +67,10 @@ def bench(
         from dynaxx.lab.files import write_json
         from dynaxx.lab.progress import LineProgress, SilentProgress
 
-        if suite is not Suite.gpu and peers:
-            raise typer.BadParameter("--peers needs --suite gpu")
+        if suite is not Suite.gpu and (peers or sample):
+            raise typer.BadParameter(f"{'--peers' if peers else '--sample'} needs --suite gpu")
+        if sample and (only or quick):
+            raise typer.BadParameter("--sample draws its own rows: leave out --only and --quick")
         device_of("cuda" if suite is Suite.gpu else "cpu")
         check_targets(out)
         try:
@@ -79,7 +85,7 @@ def bench(
             else:
                 from dynaxx.lab.bench.gpu import run_gpu_suite
 
-                found = run_gpu_suite(quick=quick, seed=seed, only=rows, peers=against, progress=say)
+                found = run_gpu_suite(quick, seed, rows, against, sample, progress=say)
         except RuntimeError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None

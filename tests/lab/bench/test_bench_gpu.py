@@ -7,7 +7,7 @@ from benchmarks.kernels.gpu_beside import draw_growth
 from benchmarks.targets import Target, gpu_targets
 
 from dynaxx.lab.bench import gpu as bench_gpu
-from dynaxx.lab.bench.gpu_workloads import MAIN, WORKLOADS, Workload
+from dynaxx.lab.bench.gpu_workloads import MAIN, WORKLOADS, Workload, sampled_workloads
 
 
 def row(workload, implementation, forward, backward, **more):
@@ -70,6 +70,36 @@ def test_workloads_have_layouts_of_their_shape():
     packed = Workload("c", 200, window=64, lengths=(100, 200))
     q, k, _ = packed.inputs(device, 0)
     assert packed.layout(device, 0).seqlen_q == len(q) == len(k) == 300
+
+
+def test_a_sample_is_drawn_by_its_seed_and_has_every_kind():
+    drawn = sampled_workloads(60, 3)
+    assert drawn == sampled_workloads(60, 3) != sampled_workloads(60, 4)
+    assert {(each.causal, each.block_size) for each in drawn} == {(True, 64), (True, 128), (False, 64), (False, 128)}
+    assert all(each.heads[0] % each.heads[1] == 0 for each in drawn)
+    assert {(each.density is None, each.window is None) for each in drawn} == {
+        (False, True),
+        (True, False),
+        (True, True),
+    }
+    assert {each.batch for each in drawn} == {1, 2, 4, 8}
+    free = Workload("d", 700, density=0.4, heads=(2, 2), batch=2, causal=False)
+    layout = free.layout(torch.device("cpu"), 0)
+    assert free.flops(layout) == 4 * 128 * 2 * 2 * int(layout.visible_pairs().sum())
+    assert (layout.visible_pairs() >= 128).all()
+    assert free.dense_flops == 4 * 128 * 2 * 2 * 700**2
+
+
+def test_the_headline_is_the_worst_ratio_of_the_backend_that_serves():
+    rows = [
+        row("a", "hopper", 2, 2, **ratio(fa4=(1.1, 0.9))),
+        row("a", "triton", 1, 1, **ratio(fa4=(0.5, 0.5))),
+        {"workload": "b", "implementation": "hopper", "skipped": "head_dim", "ratio": {}},
+        row("b", "triton", 1, 1, **ratio(fa4=(1.3, 1.0))),
+    ]
+    found = bench_gpu.ratios_to_peers(rows)
+    assert found["fa4, forward"] == {"worst": 1.1, "at": "a", "median": pytest.approx(1.2), "of": 2}
+    assert found["fa4, backward"]["worst"] == 0.9
 
 
 def test_without_a_gpu_there_is_no_figure(monkeypatch):

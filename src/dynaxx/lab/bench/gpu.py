@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.bench.gpu_peers import PEERS
-from dynaxx.lab.bench.gpu_workloads import WORKLOADS, Workload
+from dynaxx.lab.bench.gpu_workloads import WORKLOADS, Workload, sampled_workloads
 from dynaxx.lab.bench.rows import Report, rows_named
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
@@ -26,6 +27,7 @@ from dynaxx.ops.dispatch import unsupported_reasons
 
 BACKENDS = ("hopper", "triton")
 KINDS = ("forward", "backward")
+PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
 QUICK = ("random 10 %", "window 1024")
 DIFFERENT = 2e-2  # relative error in norm between two bf16 results of the same attention
 
@@ -35,6 +37,7 @@ def run_gpu_suite(
     seed: int = 0,
     only: Sequence[str] = (),
     peers: Sequence[str] | None = None,
+    sample: int = 0,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Check the GPU backends on random problems, then time them and their peers.
@@ -44,12 +47,13 @@ def run_gpu_suite(
         seed: of the random blocks and of the inputs.
         only: workloads whose name starts so; all by default.
         peers: those whose name starts so, as "flex"; all by default.
+        sample: as many random problems in place of the workloads, drawn by the seed.
         progress: receives lines of text as results come, for example `print`.
 
     Returns:
         "device", "versions", "checks" (problems passed by backend), "rows" (one dict per workload and implementation:
         ms, TF/s and peak MiB above the inputs, forward and backward, of ours the ratio to each peer; or "skipped" with
-        the reason).
+        the reason), "ratios" (`ratios_to_peers`).
 
     Raises:
         RuntimeError: no GPU, or a check that failed: then there are no times.
@@ -61,19 +65,50 @@ def run_gpu_suite(
     device = torch.device("cuda", torch.cuda.current_device())
     names = [workload.name for workload in WORKLOADS]
     wanted = rows_named("only", only, names) if only else QUICK if quick else names
-    workloads = [workload for workload in WORKLOADS if workload.name in wanted]
+    named = tuple(workload for workload in WORKLOADS if workload.name in wanted)
+    workloads = sampled_workloads(sample, seed) if sample else named
     beside_ours = [] if quick and peers is None else peers_named(peers)
-    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "flash-attn-4")}
-    name = torch.cuda.get_device_name(device)
-    say(f"{name}, " + ", ".join(f"{package} {version}" for package, version in versions.items()))
+    versions = {
+        name: _version(name) for name in ("torch", "triton", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
+    }
+    card = torch.cuda.get_device_name(device)
+    say(f"{card}, " + ", ".join(f"{package} {version}" for package, version in versions.items()))
     checks = {
         backend: check_backend(backend, workloads, device, cases=2 if quick else 4, seed=seed) for backend in BACKENDS
     }
     say("problems checked against fp64: " + ", ".join(f"{backend} {count}" for backend, count in checks.items()))
-    found: dict[str, Any] = {"device": name, "versions": versions, "checks": checks, "rows": []}
+    found: dict[str, Any] = {"device": card, "versions": versions, "checks": checks, "rows": []}
     for workload in workloads:
         found["rows"] += time_workload(workload, device, seed, beside_ours, say)
+    found["ratios"] = ratios_to_peers(found["rows"])
+    for name, each in found["ratios"].items():
+        say(f"{name}: worst {each['worst']:.2f}x ({each['at']}), median {each['median']:.2f}x of {each['of']}")
     return found
+
+
+def ratios_to_peers(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return by peer and kind the worst ratio and its workload, the median, and the number of workloads.
+
+    Ours is the backend that `auto` takes: the first of `BACKENDS` that serves a workload.
+    """
+    served: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row.get("ratio"):
+            served.setdefault(row["workload"], row["ratio"])
+    by_kind: dict[str, list[tuple[float, str]]] = {}
+    for workload, ratio in served.items():
+        for peer, times in ratio.items():
+            for kind, each in times.items():
+                by_kind.setdefault(f"{peer}, {kind}", []).append((each, workload))
+    return {
+        name: {
+            "worst": min(found)[0],
+            "at": min(found)[1],
+            "median": statistics.median(each for each, _ in found),
+            "of": len(found),
+        }
+        for name, found in by_kind.items()
+    }
 
 
 def peers_named(names: Sequence[str] | None) -> list[str]:

@@ -35,7 +35,7 @@ def _sdpa(backend: str) -> Peer:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(getattr(SDPBackend, backend)):
                 out: Tensor = scaled_dot_product_attention(
-                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=workload.causal, enable_gqa=True
                 )
             return out.transpose(1, 2)
 
@@ -57,7 +57,7 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
     document = torch.arange(len(lengths), device=layout.device).repeat_interleave(lengths) if workload.lengths else None
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = q_idx >= kv_idx
+        seen = q_idx >= kv_idx if workload.causal else q_idx >= 0
         if window is not None:
             seen = seen & (q_idx - kv_idx < window)
         return seen if document is None else seen & (document[q_idx] == document[kv_idx])
@@ -99,8 +99,8 @@ def _flash_attention_4(workload: Workload, layout: BlockLayout) -> Run:
 
     from dynaxx.lab.bench.gpu_fa4 import causal_mask
 
-    if workload.lengths:
-        raise RuntimeError("not timed on packed batches")
+    if workload.lengths or not workload.causal:
+        raise RuntimeError("timed with a causal mask, and not on packed batches")
     options = {} if workload.softcap is None else {"softcap": workload.softcap}
     if workload.density is None:
         window = (None, None) if workload.window is None else (workload.window - 1, 0)
@@ -125,8 +125,38 @@ def _flash_attention_4(workload: Workload, layout: BlockLayout) -> Run:
     )[0]
 
 
+def _cudnn_bsa(workload: Workload, layout: BlockLayout) -> Run:
+    """Return cuDNN Frontend's block-sparse attention: as many whole blocks in every row, and equal heads."""
+    from cudnn import block_sparse_attention as bsa
+
+    if workload.causal:
+        raise RuntimeError("has no causal mask")
+    options: Any = {"sparse_block_size": workload.block_size, "layout": "bshd"}
+    lists = to_block_mask(layout)
+    partial, full = lists.kv_num_blocks, lists.full_kv_num_blocks
+    if full is None or int(partial.sum()) or int(full.min()) != int(full.max()):
+        raise RuntimeError("timed over whole blocks, as many in every row")
+    shape = workload.batch, workload.heads[0], *full.shape[2:], int(full.max())
+    indices = lists.full_kv_indices[..., : shape[-1]].expand(shape).int().contiguous()
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = bsa.block_sparse_attention_forward(q, k, v, indices, **options)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, do: Tensor) -> Any:
+            return tuple(bsa.block_sparse_attention_backward(do, *ctx.saved_tensors, indices, **options))
+
+    run: Run = Attention.apply
+    return run
+
+
 PEERS: dict[str, Peer] = {
     "fa4": _flash_attention_4,
+    "cudnn bsa": _cudnn_bsa,
     "flex": _flex,
     "sdpa cudnn, dense": _sdpa("CUDNN_ATTENTION"),
     "sdpa flash, dense": _sdpa("FLASH_ATTENTION"),
