@@ -212,7 +212,6 @@ def decode(cache_dtype: torch.dtype, *, choose: bool = False, paged: bool = True
 def selection(scorer: str, head_dim: int = 64) -> None:
     """Run the scores of blocks and the selection among them."""
     from dynaxx.kernels.selection.triton import pool, query_scores
-    from dynaxx.kernels.selection.triton.tile_mass import tile_mass
     from dynaxx.patterns import Sink
     from dynaxx.selection import TopK, TopP
     from dynaxx.selection.device import select_on_device
@@ -225,10 +224,6 @@ def selection(scorer: str, head_dim: int = 64) -> None:
     elif scorer == "query in pages":
         places = torch.zeros(grid.kv_blocks, dtype=torch.int32)
         query_scores.query_scores(queries.to(k.dtype), k, 0, grid, places=places)
-    elif scorer == "tiles":
-        mass = torch.zeros(1, 4, grid.q_blocks, grid.kv_blocks)
-        tile_mass(q[:, ::8].contiguous(), k[:, ::8].contiguous(), 0, mass, grid, (8, 8))
-        tile_mass(q, k, 0, mass, grid, (8, 8), parts=8, scale=0.01)
     elif scorer == "pool":
         pool.pool_blocks(k, 64, "mean")
         pool.pool_blocks(k, 64, "largest")
@@ -324,7 +319,7 @@ add("triton decode bf16", decode, torch.bfloat16)
 add("triton decode bf16, contiguous", decode, torch.bfloat16, paged=False)
 add("triton decode int8", decode, torch.int8)
 add("triton decode chosen pages", decode, torch.bfloat16, choose=True)
-for scorer in ("query", "query in pages", "tiles", "pool", "choice"):
+for scorer in ("query", "query in pages", "pool", "choice"):
     add(f"triton selection {scorer}", selection, scorer)
 
 

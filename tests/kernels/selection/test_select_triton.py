@@ -9,6 +9,8 @@ from dynaxx.layout import BlockGrid
 from dynaxx.selection import TileQueries, TwoStage
 from dynaxx.selection.base import Hybrid
 from dynaxx.selection.device import select_on_device
+from dynaxx.selection.scorers.pooling import mean_tiles
+from dynaxx.selection.scorers.query import all_scores
 from interpreter import INTERPRETED, on_gpu, run_interpreted, starts_interpreter
 
 pytest.importorskip("triton")
@@ -137,47 +139,6 @@ def test_the_transposed_layout_is_made_without_waiting(never_waits):
     assert torch.equal(turned.q_masks[:n].cpu(), expected.q_masks)
 
 
-@gpu
-@on_gpu
-@pytest.mark.parametrize("scorer", [dx.MeanPool(16), dx.AntiDiagonal(16), dx.AntiDiagonal(8)], ids=str)
-def test_fused_tiles_give_the_mass_of_torch(scorer):
-    for seqlen_q, seqlen_k, causal, block_size in [(1000, 1000, True, (128, 64)), (130, 517, True, (32, 128))]:
-        q, k = torch.randn(2, seqlen_q, 4, 64) * 2, torch.randn(2, seqlen_k, 2, 64)
-        grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
-        expected = scorer.prepare(q, k, grid, 0.125)(0, grid.q_blocks).exp()
-        rows = scorer.prepare(q.cuda(), k.cuda(), grid, 0.125)
-        got = torch.cat([rows(row, row + 1) for row in range(grid.q_blocks)], dim=2).exp().cpu()
-        torch.testing.assert_close(got, expected, atol=5e-3 * grid.block_size[0], rtol=2e-2)
-
-
-@under_the_interpreter
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "causal", "block_size"),
-    [(300, 333, True, (32, 64)), (100, 20, True, (64, 16)), (70, 133, False, (32, 32)), (700, 700, True, (64, 64)),
-     (90, 4200, True, (32, 64)), (90, 4200, False, (64, 32))],
-)  # fmt: skip
-def test_fused_tiles_give_the_mass_of_torch_in_the_interpreter(seqlen_q, seqlen_k, causal, block_size):
-    from dynaxx.kernels.selection.triton.tile_mass import tile_mass
-
-    q, k = torch.randn(1, seqlen_q, 2, 16), torch.randn(1, seqlen_k, 1, 16)
-    grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
-    expected = dx.MeanPool(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
-    means = lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % 8)).unflatten(1, (-1, 8)).sum(2)
-    counts = lambda n: (n - torch.arange(0, n, 8)).clamp(max=8)[None, :, None, None]
-    got = torch.zeros_like(expected)
-    tile_mass(*[means(x) / counts(x.shape[1]) for x in (q * 0.25, k)], 0, got, grid, (8, 8))
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    expected = TileQueries(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
-    got = torch.zeros_like(expected)
-    tile_mass(means(q * 0.1875) / counts(seqlen_q), k, 0, got, grid, (8, 1))
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    expected = dx.AntiDiagonal(8).prepare(q, k, grid, 0.25)(0, grid.q_blocks).exp()
-    tokens, first = q[:, block_size[0] :], block_size[0] // 8
-    got = torch.zeros_like(expected)
-    tile_mass(tokens, k, first, got[:, :, 1:], grid, (8, 8), parts=8, scale=0.25 / 8)
-    torch.testing.assert_close(got[:, :, 1:], expected[:, :, 1:], atol=1e-4, rtol=1e-4)
-
-
 QUERY_SHAPES = [(300, 333, True, (32, 64), (4, 2, 16)), (130, 257, False, (16, 128), (3, 1, 24)),
                 (100, 20, True, (64, 16), (2, 2, 32))]  # fmt: skip
 
@@ -191,7 +152,6 @@ def assert_close_where_seen(got, expected, **tolerance):
 def query_scores_of(q, k, grid, rows):
     """Return the kernel's scores, a few rows at a time."""
     from dynaxx.kernels.selection.triton.query_scores import query_scores
-    from dynaxx.selection.scorers.pooling import mean_tiles
 
     queries = mean_tiles(q, grid.block_size[0], 1 << 20, 0.125).vectors
     parts = [(a, min(a + rows, grid.q_blocks)) for a in range(0, grid.q_blocks, rows)]
@@ -205,6 +165,32 @@ def test_a_query_against_every_key_in_the_interpreter(seqlen_q, seqlen_k, causal
     grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
     expected = dx.MeanQuery(1.0).prepare(q, k, grid, 0.125)(0, grid.q_blocks)
     assert_close_where_seen(query_scores_of(q, k, grid, 3), expected, atol=1e-4, rtol=1e-4)
+
+
+@under_the_interpreter
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "causal", "block_size", "heads"), QUERY_SHAPES)
+def test_a_query_per_tile_against_every_key_in_the_interpreter(seqlen_q, seqlen_k, causal, block_size, heads):
+    from dynaxx.kernels.selection.triton.query_scores import query_scores
+
+    q, k = torch.randn(2, seqlen_q, heads[0], heads[2]), torch.randn(2, seqlen_k, heads[1], heads[2])
+    grid, tiles = BlockGrid(seqlen_q, seqlen_k, block_size, causal), mean_tiles(q, 8, 1 << 20, 0.125)
+    queries = tiles.vectors(3, tiles.count)
+    expected = all_scores(queries, k, None, 3, grid, 1 << 20, 8)
+    assert_close_where_seen(query_scores(queries, k, 3, grid, q_block=8), expected, atol=1e-4, rtol=1e-4)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("scorer", [TileQueries(8), TileQueries(16), dx.AntiDiagonal(16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_on_a_gpu_give_the_mass_of_a_cpu(scorer, dtype):
+    for seqlen_q, seqlen_k, causal, block_size in [(1000, 1000, True, (128, 64)), (130, 517, True, (32, 128))]:
+        q, k = torch.randn(2, seqlen_q, 4, 64) * 2, torch.randn(2, seqlen_k, 2, 64)
+        grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
+        expected = scorer.prepare(q.to(dtype), k.to(dtype), grid, 0.125)(0, grid.q_blocks).exp()
+        rows = scorer.prepare(q.cuda().to(dtype), k.cuda().to(dtype), grid, 0.125)
+        got = torch.cat([rows(row, row + 1) for row in range(grid.q_blocks)], dim=2).exp().cpu()
+        torch.testing.assert_close(got, expected, atol=5e-3 * grid.block_size[0], rtol=2e-2)
 
 
 @gpu

@@ -64,10 +64,12 @@ class QueryScoresKernels(Protocol):
         grid: BlockGrid,
         candidates: Candidates | None = None,
         places: Tensor | None = None,
+        q_block: int | None = None,
     ) -> Tensor:
         """Return the log of the attention mass that one query per row gives to each block.
 
-        With `places`, (kv blocks,) int32, block i of the keys is block places[i] of k.
+        A row sees the keys up to the last of its `q_block` queries, by default those of the grid's blocks. With
+        `places`, (kv blocks,) int32, block i of the keys is block places[i] of k.
         """
 
 
@@ -76,9 +78,3 @@ class SelectionKernels(Protocol):
 
     def pool_blocks(self, x: Tensor, size: int, kind: str, scale: float = 1.0, dtype: Any = ...) -> Tensor:
         """Return the mean, minimum or maximum of each block of `size` tokens."""
-
-    def tile_mass(
-        self, queries: Tensor, keys: Tensor, first_tile: int, mass: Tensor, grid: BlockGrid, sizes: tuple[int, int],
-        *, panel: int = 1, parts: int = 1, scale: float = 1.0,
-    ) -> None:  # fmt: skip
-        """Write to `mass` the attention mass between pooled queries and pooled keys."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most, scoring_kernels
-from dynaxx.selection.scorers.tiles import TileMassQueries, TokenTiles, fused_rows, tile_scores
+from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows, divisor_at_most
+from dynaxx.selection.scorers.tiles import TokenTiles, tile_scores
 from dynaxx.settings import Range
 
 
@@ -39,13 +39,8 @@ class AntiDiagonal(Scorer, kind="anti_diagonal"):
     ) -> ScoreRows:
         size = divisor_at_most(min(grid.block_size), self.stride)
         count = lambda x: -(-x.shape[1] // size)
-        kernels = scoring_kernels(q)
-        if grid.kv_blocks and kernels is not None:
-            tokens = lambda first, last: q[:, first * size : last * size].to(k.dtype)
-            read = TileMassQueries(tokens, count(q), (q.shape[0], q.shape[2]), 0)
-            return fused_rows(kernels, read, k, grid, (size, size), memory_budget, parts=size, scale=scale / size)
-        queries = TokenTiles(size, count(q), partial(_reversed_tiles, q, size, scale / size), q.dtype)
-        keys = TokenTiles(size, count(k), partial(_flat_tiles, k, size), k.dtype)
+        queries = TokenTiles(size, count(q), partial(_reversed_tiles, q, size, scale / size))
+        keys = TokenTiles(size, count(k), partial(_flat_tiles, k, size))
         return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)
 
 

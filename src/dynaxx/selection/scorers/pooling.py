@@ -61,7 +61,7 @@ def mean_tiles(
         means = pooled(some, size, memory_budget)
         return (means if scale == 1.0 else means * scale).to(dtype)
 
-    return TokenTiles(size, -(-x.shape[1] // size), vectors, x.dtype)
+    return TokenTiles(size, -(-x.shape[1] // size), vectors)
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class MinMax(Scorer, kind="min_max"):
     ) -> tuple[TokenTiles, TokenTiles]:
         """Return tiles of mean queries and of every `k_size` keys, as vectors whose product is the bound."""
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
-        signed = TokenTiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)), q.dtype)
+        signed = TokenTiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)))
         smallest, largest = self._extremes(k, k_size, memory_budget // 4)
         bounds = torch.cat([largest, smallest], dim=-1)
-        return signed, TokenTiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b], k.dtype)
+        return signed, TokenTiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b])
 
     def _extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
         """Return the minimum and maximum of every `k_size` keys, mixed with their mean, each (B, Hk, T, D) fp32."""

@@ -117,7 +117,13 @@ def _query_kernels(problem: QueryScoresProblem) -> QueryScoresKernels:
 
 
 def all_scores(
-    queries: Tensor, k: Tensor, center: Tensor | None, start: int, grid: BlockGrid, memory_budget: int
+    queries: Tensor,
+    k: Tensor,
+    center: Tensor | None,
+    start: int,
+    grid: BlockGrid,
+    memory_budget: int,
+    q_block: int | None = None,
 ) -> Tensor:
     """Return the log of the sum over each kv block's visible keys of exp(query . key).
 
@@ -128,12 +134,13 @@ def all_scores(
         start: index of the first row.
         grid: the grid of blocks.
         memory_budget: bytes of temporary memory.
+        q_block: queries per row; the q block by default.
 
     Returns:
         (B, Hq, R, C) fp32. A row sees the keys up to its last query; blocks of which it sees no key get -inf.
     """
     (batch, heads, rows, _), kv_block = queries.shape, grid.block_size[1]
-    ends = _ends(start, rows, grid, k.device)
+    ends = ends_of(start, rows, q_block or grid.block_size[0], grid, k.device)
     if center is None and block_scores.serves_scores(queries, k):
         return block_scores.block_scores(queries, k, ends, kv_block)
     scores = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf)
@@ -166,7 +173,7 @@ def scores_of(
     """Score the candidate blocks as `all_scores` does. All others get -inf."""
     (batch, heads, rows, _), kv_block, panel = queries.shape, grid.block_size[1], candidates.panel
     scores, group_size = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf), heads // k.shape[2]
-    ends = _ends(start, rows, grid, k.device)
+    ends = ends_of(start, rows, grid.block_size[0], grid, k.device)
     block_bytes = _block_bytes(queries[:1, :group_size], k[:1, :, :1], kv_block)
     for i_panel in range(start // panel, -(-(start + rows) // panel)):
         own = slice(max(i_panel * panel - start, 0), min((i_panel + 1) * panel - start, rows))
@@ -187,11 +194,11 @@ def scores_of(
     return scores
 
 
-def _ends(start: int, rows: int, grid: BlockGrid, device: torch.device) -> Tensor:
-    """Return (rows,) the number of keys that each row from `start` sees."""
+def ends_of(start: int, rows: int, q_block: int, grid: BlockGrid, device: torch.device) -> Tensor:
+    """Return (rows,) the number of keys that each row of `q_block` queries from `start` sees; < 1 for none."""
     if not grid.causal:
         return torch.full((rows,), grid.seqlen_k, device=device, dtype=torch.int64)
-    stands = torch.arange(start + 1, start + rows + 1, device=device) * grid.block_size[0]
+    stands = torch.arange(start + 1, start + rows + 1, device=device) * q_block
     return (stands + grid.offset).clamp(max=grid.seqlen_k)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
@@ -18,10 +17,11 @@ from dynaxx.selection.scorers.base import (
     ScoreRows,
     Sharpness,
     divisor_at_most,
+    pieces,
     scoring_kernels,
 )
 from dynaxx.selection.scorers.pooling import mean_tiles
-from dynaxx.selection.scorers.tiles import TokenTiles, tile_scores
+from dynaxx.selection.scorers.query import all_scores, ends_of, query_kernels
 from dynaxx.settings import Positive
 
 
@@ -48,31 +48,30 @@ class TileQueries(Scorer, kind="tile_queries"):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        size = divisor_at_most(grid.block_size[0], self.tokens)
-        on_gpu = scoring_kernels(q) is not None
-        queries = mean_tiles(q, size, memory_budget // 4, scale * self.sharpness, k.dtype if on_gpu else torch.float32)
-        if not on_gpu and grid.kv_blocks and block_scores.serves_scores(queries.vectors(0, 1), k):
-            return _in_core(queries, k, grid)
-        keys = TokenTiles(1, k.shape[1], lambda first, last: k[:, first:last].float().transpose(1, 2), k.dtype)
-        return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget)
+        (q_block, kv_block), (batch, q_heads) = grid.block_size, (q.shape[0], q.shape[2])
+        size = divisor_at_most(q_block, self.tokens)
+        kernels = query_kernels(k, grid) if scoring_kernels(q) is not None and grid.kv_blocks else None
+        dtype = torch.float32 if kernels is None else k.dtype
+        queries = mean_tiles(q, size, memory_budget // 4, scale * self.sharpness, dtype)
+        parts, position = q_block // size, torch.arange(grid.kv_blocks, device=k.device) * kv_block
 
+        def mass(start: int, stop: int) -> Tensor:
+            """Return (B, Hq, tiles, C): the share of each kv block in the attention of each tile; 0 without a key."""
+            vectors, ends = queries.vectors(start, stop), ends_of(start, stop - start, size, grid, k.device)
+            if kernels is None:
+                scores = all_scores(vectors, k, None, start, grid, memory_budget // 4, size)
+            else:
+                scores = kernels.query_scores(vectors, k, start, grid, q_block=size)
+            hidden = position >= ends[:, None]  # of these, kernels may leave any number
+            return scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_((ends <= 0)[:, None], 0.0)
 
-def _in_core(queries: TokenTiles, k: Tensor, grid: BlockGrid) -> ScoreRows:
-    """Return the function of `tile_scores` for tiles of queries and single keys, computed by the core."""
-    parts = grid.block_size[0] // queries.size
+        def rows(start: int, stop: int) -> Tensor:
+            found = torch.zeros(batch, q_heads, stop - start, grid.kv_blocks, device=k.device, dtype=torch.float32)
+            row_bytes = 8 * parts * batch * q_heads * grid.kv_blocks
+            for a, b in pieces(stop - start, row_bytes, memory_budget // 2):
+                some = mass((start + a) * parts, min((start + b) * parts, queries.count))
+                missing = (b - a) * parts - some.shape[2]
+                found[:, :, a:b] = torch.nn.functional.pad(some, (0, 0, 0, missing)).unflatten(2, (-1, parts)).sum(3)
+            return found.log_()
 
-    def rows(start: int, stop: int) -> Tensor:
-        first, last = start * parts, min(stop * parts, queries.count)
-        ends = torch.full((last - first,), grid.seqlen_k, dtype=torch.int64, device="cpu")
-        if grid.causal:
-            ends = (torch.arange(first + 1, last + 1, device="cpu") * queries.size + grid.offset).clamp(
-                0, grid.seqlen_k
-            )
-        mass = block_scores.block_scores(queries.vectors(first, last), k, ends, grid.block_size[1]).softmax(-1)
-        mass.masked_fill_((ends == 0)[:, None], 0.0)  # tiles that see no key
-        missing = (stop - start) * parts - mass.shape[2]
-        if missing:
-            mass = torch.nn.functional.pad(mass, (0, 0, 0, missing))
-        return mass.unflatten(2, (-1, parts)).sum(3).log_()
-
-    return rows
+        return rows

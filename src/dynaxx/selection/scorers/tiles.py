@@ -5,16 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.selection.contract import SelectionKernels
 from dynaxx.layout import BlockGrid
-from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, scoring_kernels, sum_groups
-
-NOTE_BYTES = 4  # bytes that the kernel stores per query tile, q head and kv block
+from dynaxx.selection.scorers.base import ScoreRows, per_kv_head, pieces, sum_groups
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,6 @@ class TokenTiles:
     size: int  # tokens per tile; divides the block
     count: int  # ceil(seqlen / size)
     vectors: Callable[[int, int], Tensor]  # (first, last + 1) -> (B, H, last - first, E) fp32
-    dtype: torch.dtype = torch.float32  # dtype of the tokens, in which a GPU multiplies the vectors
 
 
 def tile_scores(
@@ -43,20 +38,11 @@ def tile_scores(
         memory_budget: bytes for the scores of tiles and the vectors of keys.
         panel: number of rows of q blocks whose masses are summed to one row of the result.
     """
-    sample = keys.vectors(0, min(1, keys.count))
-    kernels = scoring_kernels(sample)
-    if keys.count and kernels is not None:
-        return _fused(kernels, queries, keys, grid, heads, memory_budget, panel)
-    return _TileScores(queries, keys, grid, heads, memory_budget, panel, sample).rows
+    return _TileScores(queries, keys, grid, heads, memory_budget, panel).rows
 
 
 class _TileScores:
-    """Scores of blocks in torch, for a few q tiles at a time; see `tile_scores`.
-
-    Args:
-        queries, keys, grid, heads, memory_budget, panel: as in `tile_scores`.
-        sample: the vector of the first key tile, if there is one.
-    """
+    """Scores of blocks in torch, for a few q tiles at a time; arguments as in `tile_scores`."""
 
     def __init__(
         self,
@@ -66,8 +52,8 @@ class _TileScores:
         heads: tuple[int, int],
         memory_budget: int,
         panel: int,
-        sample: Tensor,
     ) -> None:
+        sample = keys.vectors(0, min(1, keys.count))
         self._queries, self._keys, self._grid, self._heads = queries, keys, grid, heads
         self._memory_budget, self._device = memory_budget, sample.device
         self._q_parts, self._k_parts = panel * grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
@@ -119,81 +105,3 @@ class _TileScores:
         for a, b in pieces(count, self._key_bytes + 4 * logits[..., :1].numel(), self._memory_budget // 4):
             logits[..., a:b] = per_kv_head(queries, self._keys.vectors(a, b).transpose(-1, -2))
         return logits
-
-
-def _fused(
-    kernels: SelectionKernels,
-    queries: TokenTiles,
-    keys: TokenTiles,
-    grid: BlockGrid,
-    heads: tuple[int, int],
-    memory_budget: int,
-    panel: int,
-) -> ScoreRows:
-    """Return the same function in kernels. They hold the vectors of all keys, but no scores of tiles."""
-    held = _in_dtype(keys, 0, keys.count, memory_budget // 2).transpose(1, 2)
-    made = lambda first, last: _in_dtype(queries, first, last, memory_budget // 8).transpose(1, 2)
-    tile_bytes = heads[0] * heads[1] * held.shape[3] * held.itemsize
-    sizes = queries.size, keys.size
-    tiles = TileMassQueries(made, queries.count, heads, tile_bytes)
-    return fused_rows(kernels, tiles, held, grid, sizes, memory_budget, panel=panel)
-
-
-class TileMassQueries(NamedTuple):
-    """Tiles of queries as `tile_mass` expects them."""
-
-    tokens: Callable[[int, int], Tensor]  # (first, last + 1) tile -> (B, tokens, Hq, D)
-    tiles: int
-    heads: tuple[int, int]  # (B, Hq)
-    bytes_each: int  # bytes for building a tile
-
-
-def fused_rows(
-    kernels: SelectionKernels,
-    queries: TileMassQueries,
-    keys: Tensor,
-    grid: BlockGrid,
-    sizes: tuple[int, int],
-    memory_budget: int,
-    *,
-    panel: int = 1,
-    parts: int = 1,
-    scale: float = 1.0,
-) -> ScoreRows:
-    """Return the function of `tile_scores`, computed in kernels.
-
-    Args:
-        kernels: the kernels to run.
-        queries: tiles of the queries.
-        keys: tokens of all key tiles, as `tile_mass` expects them.
-        grid: the blocks that are scored.
-        sizes: tokens of the sequence per tile of queries and of keys.
-        memory_budget: bytes for the queries and scores of some rows, at least one.
-        panel: see `tile_mass`.
-        parts: see `tile_mass`.
-        scale: see `tile_mass`.
-    """
-    q_parts = panel * grid.block_size[0] // sizes[0]
-    note_bytes = NOTE_BYTES * queries.heads[0] * queries.heads[1] * grid.kv_blocks
-
-    def rows(start: int, stop: int) -> Tensor:
-        mass = torch.zeros(*queries.heads, stop - start, grid.kv_blocks, device=keys.device, dtype=torch.float32)
-        for a, b in pieces(stop - start, q_parts * queries.bytes_each, memory_budget // 4):
-            first = (start + a) * q_parts
-            made = queries.tokens(first, min((start + b) * q_parts, queries.tiles))
-            for c, d in pieces(b - a, q_parts * note_bytes, memory_budget // 2):
-                some, out = made[:, c * q_parts * parts : d * q_parts * parts], mass[:, :, a + c : a + d]
-                at = first + c * q_parts
-                kernels.tile_mass(some, keys, at, out, grid, sizes, panel=panel, parts=parts, scale=scale)
-        return mass.log_()
-
-    return rows
-
-
-def _in_dtype(tiles: TokenTiles, first: int, last: int, memory_budget: int) -> Tensor:
-    """Return (B, H, last - first, E) vectors in the tokens' dtype, built piece by piece."""
-    sample = tiles.vectors(first, first + 1)
-    out = sample.new_empty(*sample.shape[:2], last - first, sample.shape[3], dtype=tiles.dtype)
-    for a, b in pieces(last - first, 3 * sample.numel() * sample.itemsize, memory_budget):
-        out[:, :, a:b] = tiles.vectors(first + a, first + b)
-    return out

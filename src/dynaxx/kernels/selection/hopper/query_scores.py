@@ -244,7 +244,13 @@ def blocks_of_a_program(kv_blocks: int, lines: int, heads: int, processors: int)
 
 
 def query_scores(
-    queries: Tensor, k: Tensor, first_row: int, grid: BlockGrid, candidates: None = None, places: Tensor | None = None
+    queries: Tensor,
+    k: Tensor,
+    first_row: int,
+    grid: BlockGrid,
+    candidates: None = None,
+    places: Tensor | None = None,
+    q_block: int | None = None,
 ) -> Tensor:
     """Return scores like `kernels.selection.triton.query_scores`, of all blocks of which a row sees something."""
     assert candidates is None, "the caller must have asked for the reasons"
@@ -267,7 +273,7 @@ def query_scores(
         kv_heads=kv_heads,
         group_size=group_size,
         offset=grid.offset,
-        q_block=grid.block_size[0],
+        q_block=q_block or grid.block_size[0],
         tiles=tiles,
         PLACED=places is not None,
         CAUSAL=grid.causal,

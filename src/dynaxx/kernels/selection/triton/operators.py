@@ -4,11 +4,9 @@
 from dynaxx.kernels.selection.triton.entries import emit_entries
 from dynaxx.kernels.selection.triton.pool import pool_blocks
 from dynaxx.kernels.selection.triton.select import choose_rows
-from dynaxx.kernels.selection.triton.tile_mass import tile_mass
 
 __all__ = [
     "choose_rows",
     "emit_entries",
     "pool_blocks",
-    "tile_mass",
 ]

@@ -121,6 +121,7 @@ def query_scores(
     grid: BlockGrid,
     candidates: Candidates | None = None,
     places: Tensor | None = None,
+    q_block: int | None = None,
 ) -> Tensor:
     """Return the log of the sum over each kv block's visible keys of exp(query . key).
 
@@ -132,6 +133,7 @@ def query_scores(
         candidates: blocks to score; all others get -inf. None: score all blocks of which a row sees something; the
             scores of the others are undefined.
         places: (kv blocks,) int32: block i of the keys is block places[i] of k, (1, rows, Hk, D); not with candidates.
+        q_block: queries per row; the grid's q block by default.
 
     Returns:
         (B, Hq, R, C) fp32; a row sees the keys up to that of its last query.
@@ -167,7 +169,7 @@ def query_scores(
         kv_heads=kv_heads,
         group_size=group_size,
         offset=grid.offset,
-        q_block=grid.block_size[0],
+        q_block=q_block or grid.block_size[0],
         tiles=tiles,
         k_strides=strides_of(k),
         LISTED=candidates is not None,
