@@ -207,7 +207,7 @@ demo: .venv/cli.stamp .venv/model.stamp ## Tune SmolLM2-135M on Python's documen
 	done; exit $$status
 
 bench: .venv/dev.stamp ## Test the CPU kernels, then time them
-	$(BIN)/dynaxx bench --suite cpu
+	$(BIN)/python -m benchmarks.suites cpu
 
 sanitize: .venv/dev.stamp ## Fuzz the CPU core under Address-, UndefinedBehavior- and ThreadSanitizer
 	@$(BIN)/python tests/sanitize/run.py --cases 500 || test $$? = 77

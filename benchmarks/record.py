@@ -2,7 +2,7 @@
 r"""Run a benchmark that prints JSON, and keep its rows with commit, machine, versions and date.
 
     python benchmarks/record.py decode_suite --rows decode --title "Decoding on a CPU" -- \
-        dynaxx bench --suite cpu --only decode --threads 1 --json
+        python -m benchmarks.suites cpu --only decode --threads 1 --json
 
 writes benchmarks/results/decode_suite.json; `python benchmarks/render.py` puts it into the pages that name it.
 `--rows` names the list of rows in the benchmark's JSON, and `--columns` the fields to keep; `field=title` also

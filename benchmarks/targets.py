@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold the figures of `dynaxx bench` and of gpu_beside.py against this project's targets.
 
-    dynaxx bench --suite cpu --threads 1 --out cpu.json
+    python -m benchmarks.suites cpu --threads 1 --out cpu.json
     python benchmarks/targets.py cpu.json        # exit code 1 if a figure misses its target
 
 Targets of the CPU suite hold on an AVX-512 server, those of the GPU suite on an H200.

@@ -30,7 +30,7 @@ HOST = ("forward", "forward for training", "backward")
 
 def rows() -> list[tuple[str, str]]:
     """Return the rows of the table: (backend, workload), and ("host", tokens)."""
-    from dynaxx.lab.bench.gpu_workloads import WORKLOADS
+    from benchmarks.suites.gpu_workloads import WORKLOADS
 
     suite = [each.name for each in WORKLOADS if each.name.startswith(SUITE) and each.head_dim < 256]
     backends = [("hopper", name) for name in suite] + [("triton", name) for name in PORTABLE]
@@ -40,9 +40,9 @@ def rows() -> list[tuple[str, str]]:
 def measure(backend: str, name: str) -> dict[str, float]:
     """Return milliseconds of the forward and the backward, or microseconds of the host until a call returns."""
     from benchmarks.kernels.gpu_beside import host_calls, host_us
+    from benchmarks.suites.gpu_workloads import WORKLOADS
     from triton.testing import do_bench
 
-    from dynaxx.lab.bench.gpu_workloads import WORKLOADS
     from dynaxx.ops.attention import sparse_attention
 
     device = torch.device("cuda")

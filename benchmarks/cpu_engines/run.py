@@ -24,11 +24,11 @@ from benchmarks.cpu_engines.llama_rows import llama_rows
 from benchmarks.cpu_engines.onnx_rows import onnx_rows
 from benchmarks.cpu_engines.openvino_rows import openvino_rows
 from benchmarks.cpu_engines.torch_rows import torch_rows
+from benchmarks.suites.rows import Report, rows_named
 from benchmarks.targets import Target
 from torch import Tensor
 
 from dynaxx.integrations.transformers import apply, model_facts
-from dynaxx.lab.bench.rows import Report, rows_named
 from dynaxx.lab.machine import load_average
 from dynaxx.lab.models import PACKAGES, load_model
 from dynaxx.lab.texts import load_text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what `dynaxx bench --suite gpu` does not: building layouts, host time, an encoder, growth with length.
+"""Measure what benchmarks/suites does not: building layouts, host time, an encoder, growth with length.
 
     python benchmarks/kernels/gpu_beside.py                     # or some: layouts host encoder growth
     python benchmarks/kernels/gpu_beside.py growth --plot growth.svg --json
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from dynaxx import patterns as p
-from dynaxx.lab.bench.rows import Report
 from dynaxx.lab.machine import need_gpu
 from dynaxx.lab.report.charts import Axes, ChartLine, Point, line_chart
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
 
 LENGTH = 131072
+Report = Callable[[str], None]  # receives a line of text
 PATTERNS: dict[str, p.Pattern] = {
     "window 1024": p.SlidingWindow(1024),
     "dilated, 64 keys by 16": p.Dilated(64, 16),

@@ -10,13 +10,17 @@ With `--pieces`: the backward of the Hopper kernels by the number of pieces that
 import argparse
 import importlib
 import itertools
+import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from triton.testing import do_bench
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.suites.gpu_workloads import Workload
+
 from dynaxx.kernels.attention.triton import config
-from dynaxx.lab.bench.gpu_workloads import Workload
 from dynaxx.lab.machine import need_gpu
 
 CANDIDATES = {

@@ -6,8 +6,8 @@
     python benchmarks/kernels/two_commits.py --before ../before/src --suite cpu [--only "window,decode"]
 
 Each turn is a process of its own that imports dynaxx from one of the checkouts. Times are medians of a turn, and the
-table has the median of the turns. The GPU suite is four calls. The CPU suite is `dynaxx bench --suite cpu --threads 1`,
-whose rows also say how many times faster they are than torch's SDPA in the same process.
+table has the median of the turns. The GPU suite is four calls. The CPU suite is
+`python -m benchmarks.suites cpu --threads 1`, whose rows also say how many times faster they are than torch's SDPA.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
 SEQLEN = 32768
 DRIFT = 0.92  # of a query towards the next one
 
@@ -75,9 +76,10 @@ def nsa_call() -> tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
 
 def measure_gpu() -> Figures:
     """Return the GPU suite's figures, with the dynaxx that this process imports."""
+    sys.path.insert(0, str(ROOT))
     import decode
+    from benchmarks.suites.gpu_workloads import Workload
 
-    from dynaxx.lab.bench.gpu_workloads import Workload
     from dynaxx.ops.attention import sparse_attention
 
     device, found = torch.device("cuda"), {}
@@ -92,7 +94,7 @@ def measure_gpu() -> Figures:
 
 
 def figures_of(suite: dict[str, Any]) -> Figures:
-    """Return the figures in the JSON of `dynaxx bench --suite cpu`."""
+    """Return the figures in the JSON of `python -m benchmarks.suites cpu`."""
     found: Figures = {}
     for row in suite["rows"]:
         order = "" if row["memory"] == "heads first" else f", {row['memory']}"
@@ -111,9 +113,10 @@ def measure_under(source: Path, args: argparse.Namespace) -> Figures:
     """Return the suite's figures from a process that imports dynaxx from `source`."""
     command = [sys.executable, str(HERE), "--worker"]
     if args.suite == "cpu":
-        command = [sys.executable, "-m", "dynaxx", "bench", "--suite", "cpu", "--threads", "1", "--json", "--quiet"]
+        command = [sys.executable, "-m", "benchmarks.suites", "cpu", "--threads", "1", "--json", "--quiet"]
         command += ["--only", args.only] if args.only else []
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(source)}, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(source.resolve())}
+    run = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if run.returncode not in (0, 1):  # 1: a figure misses its target
         raise SystemExit(f"error: the process under {source} ended with {run.returncode}")
     found: dict[str, Any] = json.loads(run.stdout if args.suite == "cpu" else run.stdout.splitlines()[-1])

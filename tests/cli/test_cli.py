@@ -117,7 +117,7 @@ def tools(monkeypatch):
     stand_in(monkeypatch, "tune.run", tune=tune, default_block_size=lambda model: 32)
     stand_in(monkeypatch, "validate.run", **CHECKED, validate=call("validate", Validation(passed=True)))
     stand_in(monkeypatch, "report.run", write_report=write_report, FILES={"policy": "policy.json"})
-    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=call("bench", {"rows": []}))
+    stand_in(monkeypatch, "bench", run_bench=call("bench", {"rows": []}))
     return calls
 
 
@@ -488,31 +488,24 @@ def test_report(tools, tmp_path):
     assert json.loads(dynaxx_("report", tmp_path, "--json").stdout) == {"report": str(tmp_path / "report.html")}
 
 
-def test_bench_refuses_rows_that_do_not_exist():
-    assert dynaxx_("bench", "--only", "no such row").exit_code == 2
-
-
 def test_bench(tools, monkeypatch, tmp_path):
-    shown = dynaxx_("bench", "--quick", "--json", "--out", tmp_path / "b.json", "--seed", 3)
+    shown = dynaxx_("bench", "--seqlen", 1024, "--device", "cpu", "--json", "--out", tmp_path / "b.json", "--seed", 3)
     assert json.loads(shown.stdout) == {"rows": []}
     assert (tmp_path / "b.json").is_file()
-    options = tools["bench"][0][1]
-    assert (options["quick"], options["seed"], options["threads"], options["only"]) == (True, 3, None, [])
-    dynaxx_("bench", "--only", "window 512, decode")
-    assert tools["bench"][1][1]["only"] == ["window 512", "decode"]
-    assert "--peers needs --suite gpu" in dynaxx_("bench", "--peers", "flex").stderr
+    ((device,), options) = tools["bench"][0]
+    assert (device, options["seqlen"], options["seed"]) == ("cpu", 1024, 3)
 
-    def told(progress, **options):
-        progress("one figure")
+    def told(device, say, **options):
+        say("one figure")
         return {"rows": []}
 
-    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=told)
+    stand_in(monkeypatch, "bench", run_bench=told)
     assert dynaxx_("bench").stdout == "one figure\n"
 
-    def wrong(**options):
+    def wrong(device, **options):
         raise RuntimeError("out: error 1, budget 0.1")
 
-    stand_in(monkeypatch, "bench.cpu", run_cpu_suite=wrong)
+    stand_in(monkeypatch, "bench", run_bench=wrong)
     failed = dynaxx_("bench", "--json")
     assert failed.exit_code == 1
     assert failed.stdout == ""

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from benchmarks.suites.gpu_peers import PEERS
+from benchmarks.suites.gpu_workloads import WORKLOADS, Workload, sampled_workloads
+from benchmarks.suites.rows import Report, rows_named
 from torch import Tensor
 
-from dynaxx.lab.bench.gpu_peers import PEERS
-from dynaxx.lab.bench.gpu_workloads import WORKLOADS, Workload, sampled_workloads
-from dynaxx.lab.bench.rows import Report, rows_named
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import unsupported_reasons

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads of `dynaxx bench --suite cpu`."""
+"""Workloads of the CPU suite."""
 
 from __future__ import annotations
 

@@ -4,10 +4,9 @@
 import pytest
 import torch
 from benchmarks.kernels.gpu_beside import draw_growth
+from benchmarks.suites import gpu as bench_gpu
+from benchmarks.suites.gpu_workloads import MAIN, WORKLOADS, Workload, sampled_workloads
 from benchmarks.targets import Target, gpu_targets
-
-from dynaxx.lab.bench import gpu as bench_gpu
-from dynaxx.lab.bench.gpu_workloads import MAIN, WORKLOADS, Workload, sampled_workloads
 
 
 def row(workload, implementation, forward, backward, **more):

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.suites.gpu_workloads import Workload
 from torch import Tensor
 
-from dynaxx.lab.bench.gpu_workloads import Workload
 from dynaxx.layout import BlockLayout, to_block_mask
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,10 +94,9 @@ def _flex(workload: Workload, layout: BlockLayout) -> Run:
 
 def _flash_attention_4(workload: Workload, layout: BlockLayout) -> Run:
     """Return FlashAttention 4 with its block sparsity, its window, or its causal mask."""
+    from benchmarks.suites.gpu_fa4 import causal_mask
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    from dynaxx.lab.bench.gpu_fa4 import causal_mask
 
     if workload.lengths or not workload.causal:
         raise RuntimeError("timed with a causal mask, and not on packed batches")

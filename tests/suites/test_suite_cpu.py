@@ -2,10 +2,9 @@
 """The CPU suite on small shapes checks results before it times them, and times the requested rows."""
 
 import pytest
+from benchmarks.suites import cpu as bench_cpu
+from benchmarks.suites.rows import rows_named
 from benchmarks.targets import targets_of
-
-from dynaxx.lab.bench import cpu as bench_cpu
-from dynaxx.lab.bench.rows import rows_named
 
 
 @pytest.fixture(autouse=True)

@@ -15,19 +15,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
-from dynaxx.kernels.attention import cpu
-from dynaxx.lab.bench.cpu_decode import time_decode
-from dynaxx.lab.bench.cpu_workloads import (
+from benchmarks.suites.cpu_decode import time_decode
+from benchmarks.suites.cpu_workloads import (
     HEADS,
     QUICK_SHAPES,
     SHAPES,
     Workload,
     workloads,
 )
-from dynaxx.lab.bench.rows import Report, rows_named
+from benchmarks.suites.rows import Report, rows_named
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dynaxx.kernels.attention import cpu
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.patterns import Full, SlidingWindow
