@@ -6,15 +6,13 @@ Gluon is loaded with the first of its names. Which versions were proven, and how
 
     Gluon        barrier, tma_load, tma_store, tma_add, copy_to_shared, reinterpret: instructions by our names
     compiling    OPTIONS: what we say, because its default changes
-    launching    direct_launcher, encoded_map: below Triton's Python
+    launching    needs_wrapper, is_plain_map, encoded_map: below Triton's Python
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton.runtime import driver
 
@@ -65,43 +63,6 @@ def _tma_add() -> Any:
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
     return tma_add
-
-
-class DirectLauncher(NamedTuple):
-    """A compiled kernel's launcher in C, which is called without Triton's Python wrapper."""
-
-    start: Callable[..., None]  # takes the grid, a stream, `between`, and the kernel's arguments
-    between: tuple[Any, ...]
-    maps: Sequence[dict[str, Any]]  # metadata for encoding each descriptor, in order
-
-
-def direct_launcher(compiled: Any) -> DirectLauncher | None:
-    """Return the direct launcher of a compiled kernel; None if the kernel or this Triton needs the wrapper.
-
-    The kernel's arguments are in the order of parameters: an address per tensor; a map, shape and strides per
-    descriptor.
-    """
-    launcher = compiled.run
-    maps = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    if needs_wrapper(compiled.metadata) or not all(map(is_plain_map, maps)):
-        return None
-    launch = getattr(launcher, "launch", None)
-    of_driver = getattr(driver.active.utils, "launch", None)
-    metadata, hooks, scratch = compiled.packed_metadata, (None, None, None), (None, None)
-    if of_driver is not None and hasattr(launcher, "kernel_signature"):  # since 3.7: one launcher for all kernels
-        options = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-        described = (launcher.arg_annotations, launcher.kernel_signature)
-        between = (compiled.function, *options, metadata, *hooks, *scratch, *described)
-        first = 4 + len(between)
-        start = lambda *arguments: of_driver(*arguments[:first], arguments[first:])
-        return DirectLauncher(start, between, maps)
-    if isinstance(launch, FunctionType):  # 3.6: a function that encodes descriptors holds the launcher
-        held = zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True)
-        launch = {name: cell.cell_contents for name, cell in held}.get("launcher")
-    if launch is None or of_driver is not None:
-        return None
-    options = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    return DirectLauncher(launch, (compiled.function, *options, *scratch, metadata, *hooks), maps)
 
 
 def needs_wrapper(metadata: Any) -> bool:

@@ -2,6 +2,7 @@
 """Stand-ins for the CUDA driver, which note launches and graphs, for tests of `launch_list` without a GPU."""
 
 import ctypes
+import itertools
 import re
 import struct
 from typing import NamedTuple
@@ -10,11 +11,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_launcher import ONE_LAUNCHER, Driver, Utils, started  # noqa: F401
+from test_launcher import Driver, Utils, started  # noqa: F401
+from triton.backends.nvidia import driver as nvidia
 
 from dynaxx.kernels.runtime import launch_cache, launch_list, launcher
 from dynaxx.kernels.runtime.launch_list import CudaLibrary, compiled_code
 
+ONE_LAUNCHER = not hasattr(nvidia, "make_launcher")  # since 3.7, one launcher in C starts all kernels
 INVALID_VALUE, LAUNCH_FAILED = 1, 719
 WORDS = {8: "q", 4: "i", 2: "h", 1: "b"}
 
@@ -43,8 +46,10 @@ class Launched(NamedTuple):
 class StandIn:
     """A CUDA driver that notes launches, and knows the parameters of kernels from their PTX."""
 
+    widths = {}  # noqa: RUF012 -- of the parameters by function; Triton keeps kernels of tests before
+
     def __init__(self):
-        self.launched, self.widths, self.result, self.context = [], {}, 0, 1234
+        self.launched, self.result, self.context = [], 0, 1234
         launch_type = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
         )
@@ -157,7 +162,7 @@ class GraphStandIn(StandIn):
 
 
 class Launcher:
-    """Replaces Triton's launcher; recordings without a list use it."""
+    """Replaces Triton's launcher, which starts what is not replayed."""
 
     def __init__(self, src, metadata):
         self.calls = CALLS
@@ -171,12 +176,12 @@ CALLS = []
 
 @pytest.fixture
 def standin(started, monkeypatch, request):  # noqa: F811
-    found, numbers = getattr(request, "param", StandIn)(), iter(range(100, 200))
+    found = getattr(request, "param", StandIn)()
 
     def load_binary(self, name, kernel, shared, device):
         ptx = PTX[kernel]
         declared = re.findall(r"\.param (?:\.align \d+ )?\.([busf])(\d+)[^\[,\n]*?_param_\d+(?:\[(\d+)\])?", ptx)
-        number = next(numbers)
+        number = next(FUNCTIONS)
         found.widths[number] = [int(count) if count else int(bits) // 8 for _, bits, count in declared]
         return 1, number, 100, 0, 1024
 
@@ -201,6 +206,7 @@ def standin(started, monkeypatch, request):  # noqa: F811
 
 
 PTX = {}  # by machine code
+FUNCTIONS = itertools.count(100)
 
 
 class Given(NamedTuple):

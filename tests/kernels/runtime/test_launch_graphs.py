@@ -77,18 +77,18 @@ def test_runs_that_are_captured_or_few_or_on_other_streams_launch_kernels(fresh)
     for _ in range(4):
         run(three_kernels, torch.randn(64))
     assert (len(fresh.launched), len(fresh.graphs)) == (18, 2)
-    (kept,) = (each for each in launch_cache._by_form.values() if len(each.launches) == 3)
+    kept = list(launch_cache._by_form.values())[-1]
     addresses = [torch.randn(64).data_ptr() for _ in range(4)]
     for i in range(40):  # two streams in turns: the graph stays with one
-        assert kept.together.run(7 + 4 * (i % 2), addresses, [])
+        assert kept.launches.run(7 + 4 * (i % 2), addresses, [])
     assert (len(fresh.launched), len(fresh.graphs)) == (78, 22)
     for _ in range(20):  # it follows a stream that is used alone
-        assert kept.together.run(11, addresses, [])
+        assert kept.launches.run(11, addresses, [])
     assert (len(fresh.launched), len(fresh.graphs)) == (78 + 45, 27)
     assert fresh.graphs[-1][1][0].stream == 11
     compiled_code().use_graphs(False)
     try:
-        assert kept.together.run(11, addresses, [])
+        assert kept.launches.run(11, addresses, [])
     finally:
         compiled_code().use_graphs(True)
     assert (len(fresh.launched), len(fresh.graphs)) == (78 + 48, 27)
@@ -157,4 +157,4 @@ def test_graphs_launch_on_a_gpu(monkeypatch):
     for i in range(4):
         for out, x in zip(outs[i], xs[i::4], strict=True):
             check(out, x)
-    assert all(each.together is not None for each in launch_cache._by_form.values())
+    assert all(each.launches is not None for each in launch_cache._by_form.values())

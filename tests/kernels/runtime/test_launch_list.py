@@ -18,6 +18,7 @@ from test_launcher import Driver, Strides, Tables, _kernel_of_values, started
 from test_launcher import _kernel as of_descriptors
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import dynaxx as dx
 from dynaxx.kernels.runtime import launch_cache, launch_list, launcher, recorder
 from dynaxx.ops.prepared.layer import LayerReplay, form_of_call
 
@@ -75,6 +76,25 @@ def test_tensor_maps_and_sizes(standin):
     assert [numbers(each.parameters)[7] for each in standin.launched] == [40, 24, 1000]
 
 
+def test_tables_are_read_from_the_layout_at_hand(standin):
+    """Small integers are shared objects, so strides may be the very integers of the layout, such as its lengths."""
+    kernel = launcher.kernel_launcher(triton.jit(_kernel_of_values.fn))
+
+    def start(layout, out):
+        tables = Tables(layout.kv_indptr, layout.kv_masks)
+        kernel[(1,)](tables, Strides(layout.seqlen_q, layout.block_size[0]), out, BLOCK=4)
+
+    layout = dx.SlidingWindow(16).layout(64, block_size=16)
+    for _ in range(3):
+        launch_cache.record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
+    layout.kv_masks.set_(layout.kv_masks.clone())
+    launch_cache.record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
+    (first, second) = (numbers(each.parameters) for each in standin.launched)
+    assert second[:4] == [layout.kv_indptr.data_ptr(), layout.kv_masks.data_ptr(), 64, 16]
+    assert (first[0], first[2:4]) == (second[0], second[2:4])
+    assert first[1] != second[1]
+
+
 def test_options_of_launches(standin):
     @launcher.kernel_launcher
     @triton.jit
@@ -108,8 +128,7 @@ def test_parameters_that_the_driver_reads_otherwise_go_through_triton(fresh, mon
             run(simple, torch.randn(64))
         assert len(CALLS) == 3
         assert not fresh.launched
-    (kept,) = launch_cache._by_form.values()
-    assert kept.together is None
+    assert set(launch_cache._by_form.values()) == {recorder.NOT_REPLAYABLE}
 
 
 def _info(widths, index, size):
@@ -203,7 +222,7 @@ def test_bad_lists(standin):
 
 
 def test_sizes_are_flat():
-    assert recorder.flat_sizes({"a": 3, "b": Strides(4, 5), "c": (6,)}) == [3, 4, 5, 6]
+    assert launch_list.flat_sizes({"a": 3, "b": Strides(4, 5), "c": (6,)}) == [3, 4, 5, 6]
 
 
 def test_a_recording_repeats_from_addresses(fresh, monkeypatch):
@@ -213,22 +232,22 @@ def test_a_recording_repeats_from_addresses(fresh, monkeypatch):
     (recording,) = replayed
     k, x = torch.randn(3, 64), torch.randn(64)
     fresh.launched.clear()
-    (out,) = recording.repeat([k.data_ptr(), x.data_ptr()], -1, [])
+    (out,) = recording.start([k.data_ptr(), x.data_ptr()], -1, [])
     assert out.shape == (64,)
     assert numbers(fresh.launched[0].parameters)[:3] == [x.data_ptr(), k.data_ptr(), out.data_ptr()]
     fresh.context = 4321
-    assert recording.repeat([k.data_ptr(), x.data_ptr()], -1, []) is None
-    assert recording._replace(together=None).repeat([k.data_ptr(), x.data_ptr()], -1, []) is None
+    assert recording.start([k.data_ptr(), x.data_ptr()], -1, []) is None
     assert launch_cache.replay(recording, (k,), (x,)) is None  # the tensors of this test are on another device
     monkeypatch.setattr(Driver, "get_current_device", staticmethod(lambda: -1))
-    (out,) = launch_cache.replay(recording, (k,), (x,))  # through Triton's launcher, because of the context
-    assert out.shape == (64,)
-    assert len(fresh.launched) == 1
+    assert launch_cache.replay(recording, (k,), (x,)) is None  # another context
+    fresh.context = 1234
+    (out,) = launch_cache.replay(recording, (k,), (x,))
+    assert numbers(fresh.launched[1].parameters)[2] == out.data_ptr()
 
 
 def test_a_layer_replays_only_what_is_alike_and_aligned():
     class Repeats:
-        def repeat(self, addresses, index, sizes):
+        def start(self, addresses, index, sizes):
             return (torch.tensor(addresses),)
 
     q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float16) for _ in range(3))
@@ -273,7 +292,7 @@ def test_lists_launch_on_a_gpu(monkeypatch):
             (out,) = repeated()
         stream.synchronize()
         check(out, expected)
-    assert all(each.together is not None for each in launch_cache._by_form.values())
+    assert recorder.NOT_REPLAYABLE not in launch_cache._by_form.values()
 
 
 def test_the_code_can_be_made_ahead(monkeypatch):

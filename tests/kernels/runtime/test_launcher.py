@@ -12,15 +12,12 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.compat import OPTIONS  # noqa: E402
-from dynaxx.kernels.runtime import launcher, recorder  # noqa: E402
-from dynaxx.kernels.runtime.launch_cache import record_or_replay  # noqa: E402
+from dynaxx.kernels.runtime import launcher  # noqa: E402
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -178,98 +175,3 @@ def test_versions_that_fail_their_trial_go_through_triton(started, monkeypatch):
     for _ in range(2):
         kernel[(1,)](*arguments, **named)
     assert len(asked) == len(started) == 2
-
-
-class WithDescriptors:
-    """Imitate a launcher that encodes descriptors in Python, in the form of the installed Triton."""
-
-    def __init__(self, src, metadata):
-        from triton.backends.nvidia.driver import wrap_handle_tensordesc
-
-        self.launch = wrap_handle_tensordesc(self.record, src.signature, metadata.tensordesc_meta)
-        self.global_scratch_size = self.profile_scratch_size = 0
-        self.launch_cooperative_grid = self.launch_pdl = False
-        if ONE_LAUNCHER:
-            self.arg_annotations, self.kernel_signature = ["annotations"], b"signature"
-
-    @staticmethod
-    def record(*arguments):
-        STARTED.append((*arguments[:-1], *arguments[-1]) if ONE_LAUNCHER else arguments)
-
-    def __call__(self, grid_x, grid_y, grid_z, stream, function, packed, *arguments):
-        hooks, values = arguments[:3], [address(x) for x in arguments[3:]]
-        before = (grid_x, grid_y, grid_z, stream, function, False, False)
-        if ONE_LAUNCHER:
-            self.launch(*before, packed, *hooks, None, None, self.arg_annotations, self.kernel_signature, values)
-        else:
-            self.launch(*before, None, None, packed, *hooks, *values)
-
-
-ONE_LAUNCHER = not hasattr(nvidia, "make_launcher")  # since 3.7, one launcher in C starts all kernels
-HOOKS = slice(8, 11) if ONE_LAUNCHER else slice(10, 13)
-FIRST = 15 if ONE_LAUNCHER else 13  # position of the first argument of the kernel
-
-
-@pytest.fixture
-def described(monkeypatch):
-    """Let launchers encode descriptors, as ("map", address, ...)."""
-    fill = "fill_tma_descriptor_tiled" if ONE_LAUNCHER else "fill_tma_descriptor"
-    monkeypatch.setattr(Driver, "launcher_cls", WithDescriptors)
-    monkeypatch.setattr(Utils, fill, lambda self, *arguments: ("map", *arguments), raising=False)
-    if ONE_LAUNCHER:
-        monkeypatch.setattr(Utils, "launch", staticmethod(WithDescriptors.record), raising=False)
-
-
-def test_repeats_launch_the_tensors_of_the_layout(started):
-    """Cached launches read NamedTuples of a layout's tensors from the layout at hand."""
-    kernel = launcher.kernel_launcher(_kernel_of_values)
-
-    def start(layout, out):
-        kernel[(1,)](Tables(layout.kv_indptr, layout.kv_masks), Strides(1, 2), out, BLOCK=4)
-
-    layout = dx.SlidingWindow(16).layout(64, block_size=16)
-    for _ in range(3):
-        record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
-    layout.kv_masks.set_(layout.kv_masks.clone())
-    record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
-    expected = (layout.kv_indptr.data_ptr(), layout.kv_masks.data_ptr())
-    assert started[-1][-1][0] == expected
-    assert started[0][-1][0][0] == expected[0]
-    assert started[0][-1][0][1] != expected[1]
-
-
-def test_repeats_launch_what_triton_launches(started, described, monkeypatch):
-    kernel = launcher.kernel_launcher(_kernel)
-
-    def start(layout, x, out, _, count):
-        described = TensorDescriptor(x, [1, 64], [64, 1], [1, 64])
-        named = {"count": count, "stride": 1, "scale": 0.5, "BIASED": True, "BLOCK": 64}
-        kernel[(3, 2)](described, out, layout.kv_indptr, **named)
-
-    layout = dx.SlidingWindow(16).layout(64, block_size=16)
-    batches = [(torch.randn(1, 64), torch.empty(64)) for _ in range(3)]
-    monkeypatch.setattr(recorder, "MAX_ADDRESSES", 2)
-    for x, out in batches * 3:
-        record_or_replay(start, layout, (x, out), True, 64)
-    again = started.copy()
-    started.clear()
-    for x, out in batches * 3:
-        start(layout, x, out, True, 64)
-    of_kernel = lambda calls: [arguments[: HOOKS.start] + arguments[HOOKS.stop :] for arguments in calls]
-    assert of_kernel(again) == of_kernel(started)
-    assert len({str(arguments[FIRST]) for arguments in again}) == 3  # the encoded addresses
-    assert len(again) == 9
-
-
-def test_strides_are_not_taken_for_tensors_of_a_layout(started):
-    """Small integers are shared objects, so strides may be the very integers of the layout, such as its lengths."""
-    kernel = launcher.kernel_launcher(_kernel_of_values)
-
-    def start(layout, out):
-        tables = Tables(layout.kv_indptr, layout.kv_masks)
-        kernel[(1,)](tables, Strides(layout.seqlen_q, layout.block_size[0]), out, BLOCK=4)
-
-    layout = dx.SlidingWindow(16).layout(64, block_size=16)
-    for _ in range(4):
-        record_or_replay(start, layout, (torch.empty(64, dtype=torch.int32),))
-    assert [values[1] for *_, values in started] == [(64, 16)] * 4

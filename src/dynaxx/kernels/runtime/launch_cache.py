@@ -20,8 +20,9 @@ from torch import Tensor
 from triton.runtime import driver
 
 from dynaxx.kernels.device import interpreted
+from dynaxx.kernels.runtime.launch_list import Sizes, flat_sizes
 from dynaxx.kernels.runtime.launcher import bind_context, is_watched
-from dynaxx.kernels.runtime.recorder import CALLED_ONCE, NOT_REPLAYABLE, Recording, Sizes, record
+from dynaxx.kernels.runtime.recorder import CALLED_ONCE, NOT_REPLAYABLE, Recording, record
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 
@@ -118,7 +119,8 @@ def record_or_replay(
         return call(inputs, *given)
     if replayed is not None and not bits & 15:
         replayed.append(known)
-    return known.start(addresses, device, persistent, tensors, sizes)
+    results = known.start(addresses, device, flat_sizes(sizes) if sizes else [])
+    return call(inputs, *given) if results is None else results
 
 
 def _keep(entries: Entries, key: tuple[Any, ...], recording: Recording) -> None:
@@ -160,14 +162,15 @@ def replay(
 
     Returns:
         The results; None if the call must go through `record_or_replay`: addresses that are no multiples of 16 bytes,
-        another device than the current one, or a thread that records, compiles, or is profiled.
+        another device than the current one, or a thread that records, compiles, is profiled, or has another CUDA
+        context.
     """
     addresses, bits = _addresses(persistent, tensors)
     device = -1 if persistent[0] is None else persistent[0].get_device()
     if bits & 15 or is_watched() or device != driver.active.get_current_device():
         return None
     bind_context()
-    return recording.start(addresses, device, persistent, tensors, sizes)
+    return recording.start(addresses, device, flat_sizes(sizes) if sizes else [])
 
 
 def _addresses(persistent: Tensors, tensors: Tensors) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ were set.
 
 The C compiler that Triton needs for its own launchers compiles the C file on first use. Everything that Triton decides
 at a launch is read from the compiled kernel, and the driver confirms the size of each parameter. If something is
-missing or different, there is no list, and the recording launches through Triton's launchers.
+missing or different, there is no list, and the call is not replayed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import ctypes
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +34,7 @@ from dynaxx.kernels.compat import encoded_map, is_plain_map, needs_wrapper
 from dynaxx.kernels.runtime.launcher import DESCRIPTORS, Launch
 from dynaxx.kernels.trials import launches_directly
 
-ENVIRONMENT = "DYNAXX_LAUNCH_LISTS"  # "0": recordings launch through Triton's launchers
+ENVIRONMENT = "DYNAXX_LAUNCH_LISTS"  # "0": calls are not replayed
 GRAPHS = "DYNAXX_LAUNCH_GRAPHS"  # "0": lists launch kernel by kernel
 FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -46,7 +47,8 @@ CUDA_INVALID_VALUE = 1
 
 logger = logging.getLogger("dynaxx")
 
-Place = tuple[int, int]  # see `recorder`
+Place = tuple[int, int]  # a number of a tensor, see `Recording`, and an offset in bytes
+Sizes = Mapping[str, "int | tuple[int, ...]"]  # see `record_or_replay`
 PlaceOf = Callable[[Tensor], "Place | None"]
 
 
@@ -64,27 +66,35 @@ class LaunchList(Protocol):
 
 
 class Unpackable(Exception):
-    """A launch that a list cannot hold. The recording launches through Triton instead."""
+    """A launch that a list cannot hold. Its call is not replayed."""
 
 
-def launch_list(launches: Sequence[Launch], place_of: PlaceOf, sizes: Sequence[str]) -> LaunchList | None:
+def flat_sizes(sizes: Sizes) -> list[int]:
+    """Return all integers of a call's sizes, in order."""
+    found: list[int] = []
+    for x in sizes.values():
+        found += x if isinstance(x, tuple) else (x,)
+    return found
+
+
+def launch_list(launches: Sequence[Launch | None], place_of: PlaceOf, sizes: Sizes) -> LaunchList | None:
     """Return a list of launches; None if the launches must go through Triton.
 
     Args:
-        launches: recorded launches, in order.
+        launches: recorded launches, in order; None for one that cannot be repeated.
         place_of: function that returns the number of a tensor, and an offset in bytes.
-        sizes: the name of each size of the call, once for each integer.
+        sizes: see `record_or_replay`.
     """
     code = _code()
-    if code is None:
+    if code is None or None in launches:
         return None
     packer = LaunchPacker(place_of, sizes)
     try:
-        for launch in launches:
+        for launch in filter(None, launches):
             packer.add(launch)
         found: LaunchList = code.LaunchList(cuda_library().addresses, *packer.packed_launches())
     except (Unpackable, ValueError, OverflowError, struct.error) as error:
-        logger.debug("launches go through Triton, because %s", error)
+        logger.debug("a call is not replayed, because %s", error)
         return None
     return found
 
@@ -92,8 +102,12 @@ def launch_list(launches: Sequence[Launch], place_of: PlaceOf, sizes: Sequence[s
 class LaunchPacker:
     """Pack the parameters of launches, with gaps for addresses and sizes."""
 
-    def __init__(self, place_of: PlaceOf, sizes: Sequence[str]) -> None:
-        self._place_of, self._sizes = place_of, list(sizes)
+    def __init__(self, place_of: PlaceOf, sizes: Sizes) -> None:
+        self._place_of, self._sizes = place_of, sizes
+        lengths = [len(x) if isinstance(x, tuple) else 1 for x in sizes.values()]
+        self._first = dict(
+            zip(sizes, accumulate(lengths, initial=0), strict=False)
+        )  # number of each one's first integer
         self._launches: list[tuple[Any, ...]] = []
         self._positions: list[int] = []
         self._widths: list[int] = []
@@ -130,18 +144,16 @@ class LaunchPacker:
         if type(x) in DESCRIPTORS:
             self._add_descriptor(x, next(maps, None))
             return
-        given = list(_flat(kind, x))
-        numbers = [i for i, size in enumerate(self._sizes) if size == name]
-        if numbers and len(numbers) != len(given):
-            raise Unpackable(f"{name} is not as long as its size")
-        for i, (each, value) in enumerate(given):
+        if name in self._sizes and x != self._sizes[name]:
+            raise Unpackable(f"{name} is not the size of the call")
+        for i, (each, value) in enumerate(_flat(kind, x)):
             if each == "constexpr":
                 continue
             if isinstance(value, Tensor):
                 self._add_gap("pointers", *self._found(value))
                 self._add_value("u64", 0)
-            elif numbers:
-                self._add_gap("sizes", numbers[i], struct.calcsize(_format(each)))
+            elif name in self._sizes:
+                self._add_gap("sizes", self._first[name] + i, struct.calcsize(_format(each)))
                 self._add_value(each, value)
             else:
                 self._add_value(each, value)
@@ -268,8 +280,8 @@ def _loaded_code() -> Any:
     try:
         cuda_library()
         return compiled_code()
-    except Exception as error:  # no compiler, no driver, an old one: Triton launches
-        logger.debug("recordings launch through Triton: %s", error)
+    except Exception as error:  # no compiler, no driver, an old one
+        logger.debug("calls are not replayed: %s", error)
         return None
 
 

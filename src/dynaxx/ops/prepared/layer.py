@@ -99,7 +99,7 @@ class Prepared:
         from dynaxx.kernels.runtime.launcher import is_watched
 
         known = self._recordings.get(_variant(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks))
-        if known is None or known.together is None or is_watched():
+        if known is None or is_watched():
             return None
         persistent = self._persistent.kernel_inputs
         addresses = tuple([x.data_ptr() for x in persistent])
@@ -143,7 +143,7 @@ class LayerReplay(NamedTuple):
         if sinks is not None:
             addresses.append(sinks.data_ptr())
             bits |= addresses[-1]
-        results = None if bits & 15 else self.recording.repeat(addresses, self.device, [])
+        results = None if bits & 15 else self.recording.start(addresses, self.device, [])
         return None if results is None else results[0]
 
 

@@ -28,7 +28,8 @@ from dynaxx.ops.prepared.layer import form_of_call
 from dynaxx.selection.pages import PageBudget
 
 if TYPE_CHECKING:
-    from dynaxx.kernels.runtime.recorder import Recording, Sizes
+    from dynaxx.kernels.runtime.launch_list import Sizes
+    from dynaxx.kernels.runtime.recorder import Recording
 
 
 class PreparedStep:
@@ -112,11 +113,11 @@ class PreparedStep:
             seqused_k: (batch,) int32.
             sinks: (q_heads,) or None.
         """
+        from dynaxx.kernels.runtime.launch_list import flat_sizes
         from dynaxx.kernels.runtime.launcher import is_watched
-        from dynaxx.kernels.runtime.recorder import flat_sizes
 
         last = self._last
-        if last is None or last.recording.together is None or not q.device == k.device == v.device or is_watched():
+        if last is None or not q.device == k.device == v.device or is_watched():
             return None
         form, sizes = form_of_call(q, k, v, sinks), flat_sizes(last.sizes)
         persistent = (self._wanted, seqused_k)
@@ -198,7 +199,7 @@ class StepReplay(NamedTuple):
         bits = 0
         for address in addresses:
             bits |= address
-        results = None if bits & 15 else self.recording.repeat(addresses, self.device, self.sizes)
+        results = None if bits & 15 else self.recording.start(addresses, self.device, self.sizes)
         return None if results is None else results[0]
 
 
