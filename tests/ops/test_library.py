@@ -36,10 +36,12 @@ def test_opcheck(backend, dtype, softcap):
     settings = (16, 32, 0.25, softcap, backend)
     for needs_grad in (False, True):
         inputs = [x.clone().requires_grad_(needs_grad) for x in (q, k, v)]
-        torch.library.opcheck(library.attention_forward, (*inputs, layout, *settings, needs_grad, None, False))
-    out, lse = library.attention_forward(q, k, v, layout, *settings, True, None, False)
+        torch.library.opcheck(
+            library.attention_forward, (*inputs, layout, *settings, needs_grad, None, False, library.NO_PATTERN)
+        )
+    out, lse = library.attention_forward(q, k, v, layout, *settings, True, None, False, library.NO_PATTERN)
     inputs = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)
-    torch.library.opcheck(library.attention_backward, (*inputs, layout, *settings, None, False))
+    torch.library.opcheck(library.attention_backward, (*inputs, layout, *settings, None, False, library.NO_PATTERN))
 
 
 def compiled(function, **options):
@@ -98,9 +100,13 @@ def test_a_layout_written_to_is_read_again():
     layout = dx.LocalBlocks(1).layout(64, block_size=32, causal=False).to_dense()
     layout = dx.BlockLayout.from_dense(layout, block_size=32)
     tensors = library.layout_tensors(layout, q)
-    before, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, None, "auto", False, None, False)
+    before, _ = library.attention_forward(
+        q, k, v, tensors, 32, 32, 0.25, None, "auto", False, None, False, library.NO_PATTERN
+    )
     layout.kv_indices.copy_(layout.kv_indices.flip(0))
-    after, _ = library.attention_forward(q, k, v, tensors, 32, 32, 0.25, None, "auto", False, None, False)
+    after, _ = library.attention_forward(
+        q, k, v, tensors, 32, 32, 0.25, None, "auto", False, None, False, library.NO_PATTERN
+    )
     want = dx.sparse_attention(q, k, v, dx.BlockLayout.from_dense(~PATTERN_DENSE, block_size=32), scale=0.25)
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, want)

@@ -7,7 +7,7 @@ The files:
     position_bias                     biases of its scores by position
     decode                            `sparse_decode`; `decode_checks` and `decode_dispatch` are its steps
     merge, buckets, autotune, explain results, requests, tile sizes and backends
-    library, pattern_library, flops   compilers, tracers and counters
+    library, flops                    compilers, tracers and counters
     prepared/                         calls that are checked once and replayed
 """
 

@@ -19,7 +19,7 @@ from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, follow_autocast
 from dynaxx.ops.dispatch import backend_for, has_gradient, load_backend, score_options
 from dynaxx.ops.flops import is_counting
-from dynaxx.ops.library import attention_forward, is_traced, layout_tensors
+from dynaxx.ops.library import NO_PATTERN, attention_forward, is_traced, layout_tensors
 from dynaxx.ops.position_bias import PositionBias, bias_by_distance
 
 
@@ -205,9 +205,8 @@ def _attend(
         with untransformed():  # torch.jit.trace makes sizes tensors, whose powers have the default dtype
             scale = q.shape[-1] ** -0.5 if scale is None else scale
         tensors = layout_tensors(layout, q)
-        out, lse = attention_forward(
-            q, k, v, tensors, *layout.block_size, scale, softcap, backend, needs_grad, bias, has_gradient(bias)
-        )
+        settings = (scale, softcap, backend, needs_grad, bias, has_gradient(bias), NO_PATTERN)
+        out, lse = attention_forward(q, k, v, tensors, *layout.block_size, *settings)
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
     bias = bias_by_distance(position_bias, q, k, layout)
     name, needs_grad = backend_for(q, k, v, layout, softcap, backend, bias)

@@ -18,7 +18,12 @@ torch.library.impl("dynaxx::counted_flops", "CompositeExplicitAutograd", lambda 
 
 
 def _pairs_in_blocks(q: Tensor, layout: list[Tensor], q_block: int, kv_block: int) -> int:
-    """Return the pairs in all visited blocks, over batch entries and q heads; meta and fake layouts count as full."""
+    """Return the pairs in all visited blocks, over batch entries and q heads; meta and fake layouts count as full.
+
+    Patterns, whose layouts are built when a compiled graph runs, are not counted.
+    """
+    if not layout:
+        return 0
     indptr, indices = layout[0], layout[2]
     known = not indptr.is_meta and type(indptr) is Tensor and indptr.numel() > 0
     visited = int(indptr.flatten()[-1]) if known else indices.numel()

@@ -8,6 +8,8 @@ calls the backend directly if nothing traces.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -17,6 +19,10 @@ from dynaxx.layout.derived import times_written
 from dynaxx.layout.host_metadata import restore
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend, load_backend, score_options, with_bias
+from dynaxx.patterns.base import Pattern
+
+NO_PATTERN = -1  # where a call has a layout
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dbias
 
 
 def is_traced(q: Tensor) -> bool:
@@ -52,9 +58,13 @@ def attention_forward(
     needs_grad: bool,
     bias: Tensor | None,
     bias_grad: bool,
+    pattern: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, both contiguous. With `needs_grad`, "auto" chooses a backend that has a backward."""
-    built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
+    """Return out and lse, both contiguous. With `needs_grad`, "auto" chooses a backend that has a backward.
+
+    With a `layout` without tensors, `pattern` is the number of the pattern whose layout is built when the op runs.
+    """
+    built = _built(layout, pattern, q, k, (q_block, kv_block))
     problem = check_inputs(q, k, v, built, softcap=softcap, needs_grad=needs_grad)
     name = choose_backend(with_bias(problem, bias, bias_grad), backend)
     out, lse = load_backend(name).attention_forward(q, k, v, built, scale, **score_options(softcap, bias=bias))
@@ -78,9 +88,10 @@ def attention_backward(
     backend: str,
     bias: Tensor | None,
     bias_grad: bool,
+    pattern: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk and dv with the strides of `torch.empty_like`, and dbias, which is empty if not asked for."""
-    built = _layout_of(layout, q.shape[1], k.shape[1], (q_block, kv_block))
+    built = _built(layout, pattern, q, k, (q_block, kv_block))
     problem = check_inputs(q, k, v, built, softcap=softcap, needs_grad=True)
     name = choose_backend(with_bias(problem, bias, bias_grad), backend)
     dbias = _empty_gradient(lse, bias, bias_grad).zero_()
@@ -102,55 +113,27 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @attention_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: list[Tensor],
-    q_block: int,
-    kv_block: int,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    needs_grad: bool,
-    bias: Tensor | None,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_results(q, v)
 
 
 @attention_backward.register_fake
-def _(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: list[Tensor],
-    q_block: int,
-    kv_block: int,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    bias: Tensor | None,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> Gradients:
+    bias, bias_grad, _ = others[-3:]
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _empty_gradient(lse, bias, bias_grad)
 
 
 def _save_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # type: ignore[type-arg]
-    q, k, v, layout, *ctx.settings, _, bias, ctx.bias_grad = inputs  # type: ignore[attr-defined]
+    q, k, v, layout, *ctx.settings, _, bias, ctx.bias_grad, ctx.pattern = inputs  # type: ignore[attr-defined]
     ctx.save_for_backward(q, k, v, *output, bias, *layout)
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, do: Tensor, dlse: Tensor) -> tuple:  # type: ignore[type-arg]
     q, k, v, out, lse, bias, *layout = ctx.saved_tensors  # type: ignore[attr-defined]
     of_bias = ctx.bias_grad  # type: ignore[attr-defined]
-    given = (do, dlse, q, k, v, out, lse, layout, *ctx.settings, bias, of_bias)  # type: ignore[attr-defined]
+    given = (do, dlse, q, k, v, out, lse, layout, *ctx.settings, bias, of_bias, ctx.pattern)  # type: ignore[attr-defined]
     dq, dk, dv, dbias = attention_backward(*given)
-    return dq, dk, dv, [None] * len(layout), *(None,) * 6, dbias if of_bias else None, None
+    return dq, dk, dv, [None] * len(layout), *(None,) * 6, dbias if of_bias else None, None, None
 
 
 attention_forward.register_autograd(_backward, setup_context=_save_for_backward)
@@ -161,7 +144,34 @@ def _in_memory_as(x: Tensor, grad: Tensor) -> Tensor:
     return grad if grad.stride() == wanted else torch.empty_like(x).copy_(grad)
 
 
+def pattern_attention(
+    q: Tensor, k: Tensor, v: Tensor, number: int, block_size: int, scale: float, needs_grad: bool
+) -> Tensor:
+    """Attend over the pattern with this number, (batch, seqlen_q, q_heads, head_dim_v), in code that a compiler traces.
+
+    A compiler cannot build a pattern's layout while it traces, and one graph serves every length. Numbers are valid in
+    this process only, so exported programs must not contain them.
+    """
+    sizes = (block_size, block_size)
+    return attention_forward(q, k, v, [], *sizes, scale, None, "auto", needs_grad, None, False, number)[0]
+
+
+def number_of(pattern: Pattern) -> int:
+    """Return the number of a pattern; assign the next free number to a new pattern."""
+    if pattern not in _patterns:
+        _patterns.append(pattern)
+    return _patterns.index(pattern)
+
+
+_patterns: list[Pattern] = []
 _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _built(tensors: list[Tensor], pattern: int, q: Tensor, k: Tensor, block_size: tuple[int, int]) -> BlockLayout:
+    """Return the layout of these tensors, or of a pattern if there are none."""
+    if tensors:
+        return _layout_of(tensors, q.shape[1], k.shape[1], block_size)
+    return _patterns[pattern].layout(q.shape[1], k.shape[1], block_size=block_size, device=q.device)
 
 
 def _layout_of(tensors: list[Tensor], seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> BlockLayout:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,170 +149,116 @@ def attend_compiled(
     return layer_attention(q, k, v, *visible, *options)
 
 
-@torch.library.custom_op("dynaxx::layer_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def layer_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    start: Tensor | None,
-    offset: int | None,
-    sinks: Tensor | None,
-    number: int,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    is_causal: bool | None,
-) -> Tensor:
-    """Run one attention call of layer `number` of this process, (B, Lq, Hq, D), contiguous.
+class _Call(NamedTuple):
+    """The arguments of the ops. If there is an offset, the mask's `CausalParts` say what queries see, else the mask."""
 
-    `offset` is None if `mask` says what is visible. Otherwise `padding`, `start` and `offset` are its `CausalParts`.
-    """
-    visible, options = _Visible(mask, padding, start, offset), _Options(number, scale, softcap, window, is_causal)
-    with torch.no_grad():
-        return _attend(q, k, v, sinks, visible, options).contiguous()
-
-
-@torch.library.custom_op("dynaxx::recorded_layer_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def recorded_layer_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    start: Tensor | None,
-    offset: int | None,
-    sinks: Tensor | None,
-    number: int,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    is_causal: bool | None,
-) -> tuple[Tensor, Tensor]:
-    """Run `layer_attention` for training. Return its result and the ticket of a recording for the backward op."""
-    visible, options = _Visible(mask, padding, start, offset), _Options(number, scale, softcap, window, is_causal)
-    out, recording = _record((q, k, v) if sinks is None else (q, k, v, sinks), visible, options)
-    return out, RECORDINGS.keep(recording, q.device)
-
-
-@torch.library.custom_op("dynaxx::layer_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def layer_attention_backward(
-    do: Tensor,
-    out: Tensor,
-    ticket: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    start: Tensor | None,
-    offset: int | None,
-    sinks: Tensor | None,
-    number: int,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    is_causal: bool | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and dsinks (empty without sinks). Records the call again if there is no recording of it."""
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    recording = RECORDINGS.take(ticket)
-    if recording is None:
-        visible, options = _Visible(mask, padding, start, offset), _Options(number, scale, softcap, window, is_causal)
-        out, recording = _record(inputs, visible, options, backward=True)
-    grads = recording.gradients(do, (*inputs, mask, out))
-    found = [
-        torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(inputs, grads, strict=True)
-    ]
-    return found[0], found[1], found[2], found[3] if sinks is not None else q.new_empty(0)
-
-
-class _Visible(NamedTuple):
-    """A mask says what queries see; if there is an offset, the mask's `CausalParts` say it."""
-
-    mask: Tensor | None
+    q: Tensor  # (B, Hq, Lq, D)
+    k: Tensor  # (B, Hk, Lk, D)
+    v: Tensor  # (B, Hk, Lk, D)
+    mask: Tensor | None  # (B | 1, 1, Lq, Lk)
     padding: Tensor | None
     start: Tensor | None
     offset: int | None
-
-
-class _Options(NamedTuple):
-    """The layer of a call, and its arguments."""
-
-    number: int
+    sinks: Tensor | None  # (Hq,)
+    number: int  # of the layer in this process
     scale: float | None
     softcap: float | None
     window: int | None
     is_causal: bool | None
 
-
-def _record(
-    inputs: tuple[Tensor, ...], visible: _Visible, options: _Options, *, backward: bool = False
-) -> tuple[Tensor, Recording]:
-    """Attend with gradients, from q, k, v and, if there are any, sinks."""
-    attend = lambda q, k, v, sinks=None: _attend(q, k, v, sinks, visible, options, backward=backward)
-    return Recording.of(attend, inputs, (visible.mask,))
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that have gradients."""
+        return (self.q, self.k, self.v) if self.sinks is None else (self.q, self.k, self.v, self.sinks)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    visible: _Visible,
-    options: _Options,
-    *,
-    backward: bool = False,
-) -> Tensor:
-    number, scale, softcap, window, is_causal = options
-    layer, module = _LAYERS.get(number), _MODULES.get(number)
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? padding, Tensor? start, SymInt? offset, Tensor? sinks, "
+    "SymInt number, float? scale, float? softcap, SymInt? window, bool? is_causal"
+)  # of `_Call`
+_op = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+
+
+@_op("dynaxx::layer_attention", schema=f"({SCHEMA}) -> Tensor")
+def layer_attention(*arguments: Any) -> Tensor:
+    """Run one attention call, given the fields of `_Call`: (B, Lq, Hq, D), contiguous."""
+    with torch.no_grad():
+        return _attend(_Call(*arguments)).contiguous()
+
+
+@_op("dynaxx::recorded_layer_attention", schema=f"({SCHEMA}) -> (Tensor, Tensor)")
+def recorded_layer_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run `layer_attention` for training. Return its result and the ticket of a recording for the backward op."""
+    call = _Call(*arguments)
+    out, recording = _record(call)
+    return out, RECORDINGS.keep(recording, call.q.device)
+
+
+@_op(
+    "dynaxx::layer_attention_backward",
+    schema=f"(Tensor do, Tensor out, Tensor ticket, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def layer_attention_backward(
+    do: Tensor, out: Tensor, ticket: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv and dsinks (empty without sinks). Records the call again if there is no recording of it."""
+    call, recording = _Call(*arguments), RECORDINGS.take(ticket)
+    if recording is None:
+        out, recording = _record(call, backward=True)
+    grads = recording.gradients(do, (*call.inputs, call.mask, out))
+    found = [
+        torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g)
+        for x, g in zip(call.inputs, grads, strict=True)
+    ]
+    return found[0], found[1], found[2], found[3] if call.sinks is not None else do.new_empty(0)
+
+
+def _record(call: _Call, *, backward: bool = False) -> tuple[Tensor, Recording]:
+    """Attend with gradients of the call's inputs."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return _attend(call._replace(q=q, k=k, v=v, sinks=sinks), backward=backward)
+
+    return Recording.of(attend, call.inputs, (call.mask,))
+
+
+def _attend(call: _Call, *, backward: bool = False) -> Tensor:
+    layer, module, q, k = _LAYERS.get(call.number), _MODULES.get(call.number), call.q, call.k
     if layer is None or module is None:
         raise RuntimeError(
             "the model was compiled with a dynaxx handle that has been removed; call torch.compiler.reset() and "
             "compile it again"
         )
-    kwargs: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sliding_window": window, "is_causal": is_causal}
-    given = {name: value for name, value in {**kwargs, SINKS[0]: sinks}.items() if value is not None}
-    current = layer.current_pass(backward=backward)
-    mask = visible.mask
-    if visible.offset is not None:
-        parts = CausalParts(visible.padding, visible.start, visible.offset)
+    options = {"scaling": call.scale, "softcap": call.softcap, "sliding_window": call.window}
+    kwargs: dict[str, Any] = {**options, "is_causal": call.is_causal, SINKS[0]: call.sinks}
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    current, mask = layer.current_pass(backward=backward), call.mask
+    if call.offset is not None:
+        parts = CausalParts(call.padding, call.start, call.offset)
         mask = lazy_mask(parts, q, k.shape[2]) if current is None else current.lazy_mask(parts, q, k.shape[2])
-    return layer.attend(current, AttentionCall(module, q, k, v, mask, given))[0]
+    return layer.attend(current, AttentionCall(module, q, k, call.v, mask, given))[0]
 
 
 @layer_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return _empty_result(q, v)
+def _(*arguments: Any) -> Tensor:
+    return _empty_result(_Call(*arguments))
 
 
 @recorded_layer_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_result(q, v), q.new_empty(1, dtype=torch.uint8)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*arguments)
+    return _empty_result(call), call.q.new_empty(1, dtype=torch.uint8)
 
 
-def _empty_result(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+def _empty_result(call: _Call) -> Tensor:
+    q = call.q
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], call.v.shape[3])
 
 
 @layer_attention_backward.register_fake
-def _(
-    do: Tensor,
-    out: Tensor,
-    ticket: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    start: Tensor | None,
-    offset: int | None,
-    sinks: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+def _(do: Tensor, out: Tensor, ticket: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, *sinks = map(torch.empty_like, _Call(*arguments).inputs)
+    return q, k, v, sinks[0] if sinks else q.new_empty(0)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -16,7 +16,7 @@ from dynaxx.arguments import typed
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
 from dynaxx.ops.attention import sparse_attention
-from dynaxx.ops.pattern_library import number_of, pattern_attention
+from dynaxx.ops.library import number_of, pattern_attention
 from dynaxx.patterns.base import Causal, Pattern
 from dynaxx.patterns.packed import packed_layout
 from dynaxx.trained.nn.cache import LayerCache
@@ -226,7 +226,7 @@ def attend_pattern(
     """
     if torch.compiler.is_dynamo_compiling():
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        return pattern_attention(q, k, v, number, block_size, scale, needs_grad)[0]
+        return pattern_attention(q, k, v, number, block_size, scale, needs_grad)
     with _disable_current_modes():  # the layout must have real tensors while torch traces with fake ones
         layout = pattern.layout(int(q.shape[1]), int(k.shape[1]), block_size=block_size, device=q.device)
     return sparse_attention(q, k, v, layout, scale=scale)

@@ -11,7 +11,7 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.layout import CuSeqlens
 from dynaxx.ops.attention import sparse_attention
-from dynaxx.ops.pattern_library import number_of
+from dynaxx.ops.library import number_of
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.packed import packed_layout
 from dynaxx.trained.nn.cache import LayerCache
