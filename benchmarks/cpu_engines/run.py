@@ -210,7 +210,7 @@ def check(row: EngineRow, run: Prefill, given: Given, prompt: Tensor, known: Kno
 def _expected(by_policy: bool, given: Given, prompt: Tensor, known: Known) -> tuple[Tensor, Tensor]:
     """Return the prompt of the check and the last logits that transformers computes for it, in fp32."""
     if by_policy not in known:
-        sparse_from = max(given.policy.dense_below, given.policy.sparse_from or 0) if by_policy else 0
+        sparse_from = given.policy.border if by_policy else 0
         ids, model = prompt[:, : max(CHECKED, sparse_from)], given.models["fp32"]
         with torch.inference_mode(), apply(model, given.policy) if by_policy else nullcontext():
             known[by_policy] = ids, model(ids, logits_to_keep=1).logits[0, -1].float()

@@ -84,7 +84,7 @@ def main():
         "trials of one budget": len(found.uniform),
         "blocks": f"{found.chosen.density:.1%}" if found.chosen else "no density passed",
         "perplexity": f"{found.chosen.ratio - 1:+.2%}" if found.chosen else "",
-        "sparse from": found.dense_below,
+        "sparse from": found.sparse_from,
     }
     print(json.dumps({"rows": [row]}) if args.json else row)
 

@@ -183,7 +183,7 @@ def tuning(verdict: str = "sparse", ended: str = "done", of: dict | None = None)
             }
             for n, d, s in (crossover if verdict == "sparse" else ())
         ],
-        "dense_below": 512 if verdict == "sparse" else None,
+        "sparse_from": 512 if verdict == "sparse" else None,
         "ended": ended,
         "verdict": verdict,
         "why": found[verdict][0],

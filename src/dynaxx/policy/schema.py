@@ -87,6 +87,11 @@ class Policy(Document):
             raise PolicyError(explain_errors(error)) from None
 
     @property
+    def border(self) -> int:
+        """The number of keys from which a sequence runs sparse, whatever ran before it."""
+        return self.dense_below if self.sparse_from is None else self.sparse_from
+
+    @property
     def decode_borders(self) -> tuple[int, int | None]:
         """The borders `dense_below` and `sparse_from` of decoding steps."""
         own = self.decode_dense_below

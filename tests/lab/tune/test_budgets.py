@@ -65,7 +65,7 @@ def check(found, full):
     if found.verdict == "sparse":
         assert passed, "a written policy passes its tolerance"
         assert full.verdict == "sparse"
-        assert found.dense_below <= TOKENS
+        assert found.sparse_from <= TOKENS
         assert found.policy.sparse_from <= TOKENS, "it runs sparse where it was tuned"
     if found.verdict == "dense":
         assert full.verdict == "dense"

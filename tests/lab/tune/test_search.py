@@ -13,8 +13,8 @@ from dynaxx.lab.resume import Steps
 from dynaxx.lab.tasks.suite import TaskSample
 from dynaxx.lab.texts import pydoc_text
 from dynaxx.lab.time_budget import TimeBudget
+from dynaxx.lab.tune import costing
 from dynaxx.lab.tune import costs as costs_module
-from dynaxx.lab.tune import finding as finding_module
 from dynaxx.lab.tune import search as search_module
 from dynaxx.lab.tune import text_costs as text_costs_module
 from dynaxx.lab.tune.costs import Costs, rule_of
@@ -95,7 +95,7 @@ def test_tasks_must_hold(tuned, monkeypatch):
             budgets = [each for budget in found for each in (budget if isinstance(budget, tuple) else (budget,))]
             return (TaskTrial("vt", 0.3, True, sum(budgets) / len(budgets) > 0.6),)
 
-    monkeypatch.setattr(finding_module, "HeldTasks", Fake)
+    monkeypatch.setattr(costing, "HeldTasks", Fake)
     found = tuned(hold=("vt",), tolerance=0.9)
     assert given == [(("vt",), 128)]
     trials = (*found.tuned, *found.uniform)
@@ -324,7 +324,7 @@ def test_kinds_that_were_not_measured_are_not_called_good():
     assert (none.ratio, none.passed) == (None, False)
     chosen = asdict(Trial(0.3, 1.0, 1.001, 0.0, True))
     held_out = [asdict(each) for each in (HeldOutKind("code", 0.3, 1.004, 0.001, True), none)]
-    document = {"chosen": chosen, "held_out": held_out, "best_uniform_density": None, "dense_below": None}
+    document = {"chosen": chosen, "held_out": held_out, "best_uniform_density": None, "sparse_from": None}
     said = PipelineResult(None, None, document, None, "", ()).summary()
     assert "worst kind that tuning did not see: Python source code +0.40% at 30.0% of the blocks" in said
     assert "so they were not measured: licence texts" in said
@@ -333,7 +333,7 @@ def test_kinds_that_were_not_measured_are_not_called_good():
 def test_the_summary_says_how_far_one_budget_was_from_passing():
     chosen = {"density": 0.272, "ratio": 1.0072, "kinds": []}
     tried = [{"density": 0.2, "ratio": 1.09}, {"density": 0.25, "ratio": 1.0589}]
-    tuning = {"chosen": chosen, "verdict": "sparse", "dense_below": 512, "why": "27.2% keep it"}
+    tuning = {"chosen": chosen, "verdict": "sparse", "sparse_from": 512, "why": "27.2% keep it"}
     said = lambda uniform: PipelineResult(None, None, {**tuning, "uniform": uniform}, None, "", ()).summary()
     assert "tuned: 27.2% keep it\n27.2% of the blocks, perplexity +0.72%; one budget for all heads fails" in said(tried)
     assert "perplexity +5.89%" in said(tried)

@@ -209,7 +209,7 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
         model=model_facts(model), block_size=16, dense_below=200, sparse_from=250, rules=(dx.Rule.of(dx.Sink(16)),)
     )
     timings = tuple(LengthTiming(n, 1.0, 0.5) for n in (128, 256, 512))
-    tuned = TuneResult("m", 5000, 0.01, "", 1.0, (), (), None, None, timings, 200, (), (), 1.0, "dynaxx tune", policy)
+    tuned = TuneResult("m", 5000, 0.01, "", 1.0, (), (), None, None, timings, (), (), 1.0, "dynaxx tune", policy)
     slow_until, seen = 300, []
 
     def validate(model, tokenizer, policy, text, *, lengths, tokens, earlier=None, time=None):
@@ -230,11 +230,11 @@ def test_a_tuned_policy_runs_from_a_later_length_where_only_speed_fails(model, m
     later, found = validate_tuned(model, None, tuned, TEXT, out=tmp_path, say=said.append, lengths=(100,))
     assert found.passed
     assert seen == [250, 256, 512]
-    assert (later.policy.dense_below, later.policy.sparse_from, later.dense_below) == (409, 512, 512)
+    assert (later.policy.dense_below, later.policy.sparse_from, later.sparse_from) == (409, 512, 512)
     assert dx.load_policy(tmp_path / "policy.json") == later.policy
     document = json.loads((tmp_path / "tuning.json").read_text())
     assert document["about"]["policy"] == policy_digest(later.policy), "results follow a border that was raised"
-    assert (document["dense_below"], document["sparse_from"], len(document["raised"])) == (512, 512, 2)
+    assert (document["sparse_from"], len(document["raised"])) == (512, 2)
     assert [each.values["tokens"] for each in later.policy.evidence] == [250, 256]
     assert [(each.before, each.after, each.seqlen) for each in later.raised] == [(250, 256, 250), (256, 512, 256)]
     assert [line.split(": ")[1] for line in said] == [

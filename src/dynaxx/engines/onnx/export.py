@@ -114,7 +114,7 @@ def export_onnx(
             "layers": len(Decoder.of(model).layers),
             "causal": made.causal,
             "all_logits": all_logits,
-            "sparse_from": 0 if policy is None else (policy.sparse_from or policy.dense_below),
+            "sparse_from": 0 if policy is None else policy.border,
             "policy": None if policy is None else policy_digest(policy),
             "versions": _versions(),
         }

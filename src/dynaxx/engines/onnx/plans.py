@@ -59,7 +59,7 @@ def operator_plans(
         decoder.check(policy)
         if any(rule.phase == "decode" and rule.attention.build() is not None for rule in policy.rules):
             reasons.append("decode rules need summaries of pages, which the operator does not have: remove them")
-    border = 0 if policy is None else (policy.sparse_from or policy.dense_below)
+    border = 0 if policy is None else policy.border
     resolved = {} if policy is None or reasons else resolve(policy)
     plans = {}
     for index in decoder.layers:

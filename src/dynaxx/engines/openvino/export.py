@@ -183,7 +183,7 @@ class _Portable(nn.Module):
 def _converted(model: nn.Module, policy: Policy | None, form: Form, all_logits: bool, cache: bool) -> tuple[Any, str]:
     if form == "portable" and cache:
         raise UnsupportedInputError("a portable export", {"openvino": ["it has no cache: use form='custom'"]})
-    border = 0 if policy is None else max(policy.dense_below, policy.sparse_from or 0)
+    border = 0 if policy is None else policy.border
     if form == "portable" and border:
         reason = f"one graph has no border, and the policy is dense below {border} tokens: use form='custom'"
         raise UnsupportedInputError("a portable export", {"openvino": [reason]})

@@ -89,9 +89,9 @@ def sparse_attention_config(policy: Policy, *, cache_block: int = CACHE_BLOCK) -
         found = _settings_of(next(iter(rules.values())), policy, cache_block, reasons)
     if found is not None and found.mode == "TRISHAPE":
         seen = found.num_retained_start_tokens_in_cache + found.num_retained_recent_tokens_in_cache
-        if max(policy.dense_below, policy.sparse_from or 0) > seen:
+        if policy.border > seen:
             reasons.append(_border(policy))
-    elif found is not None and max(policy.dense_below, policy.sparse_from or 0) > 0:
+    elif found is not None and policy.border > 0:
         reasons.append(_border(policy))
     if reasons or found is None:
         raise UnsupportedInputError("a policy for OpenVINO GenAI", {"openvino_genai": reasons})
@@ -99,7 +99,7 @@ def sparse_attention_config(policy: Policy, *, cache_block: int = CACHE_BLOCK) -
 
 
 def _border(policy: Policy) -> str:
-    border = max(policy.dense_below, policy.sparse_from or 0)
+    border = policy.border
     return (
         f"GenAI makes prompts of any length sparse, and the policy those from {border} tokens on: send shorter prompts "
         "to a pipeline without sparse attention, and leave `dense_below` and `sparse_from` out here"

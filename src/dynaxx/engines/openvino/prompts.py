@@ -51,7 +51,7 @@ class OpenVinoPrompts:
         self._dense = model
         self._sparse = model.clone()
         self.handle: OpenVinoHandle = insert_policy(self._sparse, policy, precision=precision, name=name)
-        self.border = max(policy.dense_below, policy.sparse_from or 0)
+        self.border = policy.border
         self._config = cpu_config(precision, threads)
         self._requests: dict[bool, Any] = {}
 

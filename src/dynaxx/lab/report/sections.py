@@ -160,10 +160,9 @@ def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
             timings,
             "attention",
             "Speed of attention alone against dense, by prompt length",
-            document["dense_below"],
-            "dense below",
+            document.get("sparse_from", document.get("dense_below")),  # older files have the second alone
+            "sparse from",
         ),
-        "dense_below": document["dense_below"],
         "budgets": _budget_matrix(document) if document.get("budgets") and chosen else "",
     }
 

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 RATIO_ON = "perplexity_ratio on "  # and a kind of text: name of a figure in the evidence
 
 
-def with_evidence(result: TuneResult, device: str, dtype: str, longest: int) -> TuneResult:
+def with_evidence(result: TuneResult, border: int, device: str, dtype: str, longest: int) -> TuneResult:
     """Return the result with a policy that contains its border, its machine and its evidence.
 
     Unless the verdict is "sparse", the policy has no rules for prompts and is dense everywhere. Borders are at most
-    `longest`, the model's context; prompts of the length that was tuned on run sparse.
+    `longest`, the model's context; prompts of the length that was tuned on run sparse. `border` is the shortest length
+    from which the policy is faster, 0 if there is none.
     """
     from dynaxx.policy import Evidence, MeasuredOn
 
     machine = machine_facts()
-    runs_sparse, border = result.verdict == "sparse", result.dense_below or 0
+    runs_sparse = result.verdict == "sparse"
     start = min(int(border * HYSTERESIS), longest, max(border, result.tokens))
     figures: dict[str, bool | int | float | str | None] = {
         "verdict": result.verdict,

@@ -38,7 +38,7 @@ def with_reference(
     policy = result.policy
     if all(rule.phase == "decode" for rule in policy.rules):
         return dataclasses.replace(result, reference="none: prompts run dense")
-    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    border = policy.border
     if not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
         return dataclasses.replace(result, reference="none: no time was left to record it")
 

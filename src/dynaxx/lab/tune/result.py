@@ -132,7 +132,6 @@ class TuneResult:
     chosen: Trial | None  # None if no sparse trial was within the tolerance
     best_uniform_density: float | None
     crossover: tuple[LengthTiming, ...]
-    dense_below: int | None
     budgets: tuple[tuple[float, ...], ...]  # per layer of the policy and q head
     layers: tuple[int, ...]
     seconds: float
@@ -149,11 +148,16 @@ class TuneResult:
     busy: bool = False  # whether other processes slowed the machine during a timing of the result
     about: Mapping[str, str] = field(default_factory=dict)  # digests, see `lab.about`
 
+    @property
+    def sparse_from(self) -> int | None:
+        """The tokens from which prompts run sparse; None if they never do."""
+        return self.policy.border if self.verdict == "sparse" else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         plain = asdict(dataclasses.replace(self, policy=None))  # type: ignore[arg-type]
         plain["about"] = {**self.about, "policy": policy_digest(self.policy)}  # later steps change the policy
-        return {**plain, "sparse_from": None if self.dense_below is None else self.policy.sparse_from}
+        return {**plain, "sparse_from": self.sparse_from}
 
     def write(self, out: Path) -> TuneResult:
         """Write `policy.json` and `tuning.json` to a folder, each by one rename."""

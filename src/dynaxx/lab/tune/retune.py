@@ -154,7 +154,7 @@ def record(
     model, tokenizer = loaded
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     begin = start_of(tokenizer)
-    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    border = policy.border
     limit = min(len(ids), getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(ids))
     times = (1, 2, 4) if time_budget is None else (1, 2)  # the longest take most of the time
     lengths = lengths or [each for each in (max(n * border, n * 256) for n in times) if each < limit]

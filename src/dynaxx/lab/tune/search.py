@@ -155,7 +155,6 @@ class Search(Finding):
             chosen=chosen.trial if chosen else None,
             best_uniform_density=best.trial.density if best else None,
             crossover=timings,
-            dense_below=outcome.border,
             budgets=tuple(tuple(row) for row in budgets),
             layers=self.costs.layers,
             seconds=self.steps.seconds + self.time.spent,
@@ -169,7 +168,7 @@ class Search(Finding):
             busy=any(timing.busy for timing in timings),
         )
         dtype = str(parameter.dtype).removeprefix("torch.")
-        result = with_evidence(result, parameter.device.type, dtype, longest_prompt(self.model))
+        result = with_evidence(result, outcome.border or 0, parameter.device.type, dtype, longest_prompt(self.model))
         given: dict[str, Any] = dict(tolerance=options.tolerance, tokens=options.tokens, kinds=options.kinds)
         given |= dict(hold=options.hold)
         digests = about(self.model, self.text, **given, block_size=self.block_size, seed=options.seed)

@@ -195,7 +195,7 @@ def check_sparse(policy: Policy) -> None:
 
 def _border(policy: Policy, limit: int) -> int:
     """Return the tokens from which a policy runs sparse, if the model takes so many."""
-    border = policy.dense_below if policy.sparse_from is None else policy.sparse_from
+    border = policy.border
     if border > limit:
         raise ValueError(
             f"the policy is dense below {border:,} tokens and the model's limit is {limit:,}, so it never runs sparse "

@@ -56,9 +56,8 @@ def validate_tuned(
     from dynaxx.lab.validate.run import TOKENS, validate
 
     def validated(tuned: TuneResult, earlier: ValidationResult | None = None) -> ValidationResult:
-        border = tuned.policy.dense_below if tuned.policy.sparse_from is None else tuned.policy.sparse_from
         limited = time is not None and time.seconds is not None
-        tokens = max(SHORT if limited else TOKENS, tuned.tokens, border + 1)
+        tokens = max(SHORT if limited else TOKENS, tuned.tokens, tuned.policy.border + 1)
         return validate(model, tokenizer, tuned.policy, text, tokens=tokens, earlier=earlier, time=time, **options)
 
     found = validated(tuned)
@@ -81,8 +80,7 @@ def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> Tune
     from dynaxx.policy import Evidence
 
     slow = max(found.slow(), key=lambda row: row.seqlen)
-    before = tuned.policy.dense_below if tuned.policy.sparse_from is None else tuned.policy.sparse_from
-    raised = Raised(before, border, slow.seqlen, slow.dense_seconds, slow.sparse_seconds)
+    raised = Raised(tuned.policy.border, border, slow.seqlen, slow.dense_seconds, slow.sparse_seconds)
     evidence = Evidence(
         what="validation on the held-out part of the text: the whole prefill was slower than dense",
         command=tuned.command,
@@ -93,4 +91,4 @@ def with_border(tuned: TuneResult, border: int, found: ValidationResult) -> Tune
         sparse_from=border,
         evidence=(*tuned.policy.evidence, evidence),
     )
-    return dataclasses.replace(tuned, policy=policy, dense_below=border, raised=(*tuned.raised, raised))
+    return dataclasses.replace(tuned, policy=policy, raised=(*tuned.raised, raised))

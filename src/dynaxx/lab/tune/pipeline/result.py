@@ -105,7 +105,7 @@ def _one_budget(needed: float | None, trials: Sequence[dict[str, Any]]) -> str:
 
 def _of_search(tuning: dict[str, Any], without_reference: str) -> list[str]:
     """Return the verdict of the search, and the figures of its policy if there is one."""
-    chosen, verdict, border = tuning.get("chosen"), tuning.get("verdict"), tuning.get("dense_below")
+    chosen, verdict = tuning.get("chosen"), tuning.get("verdict")
     lines = [f"{_HEADLINES.get(str(verdict), 'tuned')}: {tuning.get('why')}"]
     lines[0] += f"; no reference for drift: {without_reference}" if without_reference else ""
     if chosen:
@@ -113,7 +113,7 @@ def _of_search(tuning: dict[str, Any], without_reference: str) -> list[str]:
         lines.append(f"{tuned}; {_one_budget(tuning.get('best_uniform_density'), tuning.get('uniform') or ())}")
         lines += _by_kind(chosen, tuning.get("held_out") or ())
     if verdict == "sparse":
-        start = tuning.get("sparse_from") or border
+        start = tuning.get("sparse_from") or tuning.get("dense_below")  # older files have the second alone
         lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
     for raised in tuning.get("raised", ())[-1:]:
         lines.append(

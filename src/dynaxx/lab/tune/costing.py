@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what budgets cost each head, with the best scorer, as far as time allows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaxx.integrations.transformers.apply_policy import full_attention_layers
+from dynaxx.lab.kinds import label
+from dynaxx.lab.progress import Progress, SilentProgress, Task
+from dynaxx.lab.resume import Steps, fingerprint
+from dynaxx.lab.time_budget import PASS, TimeBudget
+from dynaxx.lab.tune.allocation import Allocator
+from dynaxx.lab.tune.costs import Costs, budgets_for, density_of, scorers_named
+from dynaxx.lab.tune.density.held_tasks import COST_SAMPLES, HeldTasks
+from dynaxx.lab.tune.density.rises import Rises
+from dynaxx.lab.tune.density.search_texts import SearchTexts, search_texts
+from dynaxx.lab.tune.density.trials import ERRORS, Trials, mean_and_error
+from dynaxx.lab.tune.options import TuneOptions
+from dynaxx.lab.tune.result import KindTrial
+from dynaxx.lab.tune.text_costs import TextCosts
+from dynaxx.layout import as_block_size
+from dynaxx.selection import Scorer
+
+SCORER_DENSITY = 0.25  # density at which the best scorer is determined
+COSTS_SHARE = 0.25  # largest expected share of the time left for costs of more than one scorer
+COSTS_MOST = 0.25  # largest expected share of the whole budget for the costs of one scorer on texts that can be shorter
+COSTS_BLOCKS = 16  # blocks of these texts, at least, since the latest 128 tokens of each query are always visible
+
+
+class Costing:
+    """One run of the search: its texts, its stored steps, its time, and the costs of its heads."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        text: str,
+        kinds: Mapping[str, str],
+        options: TuneOptions,
+        progress: Progress | None = None,
+        time: TimeBudget | None = None,
+    ) -> None:
+        assert options.block_size is not None, "`tune` sets the device's default"
+        self.model, self.tokenizer, self.text, self.options = model, tokenizer, text, options
+        self.block_size, self.scorers = options.block_size, scorers_named(options.scorers)
+        self.progress, self.time = progress or SilentProgress(), time or TimeBudget(options.time_budget)
+        self.texts: SearchTexts = search_texts(tokenizer, text, kinds, options.tokens, options.stretches)
+        self.budgets = budgets_for(options.tokens)
+        self.cost_tokens = options.cost_tokens or options.tokens
+        settings = dict(tokens=options.tokens, block_size=self.block_size, seed=options.seed)
+        key = fingerprint(model, self.texts.key(), **settings)
+        self.steps = Steps(options.out / "tuning_state.jsonl", key, options.resume)
+        self.hold = None
+        if options.hold:
+            given = (options.hold, options.tokens, options.seed, self.steps.remember, self.time.allows)
+            self.hold = HeldTasks(model, tokenizer, text, *given)
+        limits = (options.tokens, self.block_size, options.tolerance)
+        self.trials = Trials(model, self.texts, self.steps, *limits, self.hold, self.time)
+        layers = full_attention_layers(model)
+        self.costs = TextCosts(model, layers, self.steps, self.time, self.progress, self.block_size, options.seed)
+        self.scorer = self.scorers[0]
+        self.cut = False  # whether anything was left out for lack of time
+
+    def _shorten_costs(self) -> None:
+        """Halve the texts for costs until one scorer's fit well into the budget, unless some length was measured."""
+        lengths, fewest = [self.cost_tokens], COSTS_BLOCKS * as_block_size(self.block_size)[1]
+        while self.time.seconds is not None and lengths[-1] >= 2 * fewest:
+            lengths.append(lengths[-1] // 2)
+        expected = {}
+        for self.cost_tokens in lengths:
+            missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
+            if not missing:
+                return
+            expected[self.cost_tokens] = self._costs_seconds(1, len(missing))
+        most = COSTS_MOST * (self.time.seconds or math.inf)
+        self.cost_tokens = next((length for length, seconds in expected.items() if seconds <= most), lengths[-1])
+
+    def _has_time(self, seconds: float, urgent: bool = False) -> bool:
+        """Return whether work of so many seconds fits; if not, the search is cut short. Stored work takes none."""
+        fits = seconds == 0.0 or self.time.allows(seconds, urgent)
+        self.cut |= not fits
+        return fits
+
+    def _costs_by_kind(self, rises: Rises, task: Task) -> dict[str, Costs] | None:
+        """Return the costs of the best scorer on each kind of text, the means over its stretches.
+
+        None if time ended before each kind was measured in at least one layer.
+        """
+        task.advance(0, "the loss of each head")
+        scorers, stretches = list(self.scorers), self.texts.costs
+        tried = [each for each in scorers if self.steps.names(stored_trials("tuned", each))]
+        missing = [each for each in scorers if self.costs.missing(self._name(0), each, self.budgets)]
+        if self.time.seconds is not None and tried:  # go on with the scorer of an earlier run
+            scorers = tried[-1:]
+        elif len(scorers) > 1 and missing and self._costs_seconds(len(missing)) > COSTS_SHARE * self.time.left:
+            scorers = [each for each in scorers if each not in missing] or scorers[:1]
+        if not self._measure(0, scorers):
+            return None
+        self.scorer = self._best_scorer(scorers, rises, task)
+        by_kind: dict[str, list[Costs]] = {}
+        for index, stretch in enumerate(stretches):
+            if index == 0 or self._measure(index, [self.scorer]):
+                found = self._costs(self._name(index), [self.scorer])
+                by_kind.setdefault(stretch.kind, []).extend([found] if found else [])
+        if set(by_kind) != set(self.texts.kinds):
+            return None
+        return {kind: Costs.mean(each) for kind, each in by_kind.items()}
+
+    def _costs_seconds(self, scorers: int, layers: int | None = None) -> float:
+        """Return the expected seconds of measuring some layers, all by default, on one of the texts."""
+        seconds = self.time.expects(PASS, self.cost_tokens)
+        return self.costs.seconds(self.cost_tokens, seconds, scorers, layers or len(self.costs.layers))
+
+    def _measure(self, index: int, scorers: Sequence[Scorer]) -> bool:
+        """Measure the costs on one text as far as time allows; return whether those of any layer are known."""
+        name, ids = self._name(index), self.texts.costs[index].ids[:, : self.cost_tokens + 1]
+        missing = [each for each in scorers if self.costs.missing(name, each, self.budgets)]
+        if missing and self._has_time(self._costs_seconds(len(missing), 1)):
+            rule = partial(self.trials.rule, tokens=self.cost_tokens)
+            self.cut |= not self.costs.measure(name, ids, missing, self.budgets, rule)
+        return self.costs.of(name, scorers, self.budgets) is not None
+
+    def _costs(self, name: str, scorers: Sequence[Scorer]) -> Costs | None:
+        """Return the stored losses on a text, with the densities of the budgets on texts of the trials' length."""
+        losses = self.costs.of(name, scorers, self.budgets)
+        if losses is None:
+            return None
+        densities = {}
+        for scorer in scorers:
+            rules = [self.trials.rule(budget, scorer) for budget in self.budgets]
+            shares = [density_of(rule, self.options.tokens, self.block_size) for rule in rules]
+            column = torch.tensor(shares, dtype=torch.float64, device="cpu")[:, None]
+            densities[scorer] = column.expand_as(losses[scorer])
+        return Costs(self.costs.layers, densities, losses, self.budgets)
+
+    def _task_costs(self) -> Costs | None:
+        """Return the mean costs on prompts of the tasks that must hold, by the predictions of the answers.
+
+        If time runs out, the mean is over the prompts until then. None if there are none.
+        """
+        if self.hold is None:
+            return None
+        found = list[Costs]()
+        for number, task in itertools.product(range(COST_SAMPLES), self.hold.tasks):
+            name = f" on {task} {number}"
+            if self.costs.missing(name, self.scorer, self.budgets):
+                if not self._has_time(self._costs_seconds(1)):
+                    break
+                sample = self.hold.for_costs(task, number)
+                ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
+                self.costs.measure(name, ids, [self.scorer], self.budgets, self.trials.rule, last=len(sample.answer))
+            costs = self._costs(name, [self.scorer])
+            found += [costs] if costs is not None else []
+        return Costs.mean(found) if found else None
+
+    def _name(self, index: int) -> str:
+        """Return the name of a text for costs, as a part of a sentence."""
+        part = "" if self.cost_tokens == self.options.tokens else f", {self.cost_tokens:,} tokens"
+        return f" on {label(self.texts.costs[index].kind)} {index}{part}"
+
+    def _best_scorer(self, scorers: Sequence[Scorer], rises: Rises, task: Task) -> Scorer:
+        """Return the scorer with the smallest predicted loss at one density, or one that measurably loses less.
+
+        The first text for costs predicts and gives the budgets, and the first text for trials measures. A single text
+        is noisy, so the measurement decides only by `ERRORS` standard errors. If time is short, the prediction
+        decides. What the best scorer lost is the first estimate of `rises`.
+        """
+        if len(scorers) == 1:
+            return scorers[0]
+        costs = self._costs(self._name(0), scorers)
+        assert costs is not None
+        found = {scorer: Allocator(costs.density[scorer], costs.loss[scorer]).at(SCORER_DENSITY) for scorer in scorers}
+        best = min(scorers, key=lambda scorer: found[scorer].loss)
+        budgets = {scorer: costs.budgets(each.choice) for scorer, each in found.items()}
+        keys = {scorer: self.trials.key(each, scorer) for scorer, each in budgets.items()}
+        missing = sum(f"{key} 0" not in self.steps for key in keys.values())
+        if missing and not self.time.allows(missing * self.trials.pass_seconds / COSTS_SHARE):
+            return best
+        dense, kind = self.trials.dense(0).double(), self.texts.search[0].kind
+        changes: dict[Scorer, Tensor] = {}
+        for scorer in scorers:
+            policy = self.trials.policy(costs.layers, budgets[scorer], scorer)
+            losses = self.trials.remembered(keys[scorer], policy, 0)["losses"]
+            changes[scorer] = torch.tensor(losses, dtype=torch.float64, device="cpu") - dense
+            said = f"perplexity {changes[scorer].mean():+.2%} at {found[scorer].density:.0%} of the blocks"
+            task.advance(0, f"{scorer!r}: {said}")
+        measured = min(scorers, key=lambda scorer: float(changes[scorer].mean()))
+        gained, error = mean_and_error([changes[best] - changes[measured]])
+        if gained > ERRORS * error:
+            best = measured
+        mean, error = mean_and_error([changes[best]])
+        rises.learn({kind: found[best].loss}, [KindTrial(kind, math.exp(mean), error, True, changes[best].numel())])
+        return best
+
+
+def stored_trials(name: str, scorer: Scorer) -> str:
+    """Return the start of the names of the stored trials of a search."""
+    return f"tried {name} by {scorer!r} "
