@@ -8,42 +8,29 @@ from typing import Annotated
 
 import typer
 
-from dynaxx.cli.options import (
-    BlockSizeOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    ModelArgument,
-    OutOption,
-    QuietOption,
-    SeedOption,
-    TextOption,
-    ThreadsOption,
-    numbers,
-)
+from dynaxx.cli import options
 from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
 
 BERTVIZ_CHARS = 400  # BertViz draws every pair of tokens
 
 
 def analyze(
-    model: ModelArgument,
-    text: TextOption = "pydoc",
-    out: OutOption = Path("dynaxx-run"),
+    model: options.ModelArgument,
+    text: options.TextOption = "pydoc",
+    out: options.OutOption = Path("dynaxx-run"),
     tokens: Annotated[int, typer.Option(min=2, help="Length of the sample.")] = 4096,
     layers: Annotated[str, typer.Option(metavar="N,N-M,...", help="Which layers; all by default.")] = "",
     heads: Annotated[str, typer.Option(metavar="N,N-M,...", help="Which heads; all by default.")] = "",
-    block_size: BlockSizeOption = 64,
+    block_size: options.BlockSizeOption = 64,
     bertviz: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a BertViz page of a short excerpt.")
     ] = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = Dtype.auto,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = options.Dtype.auto,
+    threads: options.ThreadsOption = None,
+    seed: options.SeedOption = 0,
+    as_json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     r"""Show where heads attend and which pattern keeps it. Writes DIR/analysis.json.
 
@@ -60,7 +47,10 @@ def analyze(
 
         progress = progress_of(quiet)
         check_targets(out / "analysis.json", bertviz)
-        chosen = {"layers": numbers("--layers", layers) or None, "heads": numbers("--heads", heads) or None}
+        chosen = {
+            "layers": options.numbers("--layers", layers) or None,
+            "heads": options.numbers("--heads", heads) or None,
+        }
         whole = read_text(text)
         sample = split_text(whole).calibration
         loaded = load(model, device, dtype, progress)

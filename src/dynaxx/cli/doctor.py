@@ -7,19 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dynaxx.cli.options import (
-    BlockSizeOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    QuietOption,
-    SeedOption,
-    ThreadsOption,
-    device_of,
-    dtype_of,
-    seconds,
-)
+from dynaxx.cli import options
 from dynaxx.cli.running import echo, progress_of, running
 
 
@@ -28,10 +16,10 @@ def doctor(
     kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
     head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     seqlen: Annotated[int, typer.Option(help="Prompt length.")] = 1024,
-    dtype: DtypeOption = Dtype.auto,
-    block_size: BlockSizeOption = 64,
-    device: DeviceOption = "auto",
-    threads: ThreadsOption = None,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    block_size: options.BlockSizeOption = 64,
+    device: options.DeviceOption = "auto",
+    threads: options.ThreadsOption = None,
     full: Annotated[
         bool, typer.Option("--full", help="Check the whole prompt length, which may take minutes.")
     ] = False,
@@ -48,9 +36,9 @@ def doctor(
         list[str] | None, typer.Option("--isa", metavar="NAME", help="With --fuzz: builds of the CPU core to check.")
     ] = None,
     fuzz_seed: Annotated[int | None, typer.Option("--fuzz-seed", help="Check this one random problem again.")] = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    seed: options.SeedOption = 0,
+    as_json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     r"""Show which backends serve your shapes, and check them.
 
@@ -79,10 +67,10 @@ def doctor(
             from dynaxx.lab.doctor.fuzz import fuzz as run_fuzz
 
             result = run_fuzz(
-                seconds("--fuzz", fuzz),
+                options.seconds("--fuzz", fuzz),
                 seed=seed if fuzz_seed is None else fuzz_seed,
                 cases=fuzz_cases if fuzz_seed is None else 1,
-                device=device_of(device),
+                device=options.device_of(device),
                 isas=isas or (),
                 progress=progress_of(quiet),
             )
@@ -97,9 +85,9 @@ def doctor(
             kv_heads=kv_heads,
             head_dim=head_dim,
             seqlen=seqlen,
-            dtype=dtype_of(dtype, device_of(device)),
+            dtype=options.dtype_of(dtype, options.device_of(device)),
             block_size=block_size,
-            device=device_of(device),
+            device=options.device_of(device),
             seed=seed,
             full=full,
             progress=progress_of(quiet),

@@ -8,26 +8,14 @@ from typing import Annotated
 
 import typer
 
-from dynaxx.cli.options import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    LengthsOption,
-    ModelArgument,
-    QuietOption,
-    SeedOption,
-    TextOption,
-    ThreadsOption,
-    numbers,
-)
+from dynaxx.cli import options
 from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
 
 
 def profile(
-    model: ModelArgument,
-    text: TextOption = "pydoc",
-    lengths: LengthsOption = "",
+    model: options.ModelArgument,
+    text: options.TextOption = "pydoc",
+    lengths: options.LengthsOption = "",
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Also write DIR/profile.json.")] = None,
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="Price of the machine per hour, to report savings in money.")
@@ -36,12 +24,12 @@ def profile(
         float, typer.Option(min=0, max=1, help="Least share of the time at which attention is worth making sparse.")
     ] = 0.2,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace of PyTorch's profiler.")] = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = Dtype.auto,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = options.Dtype.auto,
+    threads: options.ThreadsOption = None,
+    seed: options.SeedOption = 0,
+    as_json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     r"""Show where time goes, and if sparse attention is worth it.
 
@@ -61,7 +49,7 @@ def profile(
 
         progress = progress_of(quiet)
         check_targets(out and out / "profile.json", trace)
-        sample, asked = read_text(text), numbers("--lengths", lengths)
+        sample, asked = read_text(text), options.numbers("--lengths", lengths)
         loaded = load(model, device, dtype, progress)
         asked = asked or default_lengths(loaded.model)
         found = run_profile(

@@ -8,18 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dynaxx.cli.options import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    LengthsOption,
-    QuietOption,
-    SeedOption,
-    TextOption,
-    ThreadsOption,
-    numbers,
-)
+from dynaxx.cli import options
 from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running
 
 PolicyArgument = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy file in use.")]
@@ -33,7 +22,7 @@ def retune(
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="Model to record fresh statistics with, on --text, instead of --stats.")
     ] = "",
-    text: TextOption = "pydoc",
+    text: options.TextOption = "pydoc",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The new policy. [default: only show it]")] = None,
     record: Annotated[
         bool,
@@ -43,13 +32,13 @@ def retune(
         float | None, typer.Option(min=0, max=1, help="Recall goal for every head. [default: the reference's, by head]")
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Prompts to run with --model.")] = 96,
-    lengths: LengthsOption = "",
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = Dtype.auto,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    lengths: options.LengthsOption = "",
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = options.Dtype.auto,
+    threads: options.ThreadsOption = None,
+    seed: options.SeedOption = 0,
+    as_json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     r"""Adapt a policy to its traffic, and show the changes. Writes a new file only with --out.
 
@@ -69,7 +58,7 @@ def retune(
         check_targets(out)
         old = load_policy(policy)
         statistics = load_profile(stats) if stats else None
-        sample, asked = read_text(text) if model else "", numbers("--lengths", lengths)
+        sample, asked = read_text(text) if model else "", options.numbers("--lengths", lengths)
         found = run_retune(
             old,
             statistics=statistics,

@@ -48,32 +48,6 @@ class Reportable(Protocol):
         """Return plain JSON data."""
 
 
-class Finish(Protocol):
-    """The function that a command calls at its end.
-
-    Args:
-        result: printed to stdout with --json.
-        summary: printed to stdout without --json.
-        ok: False sets the exit code to 1.
-        code: exit code instead, if it is not 0.
-        files: files that are already written.
-        write: functions that write a file and return its path. They run after the result is printed, so that a full
-            disk loses the file but not the result.
-    """
-
-    def __call__(
-        self,
-        result: dict[str, Any] | Reportable,
-        summary: str = "",
-        *,
-        ok: bool = True,
-        code: int = 0,
-        files: Sequence[Path] = (),
-        write: Sequence[Callable[[], Path]] = (),
-    ) -> None:
-        """Store the result. The class documents the arguments."""
-
-
 def seconds_since_start() -> float:
     """Return the seconds since this process started, where the system tells; else since this module was loaded."""
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -85,8 +59,8 @@ def seconds_since_start() -> float:
     return time.monotonic() - LOADED
 
 
-class _Outcome:
-    """The result of a command, stored until the command has ended."""
+class Finish:
+    """The function that a command calls at its end. It stores the result until the command has ended."""
 
     def __init__(self) -> None:
         self.result: dict[str, Any] | Reportable = {}
@@ -104,7 +78,17 @@ class _Outcome:
         files: Sequence[Path] = (),
         write: Sequence[Callable[[], Path]] = (),
     ) -> None:
-        """Store the result. See `Finish`."""
+        """Store the result.
+
+        Args:
+            result: printed to stdout with --json.
+            summary: printed to stdout without --json.
+            ok: False sets the exit code to 1.
+            code: exit code instead, if it is not 0.
+            files: files that are already written.
+            write: functions that write a file and return its path. They run after the result is printed, so that a
+                full disk loses the file but not the result.
+        """
         self.result, self.summary, self.code = result, summary, code or int(not ok)
         self.files, self.write = list(files), write
 
@@ -136,7 +120,7 @@ def running(
         seed: seed of torch's random numbers; None leaves them unseeded.
         resumes: whether the command saves its progress and continues from it.
     """
-    outcome = _Outcome()
+    outcome = Finish()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             _prepare(threads, seed)

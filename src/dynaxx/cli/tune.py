@@ -9,25 +9,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from dynaxx.cli.options import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    KindsOption,
-    LengthsOption,
-    ModelArgument,
-    OutOption,
-    QuietOption,
-    SeedOption,
-    TextOption,
-    ThreadsOption,
-    block_size_of,
-    device_of,
-    names,
-    numbers,
-    seconds,
-)
+from dynaxx.cli import options
 from dynaxx.cli.running import (
     INTERRUPTED,
     UNDECIDED,
@@ -80,9 +62,9 @@ SEARCHES = {
 
 
 def tune(
-    model: ModelArgument,
-    text: TextOption = "pydoc",
-    out: OutOption = Path("dynaxx-run"),
+    model: options.ModelArgument,
+    text: options.TextOption = "pydoc",
+    out: options.OutOption = Path("dynaxx-run"),
     tolerance: Annotated[float, typer.Option(min=0, help="Allowed rise of perplexity, as a share.")] = 0.01,
     effort: Annotated[
         Effort,
@@ -95,7 +77,7 @@ def tune(
     time_budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time limit for the whole command: 90, 10m or 2h. None by default.")
     ] = "",
-    kinds: KindsOption = "",
+    kinds: options.KindsOption = "",
     hold: Annotated[
         str,
         typer.Option(
@@ -123,7 +105,7 @@ def tune(
             min=1, help="Stretches of each text for costs, up to 3 times as many for trials; more permit fewer blocks."
         ),
     ] = None,
-    lengths: LengthsOption = "",
+    lengths: options.LengthsOption = "",
     block_size: Annotated[
         str,
         typer.Option(
@@ -166,7 +148,7 @@ def tune(
     size: SizeOption = "",
     steps: StepsOption = None,
     min_psnr: PsnrOption = 25.0,
-    device: DeviceOption = "auto",
+    device: options.DeviceOption = "auto",
     search_on: Annotated[
         str,
         typer.Option(
@@ -175,11 +157,11 @@ def tune(
             help="Search on another device: cuda tunes for --device cpu in minutes. Speed and validation stay there.",
         ),
     ] = "",
-    dtype: DtypeOption = Dtype.auto,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    threads: options.ThreadsOption = None,
+    seed: options.SeedOption = 0,
+    as_json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
     help_all: HelpAllOption = False,
 ) -> None:
     r"""Find the sparsest policy that keeps the model's quality. Writes DIR/policy.json and DIR/report.html.
@@ -205,7 +187,7 @@ def tune(
         of_pipeline = PipelineOptions(prompts, frames, size, steps, min_psnr)
         if is_pipeline(model, of_pipeline):
             check_targets(out / "policy.json", out / "tuning.json", out / "report.html")
-            block = block_size_of("--block-size", block_size)
+            block = options.block_size_of("--block-size", block_size)
             tuned = tune_pipeline(model, of_pipeline, out, device, dtype, seed, block, quiet)
             finish(tuned.result, tuned.summary, ok=tuned.ok, files=tuned.files)
             return
@@ -217,12 +199,12 @@ def tune(
 
         progress = progress_of(quiet)
         check_targets(out / "run.json", out / "policy.json", out / "report.html")
-        source, others, held = read_text(text), kinds_of(names(kinds)), names(hold)
+        source, others, held = read_text(text), kinds_of(options.names(kinds)), options.names(hold)
         named_tasks(held)
         search = SEARCHES[effort]
-        profiled, block = numbers("--lengths", lengths), block_size_of("--block-size", block_size)
-        searched_on = device_of(search_on, "--search-on") if search_on else None
-        time = TimeBudget(seconds("--time-budget", time_budget), spent=seconds_since_start())
+        profiled, block = options.numbers("--lengths", lengths), options.block_size_of("--block-size", block_size)
+        searched_on = options.device_of(search_on, "--search-on") if search_on else None
+        time = TimeBudget(options.seconds("--time-budget", time_budget), spent=seconds_since_start())
         loaded = load(model, device, dtype, progress)
         plan = TuneSettings(
             name=model_name(model),
@@ -243,7 +225,7 @@ def tune(
             kinds=others,
             hold=held,
             held_out=search.held_out and bool(others) if held_out is None else held_out,
-            scorers=names(scorers or search.scorers),
+            scorers=options.names(scorers or search.scorers),
             stretches=search.stretches if stretches is None else stretches,
             search_on=searched_on,
             skip=frozenset(

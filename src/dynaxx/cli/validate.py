@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dynaxx.cli.options import (
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    JsonOption,
-    KindsOption,
-    ModelArgument,
-    QuietOption,
-    SeedOption,
-    TextOption,
-    ThreadsOption,
-    names,
-    numbers,
-)
+from dynaxx.cli import options
 from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
 
 if TYPE_CHECKING:
@@ -29,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def validate(
-    model: ModelArgument,
+    model: options.ModelArgument,
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy file, as tune writes it.")],
-    text: TextOption = "pydoc",
+    text: options.TextOption = "pydoc",
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Folder for the results. [default: the folder of POLICY]"),
@@ -44,7 +31,7 @@ def validate(
         ),
     ] = "",
     tokens: Annotated[int | None, typer.Option(min=2, help="Length of the held-out samples. [default: 4096]")] = None,
-    kinds: KindsOption = "",
+    kinds: options.KindsOption = "",
     suite: Annotated[
         str,
         typer.Option(
@@ -58,12 +45,12 @@ def validate(
     task_samples: Annotated[
         int | None, typer.Option(min=1, help="With --suite: prompts of each task at each length. [default: 5]")
     ] = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = Dtype.auto,
-    threads: ThreadsOption = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = options.Dtype.auto,
+    threads: options.ThreadsOption = None,
+    seed: options.SeedOption = 0,
+    as_json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     r"""Compare a policy with the dense model. Writes validation.json beside it; exit code 1 if it fails.
 
@@ -88,9 +75,9 @@ def validate(
         check_sparse(chosen)
         progress, folder = progress_of(quiet), out or policy.parent
         check_targets(folder / "validation.json")
-        sample, asked = read_text(text), numbers("--lengths", lengths)
-        plan = _plan(suite, numbers("--task-lengths", task_lengths), task_samples)
-        others = kinds_of(names(kinds))
+        sample, asked = read_text(text), options.numbers("--lengths", lengths)
+        plan = _plan(suite, options.numbers("--task-lengths", task_lengths), task_samples)
+        others = kinds_of(options.names(kinds))
         loaded = load(model, device, dtype, progress)
         found = run_validation(
             *loaded,
@@ -116,4 +103,4 @@ def _plan(suite: str, lengths: tuple[int, ...], samples: int | None) -> SuitePla
         return None
     from dynaxx.lab.tasks.run import LENGTHS, SAMPLES, SuitePlan
 
-    return SuitePlan(names(suite), lengths or LENGTHS, samples or SAMPLES)
+    return SuitePlan(options.names(suite), lengths or LENGTHS, samples or SAMPLES)
