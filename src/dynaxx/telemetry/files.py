@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from dynaxx.forks import new_event, new_lock
@@ -22,7 +23,7 @@ INTERVAL = 5.0  # seconds between two writes
 MAX_BYTES = 64 * 1024 * 1024  # limit on a snapshot file; a file with all series that a process may have is smaller
 
 
-class SnapshotFile:
+class SnapshotFile(AbstractContextManager["SnapshotFile"]):
     """Write the metrics to `path` every `interval` seconds until `close()`, which writes once more.
 
     The file belongs to the process that created this object. A forked child writes nothing and counts an error; create
@@ -75,10 +76,6 @@ class SnapshotFile:
         self.write()
         while not self._closed.wait(self._interval):
             self.write()
-
-    def __enter__(self) -> SnapshotFile:
-        """Return the writer. The end of the block closes it."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Write the file once more and stop."""

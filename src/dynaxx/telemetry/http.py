@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from dynaxx.forks import in_child, new_event, new_lock
 from dynaxx.printable import printable
@@ -118,7 +118,7 @@ class HttpServer:
         self._server.socket.close()
         self._closed.set()
 
-    def __enter__(self) -> HttpServer:
+    def __enter__(self) -> Self:
         """Return the server. The end of the block closes it."""
         return self
 

@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 logger = logging.getLogger("dynaxx")
 
 
-class Server:
+class Server(HttpServer):
     """An endpoint at `url`, until `close()`. Also a context manager.
 
     Raises:
@@ -49,27 +49,14 @@ class Server:
 
     def __init__(self, registry: CollectorRegistry, port: int, host: str) -> None:
         self._registry = registry
-        self._server = HttpServer(self._respond, port, host, "metrics")
-        self.host, self.port = self._server.host, self._server.port
-        self.url = f"{self._server.address}/metrics"
+        super().__init__(self._metrics, port, host, "metrics")
+        self.url = f"{self.address}/metrics"
         logger.info("metrics at %s", self.url)
 
-    def _respond(self, path: str) -> Answer:
+    def _metrics(self, path: str) -> Answer:
         if path not in ("/metrics", "/"):
             return Answer(404, "text/plain; charset=utf-8", b"the metrics are at /metrics\n")
         return Answer(200, prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest(self._registry))
-
-    def close(self) -> None:
-        """Stop. More calls do nothing."""
-        self._server.close()
-
-    def __enter__(self) -> Server:
-        """Return the endpoint. The end of the block closes it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the endpoint."""
-        self.close()
 
 
 def serve(port: int = PORT, *, host: str = LOOPBACK, numbers: Recorder | None = None) -> Server:

@@ -11,6 +11,8 @@ import json
 from importlib.resources import files
 from typing import Any
 
+from typing_extensions import override
+
 from dynaxx.telemetry.background_watch import BackgroundWatch
 from dynaxx.telemetry.http import Answer, HttpServer
 from dynaxx.telemetry.overview import Watch, describe_event
@@ -27,7 +29,7 @@ HEADERS = {
 }
 
 
-class WatchPage:
+class WatchPage(HttpServer):
     """Serve the page at `url` until `close()`. Also a context manager.
 
     Args:
@@ -46,31 +48,18 @@ class WatchPage:
         self._interval = interval
         self._watch = BackgroundWatch(watch, interval)
         try:
-            self._server = HttpServer(self._respond, port, host, "watch page")
+            super().__init__(self._file, port, host, "watch page")
         except BaseException:
             self._watch.close()
             raise
-        self.host, self.port = host, self._server.port
-        self.url = f"{self._server.address}/"
+        self.url = f"{self.address}/"
 
-    def wait(self) -> None:
-        """Wait until the page is closed."""
-        self._server.wait()
-
+    @override
     def close(self) -> None:
-        """Stop. Further calls do nothing."""
-        self._server.close()
+        super().close()
         self._watch.close()
 
-    def __enter__(self) -> WatchPage:
-        """Return the page. The end of the block closes it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the page."""
-        self.close()
-
-    def _respond(self, path: str) -> Answer:
+    def _file(self, path: str) -> Answer:
         if path == "/state.json":
             body = json.dumps(self._state(), allow_nan=False).encode()
             return Answer(200, "application/json", body, HEADERS)

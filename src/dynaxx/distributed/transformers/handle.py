@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from contextlib import AbstractContextManager
 from math import lcm
 from typing import Any
 
@@ -36,7 +37,7 @@ IGNORED = -100  # label of ignored tokens, as in transformers
 GROWING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest position that a rank sees
 
 
-class SplitHandle(SplitModel):
+class SplitHandle(SplitModel, AbstractContextManager["SplitHandle"]):
     """A model whose sequence is split over the ranks of a mesh. Also a context manager that removes it.
 
     Attributes:
@@ -169,10 +170,6 @@ class SplitHandle(SplitModel):
         owner = self._owner()
         if owner is not None and owner.config._attn_implementation == NAME:
             owner.set_attn_implementation(self.before)
-
-    def __enter__(self) -> SplitHandle:
-        """Return the handle. The end of the block removes it."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the model."""

@@ -12,6 +12,7 @@ described again here, from the layer's window and the gathered positions, so tha
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from dynaxx.policy.rule_parts import parts
 _LOCAL_MASK = "dynaxx_local_mask"  # how the mask of a rank's own tokens passes DeepSpeed's wrapper
 
 
-class UlyssesHandle:
+class UlyssesHandle(AbstractContextManager["UlyssesHandle"]):
     """A model that DeepSpeed's Ulysses runs on dynaxx. Also a context manager that removes it.
 
     Attributes:
@@ -53,10 +54,6 @@ class UlyssesHandle:
             del self._functions[NAME]
             self._functions = None
         self.handle.remove()
-
-    def __enter__(self) -> UlyssesHandle:
-        """Return the handle. The end of the block removes it."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Remove the handle."""

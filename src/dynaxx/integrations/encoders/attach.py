@@ -9,6 +9,7 @@ its base class.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, get_args
 
 from torch import nn
@@ -20,7 +21,7 @@ Replacements = dict[type[nn.Module], type[Any]]  # attention class of transforme
 SPARSE_MODELS = ("longformer", "led", "big_bird", "bigbird_pegasus")
 
 
-class EncoderHandle:
+class EncoderHandle(AbstractContextManager["EncoderHandle"]):
     """The replaced attention of one model. Also a context manager that restores the original."""
 
     def __init__(self, model: nn.Module, kinds: Replacements, shared: Shared) -> None:
@@ -66,10 +67,6 @@ class EncoderHandle:
             self._swapped = [entry for entry in self._swapped if entry[:2] != (parent, name)]
             self._swapped.append((parent, name, original, ours))
             setattr(parent, name, ours)
-
-    def __enter__(self) -> EncoderHandle:
-        """Return the handle. The end of the block removes it."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the original attention."""

@@ -33,7 +33,7 @@ from dynaxx.telemetry.caches import CacheMeter
 logger = logging.getLogger("dynaxx")
 
 
-class Handle:
+class Handle(AbstractContextManager["Handle"]):
     """A policy in a model. Also a context manager that removes the policy.
 
     Attributes:
@@ -298,10 +298,6 @@ class Handle:
             yield
         finally:
             self.watchers.remove(watcher)
-
-    def __enter__(self) -> Handle:
-        """Return the handle. The end of the block removes it."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Remove the policy from the model."""

@@ -7,7 +7,7 @@ The metadata builder adds the step's lengths to vLLM's metadata. The implementat
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +100,24 @@ class PolicyBuilder:
         return other
 
 
+class DenseCall(NamedTuple):
+    """The arguments of `PolicyImpl.forward`."""
+
+    layer: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kv_cache: Tensor
+    attn_metadata: Any
+    output: Tensor
+
+    @property
+    def step(self) -> Step:
+        """The step under the policy."""
+        step: Step = getattr(self.attn_metadata, STEP)
+        return step
+
+
 class PolicyImpl:
     """A mixin that precedes vLLM's `AttentionImpl` of a device. In layers without a rule `paged` is None.
 
@@ -138,21 +156,10 @@ class PolicyImpl:
         step: Step = getattr(attn_metadata, STEP)
         worked = self.paged.sparse(widened(layer, query, output.dtype), pages_of(layer, kv_cache), step, output)
         if not worked or (not self.paged.does_all(step) and step.split(self.paged.index).dense):
-            self.dense(layer, query, key, value, kv_cache, attn_metadata, output, all_of_it=not worked)
+            self.dense(DenseCall(layer, query, key, value, kv_cache, attn_metadata, output), all_of_it=not worked)
         return output
 
-    def dense(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *,
-        all_of_it: bool,
-    ) -> None:
+    def dense(self, call: DenseCall, *, all_of_it: bool) -> None:
         """Attend densely for the dense sequences of the step, or for the whole step."""
         raise NotImplementedError
 

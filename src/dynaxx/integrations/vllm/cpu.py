@@ -13,9 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.integrations.runtime.paged import dense_attention, write
-from dynaxx.integrations.runtime.paged_layer import Step
 from dynaxx.integrations.vllm import contract as vllm_contract
-from dynaxx.integrations.vllm.backend import STEP, PolicyBuilder, PolicyImpl, pages_of
+from dynaxx.integrations.vllm.backend import DenseCall, PolicyBuilder, PolicyImpl, pages_of
 
 vllm_contract.check(vllm_contract.CPU)
 
@@ -38,23 +37,12 @@ class CpuImpl(PolicyImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         else:
             write(pages_of(layer, kv_cache), key, value, slot_mapping)
 
-    def dense(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *,
-        all_of_it: bool,
-    ) -> None:
+    def dense(self, call: DenseCall, *, all_of_it: bool) -> None:
         """Attend densely on dynaxx's kernels."""
         assert self.paged is not None, "layers without a rule must not call this"
-        step: Step = getattr(attn_metadata, STEP)
+        step, pages = call.step, pages_of(call.layer, call.kv_cache)
         rows = step.sequences.rows if all_of_it else step.split(self.paged.index).dense
-        dense_attention(query, pages_of(layer, kv_cache), step.sequences, rows, self.paged.softmax, output)
+        dense_attention(call.query, pages, step.sequences, rows, self.paged.softmax, call.output)
 
 
 class CpuBuilder(PolicyBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from typing_extensions import override
 from dynaxx.integrations.runtime.paged_layer import Step
 from dynaxx.integrations.runtime.paged_write import write_chunk
 from dynaxx.integrations.vllm import contract as vllm_contract
-from dynaxx.integrations.vllm.backend import STEP, PolicyBuilder, PolicyImpl, pages_of, some_rows
+from dynaxx.integrations.vllm.backend import STEP, DenseCall, PolicyBuilder, PolicyImpl, pages_of, some_rows
 
 vllm_contract.check(vllm_contract.CUDA)
 
@@ -82,29 +82,18 @@ class CudaImpl(PolicyImpl, FlashAttentionImpl):  # type: ignore[misc]
         if self.paged is None or not write_chunk(pages_of(layer, kv_cache), key, value, slot_mapping):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
-    def dense(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *,
-        all_of_it: bool,
-    ) -> None:
+    def dense(self, call: DenseCall, *, all_of_it: bool) -> None:
         """Attend densely on FlashAttention, for the whole step or its dense part."""
         assert self.paged is not None, "layers without a rule must not call this"
-        split = getattr(attn_metadata, STEP).split(self.paged.index)
+        split = call.step.split(self.paged.index)
         if all_of_it or not split.runs_sparse:
-            FlashAttentionImpl.forward(self, layer, query, key, value, kv_cache, attn_metadata, output)
+            FlashAttentionImpl.forward(self, *call)
             return
-        part: DensePart = getattr(attn_metadata, PARTS)[id(split)]
-        out = torch.empty_like(output[part.tokens])  # queries may be in fp8
-        some = (query[part.tokens], key[part.tokens], value[part.tokens])
-        FlashAttentionImpl.forward(self, layer, *some, kv_cache, part.metadata, out)
-        output[part.tokens] = out
+        part: DensePart = getattr(call.attn_metadata, PARTS)[id(split)]
+        out = torch.empty_like(call.output[part.tokens])  # queries may be in fp8
+        some = (x[part.tokens] for x in (call.query, call.key, call.value))
+        FlashAttentionImpl.forward(self, call.layer, *some, call.kv_cache, part.metadata, out)
+        call.output[part.tokens] = out
 
 
 class CudaBackend(FlashAttentionBackend):  # type: ignore[misc]
