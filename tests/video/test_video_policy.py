@@ -4,9 +4,12 @@
 import json
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynaxx as dx
 from dynaxx.video import GridWindow, RadialDecay, VideoPolicy, VideoRule, load_policy
+from dynaxx.video.diffusers.families import Family, timestep_of
 
 FACTS = {"model_type": "WanTransformer3DModel", "layers": 3, "q_heads": 4, "kv_heads": 4, "head_dim": 8}
 POOLED = dx.TopK(0.2, dx.MeanPool(), per="head")
@@ -83,3 +86,18 @@ def test_damaged_files_are_refused(tmp_path, change):
     (tmp_path / "policy.json").write_text(json.dumps(document))
     with pytest.raises(dx.PolicyError, match=next(iter(change))):
         load_policy(tmp_path / "policy.json")
+
+
+def test_of_many_timesteps_the_host_reads_one_number():
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    family = Family(shape=lambda config, arguments: None, time_scale=1000.0)
+    steps = torch.arange(1000.0).half()
+    with Copies():
+        assert timestep_of(family, {"timestep": steps}) == 999_000.0
+    assert seen == ["aten.max.default", "aten._local_scalar_dense.default"]
+    assert timestep_of(family, {"timestep": 0.5}) == 500.0

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.policy import ModelFacts
@@ -126,5 +125,6 @@ def model_facts(model: nn.Module) -> ModelFacts:
 
 
 def timestep_of(family: Family, arguments: Arguments) -> float:
-    """Return the timestep of a call in the scheduler's unit. Reads it back from the device."""
-    return float(torch.as_tensor(arguments["timestep"], dtype=torch.float64, device="cpu").max()) * family.time_scale
+    """Return the largest timestep of a call in the scheduler's unit. Reads one number back from the device."""
+    given = arguments["timestep"]
+    return float(given.max() if isinstance(given, Tensor) else given) * family.time_scale
