@@ -89,8 +89,7 @@ def run_bench(
         _check(attend, pattern, device, dtype, seed)
     q, k, v = make_qkv(1, seqlen, seqlen, HEADS, HEADS, HEAD_DIM, dtype=dtype, device=device, seed=seed)
     q, k, v = leaves = tuple(x.requires_grad_() for x in (q, k, v))
-    dense = lambda q, k, v: scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
-    sdpa = _milliseconds(dense, leaves)
+    sdpa = _milliseconds(_attend_densely, leaves)
     rows = []
     for name, pattern in patterns.items():
         layout = pattern.layout(seqlen, block_size=BLOCK[device.type], device=device)
@@ -111,6 +110,11 @@ def _check(attend: Callable[..., Any], pattern: Pattern, device: torch.device, d
     for report in check_forward(with_lse, q, k, v, layout) + check_gradients(with_lse, q, k, v, layout):
         if not report.ok:
             raise RuntimeError(f"no times: {pattern!r} gives a wrong result: {report}")
+
+
+def _attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _milliseconds(attend: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> dict[str, float]:
