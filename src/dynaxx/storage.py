@@ -12,6 +12,7 @@ import contextlib
 import errno
 import glob
 import json
+import math
 import os
 import secrets
 import shutil
@@ -239,6 +240,15 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def strict_json(value: Any) -> Any:
+    """Return plain data with None in place of numbers that are not finite, for which JSON has no form."""
+    if isinstance(value, dict):
+        return {key: strict_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_json(

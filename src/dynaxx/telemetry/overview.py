@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from dynaxx.printable import printable
+from dynaxx.storage import strict_json
 from dynaxx.telemetry.catalog import EVENTS
 from dynaxx.telemetry.snapshot import Snapshot
 
@@ -105,7 +106,7 @@ class Overview:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data. Numbers that are not finite, such as an overflowed sum, become None."""
-        plain: dict[str, Any] = _finite(asdict(self))
+        plain: dict[str, Any] = strict_json(asdict(self))
         return plain
 
 
@@ -172,7 +173,7 @@ class Watch:
 
     def _remember(self, seen: Overview) -> None:
         self.history.append(
-            _finite(
+            strict_json(
                 {
                     "tokens_per_second": sum(seen.tokens_per_second.values()),
                     "request_seconds_p95": seen.request_seconds["p95"],
@@ -258,15 +259,6 @@ def concerns_of(seen: Overview) -> list[Concern]:
         (bool(seen.telemetry_errors), "warn", "telemetry had errors: " + ", ".join(seen.telemetry_errors)),
     ]
     return [Concern("bad" if level == "bad" else "warn", text) for wrong, level, text in found if wrong]
-
-
-def _finite(value: Any) -> Any:
-    """Return plain data with None in place of numbers that are not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _over(value: float | None, limit: float | None, *, equal: bool = False) -> bool:

@@ -19,6 +19,7 @@ from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
 from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
 from dynaxx.patterns import Full, GlobalTokens, RandomBlocks, Sink, SlidingWindow
+from dynaxx.storage import strict_json
 from dynaxx.testing import ErrorReport, Expected, Problem, make_qkv, oracle_attention
 
 ORACLE_BYTES = 256 * 2**20  # bytes of a seqlen x seqlen fp64 matrix; longer problems are checked at a shorter length
@@ -104,7 +105,7 @@ class DoctorResult:
                     "ok": check.ok,
                     "error": check.error or None,
                     "tensors": [
-                        {"name": r.name, "error": _finite(r.error), "budget": _finite(r.budget)} for r in check.reports
+                        strict_json({"name": r.name, "error": r.error, "budget": r.budget}) for r in check.reports
                     ],
                 }
                 for check in self.checks
@@ -273,7 +274,3 @@ def _run_check(
         return OracleCheck(name, what, pattern, tuple(each for each in reports if each.name.startswith("d")))
     except (RuntimeError, ValueError, TypeError, OSError, AttributeError) as error:
         return OracleCheck(name, what, pattern, (), f"{type(error).__name__}: {error}")
-
-
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dynaxx.storage import strict_json
+
 Verdict = Literal["holds", "fails", "unclear", "not informative", "dense by policy"]
 
 ANSWERED = 0.5  # a task is informative if the dense model finds this share of the answers,
@@ -103,7 +105,7 @@ class SuiteResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return finite(asdict(self))
+        return strict_json(asdict(self))
 
     def summary(self) -> str:
         """Return a table, one line for each task and length."""
@@ -209,12 +211,3 @@ def _verdict(
 def prefers(preference: Interval | None) -> bool:
     """Return whether correct answers are more likely than wrong ones beyond chance; True if that is unknown."""
     return preference is None or not math.isfinite(preference.low) or preference.low > 0
-
-
-def finite(value: Any) -> Any:
-    """Return JSON data with None for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
