@@ -85,7 +85,7 @@ def test_times_are_not_measured_on_it(monkeypatch):
     tokenizer = lambda text, **_: {"input_ids": list(range(5000))}
     config = SimpleNamespace(max_position_embeddings=8192, get_text_config=lambda: config)
     fake = SimpleNamespace(config=config, training=False, eval=lambda: None, train=lambda mode: None)
-    policy = SimpleNamespace(dense_below=0, sparse_from=None, tolerances=None)
+    policy = SimpleNamespace(border=0, tolerances=None)
     monkeypatch.setattr(run, "has_sparse_rule", lambda policy: True)
     with pytest.raises(Stop):
         run.validate(fake, tokenizer, policy, "text.\n\n" * 4000)

@@ -16,6 +16,7 @@ from dynaxx.lab import prefill_speed
 from dynaxx.lab.about import policy_digest
 from dynaxx.lab.kinds import digest_of, text_of
 from dynaxx.lab.tasks.run import SuitePlan
+from dynaxx.lab.tasks.score import answer_task
 from dynaxx.lab.texts import pydoc_text, split_text
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
@@ -26,7 +27,7 @@ from dynaxx.lab.validate.check import Check
 from dynaxx.lab.validate.comparison import repeated
 from dynaxx.lab.validate.result import KindRow, SpeedRow, ValidationResult
 from dynaxx.lab.validate.run import validate
-from dynaxx.lab.validate.tasks import TASKS, make_samples, score
+from dynaxx.lab.validate.tasks import TASKS, make_samples
 from dynaxx.policy import Tolerances
 
 transformers = pytest.importorskip("transformers")
@@ -461,12 +462,12 @@ def test_tasks_hold_their_facts():
 
 def test_scores_are_teacher_forced(model):
     for sample in make_samples(Letters(), Letters()(TEXT)["input_ids"], 700, 1):
-        logprob, accuracy = score(model, sample)
+        scored = answer_task(model, None, sample, generate=False)
         with torch.no_grad():
             ids = torch.cat([sample.prompt, sample.answer[None]], dim=1)
             found = model(ids).logits.log_softmax(-1)[0, sample.prompt.shape[1] - 1 : -1]
-        assert logprob == pytest.approx(float(found[range(len(sample.answer)), sample.answer].mean()), rel=1e-4)
-        assert accuracy == pytest.approx(float((found.argmax(-1) == sample.answer).float().mean()))
+        assert scored.logprob == pytest.approx(float(found[range(len(sample.answer)), sample.answer].mean()), rel=1e-4)
+        assert scored.match == pytest.approx(float((found.argmax(-1) == sample.answer).float().mean()))
 
 
 def test_repetition_counts_what_came_before():

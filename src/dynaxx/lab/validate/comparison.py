@@ -17,11 +17,12 @@ from dynaxx.lab.kinds import digest_of, label, text_of
 from dynaxx.lab.perplexity import ROWS, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
 from dynaxx.lab.tasks.run import SuitePlan, run_suite
+from dynaxx.lab.tasks.score import answer_task
 from dynaxx.lab.texts import with_start
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.validate.noise import Noise, measure_noise
 from dynaxx.lab.validate.result import KindRow, LogitErrors, Perplexities, Repetition, SpeedRow, TaskScore
-from dynaxx.lab.validate.tasks import TASKS, score
+from dynaxx.lab.validate.tasks import TASKS
 
 if TYPE_CHECKING:
     from dynaxx.lab.tasks.result import SuiteResult
@@ -169,10 +170,11 @@ class Comparison:
         scores: dict[str, list[tuple[float, float, float, float]]] = {}
         for sample in samples:
             self.task.advance(0, f"retrieval: {sample.task}")
-            dense = score(self.model, sample)
+            dense = answer_task(self.model, None, sample, generate=False)
             with self.applied():
-                sparse = score(self.model, sample)
-            scores.setdefault(sample.task, []).append((*dense, *sparse))
+                sparse = answer_task(self.model, None, sample, generate=False)
+            found = (dense.logprob, dense.match, sparse.logprob, sparse.match)
+            scores.setdefault(sample.task, []).append(found)
             self.task.advance(share / len(samples))
         rows = []
         for task in TASKS:

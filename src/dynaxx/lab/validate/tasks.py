@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dynaxx.integrations.transformers.decoder import cache_of, with_cache
-from dynaxx.lab.perplexity import logits_of
+from dynaxx.lab.tasks.suite import TaskSample
 from dynaxx.lab.texts import start_of
 
 PLACES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tromsø", "Perth", "Dakar", "Lima", "Riga", "Hanoi", "Oslo", "Cairo")
@@ -26,18 +23,7 @@ KEYS = 6  # facts in a prompt, one of which is the answer
 CHAIN = 3  # variables that pass a value on
 
 
-@dataclass(frozen=True)
-class RetrievalSample:
-    """One prompt, facts in real text and a question at the end, and its answer."""
-
-    task: str
-    prompt: Tensor  # (1, tokens) int64
-    answer: Tensor  # (answer tokens,) int64
-
-
-def make_samples(
-    tokenizer: Any, haystack: Sequence[int], tokens: int, samples: int, seed: int = 0
-) -> list[RetrievalSample]:
+def make_samples(tokenizer: Any, haystack: Sequence[int], tokens: int, samples: int, seed: int = 0) -> list[TaskSample]:
     """Draw `samples` prompts of `tokens` tokens for each task.
 
     The fact of a single-fact task moves from early to late in the prompt; other facts are at random places.
@@ -65,13 +51,10 @@ def make_samples(
                 done = int(depth * room)
             ids += [*haystack[start + done : start + room], *ending]
             ids[: len(begin)] = begin
-            made.append(
-                RetrievalSample(
-                    task,
-                    torch.tensor([ids], dtype=torch.int64, device="cpu"),
-                    torch.tensor(_ids(tokenizer, answer), dtype=torch.int64, device="cpu"),
-                )
-            )
+            prompt = torch.tensor([ids], dtype=torch.int64, device="cpu")
+            wanted = torch.tensor(_ids(tokenizer, answer), dtype=torch.int64, device="cpu")
+            ends = tuple(range(1, len(wanted) + 1))  # each token is right or wrong by itself
+            made.append(TaskSample(task, tokens, prompt, prompt[:, -len(ending) :], wanted, ends, (answer,)))
     return made
 
 
@@ -89,24 +72,6 @@ def _task(task: str, rng: random.Random) -> tuple[list[str], str, str]:
     facts = [f"The secret number of {place} is {value}." for place, value in zip(places, numbers, strict=True)]
     asked = rng.randrange(len(places))
     return facts, f"The secret number of {places[asked]} is", f" {numbers[asked]}"
-
-
-@torch.no_grad()
-def score(model: Any, sample: RetrievalSample) -> tuple[float, float]:
-    """Return the mean log-probability of the answer's tokens in nats, and the share that were most likely.
-
-    The prompt is one prefill, then the answer is fed token by token over the cache, as in generation.
-    """
-    answer = sample.answer.to(model.device)
-    fed, cache, found, right = sample.prompt.to(model.device), None, 0.0, 0
-    for token in answer:
-        out = model.base_model(fed, use_cache=True, **with_cache(model.base_model, cache))
-        cache = cache_of(out)
-        logprobs = logits_of(model, out[0][:, -1]).log_softmax(-1)[0]
-        found += float(logprobs[token])
-        right += int(logprobs.argmax() == token)
-        fed = token.view(1, 1)
-    return found / len(answer), right / len(answer)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
