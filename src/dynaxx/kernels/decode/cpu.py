@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on a CPU: call the core. The ctypes structures are equal to those of `cache.h` and `decode*.cpp`."""
+"""Decoding on a CPU: call the core."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import CDLL, POINTER, Structure, byref, c_double, c_int64, c_void_p
-from typing import ClassVar
+from ctypes import CDLL, Structure, byref
 
 import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
+from dynaxx.core.structures import structure
 from dynaxx.kernels.decode.contract import DecodeProblem
 from dynaxx.kernels.runtime.core_arguments import ELEMENTS, readable, strides
 from dynaxx.layout.host import address, never_traced, on_host
@@ -20,98 +20,10 @@ from dynaxx.layout.paging.exact_tokens import ExactTokens
 
 STORED = {**ELEMENTS, torch.int8: 3, torch.float8_e4m3fn: 4}  # equal to those in core/source/cache.h
 NO_STRIDES = PageStrides(0, 0, 0, 0)
-
-
-class CacheArgs(Structure):
-    """Arguments that describe a cache."""
-
-    _fields_: ClassVar = [
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("stored", c_int64),
-        ("k_strides", c_int64 * 4),
-        ("v_strides", c_int64 * 4),
-        ("k_scale", c_void_p),
-        ("v_scale", c_void_p),
-        ("k_scale_strides", c_int64 * 4),
-        ("v_scale_strides", c_int64 * 4),
-        ("page_table", c_void_p),
-        ("table_stride", c_int64),
-        ("seqused", c_void_p),
-        ("leftpad", c_void_p),
-        ("batch", c_int64),
-        ("kv_heads", c_int64),
-        ("max_pages", c_int64),
-        ("page_size", c_int64),
-        ("head_dim", c_int64),
-        ("head_dim_v", c_int64),
-        ("num_pages", c_int64),
-        ("max_keys", c_int64),
-    ]
-
-
-class DecodeArgs(Structure):
-    """Arguments of a decode step's attention."""
-
-    _fields_: ClassVar = [
-        ("cache", POINTER(CacheArgs)),
-        ("q", c_void_p),
-        ("element", c_int64),
-        ("q_strides", c_int64 * 3),
-        ("seqlen_q", c_int64),
-        ("q_heads", c_int64),
-        ("pages", c_void_p),
-        ("slots", c_int64),
-        ("out", c_void_p),
-        ("lse", c_void_p),
-        ("scale", c_double),
-        ("threads", c_int64),
-        ("exact_k", c_void_p),
-        ("exact_v", c_void_p),
-        ("exact_stored", c_int64),
-        ("exact_slots", c_int64),
-        ("exact_sinks", c_int64),
-        ("softcap", c_double),
-        ("sink_logits", c_void_p),
-        ("left", c_int64),
-    ]
-
-
-class SummaryArgs(Structure):
-    """Arguments that describe summaries, and which of them to compute."""
-
-    _fields_: ClassVar = [
-        ("cache", POINTER(CacheArgs)),
-        ("low", c_void_p),
-        ("high", c_void_p),
-        ("element", c_int64),
-        ("strides", c_int64 * 4),
-        ("scale", c_void_p),
-        ("scale_strides", c_int64 * 4),
-        ("bound", c_double),
-        ("new_tokens", c_int64),
-        ("threads", c_int64),
-    ]
-
-
-class SelectArgs(Structure):
-    """Arguments of a decode step's page selection."""
-
-    _fields_: ClassVar = [
-        ("summaries", POINTER(SummaryArgs)),
-        ("q", c_void_p),
-        ("element", c_int64),
-        ("q_strides", c_int64 * 3),
-        ("seqlen_q", c_int64),
-        ("q_heads", c_int64),
-        ("wanted", c_void_p),
-        ("sinks", c_int64),
-        ("window", c_int64),
-        ("chosen", c_void_p),
-        ("slots", c_int64),
-        ("scale", c_double),
-        ("threads", c_int64),
-    ]
+CacheArgs = structure("CacheArgs")
+DecodeArgs = structure("DecodeArgs")
+SummaryArgs = structure("SummaryArgs")
+SelectArgs = structure("SelectArgs")
 
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:
@@ -222,7 +134,7 @@ def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int
     raise_for_status(_library().dynaxx_cpu_summarize_pages(byref(_summary_args(arguments, summaries, new_tokens))))
 
 
-def _cache_args(cache: PagedCache) -> tuple[CacheArgs, list[Tensor]]:
+def _cache_args(cache: PagedCache) -> tuple[Structure, list[Tensor]]:
     """Return the arguments, and the tensors that must stay alive while they are in use."""
     table, seqused = cache.page_table, cache.seqused_k.contiguous()
     leftpad = None if cache.leftpad_k is None else cache.leftpad_k.contiguous()
@@ -267,7 +179,7 @@ def _exact_args(exact: ExactTokens | None) -> tuple[int | None, int | None, int,
     return k, v, STORED[exact.k.dtype], exact.k.shape[1], exact.sinks
 
 
-def _summary_args(cache: CacheArgs, summaries: PageSummaries, new_tokens: int | None) -> SummaryArgs:
+def _summary_args(cache: Structure, summaries: PageSummaries, new_tokens: int | None) -> Structure:
     return SummaryArgs(
         ctypes.pointer(cache),
         address(summaries.low, summaries.low.dtype, summaries.low.shape, strided=True),

@@ -1,41 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ctypes structures equal to those of `core/source/args.h`, and functions that fill them from tensors."""
+"""Structures of `core/source/args.h`, and functions that fill them from tensors."""
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, addressof, c_double, c_int64, c_void_p
+from ctypes import addressof
 from struct import Struct
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dynaxx.core.structures import structure
 from dynaxx.kernels.runtime.core_threads import num_threads
 from dynaxx.layout.host import address
 
 PANEL = 16  # queries per panel, equal to that in core/source/vec.h
 LOG2_E = 1.4426950408889634
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # equal to those in core/source/elements.h
-
-
-class WorkPlan(Structure):
-    """A layout prepared for the core. It contains only pointers; `LayoutPlan` owns the memory."""
-
-    _fields_: ClassVar = [
-        ("seqlen", c_int64),
-        ("block", c_int64),
-        ("visited_seqlen", c_int64),
-        ("visited_block", c_int64),
-        ("layout_batch", c_int64),
-        ("layout_heads", c_int64),
-        ("indptr", c_void_p),
-        ("indices", c_void_p),
-        ("masks", c_void_p),
-        ("row_order", c_void_p),
-        ("mask_words", c_void_p),
-        ("mask_runs", c_void_p),
-        ("ranks", c_void_p),
-    ]
+WorkPlan = structure("Plan")
+BackwardArgs = structure("BackwardArgs")
 
 
 _FORWARD = Struct("=5Q 6q 3q3q3q Q 2d q 2Q")  # a ctypes.Structure would take three times as long: 1 us more per call
@@ -47,7 +30,7 @@ def forward_args(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    plan: WorkPlan,
+    plan: Any,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -98,50 +81,6 @@ def forward_args(
         0 if sinks is None else address(sinks, torch.float32, (q_heads,)),
         0 if bias is None else address(bias, torch.float32, (batch, q_heads, seqlen_q + of_k[1] - 1 + PANEL)),
     )
-
-
-class BackwardArgs(Structure):
-    """Arguments of one backward launch."""
-
-    _fields_: ClassVar = [
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("out", c_void_p),
-        ("grad", c_void_p),
-        ("dq", c_void_p),
-        ("dk", c_void_p),
-        ("dv", c_void_p),
-        ("element", c_int64),
-        ("lse", c_void_p),
-        ("lse_grad", c_void_p),
-        ("delta", c_void_p),
-        ("turns", c_void_p),
-        ("dq_low", c_void_p),
-        ("dk_low", c_void_p),
-        ("dv_low", c_void_p),
-        ("batch", c_int64),
-        ("q_heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("head_dim_v", c_int64),
-        ("q_strides", c_int64 * 3),
-        ("k_strides", c_int64 * 3),
-        ("v_strides", c_int64 * 3),
-        ("out_strides", c_int64 * 3),
-        ("grad_strides", c_int64 * 3),
-        ("dq_strides", c_int64 * 3),
-        ("dk_strides", c_int64 * 3),
-        ("dv_strides", c_int64 * 3),
-        ("plan", POINTER(WorkPlan)),
-        ("scale", c_double),
-        ("softcap", c_double),
-        ("threads", c_int64),
-        ("wave", c_int64),
-        ("part", c_int64),
-        ("bias", c_void_p),
-        ("bias_grad", c_void_p),
-    ]
 
 
 def bias_of_core(bias: Tensor, scale: float, softcap: float | None) -> Tensor:

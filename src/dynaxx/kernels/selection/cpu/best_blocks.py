@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
-from typing import ClassVar
+from ctypes import byref, c_int64
 
 import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
+from dynaxx.core.structures import structure
 from dynaxx.kernels.runtime.core_threads import num_threads
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.host import address, never_traced, on_host
@@ -18,57 +18,8 @@ from dynaxx.layout.masks import causal_mask_id_terms
 
 ALL = 2**31 - 1  # count of a row that takes every optional block
 MAX_TILES = 16  # tiles of a q block, as many as queries in a panel of the core
-
-
-class BestBlocksArgs(Structure):
-    """One choice, as `core/source/best_blocks.cpp` has it."""
-
-    _fields_: ClassVar = [
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("counts", c_void_p),
-        ("optional", c_void_p),
-        ("chosen", c_void_p),
-        ("q_strides", c_int64 * 3),
-        ("k_strides", c_int64 * 3),
-        ("batch", c_int64),
-        ("seqlen_q", c_int64),
-        ("seqlen_k", c_int64),
-        ("q_heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("q_block", c_int64),
-        ("kv_block", c_int64),
-        ("tile", c_int64),
-        ("causal", c_int64),
-        ("scale", c_double),
-        ("threads", c_int64),
-    ]
-
-
-class ListBlocksArgs(Structure):
-    """One layout's lists, as `core/source/list_blocks.cpp` has them."""
-
-    _fields_: ClassVar = [
-        ("chosen", c_void_p),
-        ("pattern_indptr", c_void_p),
-        ("pattern_indices", c_void_p),
-        ("pattern_mask_ids", c_void_p),
-        ("indptr", c_void_p),
-        ("num_partial", c_void_p),
-        ("indices", c_void_p),
-        ("mask_ids", c_void_p),
-        ("heads", c_int64),
-        ("rows", c_int64),
-        ("blocks", c_int64),
-        ("capacity", c_int64),
-        ("causal", c_int64),
-        ("q_block", c_int64),
-        ("kv_block", c_int64),
-        ("offset", c_int64),
-        ("first_cut", c_int64),
-        ("cut_step", c_int64),
-    ]
+BestBlocksArgs = structure("BestBlocksArgs")
+ListBlocksArgs = structure("ListBlocksArgs")
 
 
 @on_host

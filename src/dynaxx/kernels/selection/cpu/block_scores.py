@@ -3,37 +3,18 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_int64, c_void_p
-from typing import ClassVar
+from ctypes import byref, c_int64
 
 import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
+from dynaxx.core.structures import structure
 from dynaxx.kernels.runtime.core_threads import num_threads
 from dynaxx.layout.host import address, never_traced, on_host
 
-
-class BlockScoreArgs(Structure):
-    """One launch, as `core/source/block_scores.cpp` has it."""
-
-    _fields_: ClassVar = [
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("ends", c_void_p),
-        ("best", c_void_p),
-        ("sums", c_void_p),
-        ("k_strides", c_int64 * 3),
-        ("batch", c_int64),
-        ("q_heads", c_int64),
-        ("kv_heads", c_int64),
-        ("rows", c_int64),
-        ("head_dim", c_int64),
-        ("seqlen_k", c_int64),
-        ("kv_block", c_int64),
-        ("threads", c_int64),
-    ]
+BlockScoreArgs = structure("BlockScoreArgs")
 
 
 def serves(*tensors: Tensor) -> bool:

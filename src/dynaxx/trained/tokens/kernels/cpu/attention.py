@@ -7,15 +7,16 @@ and selection heads, n slots, D / E head_dim of q, k and v.
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from ctypes import Structure, byref, c_int64
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
+from dynaxx.core.structures import structure
 from dynaxx.kernels.runtime.core_arguments import ELEMENTS, readable
 from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.trained.tokens.spans import TokenSpans
@@ -24,58 +25,9 @@ latent_backward = None
 
 ROW = 16  # floats that rows of keys and values are filled up to: a whole vector of any instruction set
 GATHERED_BYTES = 64 << 20  # of rows gathered at once where there is no core
-
-
-class TokenArgs(Structure):
-    """Arguments of attention over chosen tokens, as in `core/source/token_args.h`."""
-
-    _fields_: ClassVar = [
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("chosen", c_void_p),
-        ("ends_q", c_void_p),
-        ("ends_k", c_void_p),
-        ("element", c_int64),
-        ("sequences", c_int64),
-        ("q_heads", c_int64),
-        ("kv_heads", c_int64),
-        ("select_heads", c_int64),
-        ("head_dim", c_int64),
-        ("head_dim_v", c_int64),
-        ("slots", c_int64),
-        ("block_size", c_int64),
-        ("k_row", c_int64),
-        ("v_row", c_int64),
-        ("q_strides", c_int64 * 3),
-        ("scale", c_double),
-        ("softcap", c_double),
-        ("threads", c_int64),
-    ]
-
-
-class TokenForwardArgs(Structure):
-    """One forward launch."""
-
-    _fields_: ClassVar = [("common", TokenArgs), ("out", c_void_p), ("lse", c_void_p), ("sinks", c_void_p)]
-
-
-class TokenBackwardArgs(Structure):
-    """One backward launch."""
-
-    _fields_: ClassVar = [
-        ("common", TokenArgs),
-        ("grad", c_void_p),
-        ("grad_strides", c_int64 * 3),
-        ("lse", c_void_p),
-        ("delta", c_void_p),
-        ("dq", c_void_p),
-        ("dk", c_void_p),
-        ("dv", c_void_p),
-        ("d_row", c_int64),
-        ("e_row", c_int64),
-        ("turns", c_void_p),
-    ]
+TokenArgs = structure("TokenArgs")
+TokenForwardArgs = structure("TokenForwardArgs")
+TokenBackwardArgs = structure("TokenBackwardArgs")
 
 
 @dataclass(frozen=True)
@@ -216,7 +168,7 @@ def _head_major(x: Tensor) -> Tensor:
 
 def _arguments(
     q: Tensor, k_rows: Tensor, v_rows: Tensor, head_dim_v: int, plan: CpuTokenPlan, scale: float, softcap: float | None
-) -> TokenArgs:
+) -> Structure:
     return TokenArgs(
         address(q, q.dtype, (plan.spans.ends_q[-1], *q.shape[1:]), strided=True),
         address(k_rows, torch.float32, (k_rows.shape[0], plan.spans.ends_k[-1], k_rows.shape[2])),

@@ -4,45 +4,19 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
-from typing import ClassVar
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
 from dynaxx.core.status import raise_for_status
-from dynaxx.kernels.decode.cpu import CacheArgs, _cache_args, _exact_args, _library
+from dynaxx.core.structures import structure
+from dynaxx.kernels.decode.cpu import _cache_args, _exact_args, _library
 from dynaxx.kernels.runtime.core_arguments import ELEMENTS, readable, strides
 from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.layout.paging import PagedCache
 
-
-class TokenDecodeArgs(Structure):
-    """Attention of one step."""
-
-    _fields_: ClassVar = [
-        ("cache", POINTER(CacheArgs)),
-        ("q", c_void_p),
-        ("element", c_int64),
-        ("q_strides", c_int64 * 3),
-        ("seqlen_q", c_int64),
-        ("q_heads", c_int64),
-        ("select_heads", c_int64),
-        ("chosen", c_void_p),
-        ("slots", c_int64),
-        ("block_size", c_int64),
-        ("out", c_void_p),
-        ("lse", c_void_p),
-        ("scale", c_double),
-        ("softcap", c_double),
-        ("sinks", c_void_p),
-        ("threads", c_int64),
-        ("exact_k", c_void_p),
-        ("exact_v", c_void_p),
-        ("exact_stored", c_int64),
-        ("exact_slots", c_int64),
-        ("exact_sinks", c_int64),
-    ]
+TokenDecodeArgs = structure("TokenDecodeArgs")
 
 
 @on_host

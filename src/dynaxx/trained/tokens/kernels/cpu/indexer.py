@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_int64, c_void_p
+from ctypes import byref
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch.nn.functional import pad
 
 from dynaxx.core.library import active_library
 from dynaxx.core.status import raise_for_status
+from dynaxx.core.structures import structure
 from dynaxx.kernels.rounding import to_fp8, to_int8
 from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem
@@ -23,26 +23,7 @@ __all__ = ["best_scores", "index_tokens", "to_fp8", "to_int8", "unsupported_reas
 
 ROW = 16  # floats that rows are filled up to
 SCORE_BYTES = 32 << 20  # of scores held at once where there is no core
-
-
-class IndexArgs(Structure):
-    """Arguments of one launch, as in `core/source/indexer.cpp`."""
-
-    _fields_: ClassVar = [
-        ("q", c_void_p),
-        ("weights", c_void_p),
-        ("k", c_void_p),
-        ("k_scale", c_void_p),
-        ("ends_q", c_void_p),
-        ("ends_k", c_void_p),
-        ("sequences", c_int64),
-        ("heads", c_int64),
-        ("row", c_int64),
-        ("slots", c_int64),
-        ("block_size", c_int64),
-        ("chosen", c_void_p),
-        ("threads", c_int64),
-    ]
+IndexArgs = structure("IndexArgs")
 
 
 def unsupported_reasons(problem: IndexerProblem) -> list[str]:
