@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.layout.host import without_autocast
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
 
@@ -143,7 +144,6 @@ def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tenso
     return selected_mask(block_indices, spans)
 
 
-@without_autocast
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return out (T, Hq, E) in q's dtype and lse (Hq, T), natural log, in fp32 (fp64 for fp64). Differentiable.
 
@@ -153,12 +153,8 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide_k, wide_v = (x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     visible = plan.repeat_interleave(q.shape[1] // plan.shape[0], 0)
-    scores = (torch.einsum("thd,mhd->htm", q.to(dtype), wide_k) * scale).masked_fill(~visible, -torch.inf)
-    sees_any = visible.any(-1, keepdim=True)
-    scores = scores.masked_fill(~sees_any, 0.0)
-    weights = scores.softmax(-1) * sees_any
-    lse = scores.logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
-    return torch.einsum("htm,mhe->the", weights, wide_v).to(q.dtype), lse
+    out, lse = masked_attention(q[None], wide_k[None], wide_v[None], visible[None], scale, None, None)
+    return out[0], lse[0]
 
 
 @without_autocast

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.kernels.decode.reference import _used_keys, read_cache
 from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache
@@ -41,7 +42,6 @@ def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: T
     return token_mask(block_indices, spans)
 
 
-@without_autocast
 def forward(
     q: Tensor,
     k: Tensor,
@@ -59,19 +59,8 @@ def forward(
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide_k, wide_v = (x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     visible = plan.repeat_interleave(q.shape[1] // plan.shape[0], 0)
-    scores = torch.einsum("thd,mhd->htm", q.to(dtype), wide_k) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if sinks is not None:
-        logits = sinks.to(dtype)[:, None, None].expand(*scores.shape[:2], 1)
-        scores, wide_v = torch.cat([scores, logits], -1), torch.nn.functional.pad(wide_v, (0, 0, 0, 0, 0, 1))
-        visible = torch.cat([visible, logits > -torch.inf], -1)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    sees_any = visible.any(-1, keepdim=True)
-    scores = scores.masked_fill(~sees_any, 0.0)
-    weights = scores.softmax(-1) * sees_any
-    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_zeros(scores.shape[:2])
-    return torch.einsum("htm,mhe->the", weights, wide_v).to(q.dtype), lse.masked_fill(~sees_any[..., 0], -torch.inf)
+    out, lse = masked_attention(q[None], wide_k[None], wide_v[None], visible[None], scale, softcap, sinks)
+    return out[0], lse[0]
 
 
 @without_autocast
@@ -106,7 +95,6 @@ def backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-@without_autocast
 def attend_tokens(
     q: Tensor,
     cache: PagedCache,
@@ -137,18 +125,7 @@ def attend_tokens(
     group = q_heads // cache.kv_heads
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     visible = visible.repeat_interleave(q_heads // visible.shape[1], 1)
-    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(dtype), k) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if sinks is not None:
-        logits = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        scores, v = torch.cat([scores, logits], -1), torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
-        visible = torch.cat([visible, logits > -torch.inf], -1)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    sees_any = visible.any(-1, keepdim=True)
-    weights = scores.masked_fill(~sees_any, 0.0).softmax(-1) * sees_any
-    lse = scores.masked_fill(~sees_any, 0.0).logsumexp(-1).masked_fill(~sees_any[..., 0], -torch.inf)
-    return torch.einsum("bhnm,bmhe->bnhe", weights, v).to(q.dtype), lse
+    return masked_attention(q, k, v, visible, scale, softcap, sinks)
 
 
 def _with_exact_values(cache: PagedCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
