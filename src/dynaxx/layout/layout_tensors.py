@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.derivatives import untransformed
+from dynaxx.derivatives import transforms_active, untransformed
 from dynaxx.layout.dense import visible_pairs
 from dynaxx.layout.derived import DerivedValues, TransposedLayout, Unset
 from dynaxx.layout.fields import LayoutFields
@@ -27,7 +27,10 @@ class LayoutTensors(LayoutFields):
     """Base of `BlockLayout`: what is derived from the fields."""
 
     def __post_init__(self) -> None:
-        """Check the tensors, and register them with the derived values."""
+        """Check the tensors, and register them with the derived values. Tensors of modes are copied."""
+        if transforms_active() or any(x.is_inference() for x in self.tensors):
+            self.masks.__setstate__(vars(self.masks))
+            self.__setstate__(self.__getstate__())
         check_form(self)
         self.derived.watch(self.tensors)
 
