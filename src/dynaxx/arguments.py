@@ -24,6 +24,9 @@ NESTED = "a nested tensor; pass values() of a jagged one as packed tokens, and i
 def typed(target: T) -> T:
     """Decorate a public function or class, so that a call that fails over an argument of a wrong type names it.
 
+    Tensors with a pending sign (`is_neg`, as the imaginary part of a conjugate) are resolved, because kernels read
+    their memory.
+
     Raises:
         TypeError: an argument does not fit its annotation. It is raised from the error of the call, unless that error
             is a ValueError or TypeError that names an argument already.
@@ -37,6 +40,8 @@ def typed(target: T) -> T:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return function(*args, **kwargs)
+        if any([isinstance(x, Tensor) and x.is_neg() for x in (*args, *kwargs.values())]):
+            args, kwargs = tuple(map(_signed, args)), {name: _signed(x) for name, x in kwargs.items()}
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -46,6 +51,10 @@ def typed(target: T) -> T:
             raise TypeError(complaint) from error
 
     return cast(T, call)
+
+
+def _signed(x: Any) -> Any:
+    return x.resolve_neg() if isinstance(x, Tensor) else x
 
 
 def number(name: str, value: object) -> float:

@@ -68,15 +68,27 @@ def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autogr
         raise NotImplementedError(
             f"{name} has no rules for torch.func (grad, vjp, vmap), as `sparse_attention` has; {fix}"
         )
-    if torch._C._get_tracing_state() is not None:
-        raise NotImplementedError(
-            f"{name} cannot be recorded by torch.jit.trace, as `sparse_attention` can; use torch.export or "
-            "torch.compile"
-        )
+    refuse_recording(name)
     refuse_forward_mode(*tensors)
     refuse_without_memory(name, *tensors)
 
 
+def refuse_recording(name: str) -> None:
+    """Raise NotImplementedError if torch.jit.trace or torch.export records an operation that depends on values."""
+    recorder = "torch.jit.trace" if torch._C._get_tracing_state() is not None else "torch.export"
+    if recorder == "torch.jit.trace" or is_exporting():
+        raise NotImplementedError(
+            f"{name} cannot be recorded by {recorder}, as `sparse_attention` can, because it depends on values of "
+            "tensors; call it outside the recorded function, or use torch.compile without fullgraph"
+        )
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export is tracing; in code that torch.compile of 2.11 traces, torch always says so."""
+    return torch.compiler._is_exporting_flag if _HAS_FLAG else torch.compiler.is_exporting()
+
+
+_HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 _NO_MEMORY = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -113,12 +125,15 @@ def no_second_derivative() -> NotImplementedError:
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of an `autograd.Function`, so that differentiating its gradients raises an error.
 
+    Gradients with a pending sign are resolved, because kernels read their memory.
+
     torch's `once_differentiable` checks only the incoming gradients. If these are constants, as for the gradient of a
     sum, it would silently drop the second derivative with respect to the saved tensors.
     """
 
     @wraps(backward)
-    def run(ctx: Any, *given: Tensor) -> Any:
+    def run(ctx: Any, *given: Tensor | None) -> Any:
+        given = tuple([x if x is None else x.resolve_neg() for x in given])
         if not torch.is_grad_enabled():
             return backward(ctx, *given)
         with torch.no_grad():

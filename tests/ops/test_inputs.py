@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx import trained
+from dynaxx.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from dynaxx.layout.paging import PagedCache
 from dynaxx.testing import make_qkv
 
 LAYOUT = dx.SlidingWindow(16).layout(64, block_size=16)
@@ -16,19 +19,59 @@ def inputs():
     return make_qkv(1, 64, 64, 4, 2, 32)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_views_of_the_negative(backend):
-    """Tensors with a pending sign, such as the imaginary part of a conjugate, are read with their sign."""
-    q, k, v = inputs()
-    negative = lambda x: torch.complex(x, x).conj().imag
-    assert negative(q).is_neg()
-    attend = lambda *x: dx.sparse_attention(*x, LAYOUT, backend=backend)
-    assert torch.equal(attend(negative(q), negative(k), negative(v)), attend(-q, -k, -v))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    do = torch.randn(1, 64, 4, 32)
-    got = torch.autograd.grad(attend(*leaves), leaves, negative(do))
-    want = torch.autograd.grad(attend(*leaves), leaves, -do)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+SIZES = trained.NsaSizes(16, 16, 16, 2, 1, 1, 16)
+BLOCKS = (torch.arange(64, dtype=torch.int32) // 16)[None, :, None, None].expand(1, 64, 2, 1)
+CALLS = {
+    "attention": lambda q, k, v: dx.sparse_attention(q, k, v, LAYOUT, sinks=q[0, 0, :, 0], backend="cpu"),
+    "the reference": lambda q, k, v: dx.sparse_attention(q, k, v, LAYOUT, backend="reference"),
+    "slopes": lambda q, k, v: dx.sparse_attention(q, k, v, LAYOUT, position_bias=dx.Alibi(q[0, 0, :, 0])),
+    "packed": lambda q, k, v: flash_attn_varlen_func(q[0], k[0], v[0], [0, 5, 64], [0, 5, 64], 59, 59),
+    "blocks": lambda q, k, v: trained.selected_attention(q, k, v, BLOCKS, block_size=16),
+    "tokens": lambda q, k, v: trained.selected_attention(q, k, v, BLOCKS * 16, block_size=1, sinks=q[0, 0, :, 0]),
+    "nsa": lambda q, k, v: trained.native_sparse_attention(q, k, v, (k[:, ::16], v[:, ::16]), q[..., :3], SIZES),
+    "decoding": lambda q, k, v: dx.sparse_decode(q[:, -1:], PagedCache.contiguous(k, v), sinks=q[0, 0, :, 0]),
+    "pages": lambda q, k, v: dx.sparse_decode(
+        q[:, -1:], dx.summarize_pages(PagedCache.contiguous(k, v, page_size=16)), dx.PageBudget(2)
+    ),
+    "decoding of tokens": lambda q, k, v: trained.selected_decode(
+        q[:, -1:], PagedCache.contiguous(k, v), BLOCKS[:, -1:], block_size=16
+    ),
+    "a cache that grows": lambda q, k, v: flash_attn_with_kvcache(
+        q[:, -1:], k.clone(), v.clone(), k[:, :1], v[:, :1], cache_seqlens=9
+    ),
+    "an indexer": lambda q, k, v: trained.index_tokens(q, k[:, :, 0], q[..., 0], trained.TopKTokens(4)),
+    "a choice": lambda q, k, v: dx.select_blocks(q, k, dx.TopK(1, dx.MinMax()), block_size=16).kv_indices,
+}
+
+
+def negative(x):
+    """Return -x as a view with a pending sign, such as the imaginary part of a conjugate."""
+    return torch.complex(x, x).conj().imag
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_views_of_the_negative(call):
+    given = inputs()
+    assert all(negative(x).is_neg() for x in given)
+    assert torch.equal(CALLS[call](*map(negative, given)), CALLS[call](*(-x for x in given)))
+    leaves = [x.requires_grad_() for x in given]
+    out = CALLS[call](*leaves)
+    if out.requires_grad:
+        do = torch.randn(out.shape)
+        got = torch.autograd.grad(out, leaves, negative(do), retain_graph=True)
+        want = torch.autograd.grad(out, leaves, -do)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_no_queries(every):
+    """An empty tensor keeps its odd strides in `contiguous`."""
+    q, k, v = (x.repeat_interleave(2, -1)[..., ::2] if every == 2 else x for x in inputs())
+    q, layout = q[:, :0].requires_grad_(), dx.SlidingWindow(16).layout(0, 64, block_size=16)
+    for backend in ("cpu", "reference"):
+        out = dx.sparse_attention(q, k, v, layout, backend=backend)
+        assert out.shape == q.shape
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

@@ -3,6 +3,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dynaxx as dx
 from dynaxx.layout import ElementMasks, from_block_mask
 from dynaxx.layout.hide_keys import hide_keys
+from dynaxx.ops import column_sums
 from dynaxx.patterns.base import _cached_layout
 from dynaxx.patterns.packed import _cached
 
@@ -158,6 +160,12 @@ def test_operations_without_rules_refuse_transforms():
         vmap(lambda q: dx.sparse_decode(q[:, :1], dx.PagedCache(k[0], v[0], used, page_size=16)))(q)
 
 
+def by_tensors(indptr, num_partial, indices, mask_ids, bits, bands):
+    return dx.BlockLayout(
+        SEQLEN, SEQLEN, (16, 16), indptr, num_partial, indices, mask_ids, ElementMasks(bits, bands, 16)
+    )
+
+
 MADE = {
     "a pattern": lambda: (dx.SlidingWindow(9) | dx.Sink(3)).layout(SEQLEN, block_size=16),
     "documents": lambda: dx.Documents((0, 11, SEQLEN)).layout(SEQLEN, block_size=16),
@@ -171,6 +179,7 @@ MADE = {
     "hidden keys": lambda: hide_keys(CAUSAL, torch.arange(SEQLEN)[None] > 20),
     "entries": lambda: dx.BlockLayout.from_entries(CAUSAL.grid(), *CAUSAL.entries(), copy.copy(CAUSAL.masks)),
     "selected": lambda: dx.select_blocks(ROWS, ROWS, dx.TopK(2), block_size=16).head_slice([3, 2, 0, 1]),
+    "tensors": lambda: by_tensors(*(x.clone() for x in CAUSAL.tensors)),
 }
 TRANSFORMS = {
     "grad": lambda f: grad(f),
@@ -307,3 +316,40 @@ def test_a_traced_call_may_make_its_layout():
     noise = torch.full((10_000,), 7, dtype=torch.int32)  # memory that the tracer might read
     del noise
     close(traced(*given), run(*given))
+
+
+RECORDED = {
+    "selected attention": lambda q, k, v: dx.trained.selected_attention(q, k, v, BLOCKS, block_size=16),
+    "sparse_decode": lambda q, k, v: dx.sparse_decode(q[:, -1:], dx.PagedCache.contiguous(k, v, page_size=16)),
+    "index_tokens": lambda q, k, v: dx.trained.index_tokens(q, k[:, :, 0], q[..., 0], dx.trained.TopKTokens(2)),
+    "select_blocks": lambda q, k, v: dx.select_blocks(q, k, dx.TopK(1), block_size=16).kv_indices,
+    "recall": lambda q, k, v: dx.recall(q, k, CAUSAL).per_head,
+    "hide_keys": lambda q, k, v: dx.sparse_attention(q, k, v, hide_keys(CAUSAL, k[:, :, 0, 0] > 0)),
+    "from_dense": lambda q, k, v: dx.sparse_attention(
+        q, k, v, dx.BlockLayout.from_dense(q[0, :, 0, :1] > k[0, :, 0, 0], block_size=16)
+    ),
+    "from_block_mask": lambda q, k, v: dx.sparse_attention(q, k, v, from_block_mask(BLOCK_MASK)),
+}
+BLOCKS = torch.zeros(1, SEQLEN, 2, 1, dtype=torch.int32)
+BLOCK_MASK = create_block_mask(see_pairs, None, None, SEQLEN, SEQLEN, device="cpu")
+
+
+@pytest.mark.parametrize("recorder", ["jit.trace", "export"])
+@pytest.mark.parametrize("call", RECORDED)
+def test_operations_that_depend_on_values_refuse_to_be_recorded(call, recorder):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return RECORDED[call](q, k, v)
+
+    record = torch.export.export if recorder == "export" else partial(torch.jit.trace, check_trace=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(NotImplementedError, match=f"{call}.* by torch.{recorder}"):
+            record(Module(), tuple(inputs(batch=1)))
+
+
+def test_column_sums_within_a_compiled_function():
+    q, k, _ = inputs(batch=1)
+    torch._dynamo.reset()
+    run = torch.compile(lambda q, k: column_sums(q, k, CAUSAL) + 1, backend="eager")
+    close(run(q, k), column_sums(q, k, CAUSAL) + 1)

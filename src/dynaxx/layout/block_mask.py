@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import refuse_recording
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.dense import unique_masks
 from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
@@ -77,6 +78,7 @@ def from_block_mask(block_mask: BlockMask, *, chunk: int = 1024) -> BlockLayout:
         TypeError: `block_mask` is not a BlockMask, or its `mask_mod` does not return a bool.
         ValueError: the block size is not supported, or `chunk` is below 1.
     """
+    refuse_recording("`from_block_mask`")
     chunk = as_integer("chunk", chunk)
     if chunk < 1:
         raise ValueError(f"`chunk` must be >= 1, got {chunk}")

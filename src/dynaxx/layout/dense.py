@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.derivatives import refuse_recording
 from dynaxx.layout.entries import Entries
 from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.grid import BlockGrid
@@ -14,10 +15,7 @@ from dynaxx.layout.masks import FULL, ElementMasks
 
 def entries_of_dense(mask: Tensor, block_size: tuple[int, int]) -> tuple[BlockGrid, Entries]:
     """Check a dense mask and list its visited blocks; see `BlockLayout.from_dense`."""
-    if torch._C._get_tracing_state() is not None:
-        raise NotImplementedError(
-            "`from_dense` cannot be recorded by torch.jit.trace; make the layout before the traced function"
-        )
+    refuse_recording("`from_dense`")
     if mask.dtype != torch.bool or mask.ndim not in (2, 4):
         raise ValueError(
             "`mask` must be bool, (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "

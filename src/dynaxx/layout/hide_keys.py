@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import refuse_recording
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.host import lasting
 from dynaxx.layout.masks import EMPTY, ElementMasks
@@ -33,6 +34,7 @@ def hide_keys(layout: BlockLayout, visible: Tensor) -> BlockLayout:
         TypeError: `layout` is not a layout.
         ValueError: `layout` is packed or for another batch, or `visible` has another shape or dtype.
     """
+    refuse_recording("`hide_keys`")
     if not isinstance(layout, BlockLayout):
         raise TypeError(f"`layout` must be a BlockLayout, got {type(layout).__name__}; make one with pattern.layout")
     if isinstance(layout, PackedLayout):

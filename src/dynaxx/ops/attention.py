@@ -15,6 +15,7 @@ from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
+from dynaxx.layout.host import never_traced
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, follow_autocast
 from dynaxx.ops.dispatch import backend_for, has_gradient, load_backend, score_options
@@ -134,6 +135,7 @@ def sparse_attention(
     return SparseAttentionOutput(out, lse) if return_lse else out
 
 
+@never_traced
 @typed
 def column_sums(
     q: Tensor,
@@ -210,8 +212,6 @@ def _attend(
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
     bias = bias_by_distance(position_bias, q, k, layout)
     name, needs_grad = backend_for(q, k, v, layout, softcap, backend, bias)
-    if q.is_neg() or k.is_neg() or v.is_neg():  # a negative view shares memory with its base, and kernels read memory
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None:
         needs_grad |= has_gradient(sinks)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import FULL, BlockLayout
 from dynaxx.layout.host import on_host
@@ -66,6 +67,7 @@ def recall(
         TypeError: `q` or `k` is not a tensor, or `layout` is not a layout.
         ValueError: tensors and layout do not fit, the scale is not finite, or `rows` is below 2.
     """
+    refuse_transforms("`recall`", q, k, fix="measure outside the transformed function")
     _check(q, k, layout, rows)
     (batch, seqlen_q, heads, dim), seqlen_k = q.shape, k.shape[1]
     scale = softmax_scale(scale, dim)

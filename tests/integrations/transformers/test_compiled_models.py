@@ -15,8 +15,9 @@ from small_models import SPARSE, close, llama, logits, policy_for, tokens
 from torch._dynamo.backends.common import aot_autograd
 
 import dynaxx as dx
+from dynaxx.derivatives import is_exporting
 from dynaxx.integrations.transformers import compiled as compiled_calls
-from dynaxx.integrations.transformers import decoder, forward_context
+from dynaxx.integrations.transformers import forward_context
 from dynaxx.integrations.transformers.calls import interface, layer
 from dynaxx.integrations.transformers.calls.border import BORDERS
 from dynaxx.integrations.transformers.decoder import with_cache
@@ -162,7 +163,7 @@ def test_a_window_is_read_from_a_mask(window, cached):
 
 def test_traced_code_asks_torch_nothing_that_compilers_answer_wrongly():
     """torch.compile of 2.11 answers `is_exporting` with True, and breaks the graph at an import."""
-    assert not decoder.is_exporting()
+    assert not is_exporting()
     for module in (compiled_calls, lazy, interface, layer):
         assert "torch.compiler.is_exporting" not in inspect.getsource(module)
     for function in (compiled_calls.attend_compiled, interface.attention, lazy.mask_maker()):

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dynaxx.derivatives import is_exporting
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, sinks_of
 from dynaxx.integrations.transformers.calls.border import lowest_border
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.layer import Layer
 from dynaxx.integrations.transformers.calls.signature import ScoreOptions
-from dynaxx.integrations.transformers.decoder import DENSE, is_exporting
+from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.masks.lazy import lazy_mask, plain_mask
 from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
 from dynaxx.integrations.transformers.recordings import Recording, Recordings

@@ -82,12 +82,6 @@ def before_of(config: Any) -> str:
     return found if found in SERVED else DENSE
 
 
-def is_exporting() -> bool:
-    """Return whether torch.export is tracing; in code that torch.compile of 2.11 traces, torch always says so."""
-    return torch.compiler._is_exporting_flag if _HAS_FLAG else torch.compiler.is_exporting()
-
-
-_HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 COMPILERS_READ_NAMES = torch.__version__ >= "2.13"  # torch.compile of 2.11 fails on a subclass of str
 NAME = "dynaxx"  # transformers treats names with "flash", "sdpa", "flex_attention" or "/" specially
 DENSE = "sdpa"

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dynaxx.integrations.transformers.decoder import cache_of, is_exporting
+from dynaxx.derivatives import is_exporting
+from dynaxx.integrations.transformers.decoder import cache_of
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 from dynaxx.integrations.transformers.passes import Passes
 

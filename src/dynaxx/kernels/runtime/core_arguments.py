@@ -91,7 +91,9 @@ def bias_of_core(bias: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 def readable(x: Tensor) -> Tensor:
     """Return x if its last dimension is contiguous, else a contiguous copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps the strides of an empty tensor
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

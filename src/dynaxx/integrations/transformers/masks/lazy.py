@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dynaxx.integrations.transformers.decoder import before_of, is_exporting
+from dynaxx.derivatives import is_exporting
+from dynaxx.integrations.transformers.decoder import before_of
 from dynaxx.integrations.transformers.masks.rules import MaskRule, read_rule
 from dynaxx.integrations.transformers.masks.traced import CausalParts, traced_mask
 
