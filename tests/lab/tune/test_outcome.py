@@ -9,6 +9,7 @@ from dynaxx.lab.tune.density.guide import Guide, Tried
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.outcome import budget_of, decide
 from dynaxx.lab.tune.pipeline.result import PipelineResult
+from dynaxx.lab.tune.pipeline.steps import less_cut
 from dynaxx.lab.tune.result import Trial
 
 SPARSE = Tried(Candidate(0.4, [[0.4]], {}), Trial(0.4, 11.0, 1.004, 0.001, True))
@@ -85,3 +86,11 @@ def test_a_policy_without_its_reference_says_so_first():
 
 def test_budgets_are_round():
     assert [budget_of(seconds) for seconds in (1, 61, 400, 3600, 5000)] == ["1m", "2m", "10m", "1h", "2h"]
+
+
+def test_a_document_that_time_cut_short_replaces_no_whole_one():
+    whole, cut = {"busy": True, "left_out": []}, {"busy": False, "left_out": [8192]}
+    assert less_cut(cut, whole) is whole
+    assert less_cut(whole, cut) is whole
+    assert less_cut(cut, None) is cut
+    assert less_cut(cut, dict(cut)) is cut

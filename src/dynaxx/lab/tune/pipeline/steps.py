@@ -228,8 +228,8 @@ class _Steps:
     ) -> dict[str, Any] | None:
         """Return a step's document from a previous run with these settings, or run it.
 
-        What a busy machine measured, or lack of time cut short, is made again. None if the step is skipped, or takes
-        more seconds than are left.
+        What a busy machine measured, or lack of time cut short, is made again, and replaces what is whole only if it is
+        whole too. None if the step is skipped, or takes more seconds than are left.
         """
         if name in self.plan.skip:
             return None
@@ -247,8 +247,15 @@ class _Steps:
             path.unlink(missing_ok=True)
             return None
         document: dict[str, Any] = {**make().to_dict(), "about": digests, "command": self.plan.command}
+        document = less_cut(document, earlier if whole else None)
         self.files.append(write_json(path, document))
         return document
+
+
+def less_cut(made: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what was made; if time cut it short, and an earlier document of the same settings is whole, the latter."""
+    is_worse = earlier is not None and made.get("left_out") and not earlier.get("left_out")
+    return earlier if earlier is not None and is_worse else made
 
 
 def _earlier(path: Path) -> dict[str, Any] | None:
