@@ -15,6 +15,7 @@ renames a field. A result from another machine comes from its file, with options
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
 import shlex
@@ -23,8 +24,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.targets import targets_of
@@ -51,8 +50,9 @@ def place() -> tuple[str, dict[str, str]]:
     here = machine_facts()
     versions = {"python": here.python} | {name: here.versions[name] for name in KEPT_VERSIONS if name in here.versions}
     if here.gpus:
-        version = torch._C._cuda_getDriverVersion()
-        versions["CUDA driver"] = f"{version // 1000}.{version % 1000 // 10}"
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        versions["CUDA driver"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
     return ", ".join(here.gpus) or f"{here.cpu}, {here.cores} cores", versions
 
 

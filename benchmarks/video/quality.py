@@ -26,9 +26,11 @@ from shapes import FULL, TINY, Shapes, random_prompts, train
 import dynaxx as dx
 from dynaxx.video import Grid, GridWindow, RadialDecay, VideoRule
 from dynaxx.video.tune.costs import Space, policy_of, run_with
+from dynaxx.video.tune.run import CANDIDATES
 from dynaxx.video.tune.search import Search, trial
 
 MEAN = dx.MeanPool()
+UNIFORM = {"pooled top-k": MEAN, "mean-query top-k": dx.MeanQuery()}
 
 
 def fitted(make: Callable[[float], Any], grid: Grid, density: float, block: int) -> Any:
@@ -105,9 +107,7 @@ def main() -> None:
     cases = [("; ".join(random_prompts(at_once, generator)), seed) for seed in range(4)]
     seen, unseen = cases[:2], cases[2:]
     started = time.monotonic()
-    shares = (0.03, 0.06, 0.08, 0.1, 0.12, 0.15, 0.18, 0.22, 0.27, 0.33, 0.4, 0.5, 0.7)
-    candidates = tuple(dx.TopK(share, MEAN, per="head") for share in shares)
-    search = Search(sampler, Space((*candidates, None), block_size=block, groups=4), seen)
+    search = Search(sampler, Space((*CANDIDATES, None), block_size=block), seen)
     print(f"tuned in {time.monotonic() - started:.0f} s")
     dense = [run_with(sampler, policy_of(sampler, search.space, []), case)[0] for case in unseen]
     rows: list[dict[str, Any]] = []
@@ -123,7 +123,8 @@ def main() -> None:
 
     one = lambda rule: policy_of(sampler, search.space, [VideoRule.of(rule)])
     for density in options.densities:
-        report("pooled top-k", density, one(dx.TopK(density, MEAN, per="head")))
+        for method, scorer in UNIFORM.items():
+            report(method, density, one(dx.TopK(density, scorer, per="head")))
         if options.windows:
             found = windows(grid, density, block)
             spatial, temporal = found.pop("spatial"), found.pop("temporal")

@@ -36,7 +36,7 @@ class Space:
     """The candidates among which a search chooses.
 
     Args:
-        candidates: rules by ascending density; None, which is dense, comes last.
+        candidates: rules, then None, which is dense.
         ranges: parts of the denoising, as shares of the steps.
         block_size: tokens per block.
         order: the order of tokens.
@@ -80,7 +80,9 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
         dense: the dense results of the cases, in their order.
     """
     density, error = _local_costs(sampler, space, cases)
-    probe = _probe(space)
+    probe = int(
+        density[:-1].flatten(1).mean(1).argsort()[(len(space.candidates) - 2) // 2]
+    )  # by it weights are measured
     weights = torch.zeros_like(error[0, :, :, 0])
     count = min(space.groups, error.shape[2])
     groups = [tuple(group.tolist()) for group in torch.arange(error.shape[2], device="cpu").chunk(count)]
@@ -90,11 +92,6 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
         change = sum(relative_error(a.latents, b.latents) ** 2 for a, b in zip(found, dense, strict=True)) / len(cases)
         weights[at, list(layers)] = change / float(error[probe, at, list(layers)].sum().clamp(min=1e-12))
     return Costs(density, error * weights[None, :, :, None])
-
-
-def _probe(space: Space) -> int:
-    """Return the candidate in the middle, by which weights are measured."""
-    return (len(space.candidates) - 1) // 2
 
 
 @torch.no_grad()

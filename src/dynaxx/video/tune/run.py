@@ -12,7 +12,7 @@ import dynaxx as dx
 from dynaxx.lab.files import write_json, write_text
 from dynaxx.lab.machine import machine_facts
 from dynaxx.policy import Evidence, MeasuredOn, policy_text
-from dynaxx.selection import MeanPool
+from dynaxx.selection import MeanPool, MeanQuery
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.costs import Case, Space, policy_of, run_with
 from dynaxx.video.tune.report import Pictures, page
@@ -20,6 +20,15 @@ from dynaxx.video.tune.sampling import Sample, Sampler, psnr, relative_error, ss
 from dynaxx.video.tune.search import Search, Trial, trial
 
 DENSITIES = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
+MASSES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97)
+CANDIDATES = tuple(
+    rule
+    for scorer in (MeanPool(), MeanQuery())
+    for rule in (
+        *(dx.TopK(share, scorer, per="head") for share in DENSITIES),
+        *(dx.TopP(mass, scorer, per="head") for mass in MASSES),
+    )
+)
 MAX_PROMPTS = 2  # to tune on, and to validate on
 OTHER_SEED = 1000  # added to the seed of validation
 
@@ -89,9 +98,8 @@ def tune(sampler: Sampler, settings: Settings, say: Callable[[str], None] = lamb
         say: receives a line per step.
     """
     seen, unseen = cases_of(settings)
-    rules = tuple(dx.TopK(share, MeanPool(), per="head") for share in DENSITIES)
-    space = Space((*rules, None), block_size=settings.block_size)
-    say(f"measuring {len(rules)} densities in {len(space.ranges)} parts of the denoising")
+    space = Space((*CANDIDATES, None), block_size=settings.block_size)
+    say(f"measuring {len(CANDIDATES)} rules in {len(space.ranges)} parts of the denoising")
     search = Search(sampler, space, seen)
     trials = search.sparsest(settings.min_psnr, say=lambda each: say(f"density {each.density:.1%}: {each.psnr:.1f} dB"))
     say("validating on other prompts and seeds")
