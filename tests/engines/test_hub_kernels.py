@@ -83,7 +83,7 @@ print("same logits and tokens")
 def test_transformers_names_it_as_its_attention(package):
 
     environment = {**os.environ, "LOCAL_KERNELS": f"dynaxx/dynaxx-attention={package}", "HF_HUB_OFFLINE": "1"}
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[1] / "support")
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRANSFORMERS, str(package), tests], env=environment,
                           capture_output=True, text=True, timeout=600)  # fmt: skip
     assert "same logits and tokens" in done.stdout, done.stderr[-3000:]

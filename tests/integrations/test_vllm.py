@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin in real vLLM engines, on the CPU: `make test-vllm` runs it in an environment of its own."""
 
+import contextlib
 import gc
 import http.client
 import importlib.metadata
+import itertools
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +25,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 import dynaxx as dx
 import vllm_engine_run as engine_run
+import vllm_source
 from dynaxx.integrations import vllm as plugin
 from dynaxx.integrations.runtime.paged import Sequences, dense_attention, stored
 from dynaxx.integrations.runtime.paged_graph import LayerLimits
@@ -98,15 +103,14 @@ PROMPTS = {
 }
 
 
-def run(folder, model, prompts, max_tokens=8, policy=None, check=True, as_on_cuda=False, **engine):
+def run(folder, model, prompts, max_tokens=8, policy=None, check=True, request=(), **engine):
     """Generate in a process of its own, with vLLM's own backend or with a policy."""
-    request, answer = folder / "request.json", folder / "answer.json"
-    body = {"model": str(model), "engine": engine, "prompts": prompts, "max_tokens": max_tokens}
-    body["as_on_cuda"] = as_on_cuda
-    request.write_text(json.dumps(body))
+    question, answer = folder / "request.json", folder / "answer.json"
+    body = {"model": str(model), "engine": engine, "prompts": prompts, "max_tokens": max_tokens, **dict(request)}
+    question.write_text(json.dumps(body))
     env = {name: value for name, value in os.environ.items() if name != "DYNAXX_POLICY"}
     env |= {} if policy is None else {"DYNAXX_POLICY": str(policy)}
-    command = [sys.executable, str(RUN), str(request), str(answer)]
+    command = [sys.executable, str(RUN), str(question), str(answer)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     if not check:
         return done
@@ -130,6 +134,19 @@ def test_vllm_is_what_the_plugin_needs():
     assert vllm_contract.broken(vllm_contract.SHARED) == []
     assert vllm_contract.broken(vllm_contract.CPU) == []
     assert vllm_contract.broken(vllm_contract.CUDA) == []
+
+
+def test_sources_say_what_imports_say():
+    import vllm
+
+    root = Path(vllm.__file__).parents[1]
+
+    def read(name):
+        if not (root / name).exists():
+            raise KeyError(name)
+        return (root / name).read_text()
+
+    assert vllm_source.problems(vllm_source.Sources(read)) == {"CPU": [], "GPU": []}
 
 
 def test_the_entry_point_leads_to_the_plugin():
@@ -195,13 +212,14 @@ def test_steps_that_graphs_capture_decode_the_same_tokens(tmp_path, llama):
     policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode, dense_below=100, decode_dense_below=512)
     prompts, engine = PROMPTS["all lengths"], {**CHUNKS, "policy": policy}
     want = run(tmp_path, llama, prompts, **engine)
-    got = run(tmp_path, llama, prompts, as_on_cuda=True, **engine)
+    got = run(tmp_path, llama, prompts, request={"as_on_cuda": True}, **engine)
     same(got, want)
     assert got["prepared"] > 0 == want["prepared"]
     assert got["status"]["sparse_calls"] == want["status"]["sparse_calls"]
     assert got["tokens"] != run(tmp_path, llama, prompts, **CHUNKS)["tokens"]
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM refuses an fp8 cache on CPUs without AVX-512")
 def test_over_an_fp8_cache_density_one_is_dense(tmp_path):
     """In one layer: beyond it a difference of rounding makes a key another number in fp8. Both sides are dynaxx's
     kernels, since vLLM's CPU kernel rounds to other numbers than CUDA does."""
@@ -347,46 +365,78 @@ def test_two_hundred_requests_with_cancellations_leave_nothing(served):
     assert memory[2] - memory[1] < 32 * 2**20, memory
 
 
-def test_a_server_answers_many_clients_at_a_time(llama, tmp_path):
-    """Over HTTP: prompts of all lengths, shared prefixes, clients that hang up; no error."""
-    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(1, dx.MinMax()), phase="decode", block_size=128)
-    policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode, dense_below=100)
+@contextlib.contextmanager
+def server(folder, model, policy, *arguments):
+    """Run vLLM's HTTP server. Yield its port, its process and its log, and end it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(llama), "--port", str(port)]
-    server += ["--served-model-name", "soak", "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-    server += ["--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--skip-tokenizer-init"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--served-model-name", "soak", "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
+    command += ["--max-num-batched-tokens", "256", "--max-num-seqs", "16", *arguments]
     env = {**os.environ, "DYNAXX_POLICY": str(policy), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    soak = Path(__file__).parents[2] / "benchmarks" / "serving" / "vllm_soak.py"
-    log = tmp_path / "server.log"
+    log = folder / "server.log"
     with log.open("w") as out:
-        running = subprocess.Popen(server, env=env, stdout=out, stderr=subprocess.STDOUT)
+        running = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 300
         while not answers(port):
             assert running.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(1)
-        command = [
-            sys.executable,
-            str(soak),
-            "--url",
-            f"http://localhost:{port}",
-            "--model",
-            "soak",
-            "--minutes",
-            "0.3",
-        ]
-        command += ["--concurrent", "60", "--longest", "900", "--vocabulary", "319", "--pid", str(running.pid)]
-        done = subprocess.run([*command, "--most-growth", "1000"], capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-3000:] + log.read_text()[-3000:]
-        assert json.loads(done.stdout.splitlines()[-1])["answered"] > 60
+        yield port, running, log
     finally:
         running.terminate()
         running.wait(60)
+
+
+def test_a_server_answers_many_clients_at_a_time(llama, tmp_path):
+    """Over HTTP: prompts of all lengths, shared prefixes, clients that hang up; no error."""
+    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(1, dx.MinMax()), phase="decode", block_size=128)
+    policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode, dense_below=100)
+    soak = Path(__file__).parents[2] / "benchmarks" / "serving" / "vllm_soak.py"
+    with server(tmp_path, llama, policy, "--skip-tokenizer-init") as (port, running, log):
+        command = [sys.executable, str(soak), "--url", f"http://localhost:{port}", "--model", "soak"]
+        command += ["--minutes", "0.3", "--pid", str(running.pid)]
+        command += ["--concurrent", "60", "--longest", "900", "--vocabulary", "319", "--most-growth", "1000"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-3000:] + log.read_text()[-3000:]
+        assert json.loads(done.stdout.splitlines()[-1])["answered"] > 60
     assert "policy.json is active: 3 of 3 layers" in log.read_text()
+
+
+def test_openai_clients_get_the_same_answer_in_every_way(llama, tmp_path):
+    """Under a static rule: whole, again, streamed, among 200 clients; and a server that is ended answers first."""
+    import openai
+
+    policy = policy_file(tmp_path, llama, dx.Rule.of(dx.Sink(32) | dx.SlidingWindow(64)))
+    prompts = prompts_of((5, 64, 130, 300, 900), seed=11)
+    with (
+        server(tmp_path, llama, policy, "--shutdown-timeout", "60") as (port, running, _),
+        openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=200, max_retries=0) as client,
+        ThreadPoolExecutor(200) as clients,
+    ):
+
+        def ask(prompt, tokens=8, **options):
+            extra = {"return_token_ids": True, "ignore_eos": True}
+            return client.completions.create(
+                model="soak", prompt=prompt, max_tokens=tokens, temperature=0, extra_body=extra, **options
+            )
+
+        def whole(prompt, tokens=8):
+            return ask(prompt, tokens).choices[0].token_ids
+
+        first = [whole(prompt) for prompt in prompts]
+        assert [whole(prompt) for prompt in prompts] == first
+        assert [[t for part in ask(p, stream=True) for t in part.choices[0].token_ids or ()] for p in prompts] == first
+        for stream in [ask(prompts[4], 500, stream=True) for _ in range(8)]:
+            stream.close()  # a client that hangs up
+        assert list(clients.map(whole, prompts * 40)) == first * 40
+        last = [clients.submit(whole, prompt, 200) for prompt in prompts]
+        time.sleep(2)
+        running.terminate()
+        assert [answer.result()[:8] for answer in last] == first
 
 
 def answers(port):
@@ -567,3 +617,57 @@ def test_guessed_tokens_change_nothing(smollm2, tmp_path):
     got = run(tmp_path, smollm2, prompts, max_tokens=24, policy=policy, speculative_config=ngram)
     same(got, run(tmp_path, smollm2, prompts, max_tokens=24))
     assert 0 < got["status"]["sparse_calls"] < 30 * 24, "no guess was right"
+
+
+def test_a_lora_adapter_changes_a_sparse_answer(llama, tmp_path):
+    from safetensors.torch import save_file
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    weights, gen = {}, torch.Generator().manual_seed(0)
+    for layer, (name, size) in itertools.product(range(3), (("q_proj", 128), ("v_proj", 64))):
+        place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{place}.lora_A.weight"] = 0.3 * torch.randn(8, 128, generator=gen)
+        weights[f"{place}.lora_B.weight"] = 0.3 * torch.randn(size, 8, generator=gen)
+    save_file(weights, adapter / "adapter_model.safetensors")
+    engine = {"enable_lora": True, "max_lora_rank": 8}
+    policy = policy_file(tmp_path, llama, dx.Rule.of(EVERYTHING), DECODE_EVERYTHING)
+    asked = {"lora": str(adapter)}
+    got = run(tmp_path, llama, PROMPTS["mixed"], policy=policy, request=asked, **engine)
+    assert got["status"]["sparse_calls"] > 0
+    same(got, run(tmp_path, llama, PROMPTS["mixed"], request=asked, **engine))
+    assert got["tokens"] != run(tmp_path, llama, PROMPTS["mixed"], policy=policy)["tokens"]
+
+
+def test_structured_answers_keep_their_form(llama, tmp_path):
+    from transformers import AutoTokenizer
+
+    policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), DECODE)
+    got = run(tmp_path, llama, PROMPTS["mixed"], 16, policy=policy, request={"regex": "[ab]{4,12}"})
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    assert all(re.fullmatch("[ab]{4,12}", tokenizer.decode(ids, skip_special_tokens=True)) for ids in got["tokens"])
+    assert got["status"]["sparse_calls"] > 0
+
+
+def test_keys_come_through_a_connector(llama, tmp_path):
+    """A second engine takes the pages of the first; decode rules lack their summaries and are refused."""
+    extra = {"shared_storage_path": str(tmp_path / "pages")}
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    engine = {"kv_transfer_config": transfer, "enable_prefix_caching": False}
+    policy = policy_file(tmp_path, llama, dx.Rule.of(dx.Sink(32) | dx.SlidingWindow(64)))
+    first = run(tmp_path, llama, PROMPTS["failing"], policy=policy, **engine)
+    second = run(tmp_path, llama, PROMPTS["failing"], policy=policy, **engine)
+    same(first, second)
+    assert second["cached"][0] >= 640
+    policy = policy_file(tmp_path, llama, DECODE)
+    done = run(tmp_path, llama, PROMPTS["failing"], policy=policy, check=False, **engine)
+    assert "pages from a kv connector lack" in done.stderr
+
+
+def test_a_draft_model_is_refused(llama, tmp_path):
+    policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE))
+    draft = {"model": str(llama), "num_speculative_tokens": 2}
+    done = run(tmp_path, llama, [[5, 6]], policy=policy, check=False, speculative_config=draft)
+    assert "draft models are not supported; use ngram" in done.stderr

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies in vLLM's engine: the layers that they bind, reloads, and the contract. These tests need no vLLM."""
 
+import zipfile
+
 import pytest
 import torch
 from paged_steps import DECODE, FACTS, Batch, Namespace, policy_of
 
 import dynaxx as dx
+import vllm_source
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm import engine as vllm_engine
 
@@ -167,3 +170,43 @@ def test_the_contract_says_what_moved():
     assert [line.split(" ", 1)[0] for line in found] == ["gone.Impl", "here.Other", "here.Impl.forward", "here.Impl"]
     assert "takes (layer, q), not (layer, query, ...)" in found[2]
     assert found[3].endswith("has no backward")
+
+
+SOURCES = {
+    "here/__init__.py": "from .base import Impl\nfrom elsewhere import Other\n",
+    "here/base.py": """
+class Base(Outside):
+    def shared(self, a, *, b=1, **rest): ...
+
+if True:
+    class Impl(Base):
+        x: int
+        @property
+        def y(self): ...
+        def forward(self, layer, q=None, *more): ...
+""",
+}
+
+
+def test_the_contract_reads_a_wheel_without_importing_it(tmp_path):
+    path = tmp_path / "vllm-9.9.9-cp38-abi3-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in SOURCES.items():
+            wheel.writestr(name, text)
+    load = vllm_source.Sources.of_wheel(path).load
+    fits = (
+        vllm_contract.Need("here", "Impl", attributes=("x", "y", "shared")),
+        vllm_contract.Need("here", "Impl.forward", ("layer", "q")),
+        vllm_contract.Need("here.base", "Impl.shared", ("a", "b")),
+    )
+    assert vllm_contract.broken(fits, load) == []
+    broken = (
+        vllm_contract.Need("gone", "Impl"),
+        vllm_contract.Need("here", "Other"),
+        vllm_contract.Need("here", "Impl", attributes=("z",)),
+        vllm_contract.Need("here", "Impl.forward", ("layer", "query")),
+    )
+    assert [line.split(" ", 1)[0] for line in vllm_contract.broken(broken, load)] == [
+        *("gone.Impl", "here.Other", "here.Impl", "here.Impl.forward")
+    ]
+    assert all(vllm_source.problems(vllm_source.Sources.of_wheel(path)).values())

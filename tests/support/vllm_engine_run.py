@@ -4,7 +4,8 @@
     python tests/support/vllm_engine_run.py request.json answer.json
 
 The request: {"model": folder, "engine": arguments of LLM, "prompts": [[token, ...], ...], "max_tokens": n}, and
-"as_on_cuda" to decode in the way that CUDA graphs capture and to run kernels ahead. The answer: {"tokens": [[...]],
+"as_on_cuda" to decode in the way that CUDA graphs capture and to run kernels ahead, "lora" (the folder of an adapter)
+and "regex" (of the answers). The answer: {"tokens": [[...]],
 "logprobs": [[...]], "margins": [[...]], "status": dynaxx's, "prepared": rules whose kernels ran ahead, "workers": the
 status of each rank where there are some, "preemptions": vLLM's metric, if the engine keeps metrics}. A margin is the
 best token's log-probability over the second's.
@@ -31,11 +32,18 @@ def make(model, **arguments):
     return LLM(str(model), **{**DEFAULTS, **arguments})
 
 
-def generate(llm, prompts, max_tokens):
+def generate(llm, prompts, max_tokens, lora=None, regex=None):
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
 
-    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    adapter = lora and LoRARequest("adapter", 1, lora)
+    shape = regex and StructuredOutputsParams(regex=regex)
+    parameters = SamplingParams(
+        temperature=0, max_tokens=max_tokens, logprobs=2, ignore_eos=not regex, structured_outputs=shape
+    )
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(inputs, parameters, use_tqdm=False, lora_request=adapter)
     answer = {"tokens": [], "logprobs": [], "margins": [], "cached": []}
     for output in outputs:
         ranked = [sorted((p.logprob for p in each.values()), reverse=True) for each in output.outputs[0].logprobs]
@@ -55,7 +63,7 @@ def main():
         CpuBuilder.compiles = CpuImpl.compiles = True
         CpuBuilder.largest_capture = staticmethod(lambda config: 1 << 20)
     llm = make(request["model"], **request.get("engine", {}))
-    answer = generate(llm, request["prompts"], request["max_tokens"])
+    answer = generate(llm, request["prompts"], request["max_tokens"], request.get("lora"), request.get("regex"))
     from dynaxx.integrations.vllm.engine import current
     from dynaxx.integrations.vllm.plugin import status
 
