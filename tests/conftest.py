@@ -65,7 +65,7 @@ def _sample(items):
     return [item for item in items if drawn(item) or item is firsts[item.path, item.originalname]]
 
 
-SAMPLE = 12
+SAMPLE = 24
 
 
 def pytest_collection_finish(session):

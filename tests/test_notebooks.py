@@ -10,7 +10,10 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples" / "notebooks").glo
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * path.stem.startswith("tune")) for path in NOTEBOOKS],
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (not path.stem.startswith("first")))
+        for path in NOTEBOOKS
+    ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_notebook_runs(path, tmp_path):

@@ -31,7 +31,7 @@ def tune_args(tiny, out, *more):
 
 def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     out = tmp_path / "run"
-    shown = dynaxx_(*tune_args(tiny, out, "--time-budget", "10m", "--tolerance", "0.02", "--json"))
+    shown = dynaxx_(*tune_args(tiny, out, "--time-budget", "10h", "--tolerance", "0.02", "--json"))
     assert shown.exit_code == 0, shown.stderr
     found = json.loads(shown.stdout)
     assert found["ok"] is True
@@ -41,7 +41,7 @@ def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     }  # fmt: skip
     (text, options), _ = tools["tune"][0]
     assert text == TEXT
-    assert (options.time_budget, options.tolerance, options.tokens) == (600.0, 0.02, 128)
+    assert (options.time_budget, options.tolerance, options.tokens) == (36000.0, 0.02, 128)
     assert tools["validate"][0][0][2] is POLICY
     assert tools["validate"][0][1]["lengths"] == (32, 64)
     shown = dynaxx_(*tune_args(tiny, out))

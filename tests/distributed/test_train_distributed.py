@@ -24,6 +24,7 @@ def train(folder, ranks):
     return json.loads((folder / "losses.json").read_text())["losses"]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_resume(tmp_path):
     losses = train(tmp_path / "two", 2)
     assert losses == sorted(losses, reverse=True)

@@ -7,6 +7,7 @@ tokens; Triton's interpreter accepts loops that change a dtype, and its compiler
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -74,15 +75,18 @@ def check(found, spilled, injected=0):
         assert each.spilled <= most + SLACK, f"spills more than {most} bytes:\n{said}"
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 # Bytes spilled by Triton 3.6, which the figures in docs use, and by 3.9; other versions are not known.
 @pytest.mark.parametrize(
     ("head_dim", "block", "spilled", "injected"),
     [
-        (64, 64, {(3, 6): 0, (3, 9): 0}, 0),
+        slow(64, 64, {(3, 6): 0, (3, 9): 0}, 0),
         (64, 128, {(3, 6): 20, (3, 9): 52}, 2),
-        (128, 64, {(3, 6): 0, (3, 9): 0}, 0),
+        slow(128, 64, {(3, 6): 0, (3, 9): 0}, 0),
         (128, 128, {(3, 6): 0, (3, 9): 4}, 0),
-        (256, 128, {(3, 6): 56, (3, 9): 100}, 0),
+        slow(256, 128, {(3, 6): 56, (3, 9): 100}, 0),
     ],
 )
 def test_portable_forward(head_dim, block, spilled, injected):
@@ -93,7 +97,7 @@ def test_portable_forward(head_dim, block, spilled, injected):
 @pytest.mark.parametrize(
     ("head_dim", "spilled", "injected"),
     [
-        (64, {(3, 6): (36, 48), (3, 9): (96, 120)}, 2),
+        slow(64, {(3, 6): (36, 48), (3, 9): (96, 120)}, 2),
         (128, {(3, 6): (0, 20), (3, 9): (4, 28)}, 0),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "serving" / "chaos.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks workers")
 def test_no_request_notices():
     done = subprocess.run(

@@ -110,6 +110,7 @@ def test_folders_that_are_no_export_are_refused(tmp_path):
         OnnxModel(tmp_path)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_attention_of_one_layer_runs_in_onnx_runtime():
     torch.manual_seed(0)

@@ -57,8 +57,14 @@ def isa(monkeypatch, request):
     return request.param
 
 
+def seeds_of(first, last, step, quick):
+    """Return ranges of seeds as parameters: those from `quick` on are slow."""
+    marks = lambda start: [pytest.mark.slow] * (start >= quick)
+    return [pytest.param(range(at, at + step), id=f"{at} on", marks=marks(at)) for at in range(first, last, step)]
+
+
 @needs_core
-@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 950, 50)], ids=str)
+@pytest.mark.parametrize("seeds", seeds_of(0, 950, 50, quick=350))
 def test_random_cases(seeds):
     for seed in seeds:
         case = random_case(seed, **SHORT)
@@ -66,7 +72,7 @@ def test_random_cases(seeds):
 
 
 @needs_core
-@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(5000, 5080, 20)], ids=str)
+@pytest.mark.parametrize("seeds", seeds_of(5000, 5080, 20, quick=5020))
 def test_random_cases_of_any_size_on_two_threads(seeds):
     torch.set_num_threads(2)
     for seed in seeds:
@@ -75,7 +81,7 @@ def test_random_cases_of_any_size_on_two_threads(seeds):
 
 
 @needs_core
-@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(2000, 2250, 10)], ids=str)
+@pytest.mark.parametrize("seeds", seeds_of(2000, 2250, 10, quick=2100))
 def test_gradients_of_random_cases(seeds):
     torch.set_num_threads(2 if seeds[0] == 2000 else 1)
     for seed in seeds:

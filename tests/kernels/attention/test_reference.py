@@ -107,6 +107,7 @@ def test_softcap_is_the_oracles(seed, softcap):
             assert report.ok, f"{report}\n{case.label}"
 
 
+@pytest.mark.slow
 def test_gradcheck_through_softcap_and_sinks():
     inputs = [x.requires_grad_() for x in make_qkv(1, 40, 20, 4, 2, 8, 5, dtype=torch.float64)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)

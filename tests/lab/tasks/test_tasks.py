@@ -297,6 +297,7 @@ def test_wrong_answers_are_scored_after_the_same_prompt(model):
     assert found.others == pytest.approx(sum(each) / len(each), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_suite_compares_a_model_with_itself(model):
     plan = SuitePlan(("niah_single_1", "vt", "niah_multivalue"), (1000, 2200), samples=2)
     dense, said = DenseAnswers(), []

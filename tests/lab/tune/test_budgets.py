@@ -18,6 +18,9 @@ PACE = 4.0  # simulated seconds of the pass that a budget is sized by
 CASES = {"sparse": (0.01, 0.1), "undecided": (1e-9, 0.1), "dense": (0.01, 2.0)}  # tolerance, seconds of choosing
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """Return a random model whose perplexity depends on what its heads see."""
@@ -76,7 +79,7 @@ def check(found, full):
     assert (values["verdict"], values["ended"]) == (found.verdict, found.ended)
 
 
-@pytest.mark.parametrize("slowness", [1.0, 3.0, 10.0, 30.0])
+@pytest.mark.parametrize("slowness", [1.0, slow(3.0), slow(10.0), 30.0])
 @pytest.mark.parametrize("case", CASES)
 def test_no_budget_contradicts_the_full_run(loaded, full, tmp_path, slowness, case):
     expected, seconds = full(case)
@@ -96,7 +99,7 @@ def test_twice_the_time_of_the_full_run_is_enough(loaded, full, tmp_path, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("share", [0.15, 0.35])
+@pytest.mark.parametrize("share", [slow(0.15), 0.35])
 def test_short_runs_add_up_to_the_full_result(loaded, full, tmp_path, share, case):
     expected, seconds = full(case)
     spent, densities = 0.0, []

@@ -263,6 +263,7 @@ def test_lengths_that_were_not_tuned_do_not_run_sparse(loaded, tmp_path, monkeyp
     assert "--tokens 640" in found.advice
 
 
+@pytest.mark.slow
 def test_decode_rules_are_written_where_they_keep_quality_and_pay(loaded, tmp_path, monkeypatch):
     fast = [LengthTiming(n, 2.0, 3.0 if n < 256 else 1.0) for n in (128, 256, 512)]
     monkeypatch.setattr(search_module, "time_lengths", lambda *_, **__: [])
