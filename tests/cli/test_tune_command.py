@@ -140,6 +140,7 @@ def test_a_run_that_was_killed_goes_on(tools, monkeypatch, tiny, tmp_path):
     assert len(tools["analyze"]) == 1
 
 
+@pytest.mark.slow
 def test_tune_for_real(monkeypatch, tiny, tmp_path):
     """Run every tool on a tiny model: each can read what the one before has written."""
     timings = [LengthTiming(64, 2.0, 1.0), LengthTiming(128, 2.0, 1.0)]

@@ -106,7 +106,11 @@ def check_places(memory):
     assert buffers.take(1, like, (4,)).data_ptr() - small.data_ptr() == SLOT_BYTES
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda count: f"{count} ranks")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(count, marks=pytest.mark.slow) for count in (2, 3)],
+    ids=lambda count: f"{count} ranks",
+)
 def results(request):
     return run_cases("peer_cases", request.param)
 

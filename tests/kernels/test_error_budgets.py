@@ -87,7 +87,15 @@ def planted(problem, visible, name):
     return without
 
 
-@pytest.mark.parametrize("name", ["a pair lost", "a pair too many", "a scale off by 1e-3", "no gradient of lse"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a pair lost",
+        pytest.param("a pair too many", marks=pytest.mark.slow),
+        "a scale off by 1e-3",
+        pytest.param("no gradient of lse", marks=pytest.mark.slow),
+    ],
+)
 def test_wrong_results_exceed_their_budget(name):
     tried = 0
     for seed in range(700_000, 700_040):

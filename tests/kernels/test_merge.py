@@ -11,6 +11,7 @@ from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_inter
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

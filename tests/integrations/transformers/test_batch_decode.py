@@ -68,7 +68,9 @@ def same(found, expected):
     return sorted(found) == sorted(expected)
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 48])
+@pytest.mark.parametrize(
+    "page_size", [16, pytest.param(32, marks=pytest.mark.slow), pytest.param(48, marks=pytest.mark.slow)]
+)
 def test_each_request_decodes_as_it_would_alone(model, page_size):
     asked = prompts()
     dense = alone(model, asked)
@@ -95,7 +97,7 @@ def test_prompts_and_tokens_in_one_step(model):
             assert same(served(model, asked, max_batch_tokens=210), expected)
 
 
-@pytest.mark.parametrize("tokens", [48, 33])
+@pytest.mark.parametrize("tokens", [pytest.param(48, marks=pytest.mark.slow), 33])
 def test_chunks_of_prompts_are_no_decoding(model, tokens):
     """A chunk is not a decoding step, even if it is a single token."""
     with dx.apply(model, policy_of(model)) as handle:
@@ -117,6 +119,7 @@ def test_layers_with_budgets_and_pages_of_their_own(model):
             assert same(served(model, asked), expected)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_given_to_other_requests(model):
     """A cache with room for two requests, so that blocks are freed and used again, many times."""
     asked = prompts((150, 131, 97, 140, 133, 64, 149, 120, 91, 150), seed=2)
@@ -184,6 +187,7 @@ def test_full_density_is_dense(model):
         assert handle.stats()["sparse_calls"] == 3 * (NEW - 1)
 
 
+@pytest.mark.slow
 def test_dense_calls_are_counted(model):
     asked = prompts((100, 40))
     dense = alone(model, asked)

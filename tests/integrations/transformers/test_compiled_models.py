@@ -215,6 +215,7 @@ def test_other_masks_are_computed_once():
     assert mask.target is torch.ops.dynaxx.made_once.default
 
 
+@pytest.mark.slow
 def test_masks_are_read_once_per_pass(monkeypatch):
     reads = []
     causal_runs = forward_context.causal_runs
@@ -274,6 +275,7 @@ def test_other_models_do_not_make_a_model_compile_again():
     assert backend.graphs == 1
 
 
+@pytest.mark.slow
 def test_calls_that_are_certain_to_be_dense_are_traced():
     """They cost nothing then. A policy with another border is compiled once more, and nothing else is."""
     model, ids = llama(), tokens(1, 120)

@@ -211,6 +211,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.slow
 @needs_core
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc")
 def test_peak_memory_is_that_of_inputs_outputs_and_gradients():

@@ -66,6 +66,7 @@ def test_random_caches(seed, backend):
     check_options(q, cache, pages, backend, random_options(seed, q.shape[2]))
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

@@ -77,6 +77,7 @@ def test_random_caches(seed, backend):
     check(q, cache, random_pages(cache, gen) if seed % 3 else None, backend)
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_under_the_interpreter():
     run_interpreted(__file__)

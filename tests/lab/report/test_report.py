@@ -467,6 +467,7 @@ def test_figures_name_the_command_that_made_them(tmp_path):
     assert "dynaxx profile" not in text
 
 
+@pytest.mark.slow
 def test_many_heads_stay_a_small_page(tmp_path):
     analysis = made.analysis(layers=32, heads=32, size=64)
     path = write_report(write_documents(tmp_path / "run", analysis=analysis))
