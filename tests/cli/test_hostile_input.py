@@ -291,7 +291,9 @@ def test_profile_says_first_what_no_policy_can_run_in(family, tiny, monkeypatch)
             s = length.seconds
             assert s.windowed > s.attention > 0
             assert s.attention + s.windowed + s.projections + s.mlp + s.rest == pytest.approx(s.total)
+            assert length.max_speedup == pytest.approx(s.total / (s.projections + s.mlp + s.rest)), "windows gain too"
         assert "in layers without a window" in found.verdict
+        assert f"layers with a window take {found.lengths[0].windowed_share:.0%} at 64; " in found.verdict
 
 
 def test_a_folder_that_cannot_be_made_is_named_and_not_its_temporary(tmp_path, monkeypatch):

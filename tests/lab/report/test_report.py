@@ -140,6 +140,8 @@ OUTCOMES = {
     "failed": dict(validation=made.validation(passed=False)),
     "slow": dict(validation=made.validation(speedup=0.8)),
     "unclear": dict(validation=made.validation(speedup=1.02, spread=0.2)),
+    "timed in part": dict(validation=made.validation(whole=False)),
+    "with windows": dict(validation=made.validation() | {"layer_calls": {"own_pattern_calls": 5}}),
     "not validated": dict(validation=None),
     "not done": dict(validation=None, tuning=made.tuning("sparse", "time")),
     "undecided": dict(validation=None, tuning=made.tuning("undecided", "time"), policy=DENSE),
@@ -175,6 +177,7 @@ def test_sentences_repeat_what_the_documents_say(tmp_path, outcome):
     assert ("No result here is about this policy" in top) == (validation is None and tuning is None)
     assert ("the search was stopped" in top) == (tuning is not None and tuning["ended"] == "interrupted")
     assert ("nothing to apply" in said) == (policy["rules"] == [])
+    assert "dense below 512" not in said, "prompts of 512 to 562 tokens run dense too"
     assert ("is enough" in said or "Tuned to" in said) <= (policy["rules"] != []), "a dense policy has no density"
     reference = tuning.get("reference", "") if tuning else ""
     assert ("Drift cannot be watched" in top) == reference.startswith("none: no time")
@@ -193,7 +196,13 @@ def test_sentences_repeat_what_the_documents_say(tmp_path, outcome):
             assert (check["said"] in top) >= (not check["passed"] or check["unclear"])
         longest = validation["speed"][-1]
         assert f"{longest['speedup']:.2f} times the speed of dense ({longest['low']:.2f} to" in top
-        assert ("not clearly faster" in top) == (longest["low"] <= 1 <= longest["high"] and not failed)
+        short = longest["seqlen"] < validation["window_tokens"]
+        unclear = longest["low"] <= 1 <= longest["high"]
+        assert (f"{longest['seqlen']:,} tokens are not clearly faster" in top) == (unclear and not failed and not short)
+        assert (f"The speed is known up to {longest['seqlen']:,} tokens" in top) == short
+        assert ("At 4,096 tokens attention alone, with the choice of blocks, runs at 1.30 times" in top) == short
+        assert ("which is part of the speed" in top) == bool(validation["layer_calls"]["own_pattern_calls"])
+        assert ("tasks made on the spot" in said) == bool(validation["tasks"])
         assert f"{100 * validation['density']:.1f} %" in top
         assert f"{validation['window_tokens']:,} tokens" in top
 
@@ -255,6 +264,7 @@ def test_a_busy_machine_is_said_with_every_time(tmp_path):
     assert page.text.count("The machine was busy while this was timed, so times are too long.") == 2
     assert validation["busy"] in page.text
     assert page.text.count(", machine busy") == 3, "beside two figures, and on a mark of a chart"
+    assert "comes from; the machine was busy" in page.text
     page = page_of(tmp_path / "tuned", profile=profile, tuning=tuning, validation=None)
     assert "The machine was busy while attention was timed." in page.text
 
@@ -325,7 +335,11 @@ def test_the_verdict_before_tuning():
     assert headline({}) == "Nothing has been measured yet."
     cheap = made.profile() | {"worth_it": False}
     assert headline({"profile": cheap}).startswith("Not worth it here: attention is only 39 %")
-    assert headline({"profile": made.profile()}).startswith("Worth trying")
+    assert headline({"profile": made.profile()}).startswith("Worth trying: attention is 39 %")
+    windows = cheap | {"lengths": [each | {"windowed_share": 0.4} for each in cheap["lengths"]]}
+    assert headline({"profile": windows}).startswith(
+        "A policy is not worth it here: attention in layers without a window is only 39 %"
+    )
     assert "48 %" in plain(verdict({"analysis": SMALL}).sentence)
 
 

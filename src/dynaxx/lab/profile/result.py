@@ -21,7 +21,7 @@ class Seconds:
     mlp: float
     rest: float  # embeddings, norms, logits of the last token
     total: float
-    windowed: float = 0.0  # attention function of layers with a window, which policies do not change
+    windowed: float = 0.0  # attention function of layers with a window, which run exactly under `dynaxx.apply`
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,18 @@ class LengthProfile:
 
     @property
     def attention_share(self) -> float:
-        """The largest share of the prefill that sparse attention could save."""
+        """The largest share of the prefill that a policy could save."""
         return self.seconds.attention / self.seconds.total
 
     @property
+    def windowed_share(self) -> float:
+        """The share of layers with a window, which policies do not change and `dynaxx.apply` makes faster."""
+        return self.seconds.windowed / self.seconds.total
+
+    @property
     def max_speedup(self) -> float:
-        """The speed-up of the whole prefill if attention in layers without a window took no time."""
-        return self.seconds.total / max(self.seconds.total - self.seconds.attention, 1e-9)
+        """The speed-up of the whole prefill if attention took no time."""
+        return self.seconds.total / max(self.seconds.total - self.seconds.attention - self.seconds.windowed, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,18 @@ class ProfileResult:
     def verdict(self) -> str:
         """One sentence, from the shortest length to the longest, with a refusal first."""
         shares = [f"{length.attention_share:.0%} at {length.seqlen:,}" for length in self.lengths]
-        where = " in layers without a window" if any(length.seconds.windowed for length in self.lengths) else ""
-        subject = f"attention's share of prefill{where} is"
+        windows = "; ".join(f"{each.windowed_share:.0%} at {each.seqlen:,}" for each in self.lengths)
+        has_windows = any(length.seconds.windowed for length in self.lengths)
+        subject = f"attention's share of prefill{' in layers without a window' * has_windows} is"
         if self.refused:
             return f"no policy can run in this model: {self.refused} ({subject} {'; '.join(shares)})"
         said = []
         for share, length in zip(shares, self.lengths, strict=True):
             worth = length.attention_share >= self.threshold
-            said.append(f"{share}: " + (f"up to {length.max_speedup:.1f}x" if worth else "not worth it"))
-        notes = "; longer prompts were not timed" * bool(self.left_out) + "; the machine was busy" * self.busy
+            little = "not worth a policy" if has_windows else "not worth it"
+            said.append(f"{share}: " + (f"up to {length.max_speedup:.1f}x" if worth else little))
+        notes = f"; layers with a window take {windows}: dynaxx.apply makes these faster too" * has_windows
+        notes += "; longer prompts were not timed" * bool(self.left_out) + "; the machine was busy" * self.busy
         return f"{subject} {'; '.join(said)} (rule of thumb: from {self.threshold:.0%}){notes}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +126,11 @@ class ProfileResult:
             "model": self.model,
             "ceilings": self.ceilings.to_dict(),
             "lengths": [
-                {**asdict(x), "attention_share": x.attention_share, "max_speedup": x.max_speedup} for x in self.lengths
+                {
+                    **asdict(x),
+                    **{name: getattr(x, name) for name in ("attention_share", "windowed_share", "max_speedup")},
+                }
+                for x in self.lengths
             ],
             "threshold": self.threshold,
             "verdict": self.verdict,
@@ -149,12 +161,6 @@ class ProfileResult:
                 f"({x.of_gemm_ceiling:4.0%} of gemm) {x.decode.seconds_per_token * 1e3:7.1f} ms, "
                 f"attention {x.decode.attention_share:.0%}"
             )
-        windowed = [f"{x.seconds.windowed / x.seconds.total:.0%} at {x.seqlen:,}" for x in self.lengths]
-        if any(x.seconds.windowed for x in self.lengths):
-            lines += [
-                "",
-                f"in addition, layers with a window, which policies do not change: {'; '.join(windowed)}",
-            ]
         lines += ["", self.verdict]
         lines += [] if self.refused else ["", "if attention's time is proportional to its density:"]
         for saving in () if self.refused else self.savings[-len(DENSITIES) :]:

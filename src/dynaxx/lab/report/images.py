@@ -30,16 +30,19 @@ def pattern_pictures(document: dict[str, Any]) -> list[dict[str, str]]:
     from dynaxx.policy.rule_parts import parts
 
     try:
-        from matplotlib.figure import Figure
-
         policy = Policy.model_validate(document)
-    except (ImportError, ValueError):
+    except ValueError:
         return []
     found: dict[Pattern, bool] = {}  # pattern: whether a selector adds blocks
     for rule in policy.rules:
         pattern, selector = parts(rule.attention.build()) if rule.phase == "prefill" else (None, None)
         if pattern is not None and not isinstance(pattern, (Causal, Full)):
             found.setdefault(pattern, selector is not None)
+    try:
+        if found:  # the import takes seconds on a busy machine
+            from matplotlib.figure import Figure
+    except ImportError:
+        return []
     pictures = []
     for pattern, adds in list(found.items())[:MAX_PICTURES]:
         figure = Figure(figsize=(4.2, 4.2), layout="constrained")

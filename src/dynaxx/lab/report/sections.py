@@ -39,7 +39,7 @@ def profile_section(document: dict[str, Any], documents: dict[str, Any]) -> dict
     rows = []
     for length in lengths:
         seconds = dict(length["seconds"])
-        seconds["rest"] += seconds.get("windowed", 0.0)  # policies do not change layers with a window
+        seconds["rest"] += seconds.get("windowed", 0.0)  # the verdict says how much
         parts = [
             (f"{words}: {duration(seconds[part])}, {percent(seconds[part] / seconds['total'])}", seconds[part])
             for part, words in PARTS.items()
@@ -262,8 +262,7 @@ def policy_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
         "rules": len(document["rules"]),
         "sparse_prompts": any(rule.get("phase", "prefill") == "prefill" for rule in document["rules"]),
         "model": _picked(document["model"], "model_type layers q_heads"),
-        "dense_below": document.get("dense_below"),
-        "sparse_from": document.get("sparse_from"),
+        "border": document.get("sparse_from") or document.get("dense_below"),
         "tolerances": {name: value for name, value in document["tolerances"].items() if value is not None},
         "text": json.dumps(document, indent=2, ensure_ascii=False),
         "pictures": pattern_pictures(document),

@@ -100,6 +100,10 @@ def _validated(
     else:
         said = f"at {row['speedup']:.2f} times the speed of dense ({row['low']:.2f} to {row['high']:.2f} measured)"
         parts.append(f"A prefill of {row['seqlen']:,} tokens runs {said}.")
+    if row is not None and (validation.get("layer_calls") or {}).get("own_pattern_calls"):
+        parts.append("Layers with a window of their own run on dynaxx's kernels too, which is part of the speed.")
+    short = row is not None and row["seqlen"] < validation["window_tokens"]
+    parts += [_attention_alone(tuning, validation["window_tokens"])] if short and tuning else []
     parts += validation["advice"]
     parts += [validation["busy"]] if validation["busy"] else []
     if tuning and tuning["about"].get("text") != validation["about"].get("text"):
@@ -114,13 +118,25 @@ def _validated(
     parts[-1] += _without_reference(tuning or {})
     if validation["sparse_from"] is None:
         headline = "Yes: decoding under the policy keeps quality. Prompts run dense."
+    elif row is not None and short:
+        headline = f"Quality holds: {kept}. The speed is known up to {row['seqlen']:,} tokens."
     elif row is not None and row["high"] < 1:
-        headline = f"Quality holds: {kept}. But it is slower than dense on this machine."
+        headline = f"Quality holds: {kept}. But {row['seqlen']:,} tokens are slower than dense on this machine."
     elif row is not None and (row["low"] <= 1 or row["speedup"] < FASTER):
-        headline = f"Quality holds: {kept}. But it is not clearly faster on this machine."
+        headline = f"Quality holds: {kept}. But {row['seqlen']:,} tokens are not clearly faster on this machine."
     else:
         headline = f"Yes: {kept}."
     return Verdict("yes", "\N{CHECK MARK} Passed", headline, " ".join(parts), stats)
+
+
+def _attention_alone(tuning: dict[str, Any], tokens: int) -> str:
+    """Return a sentence with the time of attention alone at a length at which no whole prefill was timed."""
+    timing = next((each for each in tuning["crossover"] if each["seqlen"] == tokens), None)
+    if timing is None:
+        return f"Prompts of {tokens:,} tokens were not timed."
+    faster = timing["dense_seconds"] / timing["sparse_seconds"]
+    said = f"At {tokens:,} tokens attention alone, with the choice of blocks, runs at {faster:.2f} times the speed"
+    return f"{said}{' on a busy machine' * bool(timing.get('busy'))}; the whole prefill was not timed there."
 
 
 def _tuned(tuning: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> Verdict:
@@ -157,13 +173,20 @@ def _unproven(policy: dict[str, Any], stats: tuple[Stat, ...]) -> Verdict:
 def _profiled(profile: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> Verdict:
     best = max(profile["lengths"], key=lambda length: length["attention_share"])
     share = f"{percent(best['attention_share'])} of the prefill at {best['seqlen']:,} tokens"
+    windows = _windows(profile)
     sentence = f"{model}{profile['verdict']}." + (f" {BUSY}" if is_busy(profile) else "")
     if profile.get("refused"):
         return Verdict("no", "Not here", "No policy can run in this model.", sentence, stats)
     if profile["worth_it"]:
         sentence += " Nothing has been tuned yet."
-        return Verdict("open", "Open", f"Worth trying: attention is {share}.", sentence, stats)
-    return Verdict("no", "Not here", f"Not worth it here: attention is only {share}.", sentence, stats)
+        return Verdict("open", "Open", f"Worth trying: attention{windows} is {share}.", sentence, stats)
+    headline = f"{'A policy is not' if windows else 'Not'} worth it here: attention{windows} is only {share}."
+    return Verdict("no", "Not here", headline, sentence, stats)
+
+
+def _windows(profile: dict[str, Any]) -> str:
+    """Return words that tell the attention of a policy's layers from that of layers with a window, if there are any."""
+    return " in layers without a window" * any(each.get("windowed_share") for each in profile["lengths"])
 
 
 BUSY = "The machine was busy while this was timed."
@@ -199,7 +222,7 @@ def _stats(documents: dict[str, Any]) -> tuple[Stat, ...]:
     profile = documents.get("profile")
     if profile and profile["lengths"]:
         longest = max(profile["lengths"], key=lambda length: length["seqlen"])
-        note = f"of the prefill at {longest['seqlen']:,} tokens, dense"
+        note = f"of the prefill at {longest['seqlen']:,} tokens{_windows(profile)}, dense"
         note += ", machine busy" if is_busy(profile) else ""
         stats.append(Stat(percent(longest["attention_share"]), "attention's share", note))
     return tuple(stats)
