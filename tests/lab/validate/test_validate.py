@@ -15,9 +15,11 @@ import dynaxx as dx
 from dynaxx.lab import prefill_speed
 from dynaxx.lab.about import policy_digest
 from dynaxx.lab.kinds import digest_of, text_of
+from dynaxx.lab.progress import SilentProgress
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.tasks.score import answer_task
 from dynaxx.lab.texts import pydoc_text, split_text
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.crossover import LengthTiming
 from dynaxx.lab.tune.pipeline.raise_border import validate_tuned
 from dynaxx.lab.tune.result import TuneResult
@@ -29,6 +31,7 @@ from dynaxx.lab.validate.result import KindRow, SpeedRow, ValidationResult
 from dynaxx.lab.validate.run import validate
 from dynaxx.lab.validate.tasks import TASKS, make_samples
 from dynaxx.policy import Tolerances
+from slow_clock import SlowClock
 
 transformers = pytest.importorskip("transformers")
 from dynaxx.integrations.transformers.apply_policy import model_facts  # noqa: E402
@@ -174,6 +177,23 @@ def test_a_busy_machine_decides_nothing_about_speed(model, monkeypatch):
         row = prefill_speed.time_prefill(model, torch.zeros(1, 8, dtype=torch.int64), lambda: None, 1.03)
         assert row.against(1.03) != "slow", row
         assert row.low <= row.speedup <= row.high
+
+
+@pytest.mark.parametrize(("seconds", "lengths"), [(40.0, [150, 300]), (10.0, [150]), (None, [150, 300, 1200])])
+def test_the_longest_prompts_that_fit_are_timed_and_the_border(model, monkeypatch, seconds, lengths):
+    """Under a time budget; one at the border alone says little of the speed."""
+    time = TimeBudget(seconds, clock := SlowClock())
+    time.learn(PASS, 300, 4.0)
+
+    def time_prefill(model, ids, *given):
+        clock.spend(8 * ids.shape[1] / 300)
+        return timed(ids.shape[1], 1.5)
+
+    monkeypatch.setattr(comparison, "time_prefill", time_prefill)
+    policy = dx.Policy(model=model_facts(model), rules=(dx.Rule.of(dx.SlidingWindow(40)),))
+    run = comparison.Comparison(model, policy, SilentProgress(), time=time)
+    assert [row.seqlen for row in run.speed([1] * 1200, (150, 300, 1200), 30, {})] == lengths
+    assert len(run.skipped) == 3 - len(lengths)
 
 
 def test_failed_checks_come_with_advice():

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 WINDOWS = 3  # stretches of held-out text
 PROMPTS, NEW_TOKENS = 3, 64  # generated text
 NGRAM = 4
+PAIR = 2  # passes of a timed pair
 
 
 class Comparison:
@@ -224,19 +226,28 @@ class Comparison:
     def speed(
         self, ids: list[int], lengths: Sequence[int], share: float, timed: Mapping[int, SpeedRow]
     ) -> tuple[SpeedRow, ...]:
-        """Time dense and sparse prefill in turns, at each length that was not timed before."""
+        """Time dense and sparse prefill in turns, at each length that was not timed before, the longest that fit first.
+
+        The shortest one, where a policy gains least, keeps its share of the time.
+        """
         rows = []
-        for seqlen in lengths:
-            row = timed.get(seqlen)
-            if row is None and not self.has_time(f"the speed at {seqlen:,} tokens", 2, seqlen):
-                continue
-            if row is None:
-                self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
-                prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
-                row = time_prefill(self.model, prompt, self.applied, self.policy.tolerances.slowdown or 1.0, self.time)
+        for seqlen in sorted(lengths, reverse=True):
+            row, shorter = timed.get(seqlen), {min(lengths)} - {seqlen}
+            with self.time.reserving(partial(self.speed_seconds, shorter)):
+                if row is None and not self.has_time(f"the speed at {seqlen:,} tokens", PAIR, seqlen):
+                    continue
+                if row is None:
+                    self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
+                    prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
+                    limit = self.policy.tolerances.slowdown or 1.0
+                    row = time_prefill(self.model, prompt, self.applied, limit, self.time)
             rows.append(row)
             self.task.advance(share * seqlen / sum(lengths))
-        return tuple(rows)
+        return tuple(sorted(rows, key=lambda row: row.seqlen))
+
+    def speed_seconds(self, lengths: Iterable[int]) -> float:
+        """Return the expected seconds of one pair of prefills at each length."""
+        return sum(PAIR * self.time.expects(PASS, seqlen) for seqlen in lengths)
 
 
 @torch.no_grad()

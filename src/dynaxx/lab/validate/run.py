@@ -87,7 +87,9 @@ def validate(
         run = Comparison(model, policy, task, start_of(tokenizer), time)
         with run.applied():  # refuse a policy for another model before long work
             pass
-        with fast_linears(model):
+        timed = {} if known is None else {row.seqlen: row for row in known.speed if row.seqlen >= setup.border}
+        to_time = [each for each in setup.lengths if each <= setup.window and each not in timed]
+        with fast_linears(model), time.reserving(lambda: run.speed_seconds(to_time)):
             if known is not None:
                 run.keep(known, share=35)
                 logits, perplexity, noise, rows = known.logits, known.perplexity, known.noise, known.kinds
@@ -109,7 +111,6 @@ def validate(
                 repetition = known.repetition
             elif run.has_time("generated text", GENERATING, prompt):
                 repetition = run.repetition(ids, prompt, share=15)
-        timed = {} if known is None else {row.seqlen: row for row in known.speed if row.seqlen >= setup.border}
         speed = run.speed(ids, setup.lengths, share=30, timed=timed)
     checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed, rows, answered)
     return ValidationResult(
