@@ -20,6 +20,10 @@ ASKED = "User: Why?\n\nAssistant: Because."
         ({"prompt": "Why?", "response": "Because.", "score": 1}, "Why?\n\nBecause."),
         ({"instruction": "Answer.", "input": "", "output": "Because."}, "Answer.\n\nBecause."),
         ({"question": "Why?", "answer": "Because."}, "Why?\n\nBecause."),
+        ({"instruction": "Why?", "context": "", "response": "Because."}, "Why?\n\nBecause."),
+        ({"custom_id": "1", "body": {"messages": [{"role": "user", "content": "Why?"}]}}, "User: Why?"),
+        ("Why?", "Why?"),
+        ({"content": "Because."}, "Because."),
         ({"prompt": "Why?"}, "Why?"),
         ({"text": "Because."}, "Because."),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}, {"type": "image"}]},
@@ -29,12 +33,17 @@ ASKED = "User: Why?\n\nAssistant: Because."
 )  # fmt: skip
 def test_common_forms_are_read_without_braces(row, text, tmp_path):
     said = []
-    for content in (f"{json.dumps(row)}\n{json.dumps(row)}\n\n", json.dumps([row, row], indent=1)):
-        assert plain_text(content, "a.json", said.append) == f"{text}\n\n{text}"
-    assert said == ["a.json: 2 rows of JSON are read as the text of their messages"] * 2
+    for name, content in (
+        ("a.jsonl", f"{json.dumps(row)}\n{json.dumps(row)}\n\n"),
+        ("a", json.dumps([row, row], indent=1)),
+    ):
+        assert plain_text(content, name, said.append) == f"{text}\n\n{text}"
+    assert said == [f"{name}: 2 rows of JSON are read as the text of their messages" for name in ("a.jsonl", "a")]
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(row))
     assert load_text(path) == text
+    if isinstance(row, dict):
+        assert plain_text(json.dumps(row, indent=1), "a.json", said.append) == text, "one object over several lines"
 
 
 @pytest.mark.parametrize("text", ["plain words", "{ a block of code }\n{}", "", "[1, 2]", "# head\n{}"])

@@ -13,14 +13,19 @@ PAIRS = (
     ("prompt", "response"),
     ("prompt", "chosen"),
     ("instruction", "input", "output"),
+    ("instruction", "context", "response"),
     ("instruction", "output"),
+    ("instruction", "response"),
+    ("input", "output"),
     ("question", "answer"),
+    ("query", "response"),
 )  # fields of one exchange, in order; an empty one is left out
-FORMS = "messages, conversations, " + ", ".join(" + ".join(pair) for pair in PAIRS) + ", prompt, text"
+FORMS = "messages, conversations, " + ", ".join(" + ".join(pair) for pair in PAIRS) + ", prompt, text, content"
+WRAPPERS = ("body", "request")  # fields of a log that hold what was sent
 
 
 def plain_text(text: str, name: str, say: Callable[[str], object]) -> str:
-    """Return the text of JSON lines, or of a JSON list, in a known form; any other text as it is.
+    """Return the text of JSON lines, or of one JSON document, in a known form; any other text as it is.
 
     Args:
         text: the content of a file.
@@ -44,17 +49,17 @@ def plain_text(text: str, name: str, say: Callable[[str], object]) -> str:
 
 
 def _rows(text: str, name: str) -> list[Any] | None:
-    """Return the rows of JSON lines or of a JSON list, or None for other text."""
+    """Return the rows of JSON lines, of a JSON list, or of one object; None for other text."""
     must = name.endswith((".jsonl", ".ndjson"))
     start = text.lstrip()[:1]
     if start not in ("{", "[") and not must:
         return None
-    if start == "[":
-        try:
-            rows = json.loads(text)
-            return rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else None
-        except (ValueError, RecursionError):
-            pass
+    try:
+        whole = json.loads(text)
+        rows = whole if isinstance(whole, list) else [whole]
+        return rows if must or all(isinstance(row, (dict, str)) for row in rows) else None
+    except (ValueError, RecursionError):
+        pass
     rows = []
     for index, line in enumerate(text.splitlines()):
         try:
@@ -69,14 +74,17 @@ def _rows(text: str, name: str) -> list[Any] | None:
 def _said(row: Any) -> str | None:
     """Return the text of a row, or None if its form is unknown."""
     if not isinstance(row, dict):
-        return None
+        return row if isinstance(row, str) else None
     for field in ("messages", "conversations", "conversation"):
         if isinstance(row.get(field), list):
             return _messages(row[field])
     for pair in PAIRS:
         if all(field in row for field in pair):
             return _joined((row[field] for field in pair), "" if isinstance(row.get("completion"), str) else "\n\n")
-    return _joined([row[field] for field in ("prompt", "text") if field in row][:1] or [None])
+    for field in WRAPPERS:
+        if isinstance(row.get(field), dict):
+            return _said(row[field])
+    return _joined([row[field] for field in ("prompt", "text", "content") if field in row][:1] or [None])
 
 
 def _joined(parts: Iterable[Any], between: str = "\n\n") -> str | None:
