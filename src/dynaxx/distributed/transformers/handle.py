@@ -22,6 +22,7 @@ from dynaxx.distributed.group import Mesh, group_of, peer_errors
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.distributed.transformers.layer import SplitLayer, SplitModel, is_row_by_row
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.integrations.transformers.calls.interface import name_before
 from dynaxx.integrations.transformers.calls.own_pattern import BLOCK
 from dynaxx.integrations.transformers.decoder import Decoder, implementation, window_of
 from dynaxx.integrations.transformers.masks.lazy import LazyMask
@@ -65,7 +66,7 @@ class SplitHandle(SplitModel, AbstractContextManager["SplitHandle"]):
             )
         self.kill_switch = KillSwitch(KILL_SWITCH)
         self.counts: Counter[str] = Counter()
-        self.before = decoder.implementation
+        self.before = name_before(next(iter(decoder.layers.values())))
         self.runs_rules = False
         self._split = None
         self._owner = weakref.ref(decoder.owner)

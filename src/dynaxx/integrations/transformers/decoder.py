@@ -185,11 +185,6 @@ class Decoder:
         return model_label(str(loaded)) or str(self.facts.model_type)
 
     @property
-    def implementation(self) -> str:
-        """The model's attention, "sdpa" or "eager"."""
-        return before_of(next(iter(self.layers.values())).config)
-
-    @property
     def head_share(self) -> tuple[int, int]:
         """(rank, ranks) where transformers' tensor parallelism gave this process some of the heads, else (0, 1)."""
         mesh, ranks = getattr(self.owner, "_device_mesh", None), getattr(self.owner, "_tp_size", None) or 1

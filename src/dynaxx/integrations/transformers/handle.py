@@ -19,10 +19,10 @@ from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
 from dynaxx.integrations.transformers.batching import continuous_batching
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
-from dynaxx.integrations.transformers.calls.interface import LAYERS
+from dynaxx.integrations.transformers.calls.interface import LAYERS, name_before
 from dynaxx.integrations.transformers.calls.layer import Layer
 from dynaxx.integrations.transformers.compiled import ATTRIBUTE, forget, remember
-from dynaxx.integrations.transformers.decoder import NAME, ORIGINALS, Decoder, before_of, implementation, window_of
+from dynaxx.integrations.transformers.decoder import NAME, ORIGINALS, Decoder, implementation, window_of
 from dynaxx.integrations.transformers.hooks import PassHooks, refuse_recomputation
 from dynaxx.integrations.transformers.passes import Passes, Watcher
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
@@ -66,7 +66,7 @@ class Handle(AbstractContextManager["Handle"]):
         self.background = Background(partial(self._numbers.failed, "guard"))
         self._own_pattern, self._window, self._name, self._apply = own_pattern, window, name, apply
         self._head_share = decoder.head_share
-        self.before = decoder.implementation
+        self.before = name_before(next(iter(decoder.layers.values())))
         deployed = self._ready(policy, None)
         self.passes = Passes(decoder, deployed, self.kill_switch, self.counts, self._policy_events, self.background)
         self.watchers, self.faults = self.passes.watchers, self.passes.faults
@@ -79,9 +79,7 @@ class Handle(AbstractContextManager["Handle"]):
             for m in decoder.layers.values()
             for local in [window_of(m)]
         }
-        self._names = [
-            (config, before_of(config) if name == NAME else name) for config, name in decoder.implementations()
-        ]
+        self._names = [(config, self.before if name == NAME else name) for config, name in decoder.implementations()]
         self._layers = weakref.WeakKeyDictionary(
             {m: Layer(self.passes, index, originals[type(m), window_of(m)]) for index, m in decoder.layers.items()}
         )

@@ -13,7 +13,7 @@ from dynaxx.integrations.transformers.calls.arguments import AttentionCall
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.layer import Layer, warn_once
 from dynaxx.integrations.transformers.compiled import ATTRIBUTE, TracedLayer, attend_compiled
-from dynaxx.integrations.transformers.decoder import before_of
+from dynaxx.integrations.transformers.decoder import NAME, before_of, implementation
 from dynaxx.integrations.transformers.forward_context import ARGUMENT, ForwardContext
 
 LAYERS: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
@@ -23,6 +23,11 @@ def original_of(module: nn.Module) -> DenseAttention:
     """Return the original attention of a module under a handle, or of a copy of such a module."""
     traced = getattr(module, ATTRIBUTE, None)
     return traced.dense if isinstance(traced, TracedLayer) else DenseAttention(module, before_of(module.config))
+
+
+def name_before(module: nn.Module) -> str:
+    """Return the name of a module's attention, or of the original one, also of a copy of a module under a handle."""
+    return original_of(module).name if implementation(module) == NAME else before_of(module.config)
 
 
 def attention(
