@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests of exported models: whole ones are read, all others refused with the file and the fix."""
+"""Manifests of exported models are read whole or refused with the file and the fix; tokenizers lie beside them."""
 
 import json
 
 import pytest
 
 from dynaxx.engines.portable.manifest import read_manifest
+from dynaxx.engines.portable.tokenizer import copy_tokenizer
 
 FIELDS = {"form": str, "sparse_from": int, "graphs": list}
 WHOLE = {"format": "dynaxx.onnx", "version": 1, "form": "portable", "sparse_from": 512, "graphs": ["prefill"]}
@@ -47,3 +48,24 @@ def test_invalid_manifests_are_refused(text, message, tmp_path):
 def test_a_folder_without_one_says_what_to_give(tmp_path):
     with pytest.raises(FileNotFoundError, match="is missing: give a folder that dynaxx export --format onnx wrote"):
         read(tmp_path)
+
+
+def test_a_tokenizer_and_configs_come_along_and_no_weights(tmp_path):
+    kept = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.txt",
+        "merges.txt",
+    }
+    kept |= {"added_tokens.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja"}
+    source, out = tmp_path / "model", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    for name in (*kept, "model.safetensors", "modeling_own.py"):
+        (source / name).write_text(name)
+    copy_tokenizer(source, out)
+    assert {file.name: file.read_text() for file in out.iterdir()} == {name: name for name in kept}
+    with pytest.raises(ValueError, match="`tokenizer` must be a folder that save_pretrained wrote"):
+        copy_tokenizer(tmp_path, out)

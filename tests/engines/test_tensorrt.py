@@ -57,6 +57,7 @@ def test_the_command_builds_engines_from_a_model(tmp_path):
     model.save_pretrained(tmp_path / "model")
     result = export_model(tmp_path / "model", policy_of(model), tmp_path / "engines", {"max_prompt": "256"})
     assert set(result["engines"]) == {"prefill", "decode"}
+    assert (tmp_path / "engines" / "config.json").exists()
 
 
 @needs_tensorrt

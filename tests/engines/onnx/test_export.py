@@ -158,6 +158,7 @@ def test_the_command_exports_a_decoder_and_an_encoder(tmp_path):
     bert.save_pretrained(tmp_path / "bert")
     made = export_model(tmp_path / "bert", None, tmp_path / "out", {"window": "20,30"})
     assert made.graphs == ("model",)
+    assert (made.folder / "config.json").exists()
     ids = tokens(2, 200)
     mask = torch.ones_like(ids)
     mask[1, 150:] = 0

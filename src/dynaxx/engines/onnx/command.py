@@ -37,7 +37,15 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     require("onnx", "onnxscript", "onnx_ir", "transformers")
     check_new_folder(out)  # before the model is loaded
     model = _load(folder)
-    return export_onnx(model, out, policy, form=form, window=window, all_logits=logits == "all")  # type: ignore[arg-type]
+    return export_onnx(
+        model,
+        out,
+        policy,
+        form=form,  # type: ignore[arg-type]
+        window=window,
+        all_logits=logits == "all",
+        tokenizer=folder,
+    )
 
 
 def _window(given: str | None) -> int | tuple[int, int] | None:

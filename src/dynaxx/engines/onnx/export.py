@@ -25,6 +25,7 @@ from dynaxx.engines.onnx.plans import OperatorPlan, operator_plans
 from dynaxx.engines.portable import PortableModel
 from dynaxx.engines.portable.manifest import MANIFEST
 from dynaxx.engines.portable.plans import PortableRules, is_causal, portable_rules
+from dynaxx.engines.portable.tokenizer import copy_tokenizer
 from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.policy import Policy, policy_digest, resolve, save_policy
@@ -38,7 +39,7 @@ class OnnxExport(NamedTuple):
     """Result of an export.
 
     Attributes:
-        folder: folder with the graphs, `weights.bin`, `dynaxx.json` and, for a policy, `policy.json`.
+        folder: folder with the graphs, `weights.bin`, `dynaxx.json`, for a policy `policy.json`, and the tokenizer.
         form: "portable" or "custom".
         graphs: names of the graphs: "prefill" and "decode", or "model".
         opset: version of ONNX's operator set.
@@ -65,6 +66,7 @@ def export_onnx(
     form: Form = "auto",
     window: int | tuple[int, int] | None = None,
     all_logits: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> OnnxExport:
     """Export a transformers model and its policy to ONNX, with its KV cache as inputs and outputs.
 
@@ -81,13 +83,14 @@ def export_onnx(
         form: "portable", "custom", or "auto", which is portable if every rule is static and custom otherwise.
         window: window of an encoder, as in `dynaxx.apply`.
         all_logits: return the logits of every token instead of the last one only.
+        tokenizer: the model's folder in Hugging Face's format; its tokenizer and configs are copied beside the graphs.
 
     Returns:
         The files and settings of the export.
 
     Raises:
         ImportError: a package of the extra `[onnx]` is missing.
-        ValueError: `out` already exists, or the model is in training mode, on a GPU, or not in fp32.
+        ValueError: `out` already exists, `tokenizer` has none, or the model trains, is on a GPU or not in fp32.
         PolicyError: the policy is for another model.
         UnsupportedInputError: this form cannot represent the policy.
         OSError: the folder cannot be written, for example on a full disk. No files remain.
@@ -99,6 +102,7 @@ def export_onnx(
     made = _Export.of(model, policy, form, window)
     with new_folder(Path(out)) as folder:
         graphs = made.graphs(model, all_logits)
+        copy_tokenizer(tokenizer, folder)
         save_graphs(graphs, folder)
         for name in graphs:
             check_graph(folder / f"{name}.onnx")

@@ -25,6 +25,7 @@ from dynaxx.engines.openvino.running import OpenVinoHandle
 from dynaxx.engines.portable import PortableModel
 from dynaxx.engines.portable.attention import CHUNK
 from dynaxx.engines.portable.manifest import MANIFEST, read_manifest
+from dynaxx.engines.portable.tokenizer import copy_tokenizer
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import Policy, load_policy, policy_digest, save_policy
@@ -70,6 +71,7 @@ def export_openvino(
     form: Form = "auto",
     all_logits: bool = False,
     cache: bool = False,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> OpenVinoExport:
     """Write a decoder and its policy for OpenVINO, for prompts of any length.
 
@@ -81,13 +83,14 @@ def export_openvino(
             custom otherwise.
         all_logits: return the logits of every token instead of the last one only.
         cache: keep the KV cache in the model's state, so that it generates; see `to_openvino`. Only in the custom form.
+        tokenizer: the model's folder in Hugging Face's format; its tokenizer and configs are copied beside the model.
 
     Returns:
         The files and the form of the export.
 
     Raises:
         ImportError: openvino is not installed.
-        ValueError: `out` already exists, or the model is in training mode or on a GPU.
+        ValueError: `out` already exists, `tokenizer` has none, or the model is in training mode or on a GPU.
         PolicyError: the policy is for another model.
         UnsupportedInputError: this form cannot represent the policy; the error lists the reasons.
         OSError: the folder cannot be written, for example on a full disk. No files remain.
@@ -96,6 +99,7 @@ def export_openvino(
     check_new_folder(target)
     converted, chosen = _converted(model, policy, form, all_logits, cache)
     with new_folder(target) as folder:
+        copy_tokenizer(tokenizer, folder)
         ov.save_model(converted, folder / MODEL, compress_to_fp16=False)
         if policy is not None:
             save_policy(policy, folder / "policy.json")
@@ -165,6 +169,7 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
         form=form,  # type: ignore[arg-type]
         all_logits=logits == "all",
         cache=cache == "yes",
+        tokenizer=folder,
     )
 
 

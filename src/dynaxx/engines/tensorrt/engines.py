@@ -16,6 +16,7 @@ from typing import Any
 
 from dynaxx.arguments import typed
 from dynaxx.engines.portable.manifest import MANIFEST, read_manifest
+from dynaxx.engines.portable.tokenizer import copy_tokenizer
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.storage import check_new_folder, new_folder
 
@@ -75,6 +76,7 @@ def build_engines(
     check_new_folder(target)
     trt = _bindings()
     with new_folder(target) as unfinished:
+        copy_tokenizer(source if (source / "config.json").exists() else None, unfinished)
         sizes = {}
         for graph in manifest["graphs"]:
             engine = _build(trt, source / f"{graph}.onnx", settings, decodes=graph == "decode")
