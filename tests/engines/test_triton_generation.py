@@ -2,6 +2,8 @@
 """The Python model for Triton, without a server: batches, tokens, sampling, text pieces, repositories, metrics."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +129,8 @@ def test_repositories(tmp_path):
     write_repository(tmp_path / "model", policy, tmp_path / "repository")
     export_model(tmp_path / "model", None, tmp_path / "repository", {"name": "plain", "stream": "false"})
     assert sorted(path.name for path in (tmp_path / "repository").iterdir()) == ["dynaxx", "plain"]
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "deploy_triton.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"models/(\w+)/|`(\w+)/config", page)) == {("dynaxx", ""), ("", "dynaxx")}  # the default name
     version = tmp_path / "repository" / "dynaxx" / "1"
     assert sorted(path.name for path in version.iterdir()) == ["model", "model.py", "policy.json"]
     assert dx.load_policy(version / "policy.json") == policy
