@@ -71,8 +71,10 @@ def serving(folder, policy, *flags, environment=()):
     log = folder / "server.log"
     with log.open("wb") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as server:
         try:
-            for _ in range(1200):
+            deadline = time.monotonic() + 600
+            while True:
                 assert server.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < deadline, log.read_text()[-4000:]
                 try:
                     urllib.request.urlopen(f"http://localhost:{port}/health", timeout=10).close()
                     break
