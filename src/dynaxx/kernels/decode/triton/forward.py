@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.decode.triton.choose_pages import choose_pages, count_all_pages
-from dynaxx.kernels.decode.triton.exact import attend_exact
+from dynaxx.kernels.decode.triton.choose_pages import PageRule, choose_pages, count_all_pages
+from dynaxx.kernels.decode.triton.exact import ExactSizes, attend_exact
 from dynaxx.kernels.decode.triton.merge import list_bounds
 from dynaxx.kernels.decode.triton.pages import PageTable, first_key, first_visible, physical_pages
 from dynaxx.kernels.decode.triton.rows import load_queries, load_tile, store_part, sum_of_halves
@@ -95,11 +95,15 @@ def _decode_fwd_kernel(
 ):
     """Attend from every list's rows to its pages, in parts."""
     table = PageTable(p_table, table_stride, num_physical)
+    rule = PageRule(p_wanted, kv_heads, max_pages, sinks, window)
     PAGES: tl.constexpr = (BLOCK_N + PAGE - 1) // PAGE  # pages per tile
     TILES: tl.constexpr = (PAGE + BLOCK_N - 1) // BLOCK_N  # tiles per page
     V_LOADED: tl.constexpr = E // 2 if PAIRS else E
     BLOCK_V: tl.constexpr = BLOCK_E // 2 if PAIRS else BLOCK_E
     FP8: tl.constexpr = p_k.dtype.element_ty == tl.float8e4nv
+    exact_sizes: tl.constexpr = ExactSizes(
+        EXACT, SINKS, BLOCK_X, D, E, V_LOADED, PAIRS, HALF, PRECISION, CAPPED, WINDOW
+    )
     i_program, i_rows = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_programs = tl.num_programs(0)
     rows = seqlen_q * group_size
@@ -115,41 +119,15 @@ def _decode_fwd_kernel(
             b_q, q_scale = load_queries(p_q, q_strides, i_b, i_h, row, rows, group_size, HALF, D, o_d)
             seqused = tl.load(p_seqused + i_b)
             acc, acc_odd, row_max, row_sum = attend_exact(
-                p_exact_k,
-                p_exact_v,
-                b_q,
-                q_scale,
-                i_b,
-                i_h,
-                kv_heads,
-                seqused - seqlen_q + row // group_size,
-                first_key(p_leftpad, i_b, HAS_LEFTPAD),
-                seqused,
-                scale * LOG2E,
-                cap,
-                left,
-                o_d,
-                o_v,
-                EXACT,
-                SINKS,
-                BLOCK_X,
-                D,
-                E,
-                V_LOADED,
-                PAIRS,
-                HALF,
-                PRECISION,
-                CAPPED,
-                WINDOW,
-            )
+                p_exact_k, p_exact_v, b_q, q_scale, i_b, i_h, kv_heads, seqused - seqlen_q + row // group_size,
+                first_key(p_leftpad, i_b, HAS_LEFTPAD), seqused, scale * LOG2E, cap, left, o_d, o_v, exact_sizes,
+            )  # fmt: skip
             if PDL:  # until then, another kernel may still use this memory; waiting more than once is harmless
                 gdc_wait()
             part = (num_programs + lists + i_exact) * rows + row
             store_part(p_acc, p_state, part, acc, acc_odd, row_max, row_sum, row < rows, o_e, E, PAIRS)
     if CHOOSE:
-        counts = count_all_pages(
-            p_seqused, p_leftpad, p_wanted, o_l, lists, kv_heads, max_pages, sinks, window, slots, HAS_LEFTPAD, PAGE
-        )
+        counts = count_all_pages(p_seqused, p_leftpad, o_l, lists, slots, rule, HAS_LEFTPAD, PAGE)
         ends, total = tl.cumsum(counts, 0), tl.sum(counts, 0)
     else:
         if PDL:
@@ -181,21 +159,9 @@ def _decode_fwd_kernel(
             if PDL:
                 gdc_wait()
                 gdc_launch_dependents()
+            p_list_scores = p_scores + i_list.to(tl.int64) * max_pages
             pages, chosen, place, found = choose_pages(
-                p_scores + i_list.to(tl.int64) * max_pages,
-                p_wanted,
-                table,
-                i_b,
-                i_h,
-                kv_heads,
-                seqused,
-                leftpad,
-                max_pages,
-                sinks,
-                window,
-                PAGED,
-                PAGE,
-                BLOCK_P,
+                p_list_scores, table, rule, i_b, i_h, seqused, leftpad, PAGED, PAGE, BLOCK_P
             )
             tl.store(p_list + place, pages, mask=chosen & (place >= first_slot) & (place < first_slot + num_slots))
             num_slots = tl.minimum(num_slots, found - first_slot)  # pages may be missing

@@ -6,6 +6,8 @@
 Legend: R rows of q, D head_dim, P logical pages.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,24 +17,61 @@ from dynaxx.kernels.primitives.triton.conversion import nearest, power_below
 FEW_ROWS = tl.constexpr(16)
 
 
+class ListQueries(NamedTuple):
+    """The queries of a list."""
+
+    p_q: Any  # the first row
+    strides: Any  # `Strides`
+    rows: Any
+    group_size: Any
+    scale: Any
+
+
+class Summaries(NamedTuple):
+    """The summaries of pages."""
+
+    p_low: Any
+    p_high: Any
+    p_scale: Any
+    strides: Any  # `RowStrides`
+    scale_strides: Any
+
+
+class ScoreSizes(NamedTuple):
+    """Constants of `score_pages`."""
+
+    PAGED: Any
+    SCALED: Any
+    MEAN: Any  # low and high are equal
+    DOT: Any  # multiply on the matrix unit
+    D: Any
+    BLOCK_D: Any
+    BLOCK_R: Any  # rows at once
+    TILE: Any  # pages at once
+    STAGES: Any
+    FETCH: Any  # prefetch the first tile to L2 while the digits of the queries are computed
+
+
 @triton.jit
-def _query_bounds(
-    p_q, q_strides, rows, group_size, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
-):
+def _query_bounds(queries, sizes: tl.constexpr):
     """Return the sums over a list's queries of max(q, 0) and of min(q, 0), each [BLOCK_D]."""
+    D: tl.constexpr = sizes.D
+    BLOCK_D: tl.constexpr = sizes.BLOCK_D
+    BLOCK_R: tl.constexpr = sizes.BLOCK_R
+    p_q, strides, rows, group_size, scale = queries
     o_d, o_r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     up = tl.zeros([BLOCK_D], tl.float32)
     down = tl.zeros([BLOCK_D], tl.float32)
     if BLOCK_R <= FEW_ROWS:  # one row after another, so that threads need not exchange data
         for row in tl.static_range(BLOCK_R):
-            p_row = p_q + (row // group_size).to(tl.int64) * q_strides.n + (row % group_size).to(tl.int64) * q_strides.h
+            p_row = p_q + (row // group_size).to(tl.int64) * strides.n + (row % group_size).to(tl.int64) * strides.h
             b_row = tl.load(p_row + o_d, mask=o_d < tl.where(row < rows, D, 0), other=0.0).to(tl.float32) * scale
             up += tl.maximum(b_row, 0.0)
             down += tl.minimum(b_row, 0.0)
     else:
         for start in range(0, rows, BLOCK_R):
             row = start + o_r
-            p_row = p_q + (row // group_size).to(tl.int64) * q_strides.n + (row % group_size).to(tl.int64) * q_strides.h
+            p_row = p_q + (row // group_size).to(tl.int64) * strides.n + (row % group_size).to(tl.int64) * strides.h
             mask = (row < rows)[:, None] & (o_d < D)[None, :]
             b_q = tl.load(p_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32) * scale
             up += tl.sum(tl.maximum(b_q, 0.0), 0)
@@ -90,69 +129,45 @@ def _fetch(p_rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def score_pages(
-    p_q,  # first row of the list
-    p_low,
-    p_high,
-    p_scale,
-    p_scores,  # scores of the list, [P] fp32
-    table,  # `PageTable`
-    i_b,
-    i_h,
-    first_page,
-    stop_page,
-    rows,
-    group_size,
-    scale,
-    q_strides,  # `Strides`
-    summary_strides,  # `RowStrides`
-    scale_strides,
-    PAGED: tl.constexpr,
-    SCALED: tl.constexpr,
-    MEAN: tl.constexpr,
-    DOT: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCH: tl.constexpr,  # prefetch the first tile to L2 while the digits of the queries are computed
-):
+def score_pages(queries, summaries, p_scores, table, i_b, i_h, first_page, stop_page, sizes: tl.constexpr):
     """Store the scores of a list's pages; programs along the grid's second axis share its tiles."""
-    first_tile, step = first_page // TILE + tl.program_id(1), tl.num_programs(1)
-    o_d, o_t = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    at = i_b.to(tl.int64) * summary_strides.batch + i_h.to(tl.int64) * summary_strides.head
-    up, down = _query_bounds(p_q, q_strides, rows, group_size, scale, D, BLOCK_D, BLOCK_R)
-    if FETCH:
-        page = first_tile * TILE + o_t
+    D: tl.constexpr = sizes.D
+    BLOCK_D: tl.constexpr = sizes.BLOCK_D
+    p_low, p_high, p_scale, strides, scale_strides = summaries
+    first_tile, step = first_page // sizes.TILE + tl.program_id(1), tl.num_programs(1)
+    o_d, o_t = tl.arange(0, BLOCK_D), tl.arange(0, sizes.TILE)
+    at = i_b.to(tl.int64) * strides.batch + i_h.to(tl.int64) * strides.head
+    up, down = _query_bounds(queries, sizes)
+    if sizes.FETCH:
+        page = first_tile * sizes.TILE + o_t
         known = (page >= first_page) & (page < stop_page)
-        physical = physical_pages(table, i_b, page, known, PAGED)
-        first_rows = at + physical.to(tl.int64) * summary_strides.page
+        physical = physical_pages(table, i_b, page, known, sizes.PAGED)
+        first_rows = at + physical.to(tl.int64) * strides.page
         _fetch(p_high + first_rows, physical >= 0, D, BLOCK_D)
-        if MEAN == 0:
+        if sizes.MEAN == 0:
             _fetch(p_low + first_rows, physical >= 0, D, BLOCK_D)
-    if MEAN:
+    if sizes.MEAN:
         up += down
     unit = 1.0
-    if DOT and SCALED:
+    if sizes.DOT and sizes.SCALED:
         unit = power_below(tl.max(tl.maximum(tl.abs(up), tl.abs(down)), 0))
         up, down = _digits(up / unit), _digits(down / unit)
-    elif DOT:
+    elif sizes.DOT:
         up, down = _thirds(up), _thirds(down)
     p_scale += i_b.to(tl.int64) * scale_strides.batch + i_h.to(tl.int64) * scale_strides.head
-    for i_tile in tl.range(first_tile, tl.cdiv(stop_page, TILE), step, num_stages=STAGES):
-        page = i_tile * TILE + o_t
+    for i_tile in tl.range(first_tile, tl.cdiv(stop_page, sizes.TILE), step, num_stages=sizes.STAGES):
+        page = i_tile * sizes.TILE + o_t
         known = (page >= first_page) & (page < stop_page)
-        physical = physical_pages(table, i_b, page, known, PAGED)
-        offsets = at + physical.to(tl.int64)[:, None] * summary_strides.page + o_d[None, :]
+        physical = physical_pages(table, i_b, page, known, sizes.PAGED)
+        offsets = at + physical.to(tl.int64)[:, None] * strides.page + o_d[None, :]
         inside = (physical >= 0)[:, None] & (o_d < D)[None, :]
-        if SCALED:
+        if sizes.SCALED:
             own_scale = tl.load(p_scale + physical.to(tl.int64) * scale_strides.page, mask=physical >= 0, other=0.0)
-        score = _products(tl.load(p_high + offsets, mask=inside, other=0), up, DOT)
-        if MEAN == 0:
-            score += _products(tl.load(p_low + offsets, mask=inside, other=0), down, DOT)
-        if SCALED:
-            score = (_of_digits(score) if DOT else score) * unit * own_scale
-        elif DOT:
+        score = _products(tl.load(p_high + offsets, mask=inside, other=0), up, sizes.DOT)
+        if sizes.MEAN == 0:
+            score += _products(tl.load(p_low + offsets, mask=inside, other=0), down, sizes.DOT)
+        if sizes.SCALED:
+            score = (_of_digits(score) if sizes.DOT else score) * unit * own_scale
+        elif sizes.DOT:
             score = tl.sum(score, 1)
         tl.store(p_scores + page, score, mask=known)

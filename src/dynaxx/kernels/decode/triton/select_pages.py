@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dynaxx.kernels.decode.triton.choose_pages import choose_pages, count_pages
+from dynaxx.kernels.decode.triton.choose_pages import PageRule, choose_pages, count_pages
 from dynaxx.kernels.decode.triton.pages import PageTable, first_key, row_strides, table_arguments
-from dynaxx.kernels.decode.triton.score_pages import score_pages
+from dynaxx.kernels.decode.triton.score_pages import ListQueries, ScoreSizes, Summaries, score_pages
 from dynaxx.kernels.device import gpu_of, interpreted, padded, power_of_two, processors
 from dynaxx.kernels.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.runtime.launcher import kernel_launcher
@@ -79,7 +79,7 @@ def _select_pages_fwd_kernel(
     SCALED: tl.constexpr,
     SCORE: tl.constexpr,
     CHOOSE: tl.constexpr,
-    MEAN: tl.constexpr,  # low and high are equal
+    MEAN: tl.constexpr,
     DOT: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -92,6 +92,7 @@ def _select_pages_fwd_kernel(
     PDL: tl.constexpr,
 ):
     table = PageTable(p_table, table_stride, num_physical)
+    rule = PageRule(p_wanted, kv_heads, max_pages, sinks, window)
     if PDL and SCORE:
         gdc_wait()
         gdc_launch_dependents()
@@ -102,34 +103,13 @@ def _select_pages_fwd_kernel(
     first_page, stop_page = leftpad // PAGE, tl.minimum(tl.cdiv(seqused, PAGE), max_pages)
     p_scores += i_list.to(tl.int64) * max_pages
     if SCORE:
+        p_row = p_q + i_b.to(tl.int64) * q_strides.b + i_h.to(tl.int64) * group_size * q_strides.h
+        sizes: tl.constexpr = ScoreSizes(PAGED, SCALED, MEAN, DOT, D, BLOCK_D, BLOCK_R, TILE, STAGES, PDL)
         score_pages(
-            p_q + i_b.to(tl.int64) * q_strides.b + i_h.to(tl.int64) * group_size * q_strides.h,
-            p_low,
-            p_high,
-            p_scale,
-            p_scores,
-            table,
-            i_b,
-            i_h,
-            first_page,
-            stop_page,
-            seqlen_q * group_size,
-            group_size,
-            scale,
-            q_strides,
-            summary_strides,
-            scale_strides,
-            PAGED,
-            SCALED,
-            MEAN,
-            DOT,
-            D,
-            BLOCK_D,
-            BLOCK_R,
-            TILE,
-            STAGES,
-            PDL,
-        )
+            ListQueries(p_row, q_strides, seqlen_q * group_size, group_size, scale),
+            Summaries(p_low, p_high, p_scale, summary_strides, scale_strides),
+            p_scores, table, i_b, i_h, first_page, stop_page, sizes,
+        )  # fmt: skip
     if CHOOSE:
         if SCORE:
             tl.debug_barrier()  # makes scores stored by other threads of this program visible
@@ -137,20 +117,7 @@ def _select_pages_fwd_kernel(
             gdc_wait()
             gdc_launch_dependents()
         pages, chosen, place, count = choose_pages(
-            p_scores,
-            p_wanted,
-            table,
-            i_b,
-            i_h,
-            kv_heads,
-            seqused,
-            leftpad,
-            max_pages,
-            sinks,
-            window,
-            PAGED,
-            PAGE,
-            BLOCK_P,
+            p_scores, table, rule, i_b, i_h, seqused, leftpad, PAGED, PAGE, BLOCK_P
         )
         count = tl.minimum(count, slots)
         p_list = p_chosen + i_list.to(tl.int64) * slots
@@ -160,7 +127,7 @@ def _select_pages_fwd_kernel(
         tl.store(p_counts + i_list, count)
     elif tl.program_id(1) == 0:
         fixed, share = tl.load(p_wanted + i_h), tl.load(p_wanted + kv_heads + i_h)
-        count = count_pages(seqused, leftpad, fixed, share, max_pages, sinks, window, PAGE)
+        count = count_pages(seqused, leftpad, fixed, share, rule, PAGE)
         tl.store(p_counts + i_list, tl.minimum(count, slots))
 
 
