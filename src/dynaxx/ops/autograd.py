@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaxx.derivatives import no_second_derivative, refuse_forward_mode, transforms_active
 from dynaxx.kernels.sinks import add_sinks, sink_gradient
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.dispatch import load_backend, score_options
+from dynaxx.ops.dispatch import backward_backend, load_backend, score_options
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -124,6 +124,7 @@ class _Gradients(torch.autograd.Function):
     ) -> Any:
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if of_bias and bias is not None else None
         options = score_options(softcap, bias=bias, dbias=dbias)
+        name = backward_backend(name, q, k, layout, softcap)
         grads = load_backend(name).attention_backward(do, dlse, q, k, v, out, lse, layout, scale, **options)
         return (*grads, dbias) if dbias is not None else tuple(grads)
 

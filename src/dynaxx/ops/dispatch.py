@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
+from dynaxx.kernels.attention.hopper.config import portable_backward_is_faster
+from dynaxx.kernels.device import processors
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout
 from dynaxx.ops.checks import check_inputs, check_layout, check_values
 
+MORE_WORK = 1.1
 MAX_CHOICES = 64  # cached choices per layout
 BACKENDS = tuple(ATTENTION.backends)  # in the order of preference of "auto"
 
@@ -78,6 +82,37 @@ def backend_for(
 
 
 _chosen = PerLayout()
+
+
+def in_larger_blocks(layout: BlockLayout) -> BlockLayout:
+    """Return the layout of the same pairs in blocks of 128, in which the hopper kernels are faster, or `layout` itself.
+
+    Rules by distance know their pairs in blocks of any size. A layout in which more than `MORE_WORK` times as many
+    pairs are visited is not taken, and none is made while a CUDA graph is captured.
+    """
+    make = layout.derived.make_larger
+    if make is None:
+        return layout
+    known = _larger.of(layout)
+    if "larger" not in known:
+        if layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return layout
+        larger: BlockLayout = make()
+        worth = larger.nnz * prod(larger.block_size) <= MORE_WORK * layout.nnz * prod(layout.block_size)
+        known["larger"] = larger if worth else layout
+    return known["larger"]
+
+
+_larger = PerLayout(by_form=False)
+
+
+def backward_backend(name: str, q: Tensor, k: Tensor, layout: BlockLayout, softcap: float | None) -> str:
+    """Return the backend of the gradients: of the forward's, or "triton" where it is measured to be faster."""
+    if name != "hopper" or softcap is not None:
+        return name
+    rows, group_size = layout.q_blocks * q.shape[0] * q.shape[2], q.shape[2] // max(1, k.shape[2])
+    faster = portable_backward_is_faster(group_size, layout.block_size[0], q.shape[3], rows, processors(q.device))
+    return "triton" if faster else name
 
 
 def has_gradient(x: Tensor | None) -> bool:

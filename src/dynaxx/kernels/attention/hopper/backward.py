@@ -4,8 +4,8 @@
     one pass     rows: lse, delta -> fused: dk, dv, and fp32 sums of dq -> sums: dq
     two passes   rows: lse, delta -> backward_dq over the layout -> backward_dkv over its transpose
 
-One pass is used for kv blocks of 128 if there are enough of them, unless torch is set to deterministic algorithms. Two
-passes use no atomics, so every run gives the same bits. TMA clips at the end of each sequence, so tiles need no bound
+One pass is used for kv blocks of 128, unless they are few or torch is set to deterministic algorithms. Two passes use
+no atomics, so every run gives the same bits. TMA clips at the end of each sequence, so tiles need no bound
 checks; queries past the end have lse = inf and contribute nothing.
 
 Legend: B batch; N queries, M keys; Hq, Hk query and kv heads; D head_dim.
@@ -64,13 +64,13 @@ def gradients_of_rows(
     given = (do, q, k, v, rows, layout, scale, softcap)
     if rows.sums is None:
         return backward_dq(*given), *backward_dkv(*given)
-    pieces = group_pieces(q, k, layout)
+    pieces = group_pieces(q, k, layout, True)
     apart = 1 < pieces == q.shape[2] // k.shape[2]
     return None, *(FUSED_LAST_FIRST if apart else FUSED).gradients(*given, pieces)
 
 
 def in_one_pass(q: Tensor, k: Tensor, layout: BlockLayout) -> bool:
     """Return whether one kernel computes all gradients, with dq in the form of sums."""
-    programs = layout.kv_blocks * q.shape[0] * k.shape[2] * group_pieces(q, k, layout)
+    programs = layout.kv_blocks * q.shape[0] * q.shape[2]
     fit = backward_in_one_pass(layout.block_size[1], tile_width(q.shape[3]), programs, processors(q.device))
     return fit and not torch.are_deterministic_algorithms_enabled()

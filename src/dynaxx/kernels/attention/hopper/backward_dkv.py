@@ -8,9 +8,9 @@ A program computes one kv block of one kv head. Each buffer has a full and an em
 padded to whole q blocks. lse is inf for missing queries and for queries that see nothing, so they contribute nothing.
 """
 
+import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +20,8 @@ from dynaxx.kernels.attention.hopper.backward_consume import consume
 from dynaxx.kernels.attention.hopper.backward_dkv_head_dim_256 import WIDE
 from dynaxx.kernels.attention.hopper.backward_produce import ProducerArguments, fed_by, produce
 from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows
-from dynaxx.kernels.attention.hopper.config import BACKWARD_STAGES, REACH, backward_pieces, tile_width
+from dynaxx.kernels.attention.hopper.config import BACKWARD_STAGES, tile_width
+from dynaxx.kernels.attention.hopper.pieces import Columns, backward_pieces
 from dynaxx.kernels.device import processors
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.kernels.schedule.parts import LayoutRows, Parts
@@ -82,6 +83,7 @@ def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
     }
 
 
+REACH = 40  # blocks
 NARROW = ColumnKernel(_sparse_attention_hopper_bwd_dkv_kernel, _others)
 
 
@@ -97,20 +99,33 @@ def backward_dkv(
 ) -> tuple[Tensor, Tensor]:
     """Return (dk, dv), contiguous, of (B, N, H, D) tensors."""
     kernel = WIDE if tile_width(q.shape[3]) == 256 else NARROW
-    return kernel.gradients(do, q, k, v, rows, layout, scale, softcap, group_pieces(q, k, layout))
+    return kernel.gradients(do, q, k, v, rows, layout, scale, softcap, group_pieces(q, k, layout, False))
 
 
-def group_pieces(q: Tensor, k: Tensor, layout: BlockLayout) -> int:
+def group_pieces(q: Tensor, k: Tensor, layout: BlockLayout, one_pass: bool) -> int:
     """Return the number of pieces into which a group is divided."""
-    fused = layout.block_size[1] == 128 and tile_width(q.shape[3]) <= 128
-    fused = fused and not torch.are_deterministic_algorithms_enabled()
-    programs = layout.kv_blocks * k.shape[0] * k.shape[2]
-    return backward_pieces(q.shape[2] // k.shape[2], programs, processors(k.device), fused, fused and is_narrow(layout))
+    batch, seqlen_q, q_heads, head_dim = q.shape
+    entries = layout.kv_indices.numel() // (layout.layout_batch * layout.layout_heads)
+    kv_block, under_causal = layout.block_size[1], max(1, layout.q_blocks * layout.kv_blocks // 2)
+    paired = kv_block == 64 and tile_width(head_dim) <= 128  # two programs fit on a multiprocessor
+    columns = Columns(
+        kv_blocks=layout.kv_blocks,
+        batch=batch,
+        kv_heads=k.shape[2],
+        group_size=q_heads // k.shape[2],
+        seqlen_q=seqlen_q,
+        head_dim=head_dim,
+        share=-1 if entries > 1.5 * under_causal else max(0, round(math.log2(under_causal / max(1, entries)))),
+        reach=known_reach(layout),
+        places=processors(k.device) * (2 if paired else 1),
+        one_pass=one_pass,
+    )
+    return backward_pieces(columns)
 
 
-def is_narrow(layout: BlockLayout) -> bool:
-    """Return whether all rows are known to visit blocks up to `REACH` from the diagonal only."""
+def known_reach(layout: BlockLayout) -> int | None:
+    """Return the largest distance of visited blocks from the diagonal, if it is known to be at most `REACH` blocks."""
     host, rows = layout.host, layout.layout_batch * layout.layout_heads * layout.q_blocks
     if host is None or layout.block_size[0] != layout.block_size[1]:
-        return False
-    return host.kv_indices.numel() <= rows * (2 * REACH + 1) and host.reach <= REACH
+        return None
+    return host.reach if host.kv_indices.numel() <= rows * (2 * REACH + 1) and host.reach <= REACH else None

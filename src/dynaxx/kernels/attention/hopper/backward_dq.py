@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dynaxx.kernels.attention.hopper.backward_dq_consume import FIELDS, DqBuffers, DqRow, consume
 from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows
-from dynaxx.kernels.attention.hopper.config import backward_dq_stages, tile_width
+from dynaxx.kernels.attention.hopper.config import backward_dq_registers, backward_dq_stages, tile_width
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.attention.hopper.forward_produce import band_of
 from dynaxx.kernels.compat import barrier, tma_load
@@ -200,7 +200,7 @@ def _start_dq(
     heads = 2 if q_block == 64 and shared else 1
     consumers = heads * q_block // 64
     width = tile_width(head_dim)
-    stages = backward_dq_stages(width)
+    stages = backward_dq_stages(width, consumers)
     order, ordered = order_argument(layout)
     split = split or no_split(delta)
     programs = layout.q_blocks * batch * q_heads // heads + split_programs(split)
@@ -229,5 +229,5 @@ def _start_dq(
         K_STAGES=stages[0],
         V_STAGES=stages[1],
         num_warps=4,
-        maxnreg=168 if consumers == 2 or width == 256 else 128,
+        maxnreg=backward_dq_registers(width, consumers),
     )

@@ -42,48 +42,11 @@ def fused_stages(head_dim: int) -> int:
 
 
 def backward_in_one_pass(kv_block: int, head_dim: int, programs: int, processors: int) -> bool:
-    """Return whether one kernel computes dq, dk and dv: it needs two consumers of 64 keys and enough programs.
+    """Return whether one kernel computes dq, dk and dv: it needs two consumers of 64 keys.
 
-    With enough programs, all multiprocessors finish together: with 4 programs per multiprocessor, one pass is 4 to 10 %
-    faster than two.
+    `programs` counts kv blocks and q heads; fewer than multiprocessors finish earlier in two passes.
     """
-    return head_dim <= 128 and kv_block == 128 and enough_for_one_pass(programs, processors)
-
-
-def enough_for_one_pass(programs: int, processors: int) -> bool:
-    """Return whether there are so many programs that all multiprocessors finish one pass together."""
-    return programs > 3 * processors
-
-
-REACH = 40  # blocks; see `backward_pieces`
-
-
-def backward_pieces(group_size: int, programs: int, processors: int, fused: bool, narrow: bool = False) -> int:
-    """Return the number of pieces into which the q heads of a group are divided, each a separate program per kv block.
-
-    Processing fewer q heads at a time keeps their q, do and sums of dq in L2. On an H200, whole groups and pieces of 4,
-    2 and 1 heads take 4.56, 3.43, 3.32 and 3.57 ms over random 15 % of 24k tokens with 28/4 heads; 0.778, 0.829, 0.728
-    and 0.772 over 20 % of 8k; 2.54, 2.21, 2.11 and 2.16 over everything visible at 8k; and 7.13, 5.31, 4.76 and 5.12
-    over 10 % of 32k with 32/4 heads. Over 15 % of 16k, whole groups and pieces of two take 4.65 and 3.40 ms with 64/4
-    heads, 3.49 and 2.63 with 48/4, and 2.84 and 2.28 with 40/4.
-
-    In a narrow layout, whose rows visit blocks up to `REACH` from the diagonal, programs that run at the same time
-    share few queries, which fit in L2 for whole groups. On an H100, whole groups and pieces of two heads take 3.21 and
-    3.35 ms over a window of 1,024 in 32k tokens with 32/8 heads, and 9.52 and 9.86 ms over a window of 4,096; and 3.04
-    and 3.24 ms over the former with 28/4 heads.
-
-    Args:
-        group_size: q heads per kv head.
-        programs: number of programs for whole groups.
-        processors: number of multiprocessors.
-        fused: whether one kernel may compute all gradients.
-        narrow: whether the layout is narrow.
-    """
-    if narrow and fused and enough_for_one_pass(programs, processors):
-        return 1
-    if fused and group_size >= 4 and programs * group_size >= 4 * processors:
-        return (group_size + 1) // 2
-    return group_size if programs < 2 * processors else 1
+    return head_dim <= 128 and kv_block == 128 and programs >= processors
 
 
 def backward_heads_together(seqlen_q: int, head_dim: int, kv_heads: int) -> int:
@@ -100,9 +63,32 @@ def backward_ending(kv_blocks: int, heads: int, processors: int) -> int:
     return min(kv_blocks // 8, -(-2 * processors // heads)) if kv_blocks >= 128 else 0
 
 
-def backward_dq_stages(head_dim: int) -> tuple[int, int]:
-    """Return the tiles of k and of v in flight in the dq kernel, next to 128 queries and their gradients."""
+def backward_dq_stages(head_dim: int, consumers: int) -> tuple[int, int]:
+    """Return the tiles of k and of v in flight in the dq kernel, next to 64 queries and their gradients per consumer.
+
+    With one consumer, fewer tiles let more programs fit on a multiprocessor: 0.419 instead of 0.439 ms for 12 heads of
+    128 over 10 % of 16k, 0.092 instead of 0.106 ms for 16 heads of 64 over 20 % of 8k.
+    """
+    if consumers == 1 and head_dim <= 128:
+        return (2, 1) if head_dim == 64 else (2, 2)
     return (2, 1) if head_dim == 256 else (3, 2)
+
+
+def backward_dq_registers(head_dim: int, consumers: int) -> int:
+    """Return the registers per thread of the dq kernel, so that as many programs fit as its tiles allow."""
+    if consumers == 2 or head_dim == 256:
+        return 168
+    return 80 if head_dim == 64 else 128
+
+
+def portable_backward_is_faster(group_size: int, q_block: int, head_dim: int, programs: int, processors: int) -> bool:
+    """Return whether the portable backward takes less time: many rows of 64 queries that no two heads share.
+
+    On an H200, ours and the portable one take 10.2 and 8.9 ms over 64 of 1,713 blocks with 7 heads of 128, 2.76 and
+    2.50 over 10 % of 32k with 16, 2.02 and 1.70 over 40 % of 4 x 3,916 tokens with 24 and without a causal mask; but
+    0.166 and 0.193 over 30 % of 4k with 16 heads, and 1.71 and 1.79 over 15 % of 16k with 28/4.
+    """
+    return group_size == 1 and q_block == 64 and 64 < head_dim <= 128 and programs > 16 * processors
 
 
 def selected_consumers(group_size: int, kv_block: int) -> int:
