@@ -171,7 +171,8 @@ def gpu_targets(found: dict[str, Any]) -> list[Target]:
 
 def _best(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the backend that `backend="auto"` would run."""
-    return next((rows[name] for name in ("hopper", "triton") if "skipped" not in rows[name]), {})
+    names = [name for name in ("auto", "hopper", "triton") if name in rows]
+    return next((rows[name] for name in names if "skipped" not in rows[name]), {})
 
 
 def _ratio(row: dict[str, Any], peer: str, kind: str) -> float | None:

@@ -18,7 +18,7 @@ from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.layout.host import never_traced
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, follow_autocast
-from dynaxx.ops.dispatch import backend_for, has_gradient, load_backend, score_options
+from dynaxx.ops.dispatch import backend_for, has_gradient, in_larger_blocks, load_backend, score_options
 from dynaxx.ops.flops import is_counting
 from dynaxx.ops.library import NO_PATTERN, attention_forward, is_traced, layout_tensors
 from dynaxx.ops.position_bias import PositionBias, bias_by_distance
@@ -212,6 +212,8 @@ def _attend(
         return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
     bias = bias_by_distance(position_bias, q, k, layout)
     name, needs_grad = backend_for(q, k, v, layout, softcap, backend, bias)
+    if name == "hopper" and backend == "auto":
+        layout = in_larger_blocks(layout)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if sinks is not None:
         needs_grad |= has_gradient(sinks)

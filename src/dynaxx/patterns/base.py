@@ -13,7 +13,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -33,6 +33,7 @@ from dynaxx.patterns.program import Op
 from dynaxx.patterns.runs import Ints, Runs, Visited, all_of, any_of, checked_visited
 from dynaxx.settings import Configured, registered
 
+LARGEST = (128, 128)  # block size
 MASKS_AT_ONCE = 512
 MANY = 16  # distances; with more of them, equal ones are merged first
 
@@ -379,4 +380,8 @@ class Causal(DistanceRule, kind="causal"):
 def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> BlockLayout:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"`device` must be one that torch sees, got {device}: torch.cuda.is_available() is False")
-    return build_layout(pattern, grid, device)
+    layout = build_layout(pattern, grid, device)
+    if device.type == "cuda" and pattern.by_distance and grid.block_size != LARGEST:
+        larger = BlockGrid(grid.seqlen_q, grid.seqlen_k, LARGEST, grid.causal)
+        layout.derived.make_larger = partial(_cached_layout, pattern, larger, device)
+    return layout
