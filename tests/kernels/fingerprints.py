@@ -89,6 +89,7 @@ def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_he
         from dynaxx.trained.tokens.kernels.hopper import operators
     else:
         from dynaxx.trained.tokens.kernels.triton import operators
+    from dynaxx.trained.tokens.kernels.contract import SavedForward
     from dynaxx.trained.tokens.spans import TokenSpans
 
     zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)
@@ -98,7 +99,7 @@ def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_he
     plan = operators.prepare(chosen, TokenSpans((0, 64), (0, 64), grain), q, k, v)
     out, _ = operators.forward(q, k, v, plan, 0.1)
     backward = operators.latent_backward if dims[1] < dims[0] else operators.backward
-    backward(out, lse, q, k, v, out, lse, plan, 0.1)
+    backward(out, lse, SavedForward(q, k, v, out, lse), plan, 0.1)
 
 
 def token_decode(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:

@@ -256,6 +256,7 @@ def test_scores(sizes, spilled):
 @pytest.mark.slow
 def test_latent_attention():
     """Forward, and the steps of the backward that have kernels for Hopper: nothing waits, and nothing spills."""
+    from dynaxx.trained.tokens.kernels.contract import SavedForward
     from dynaxx.trained.tokens.kernels.hopper import operators
     from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -266,7 +267,7 @@ def test_latent_attention():
     def start():
         plan = operators.prepare(chosen, TokenSpans((0, 64), (0, 64), 1), q, k, k[..., :512])
         out, _ = operators.forward(q, k, k[..., :512], plan, 0.1)
-        operators.latent_backward(out, lse, q, k, k[..., :512], out, lse, plan, 0.1)
+        operators.latent_backward(out, lse, SavedForward(q, k, k[..., :512], out, lse), plan, 0.1)
 
     check(compile_kernels(start, "token_latent"), of_3_6([0, 0, 0, 0]))
 

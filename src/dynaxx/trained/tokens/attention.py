@@ -17,7 +17,7 @@ from dynaxx.ops.checks import check_sinks, check_softcap, looks_at_values
 from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.packing import Packed, packed_problem
 from dynaxx.trained.registry import TOKENS
-from dynaxx.trained.tokens.kernels.contract import TokenKernels
+from dynaxx.trained.tokens.kernels.contract import SavedForward, TokenKernels
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans, ascending
 
 
@@ -181,7 +181,7 @@ class _TokenAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         count(2 * ctx.pairs * (3 * q.shape[-1] + 2 * v.shape[-1]))
         latent_backward = ctx.kernels.latent_backward if ctx.joined else None
-        grads = (latent_backward or ctx.kernels.backward)(do, dlse, q, k, v, out, lse, *ctx.settings)
+        grads = (latent_backward or ctx.kernels.backward)(do, dlse, SavedForward(q, k, v, out, lse), *ctx.settings)
         if ctx.joined and latent_backward is None:
             grads[1][..., : v.shape[2]] += grads[2]
         dsinks = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,16 @@ class IndexLossProblem:
         )
 
 
+class SavedForward(NamedTuple):
+    """Inputs and results of a forward, which its backward reads. With sinks, out and lse include them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class TokenKernels(Protocol):
     """Attention of packed sequences over tokens that each query chooses. `plan` is what `prepare` returned."""
 
@@ -76,19 +86,9 @@ class TokenKernels(Protocol):
         """Return out (T, Hq, E) and lse (Hq, T) fp32."""
 
     def backward(
-        self,
-        do: Tensor,
-        dlse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        plan: Any,
-        scale: float,
-        softcap: float | None = None,
+        self, do: Tensor, dlse: Tensor, saved: SavedForward, plan: Any, scale: float, softcap: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. With sinks, out and lse are those with them."""
+        """Return dq, dk, dv."""
 
     @property
     def latent_backward(self) -> Callable[..., Any] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from ctypes import Structure, byref, c_int64
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from dynaxx.core.status import raise_for_status
 from dynaxx.core.structures import structure
 from dynaxx.kernels.runtime.core_arguments import ELEMENTS, readable
 from dynaxx.layout.host import address, never_traced, on_host
+from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.spans import TokenSpans
 
 latent_backward = None
@@ -84,21 +84,13 @@ def forward(
 @on_host
 @never_traced
 def backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: CpuTokenPlan,
-    scale: float,
-    softcap: float | None = None,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: CpuTokenPlan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; bitwise the same on any number of threads."""
     library = active_library()
     if library is None:
-        return _gradients_by_chunks(do, dlse, q, k, v, out, lse, plan, scale, softcap)
+        return _gradients_by_chunks(do, dlse, saved, plan, scale, softcap)
+    q, k, v, out, lse = saved
     q, do, lse = readable(q), readable(do), lse.contiguous()
     k_rows, v_rows = _rows_of(k, v)
     delta = torch.linalg.vecdot(do.float(), out.float()).T - dlse.masked_fill(lse == -torch.inf, 0.0)
@@ -254,17 +246,9 @@ def _by_chunks(
 
 
 def _gradients_by_chunks(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: CpuTokenPlan,
-    *settings: Any,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: CpuTokenPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scale, softcap = settings
+    q, k, v, out, lse = saved
     dq = torch.zeros(q.shape, dtype=torch.float32, device="cpu")
     dk, dv = (
         torch.zeros(k.shape, dtype=torch.float32, device="cpu"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dynaxx.kernels.device import gpu_of, padded, processors
 from dynaxx.kernels.runtime.arguments import packed_strides_of
+from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.kernels.gpu.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.trained.tokens.kernels.gpu.config import (
     MAX_BY_PRODUCTS,
@@ -71,8 +72,7 @@ class WideSteps(NamedTuple):
 def token_backward(
     do: Tensor,
     dlse: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor],
+    saved: SavedForward,
     plan: TokenPlan,
     shared: dict[str, Any],
     latent: bool,
@@ -84,22 +84,21 @@ def token_backward(
     Args:
         do: (T, Hq, E).
         dlse: (Hq, T).
-        inputs: q, k and v.
-        results: out and lse of the forward.
+        saved: the forward.
         plan: the selection.
         shared: arguments of all kernels by tile.
         latent: whether v is the first part of k in memory, which is then read once.
         joined: whether to add dv to the first columns of dk; only if `latent`.
         steps: what to use instead of the functions of this module: three steps above `WIDE`, else one function.
     """
-    q, k, v = inputs
-    delta = _delta(do, dlse, *results)
+    q, k, v, out, lse = saved
+    delta = _delta(do, dlse, out, lse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     keys, kv_heads = k.shape[:2]
     pieces = _pieces(plan, q, 0 if joined else v.shape[2], k)
     targets = [dk] if joined else [dk, dv]
     sums = targets if len(pieces) == 1 else [torch.empty_like(x, dtype=torch.float32) for x in targets]
-    grads = {"p_do": do, "p_lse": results[1], "p_delta": delta, "do_strides": packed_strides_of(do)}
+    grads = {"p_do": do, "p_lse": lse, "p_delta": delta, "do_strides": packed_strides_of(do)}
     if isinstance(steps, WideSteps) or (steps is None and max(q.shape[2], v.shape[2]) > WIDE):
         steps = partial(_wide_rows, steps=steps or WideSteps(write_scores, write_dq, write_rows))
     tile_gradients = steps or narrow_rows
@@ -108,7 +107,7 @@ def token_backward(
         for first_head in range(0, kv_heads, heads_at_once):
             heads = range(first_head, min(first_head + heads_at_once, kv_heads))
             portion = Portion(plan, heads, tiles, begin, shared | grads, latent, joined)
-            found_rows = tile_gradients(inputs, dq, portion)
+            found_rows = tile_gradients((q, k, v), dq, portion)
             if found is None or plan.lists.shape[1] > 1:  # otherwise all kv heads share their lists
                 group = KEYS_AT_ONCE if _by_products(found_rows) else 1
                 found = entries_of_keys(plan, heads, tiles, keys, kv_heads, group, begin)

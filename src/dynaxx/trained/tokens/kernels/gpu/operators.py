@@ -14,6 +14,7 @@ from torch import Tensor
 from dynaxx.kernels.device import gpu_of
 from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.sinks import include_sinks
+from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.kernels.gpu.config import WIDE, forward_launch, widths
 from dynaxx.trained.tokens.kernels.gpu.forward import _token_fwd_kernel
 from dynaxx.trained.tokens.kernels.gpu.gradients import TileGradients, WideSteps, token_backward
@@ -53,37 +54,19 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: TokenPlan,
-    scale: float,
-    softcap: float | None = None,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: TokenPlan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; bitwise reproducible."""
-    dq, grads = gradients(do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), False)
+    dq, grads = gradients(do, dlse, saved, plan, (scale, softcap), False)
     return dq, grads[0], grads[1]
 
 
 def latent_backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: TokenPlan,
-    scale: float,
-    softcap: float | None = None,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: TokenPlan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dk, which contains the gradient of v = k[..., :E]."""
-    joined = shares_rows(k, v) and q.shape[2] > WIDE
-    dq, grads = gradients(do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), joined)
+    joined = shares_rows(saved.k, saved.v) and saved.q.shape[2] > WIDE
+    dq, grads = gradients(do, dlse, saved, plan, (scale, softcap), joined)
     return dq, grads[0] if joined else added(*grads)
 
 
@@ -96,8 +79,7 @@ def added(dk: Tensor, dv: Tensor) -> Tensor:
 def gradients(
     do: Tensor,
     dlse: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor],
+    saved: SavedForward,
     plan: TokenPlan,
     settings: tuple[float, float | None],
     joined: bool,
@@ -108,20 +90,18 @@ def gradients(
     Args:
         do: gradient of out.
         dlse: gradient of lse.
-        inputs: q, k and v.
-        results: out and lse.
+        saved: the forward.
         plan: the selection.
         settings: scale and softcap.
         joined: v is the first part of k in memory, and head_dim above `WIDE`.
         steps: what to use instead of the functions of `gradients.py`; see there.
     """
-    q, k, v = (unit_stride(x) for x in inputs)
-    out, lse = unit_stride(results[0]), results[1].contiguous()
+    q, k, v, out = (unit_stride(x) for x in saved[:4])
+    saved = SavedForward(q, k, v, out, saved.lse.contiguous())
     if not (q.shape[0] and k.shape[0] and plan.lists.shape[2]):
         return torch.zeros_like(q), [torch.zeros_like(x) for x in ((k,) if joined else (k, v))]
     arguments = shared_arguments(q, k, v, plan, *settings)
-    latent = shares_rows(k, v)
-    return token_backward(unit_stride(do), dlse, (q, k, v), (out, lse), plan, arguments, latent, joined, steps)
+    return token_backward(unit_stride(do), dlse, saved, plan, arguments, shares_rows(k, v), joined, steps)
 
 
 def shares_rows(k: Tensor, v: Tensor) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.sinks import include_sinks
+from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.kernels.gpu import operators as portable
 from dynaxx.trained.tokens.kernels.gpu.gradients import Portion, WideSteps, write_dq, write_rows
 from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan
@@ -68,53 +69,34 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: TokenPlan,
-    scale: float,
-    softcap: float | None = None,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: TokenPlan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v; bitwise reproducible."""
     if isinstance(plan, GroupedPlan):
         if softcap is None:
-            dq, grads = portable.gradients(
-                do, dlse, (q, k, v), (out, lse), plan, (scale, None), False, grouped_plan.narrow_rows
-            )
+            steps = grouped_plan.narrow_rows
+            dq, grads = portable.gradients(do, dlse, saved, plan, (scale, None), False, steps)
             return dq, grads[0], grads[1]
-        plan = plan.portable(q, k, v)
-    steps = _steps(q, k, v, plan, softcap)
-    if steps is not None:
-        q, do, steps = _aligned(unit_stride(q)), _aligned(unit_stride(do)), steps._replace(rows=write_rows)
-    given = (do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), False)
-    dq, grads = portable.gradients(*given, steps)
+        plan = plan.portable(saved.q, saved.k, saved.v)
+    wide_steps = _steps(saved, plan, softcap)
+    if wide_steps is not None:
+        saved, do = saved._replace(q=_aligned(unit_stride(saved.q))), _aligned(unit_stride(do))
+        wide_steps = wide_steps._replace(rows=write_rows)
+    dq, grads = portable.gradients(do, dlse, saved, plan, (scale, softcap), False, wide_steps)
     return dq, grads[0], grads[1]
 
 
 def latent_backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: TokenPlan,
-    scale: float,
-    softcap: float | None = None,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: TokenPlan, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return dq and dk, which contains the gradient of v = k[..., :E]."""
     if isinstance(plan, GroupedPlan):
-        plan = plan.portable(q, k, v)
-    steps = _steps(q, k, v, plan, softcap)
+        plan = plan.portable(saved.q, saved.k, saved.v)
+    steps = _steps(saved, plan, softcap)
     if steps is None:
-        return portable.latent_backward(do, dlse, q, k, v, out, lse, plan, scale, softcap)
-    q, do = _aligned(unit_stride(q)), _aligned(unit_stride(do))
-    dq, grads = portable.gradients(do, dlse, (q, k, v), (out, lse), plan, (scale, softcap), True, steps)
+        return portable.latent_backward(do, dlse, saved, plan, scale, softcap)
+    saved, do = saved._replace(q=_aligned(unit_stride(saved.q))), _aligned(unit_stride(do))
+    dq, grads = portable.gradients(do, dlse, saved, plan, (scale, softcap), True, steps)
     return dq, grads[0]
 
 
@@ -133,9 +115,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan) -> bool:
     return widths and alone and steps and plan.rows.rows == ROWS.value and portable.shares_rows(k, v)
 
 
-def _steps(q: Tensor, k: Tensor, v: Tensor, plan: TokenPlan, softcap: float | None) -> WideSteps | None:
+def _steps(saved: SavedForward, plan: TokenPlan, softcap: float | None) -> WideSteps | None:
     """Return the steps of the backward if the kernels for latent attention serve, else None."""
-    if softcap is not None or not fits(unit_stride(q), k, v, plan):
+    if softcap is not None or not fits(unit_stride(saved.q), saved.k, saved.v, plan):
         return None
     if plan.rows.parts % 2 or plan.lists.shape[2] % 16:
         return WideSteps(_write_scores, write_dq, write_rows)

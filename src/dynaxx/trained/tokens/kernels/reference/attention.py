@@ -15,6 +15,7 @@ from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.kernels.decode.reference import _used_keys, read_cache
 from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache
+from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.spans import TokenSpans
 
 latent_backward = None
@@ -65,18 +66,10 @@ def forward(
 
 @without_autocast
 def backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Tensor,
-    scale: float,
-    softcap: float | None = None,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: Tensor, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv. With sinks, out and lse must include them."""
+    """Return dq, dk, dv."""
+    q, k, v, out, lse = saved
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     q32, k32, v32, do32 = (x.to(dtype) for x in (q, k, v, do))
