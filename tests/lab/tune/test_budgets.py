@@ -27,7 +27,7 @@ def loaded(tmp_path_factory):
     pytest.importorskip("transformers")
     from dynaxx.lab.models import load_model
 
-    found = load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"))), device="cpu")
+    found = load_model(str(save_tiny_model(tmp_path_factory.mktemp("tiny"), max_positions=TOKENS)), device="cpu")
     with torch.no_grad():
         for name, parameter in found.model.named_parameters():
             if parameter.dim() > 1:
@@ -143,6 +143,13 @@ def test_what_a_busy_machine_timed_is_timed_again(loaded, tmp_path):
     assert {kind for kind, _ in quiet.done} == {"attention", "crossover"}, "only the timing is repeated"
     assert again(still := SlowClock()).crossover == found.crossover
     assert still.done == []
+
+
+def test_an_advised_budget_has_room_for_the_start_of_the_command(loaded, tmp_path):
+    options = TuneOptions("", out=tmp_path, tokens=TOKENS, block_size=16, reference=False)
+    found = tune(*loaded, TEXT, options, time=TimeBudget(10.0, SlowClock(), spent=2000.0))
+    assert (found.ended, found.verdict) == ("time", "undecided")
+    assert "--time-budget 1h" in found.advice
 
 
 def test_a_dense_policy_is_not_timed(loaded, full, tmp_path):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a search says that it found out."""
 
+from dataclasses import replace
+
 import pytest
 
 from dynaxx.lab.tune.crossover import LengthTiming
@@ -30,8 +32,8 @@ def guide_of(*trials):
 
 
 def outcome(**changes):
-    given = dict(ended="done", tuned=None, chosen=None, timings=(), timed=True, tokens=1024, tolerance=0.01, needed=400)
-    return decide(**{**given, **changes})
+    given = dict(ended="done", tuned=None, chosen=None, timings=(), timed=True, tokens=1024, usual=1024)
+    return decide(**{**given, "tolerance": 0.01, "needed": 400, **changes})
 
 
 @pytest.mark.parametrize("ended", ["time", "interrupted"])
@@ -47,6 +49,18 @@ def test_the_end_of_time_is_no_finding(ended):
     assert outcome(ended=ended, chosen=SPARSE, timings=slower, timed=False).verdict == "undecided"
     assert outcome(ended=ended, chosen=SPARSE, timings=slower).verdict == "undecided", "a sparser one may be faster"
     assert outcome(chosen=SPARSE, timings=slower).verdict == "dense"
+    busy = outcome(chosen=SPARSE, timings=[slower[0], replace(slower[1], busy=True)])
+    assert (busy.verdict, "on a quiet machine" in busy.advice) == ("undecided", True)
+
+
+def test_short_texts_rule_nothing_out():
+    slower, failed = (LengthTiming(512, 1.0, 1.0),), guide_of(Trial(0.9, 11.0, 1.05, 0.001, False))
+    for found in (dict(chosen=SPARSE, timings=slower), dict(tuned=failed)):
+        assert (outcome(**found).verdict, outcome(**found).advice) == ("dense", "")
+        short = outcome(**found, usual=4096)
+        assert short.verdict == "undecided"
+        assert "at 1,024 tokens" in short.why
+        assert "--tokens 4096" in short.advice
 
 
 def test_nothing_sparse_stays_only_where_the_densest_candidate_failed():

@@ -52,6 +52,7 @@ class Costing:
         self.model, self.tokenizer, self.text, self.options = model, tokenizer, text, options
         self.block_size, self.scorers = options.block_size, scorers_named(options.scorers)
         self.progress, self.time = progress or SilentProgress(), time or TimeBudget(options.time_budget)
+        self.before = self.time.spent  # seconds of the command before the search, which another run takes too
         self.texts: SearchTexts = search_texts(tokenizer, text, kinds, options.tokens, options.stretches)
         self.budgets = budgets_for(options.tokens)
         self.cost_tokens = options.cost_tokens or options.tokens

@@ -2,7 +2,8 @@
 """What a search found out: a sparse policy, that none is worth it, or nothing yet, and what to do next.
 
 The end of time is no finding. A policy is called dense only where sparse attention was tried and failed: the densest
-candidate lost too much, or the sparsest one that passes is faster at no length.
+candidate lost too much, or the sparsest one that passes is faster at no length. Short texts, of which little can be
+left out, and a busy machine, which slows sparse attention more than dense, decide neither.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def decide(
     timings: Sequence[LengthTiming],
     timed: bool,
     tokens: int,
+    usual: int,
     tolerance: float,
     needed: float,
 ) -> Outcome:
@@ -49,10 +51,12 @@ def decide(
         timings: times of attention under that policy.
         timed: whether all lengths were timed.
         tokens: length of the texts that were tuned on.
+        usual: length of the texts from which sparse attention can be ruled out.
         tolerance: allowed relative rise of perplexity.
-        needed: expected seconds until the search is done.
+        needed: expected seconds of another run until its search is done.
     """
     budget = f"--time-budget {budget_of(needed)}"
+    longer = f"Longer texts need fewer blocks: --tokens {usual}, and as much text as that takes."
     again = f"Run the same command with {budget}: it continues, and on this machine now that would decide."
     if chosen is None:
         if tuned is not None and tuned.hopeless:
@@ -63,7 +67,8 @@ def decide(
             if is_noise and all(task.passed for task in densest.tasks):
                 said = f"{lost}, with a standard error of {worst.error:.3%} that is too large for {tolerance:.3%}"
                 return Outcome(ended, "undecided", None, said, "More text decides: --stretches 3, or a longer sample.")
-            return Outcome(ended, "dense", None, f"nothing sparse stays within {tolerance:.3%}: {lost}", "")
+            said = f"nothing sparse stays within {tolerance:.3%} at {tokens:,} tokens: {lost}"
+            return Outcome(ended, _ruled_out(tokens, usual), None, said, longer * (tokens < usual))
         count = len(tuned.tried) if tuned is not None else 0
         tried = f" after {count} trial{'s' * (count > 1)}" if count else " before any trial"
         return Outcome(
@@ -85,12 +90,20 @@ def decide(
         )
         return Outcome(ended, "undecided", None, said, again)
     if border is None:
-        said = f"sparse attention is not faster here at any length up to {longest:,} tokens"
-        return Outcome(ended, "dense", None, said, "")
+        said = f"{found}, but that is not faster here at any length up to {longest:,} tokens"
+        if any(each.busy for each in timings):
+            quiet = "Run the same command on a quiet machine: it measures the times again."
+            return Outcome(ended, "undecided", None, f"{said} while the machine is busy", quiet)
+        return Outcome(ended, _ruled_out(tokens, usual), None, said, longer * (tokens < usual))
     if border > tokens:
         said = f"the policy was tuned at {tokens:,} tokens, and sparse attention is faster here only from {border:,}"
         return Outcome(ended, "undecided", None, said, f"Tune at a length that would run sparse: --tokens {border}.")
     return Outcome(ended, "sparse", border, found, more)
+
+
+def _ruled_out(tokens: int, usual: int) -> Verdict:
+    """Return the verdict where nothing sparse does at some length: shorter texts than usual rule nothing out."""
+    return "dense" if tokens >= usual else "undecided"
 
 
 _ENDS = {"done": "the search ended", "time": "time ended", "interrupted": "the search was stopped"}

@@ -26,6 +26,7 @@ from dynaxx.lab.tune.density.guide import Guide, Tried
 from dynaxx.lab.tune.density.search_texts import SEARCH_TEXTS
 from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.tune.finding import SEARCH_STEPS, UNIFORM_STEPS, Finding
+from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.outcome import Outcome, decide
 from dynaxx.lab.tune.reference import with_reference
 from dynaxx.lab.tune.result import Ended, TuneResult
@@ -125,17 +126,18 @@ class Search(Finding):
             timings=best.timings,
             timed=best.complete,
             tokens=self.options.tokens,
+            usual=min(TuneOptions.tokens, longest_prompt(self.model)),
             tolerance=self.options.tolerance,
             needed=self._needed(),
         )
         return self._described(best, outcome)
 
     def _needed(self) -> float:
-        """Return the expected seconds until the search is done."""
+        """Return the expected seconds of another run until its search is done."""
         if self.time.seconds is None:
             return 0.0
         costs = 0.0 if self.tuned and not self.cut else self._costs_seconds(len(self.scorers))
-        return self.time.reserved + costs + EXPECTED_PASSES * self.trials.pass_seconds
+        return self.before + self.time.reserved + costs + EXPECTED_PASSES * self.trials.pass_seconds
 
     def _described(self, found: Timed, outcome: Outcome) -> TuneResult:
         """Return the result with its policy and the evidence."""
