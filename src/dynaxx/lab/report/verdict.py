@@ -136,7 +136,7 @@ def _attention_alone(tuning: dict[str, Any], tokens: int) -> str:
         return f"Prompts of {tokens:,} tokens were not timed."
     faster = timing["dense_seconds"] / timing["sparse_seconds"]
     said = f"At {tokens:,} tokens attention alone, with the choice of blocks, runs at {faster:.2f} times the speed"
-    return f"{said}{' on a busy machine' * bool(timing.get('busy'))}; the whole prefill was not timed there."
+    return f"{said} of dense{', on a busy machine' * bool(timing.get('busy'))}; the whole prefill was not timed there."
 
 
 def _tuned(tuning: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> Verdict:
