@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Serve a model with transformers' own HTTP server under a policy: OpenAI's endpoints, streaming, continuous batching.
 
-    pip install 'transformers[serving]'
+    pip install 'dynaxx[transformers,metrics]' 'transformers[serving]'
     python examples/serve_transformers.py MODEL policy.json --port 8000
     curl localhost:8000/v1/completions -H 'content-type: application/json' \
         -d '{"model": "MODEL", "prompt": "...", "max_tokens": 32}'

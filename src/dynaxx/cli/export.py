@@ -46,7 +46,7 @@ def export(
     custom), logits (last, all), and window (W or LEFT,RIGHT) for an encoder.
 
     openvino: a model for OpenVINO and its policy, with `pip install 'dynaxx[openvino]'`. Options: form (auto, portable,
-    custom), logits (last, all).
+    custom), logits (last, all), cache (no, yes).
 
     tensorrt: engines of TensorRT for RTX, built without a GPU. Options: compute_capability (8.9, or several),
     max_batch, max_prompt, max_cache (tokens).
