@@ -102,8 +102,8 @@ def _validated(
         parts.append(f"A prefill of {row['seqlen']:,} tokens runs {said}.")
     if row is not None and (validation.get("layer_calls") or {}).get("own_pattern_calls"):
         parts.append("Layers with a window of their own run on dynaxx's kernels too, which is part of the speed.")
-    short = row is not None and row["seqlen"] < validation["window_tokens"]
-    parts += [_attention_alone(tuning, validation["window_tokens"])] if short and tuning else []
+    sparse, short = validation["sparse_from"] is not None, row is None or row["seqlen"] < validation["window_tokens"]
+    parts += [_attention_alone(tuning, validation["window_tokens"])] if short and sparse and tuning else []
     parts += validation["advice"]
     parts += [validation["busy"]] if validation["busy"] else []
     if tuning and tuning["about"].get("text") != validation["about"].get("text"):
@@ -116,13 +116,15 @@ def _validated(
         return Verdict("no", "\N{BALLOT X} Failed", headline, " ".join(parts), stats)
     parts += [tuning["advice"]] if tuning and tuning["advice"] else []
     parts[-1] += _without_reference(tuning or {})
-    if validation["sparse_from"] is None:
+    if not sparse:
         headline = "Yes: decoding under the policy keeps quality. Prompts run dense."
-    elif row is not None and short:
+    elif row is None:
+        headline = f"Quality holds: {kept}. The speed was not measured."
+    elif short:
         headline = f"Quality holds: {kept}. The speed is known up to {row['seqlen']:,} tokens."
-    elif row is not None and row["high"] < 1:
+    elif row["high"] < 1:
         headline = f"Quality holds: {kept}. But {row['seqlen']:,} tokens are slower than dense on this machine."
-    elif row is not None and (row["low"] <= 1 or row["speedup"] < FASTER):
+    elif row["low"] <= 1 or row["speedup"] < FASTER:
         headline = f"Quality holds: {kept}. But {row['seqlen']:,} tokens are not clearly faster on this machine."
     else:
         headline = f"Yes: {kept}."
@@ -130,13 +132,15 @@ def _validated(
 
 
 def _attention_alone(tuning: dict[str, Any], tokens: int) -> str:
-    """Return a sentence with the time of attention alone at a length at which no whole prefill was timed."""
-    timing = next((each for each in tuning["crossover"] if each["seqlen"] == tokens), None)
+    """Return a sentence with the time of attention alone at the longest length up to `tokens`."""
+    timed = [each for each in tuning["crossover"] if each["seqlen"] <= tokens]
+    timing = max(timed, key=lambda each: each["seqlen"], default=None)
     if timing is None:
         return f"Prompts of {tokens:,} tokens were not timed."
     faster = timing["dense_seconds"] / timing["sparse_seconds"]
-    said = f"At {tokens:,} tokens attention alone, with the choice of blocks, runs at {faster:.2f} times the speed"
-    return f"{said} of dense{', on a busy machine' * bool(timing.get('busy'))}; the whole prefill was not timed there."
+    said = f"Attention alone, with the choice of blocks, runs at {faster:.2f} times the speed of dense at "
+    said += f"{timing['seqlen']:,} tokens{', on a busy machine' * bool(timing.get('busy'))}"
+    return f"{said}; the whole prefill was not timed there."
 
 
 def _tuned(tuning: dict[str, Any], model: str, stats: tuple[Stat, ...]) -> Verdict:
