@@ -30,6 +30,7 @@ import triton
 from triton import knobs
 
 from compiled import compiling
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.runtime.launcher import recording_launches
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.paging import PagedCache
@@ -80,7 +81,7 @@ def selected(
     rows, indices = torch.zeros(2 * group, TOKENS), torch.zeros(TOKENS, 2, slots, dtype=torch.int32)
     plan = operators.prepare_selected(indices, spans, q, k, k)
     operators.selected_forward(q, k, k, plan, 0.1)
-    operators.selected_backward(q, rows, q, k, k, q, rows, plan, 0.1)
+    operators.selected_backward(q, rows, SavedForward(q, k, k, q, rows), plan, 0.1)
 
 
 def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_heads: int = 2) -> None:
@@ -89,7 +90,6 @@ def tokens(backend: str, group: int, dims: tuple[int, int], grain: int, *, kv_he
         from dynaxx.trained.tokens.kernels.hopper import operators
     else:
         from dynaxx.trained.tokens.kernels.triton import operators
-    from dynaxx.trained.tokens.kernels.contract import SavedForward
     from dynaxx.trained.tokens.spans import TokenSpans
 
     zeros = lambda heads, width: torch.zeros(64, heads, width, dtype=torch.bfloat16)

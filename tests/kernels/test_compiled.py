@@ -17,6 +17,7 @@ import triton
 from triton.backends import backends
 
 from compiled import RECORDED, compile_kernels
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.attention.triton import backward, forward
 from dynaxx.kernels.attention.triton.config import TileSizes
 from dynaxx.kernels.device import RESERVED
@@ -233,7 +234,7 @@ def test_selected(group, spilled):
     def start():
         plan = nsa.prepare_selected(case.block_indices, case.spans, q, k, v)
         nsa.selected_forward(q, k, v, plan, 0.1)
-        nsa.selected_backward(q, rows, q, k, v, q, rows, plan, 0.1)
+        nsa.selected_backward(q, rows, SavedForward(q, k, v, q, rows), plan, 0.1)
 
     check(compile_kernels(start, "selected_hopper"), of_3_6(spilled))
 
@@ -256,7 +257,6 @@ def test_scores(sizes, spilled):
 @pytest.mark.slow
 def test_latent_attention():
     """Forward, and the steps of the backward that have kernels for Hopper: nothing waits, and nothing spills."""
-    from dynaxx.trained.tokens.kernels.contract import SavedForward
     from dynaxx.trained.tokens.kernels.hopper import operators
     from dynaxx.trained.tokens.spans import TokenSpans
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import first_derivative_only
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.packed import CuSeqlens
@@ -151,9 +152,9 @@ class _SelectedAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        count(2 * ctx.pairs * (3 * q.shape[-1] + 2 * v.shape[-1]))
-        return *ctx.kernels.selected_backward(do, dlse, q, k, v, out, lse, ctx.plan, ctx.scale), *(None,) * 4
+        saved = SavedForward(*ctx.saved_tensors)
+        count(2 * ctx.pairs * (3 * saved.q.shape[-1] + 2 * saved.v.shape[-1]))
+        return *ctx.kernels.selected_backward(do, dlse, saved, ctx.plan, ctx.scale), *(None,) * 4
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.backends import backends
 
 from compiled import compile_kernels, compiling
-from dynaxx.trained.tokens.kernels.contract import SavedForward
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.trained.tokens.spans import TokenSpans
 from interpreter import INTERPRETED
 

@@ -7,7 +7,7 @@ Shapes use the letters of `dynaxx.kernels`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ class AttentionProblem:
             f"{self.seqlen_q} x {self.seqlen_k} tokens, {self.q_heads}/{self.kv_heads} heads of "
             f"{self.head_dim}/{self.head_dim_v}, blocks of {self.block_size[0]}x{self.block_size[1]}{cap}{grad}"
         )
+
+
+class SavedForward(NamedTuple):
+    """Inputs and results of a forward, which its backward reads. With sinks, out and lse include them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class AttentionKernels(Protocol):

@@ -40,11 +40,6 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def at_most_fp32(x: Tensor) -> Tensor:
-    """Return x, in fp32 if it is fp64: scores of blocks are fp32."""
-    return x.float() if x.dtype == torch.float64 else x
-
-
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     """Return q and a scale > 0 that give the same scores, so that the largest score stays the largest after scaling."""
     if scale > 0:

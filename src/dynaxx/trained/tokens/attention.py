@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.derivatives import first_derivative_only
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.sinks import sink_gradient
 from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.grid import BLOCK_SIZES
@@ -17,7 +18,7 @@ from dynaxx.ops.checks import check_sinks, check_softcap, looks_at_values
 from dynaxx.ops.flops import count, is_counting
 from dynaxx.trained.packing import Packed, packed_problem
 from dynaxx.trained.registry import TOKENS
-from dynaxx.trained.tokens.kernels.contract import SavedForward, TokenKernels
+from dynaxx.trained.tokens.kernels.contract import TokenKernels
 from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans, ascending
 
 

@@ -94,7 +94,8 @@ class IndexedLlamaAttention(IndexedSparseAttention):
             kept = _index_keys.setdefault(past_key_values, {})
             kept[self.layer_idx] = _LayerKeys(index_k.detach(), weakref.ref(keys))
             indexed = IndexerOutput(indexed.q, index_k, indexed.weights)
-        _check_padding(attention_mask, q.shape[1], k.shape[1])
+        if hides_more_than_the_future(attention_mask, q.shape[1], k.shape[1]):
+            raise ValueError("an indexed Llama does not support padding; use sequences of equal length")
         out = attend_outside_of_graphs()(self, indexed, q, k, v, None)
         return self.o_proj(out.flatten(-2)), None
 
@@ -132,12 +133,6 @@ def _index_keys_before(cache: Any, layer: int, new: Tensor) -> Tensor:
             "assisted decoding and caches of other models are not served"
         )
     return torch.cat([known.index_k, new], 1)
-
-
-def _check_padding(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
-    """Raise ValueError for a mask that hides more than the future."""
-    if hides_more_than_the_future(mask, seqlen_q, seqlen_k):
-        raise ValueError("an indexed Llama does not support padding; use sequences of equal length")
 
 
 class IndexedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]

@@ -100,8 +100,11 @@ class NsaLlamaAttention(NativeSparseAttention):
                     f"this one holds {length} tokens and returned {k.shape[1]}"
                 )
         ends = self._packed_lengths(kwargs, q, k)
-        if ends is None:
-            _check_mask(attention_mask, q.shape[1], k.shape[1])
+        if ends is None and hides_more_than_the_future(attention_mask, q.shape[1], k.shape[1]):
+            raise ValueError(
+                "native sparse attention does not support padding; use sequences of equal length, or pack them with "
+                "transformers' DataCollatorWithFlattening"
+            )
         decodes = q.shape[1] == 1 < k.shape[1] and not (self.dense or torch.is_grad_enabled())
         if memory is not None and ends is None and decodes:
             out = _outside_of_graphs()(self, hidden_states, q, memory, keys, values)
@@ -139,15 +142,6 @@ def _outside_of_graphs() -> Callable[..., Tensor]:
     """Return `NsaLlamaAttention.step` excluded from compilation."""
     disabled: Callable[..., Tensor] = torch.compiler.disable(NsaLlamaAttention.step)
     return disabled
-
-
-def _check_mask(mask: Tensor | None, seqlen_q: int, seqlen_k: int) -> None:
-    """Raise ValueError for a mask that hides more than the future."""
-    if hides_more_than_the_future(mask, seqlen_q, seqlen_k):
-        raise ValueError(
-            "native sparse attention does not support padding; use sequences of equal length, or pack them with "
-            "transformers' DataCollatorWithFlattening"
-        )
 
 
 class NsaLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]

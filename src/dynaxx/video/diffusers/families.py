@@ -80,11 +80,6 @@ FAMILIES = {
 }
 
 
-def is_diffusion_transformer(model: nn.Module) -> bool:
-    """Return whether a model is a transformer of diffusers that can be served."""
-    return type(original(model)).__name__ in FAMILIES
-
-
 def original(model: nn.Module) -> nn.Module:
     """Return the model itself if `torch.compile` has wrapped it."""
     inner: nn.Module = getattr(model, "_orig_mod", model)

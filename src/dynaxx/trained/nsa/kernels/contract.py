@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import PagedCache
 from dynaxx.trained.nsa.compressed_pages import CompressedPages, NsaLengths
@@ -30,16 +31,7 @@ class NsaKernels(Protocol):
         """Return out (T, Hq, E) and lse (Hq, T) fp32."""
 
     def selected_backward(
-        self,
-        do: Tensor,
-        dlse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        plan: Any,
-        scale: float,
+        self, do: Tensor, dlse: Tensor, saved: SavedForward, plan: Any, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv."""
 

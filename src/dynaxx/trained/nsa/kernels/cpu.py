@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.attention.cpu.backward import attention_backward
 from dynaxx.kernels.attention.cpu.forward import attention_forward
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
@@ -172,17 +173,10 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: CpuSelectedPlan, sca
 
 @on_host
 def selected_backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: CpuSelectedPlan,
-    scale: float,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: CpuSelectedPlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v."""
+    q, k, v, out, lse = saved
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     per_row = lambda x, some: _as_rows(x[:, some].T[..., None], plan)[..., 0].transpose(1, 2).contiguous()
     for some, keys, layout in _sequences(plan):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.layout.host import without_autocast
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
@@ -159,11 +160,11 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float
 
 @without_autocast
 def selected_backward(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv by autograd through the definition."""
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        q, k, v = (x.detach().requires_grad_() for x in saved[:3])
         out, lse = selected_forward(q, k, v, plan, scale)
         seen = lse.isfinite()
         dq, dk, dv = torch.autograd.grad([out, lse[seen]], [q, k, v], [do, dlse[seen]])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.layout.paging import PagedCache
 from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -55,16 +56,6 @@ class IndexLossProblem:
             f"the loss on {self.device} of an indexer of {self.index_heads} heads of {self.index_dim} in "
             f"{name(self.index_dtype)} beside attention of head_dim {self.head_dim} in {name(self.dtype)}"
         )
-
-
-class SavedForward(NamedTuple):
-    """Inputs and results of a forward, which its backward reads. With sinks, out and lse include them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 class TokenKernels(Protocol):

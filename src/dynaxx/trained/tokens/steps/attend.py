@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
 from dynaxx.ops.decode_dispatch import decode_problem
 from dynaxx.ops.flops import count
+from dynaxx.ops.library import empty_results
 from dynaxx.trained.registry import TOKEN_DECODE
 from dynaxx.trained.tokens.attention import (
     check_block_size,
@@ -133,25 +135,8 @@ def selected_decode_op(
 
 
 @selected_decode_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seqused_k: Tensor,
-    page_table: Tensor | None,
-    page_size: int,
-    leftpad_k: Tensor | None,
-    scales: list[Tensor],
-    block_indices: Tensor,
-    block_size: int,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, heads = q.shape[:3]
-    lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return q.new_empty(batch, seqlen_q, heads, v.shape[3]), lse
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q, v)
 
 
 def _traced_step(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.runtime.arguments import positive_scale, unit_stride
 from dynaxx.lazy import lazy
 from dynaxx.trained.nsa.kernels.gpu import config
@@ -187,19 +188,12 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: SelectedPlan, scale:
 
 
 def selected_backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: SelectedPlan,
-    scale: float,
+    do: Tensor, dlse: Tensor, saved: SavedForward, plan: SelectedPlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtypes of q, k, v. Deterministic."""
     from dynaxx.trained.nsa.kernels.gpu.rows import row_pairs
 
+    q, k, v, out, lse = saved
     if not (q.shape[0] and k.shape[0] and plan.indices.shape[2]):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     rows = row_pairs(unit_stride(do), dlse, out, lse)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.device import gpu_of, padded, processors
 from dynaxx.kernels.runtime.arguments import packed_strides_of
-from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.kernels.gpu.backward import _token_bwd_kernel, _token_delta_kernel
 from dynaxx.trained.tokens.kernels.gpu.config import (
     MAX_BY_PRODUCTS,

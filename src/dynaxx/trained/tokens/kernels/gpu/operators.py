@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.device import gpu_of
 from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.sinks import include_sinks
-from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.kernels.gpu.config import WIDE, forward_launch, widths
 from dynaxx.trained.tokens.kernels.gpu.forward import _token_fwd_kernel
 from dynaxx.trained.tokens.kernels.gpu.gradients import TileGradients, WideSteps, token_backward

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.kernels.sinks import include_sinks
-from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.kernels.gpu import operators as portable
 from dynaxx.trained.tokens.kernels.gpu.gradients import Portion, WideSteps, write_dq, write_rows
 from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan

@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem, SavedForward
 from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.kernels.decode.reference import _used_keys, read_cache
 from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache
-from dynaxx.trained.tokens.kernels.contract import SavedForward
 from dynaxx.trained.tokens.spans import TokenSpans
 
 latent_backward = None
