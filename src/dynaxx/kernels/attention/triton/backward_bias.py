@@ -166,7 +166,7 @@ def add_bias_gradient(
     if bias.ndim == 2:
         programs = layout.q_blocks * (layout.block_size[0] // tiles.block_m)
         sums = values.new_empty(*bias.shape, programs)
-        record_or_replay(_start_slopes, layout, (*tensors, sums), scale, softcap)
+        record_or_replay(_start, layout, (*tensors, sums, None, None), scale, softcap)
         dbias += sums.sum(-1)
         return
     rows = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in (do, v)]
@@ -178,11 +178,11 @@ def add_bias_gradient(
         torch.zeros_like(bias, dtype=torch.int64, memory_format=torch.contiguous_format),
         bias.new_zeros(bias.shape[:2]),
     )
-    record_or_replay(_start_table, layout, (*tensors, sums, lost, unit), scale, softcap)
+    record_or_replay(_start, layout, (*tensors, sums, lost, unit), scale, softcap)
     dbias += (sums.double() / unit + lost[..., None]).to(dbias.dtype)
 
 
-def _start_slopes(
+def _start(
     layout: BlockLayout,
     do: Tensor,
     q: Tensor,
@@ -191,23 +191,8 @@ def _start_slopes(
     values: Tensor,
     bias: Tensor,
     sums: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> None:
-    _start_table(layout, do, q, k, v, values, bias, sums, sums, sums, scale, softcap)
-
-
-def _start_table(
-    layout: BlockLayout,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    sums: Tensor,
-    lost: Tensor,
-    unit: Tensor,
+    lost: Tensor | None,
+    unit: Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> None:
@@ -220,8 +205,8 @@ def _start_table(
         v,
         values,
         sums,
-        lost,
-        unit,
+        sums if lost is None else lost,
+        sums if unit is None else unit,
         *layout_arguments(layout),
         **shared_arguments(layout, do, q, k, v, values, bias, scale, softcap),
         BLOCK_M=tiles.block_m,

@@ -102,22 +102,13 @@ def select_pages(
     q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the selected pages, like `kernels.decode.reference`."""
-    return record_or_replay(_choose_pages, cache, (q, wanted), sinks, window, slots, scale)
-
-
-def _choose_pages(cache, q, wanted, *settings):
-    return _select_pages(q, cache, wanted, *settings)
+    return record_or_replay(_select_pages, cache, (q, wanted), sinks, window, slots, scale)
 
 
 def summarize_pages(cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
     """Write summaries, like `kernels.decode.reference`."""
     assert summaries is cache.summaries
-    record_or_replay(_summarize, cache, (), new_tokens)
-
-
-def _summarize(cache, new_tokens):
-    _summarize_pages(cache, cache.summaries, new_tokens)
-    return ()
+    record_or_replay(_summarize, cache, (None,), new_tokens)
 
 
 def summarize_layers(cache: PagedCache, offsets: Tensor, new_tokens: int) -> None:
@@ -128,10 +119,10 @@ def summarize_layers(cache: PagedCache, offsets: Tensor, new_tokens: int) -> Non
         offsets: the result of `layer_offsets`.
         new_tokens: as for `summarize_pages`.
     """
-    record_or_replay(_summarize_layers, cache, (offsets,), min(new_tokens, cache.max_keys))
+    record_or_replay(_summarize, cache, (offsets,), min(new_tokens, cache.max_keys))
 
 
-def _summarize_layers(cache, offsets, new_tokens):
+def _summarize(cache, offsets, new_tokens):
     _summarize_pages(cache, cache.summaries, new_tokens, offsets)
     return ()
 

@@ -132,7 +132,7 @@ def _select_pages_fwd_kernel(
 
 
 def select_pages(
-    q: Tensor, cache: PagedCache, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
+    cache: PagedCache, q: Tensor, wanted: Tensor, sinks: int, window: int, slots: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the selected pages, like `kernels.decode.reference`."""
     chosen, counts, scores = _empty(cache, slots)
@@ -159,7 +159,7 @@ def score_all_pages(
     lists, most = cache.batch * cache.kv_heads, processors(q.device)
     many = lists * cache.max_pages > MANY_SCORES * most or cache.max_pages > MANY_PAGES
     if many or cache.k.dtype.itemsize == 1:
-        return *select_pages(q, cache, wanted, sinks, window, slots, scale), None
+        return *select_pages(cache, q, wanted, sinks, window, slots, scale), None
     listed, counts, scores = _empty(cache, slots)
     choice = PageChoice(scores, wanted, sinks, q.shape[1] + window - 1)
     tiles = -(-cache.max_pages // _tile(cache))
