@@ -37,8 +37,8 @@ logger = logging.getLogger("dynaxx")
 Result = TypeVar("Result")
 SHORTER = (2048, 1024)  # for time budgets too short for longer texts; at 512 tokens little can be left out
 COSTS_SHARE = 2  # length of a text over that of its part that the costs of heads are measured on, under a time budget
-PASSES = 9  # passes over a text until a second trial is done, with the costs of heads, timing and validation
-RESERVE = 3.5  # passes over a text for the validation, at least: dense and sparse, and times of shorter prompts
+PASSES = 8  # passes over a text until a second trial is done, with the costs of heads, timing and validation
+RESERVE = 2.5  # passes over a text for the validation, at least: dense and sparse, and some room
 ANALYSIS = 4  # passes that the analysis takes about as long as
 REPORT_SECONDS = 5.0
 
