@@ -10,6 +10,7 @@ import inspect
 import numbers
 import types
 import typing
+from operator import index
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,7 +66,7 @@ def number(name: str, value: object) -> float:
     """
     if isinstance(value, Tensor):
         _refuse_lost(name, value)
-    elif isinstance(value, str | bytes):
+    if isinstance(value, str | bytes) or _is_bool(value):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
     try:
         return float(value)  # type: ignore[arg-type]
@@ -73,6 +74,19 @@ def number(name: str, value: object) -> float:
         return float("inf") if value > 0 else float("-inf")  # type: ignore[operator]
     except (TypeError, RuntimeError):
         raise TypeError(f"`{name}` must be a number, got {described(value)}") from None
+
+
+def as_integer(name: str, value: object) -> int:
+    """Convert an integer of any type, such as numpy's, to `int`; raise TypeError for floats, bools and strings."""
+    if not _is_bool(value):
+        with contextlib.suppress(TypeError):
+            return index(value)  # type: ignore[arg-type]
+    raise TypeError(f"`{name}` must be an integer, got {value!r}")
+
+
+def _is_bool(value: object) -> bool:
+    """Return whether a value is a bool of Python, NumPy or torch, which would count as 0 or 1."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def _refuse_lost(name: str, value: Tensor) -> None:
@@ -151,7 +165,7 @@ def fits(value: Any, hint: Any) -> bool:
         return whole and -(2**63) <= int(value) < 2**63
     if hint is float:
         single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()  # see `number`
-        return single or isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
+        return not _is_bool(value) and (single or isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat))
     if hint is bool:
         return isinstance(value, numbers.Integral | torch.SymBool)
     if getattr(hint, "_is_protocol", False) and not getattr(hint, "_is_runtime_protocol", False):

@@ -13,13 +13,12 @@ import typing
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from importlib import import_module
-from operator import index
 from pkgutil import iter_modules
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 
-from dynaxx.arguments import described, fits, number
+from dynaxx.arguments import as_integer, described, fits, number
 
 RULES: dict[str, type[Configured]] = {}  # by their kinds
 
@@ -202,7 +201,7 @@ def _fitted(name: str, value: Any, hint: Any) -> tuple[Any, Exception | None]:
         return tuple(item for item, _ in fitted), next((error for _, error in fitted if error is not None), None)
     if hint is int:
         try:
-            return index(value), None
+            return as_integer(name, value), None
         except TypeError:
             return value, TypeError()
     if not fits(value, hint):

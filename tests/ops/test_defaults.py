@@ -183,8 +183,6 @@ def default_dtype():
 @pytest.mark.parametrize("call", [*CALLS, *MORE])
 def test_the_default_dtype_changes_nothing(call, isa, qkv, default_dtype, monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, isa)
-    if isa == "torch" and call in ("decoding", "int8 pages"):
-        pytest.skip("decoding has no gathers in torch")
     run = (CALLS | MORE)[call]
     wanted = run(*qkv)
     for dtype in (torch.float64, torch.float16, torch.bfloat16):

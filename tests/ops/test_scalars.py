@@ -43,6 +43,7 @@ RULES = {
     "TopK": lambda x: dx.select_blocks(Q, K, dx.TopK(x), block_size=16).kv_indices,
     "TopK of heads": lambda x: dx.select_blocks(Q, K, dx.TopK((x, x)), block_size=16).kv_indices,
     "TopP": lambda x: dx.select_blocks(Q, K, dx.TopP(x), block_size=16).kv_indices,
+    "bound": lambda x: dx.summarize_pages(PagedCache.contiguous(Q, K, page_size=16), bound=x).summaries.low,
     "MeanQuery": lambda x: dx.select_blocks(Q, K, dx.TopK(1, dx.MeanQuery(x)), block_size=16).kv_indices,
 }
 COUNTS = {
@@ -50,8 +51,13 @@ COUNTS = {
     "blocks": lambda x: dx.select_blocks(Q, K, dx.TopK(x), block_size=16).kv_indices,
     "tokens": lambda x: torch.tensor(type(dx.trained.TopKTokens(x).k) is int),
     "sizes": lambda x: torch.tensor(type(dx.trained.NsaSizes(slc_count=x, local_blocks=0).slc_count) is int),
+    "window": lambda x: dx.SlidingWindow(x).layout(32, block_size=16).kv_indices,
+    "ends": lambda x: dx.Documents((0, x, 32)).layout(32, block_size=16).kv_indices,
+    "length": lambda x: dx.Causal().layout(x, block_size=16).kv_indices,
+    "page": lambda x: torch.tensor(type(PagedCache.contiguous(K, K, page_size=x).page_size) is int),
+    "new": lambda x: dx.summarize_pages(CACHE, new_tokens=x).summaries.low,
     "distance": lambda x: dx.sparse_attention(
-        Q, K, K, LAYOUT, position_bias=dx.T5Bias(torch.arange(64.0).view(32, 2), max_distance=x + 20)
+        Q, K, K, LAYOUT, position_bias=dx.T5Bias(torch.arange(8.0).view(4, 2), max_distance=x)
     ),
 }
 EACH = [(name, call) for name, calls in CALLS.items() for call in calls]
@@ -79,6 +85,9 @@ def test_rules_take_any_number(rule):
 def test_rules_take_any_integer(rule):
     wanted = COUNTS[rule](2)
     assert all(torch.equal(COUNTS[rule](value), wanted) for value in (torch.tensor(2), np.int64(2), np.int8(2)))
+    for value in (True, np.True_, torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"must be (an integer|a number|int)"):
+            COUNTS[rule](value)
 
 
 @pytest.mark.parametrize(("name", "call"), EACH)
@@ -93,6 +102,6 @@ def test_a_gradient_is_not_lost(name, call):
         grad(lambda x: torch.as_tensor(run(x)).float().sum())(torch.tensor(0.5))
     with pytest.raises((TypeError, NotImplementedError), match=r"transform of torch.func|no rules for torch.func"):
         vmap(run)(torch.tensor([0.5, 1.0]))
-    for value in (torch.ones(2), "0.5", 1j):
+    for value in (torch.ones(2), "0.5", 1j, True, np.True_, torch.tensor(True)):
         with pytest.raises((TypeError, ValueError), match=r"`(softmax_)?" + name):
             run(value)

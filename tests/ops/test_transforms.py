@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynaxx as dx
+from dynaxx.integrations.flash_attn import flash_attn_varlen_func
 from dynaxx.layout import ElementMasks, from_block_mask
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import column_sums
@@ -240,8 +241,16 @@ def test_masks_of_a_compiled_function_depend_on_no_mode():
 
 def test_a_layout_of_mapped_tensors_is_refused():
     blocks = torch.zeros(2, 1, 1, 3, 1, dtype=torch.int32)
-    with pytest.raises((NotImplementedError, RuntimeError), match=r"torch.func|vmap"):
-        vmap(lambda x: dx.BlockLayout.from_block_indices(x, SEQLEN, block_size=16).kv_indices)(blocks)
+    ends = torch.tensor([[0, 50, SEQLEN], [0, 20, SEQLEN]])
+    x = torch.randn(SEQLEN, 2, 16)
+    for make, given in [
+        (lambda x: dx.BlockLayout.from_block_indices(x, SEQLEN, block_size=16).kv_indices, blocks),
+        (lambda x: dx.packed_layout(dx.Causal(), x).kv_indices, ends),
+        (lambda cu: flash_attn_varlen_func(x, x, x, cu, cu, SEQLEN, SEQLEN), ends.int()),
+    ]:
+        for outer in (lambda f: f, lambda f: lambda x: grad(lambda y: f(x).sum() * y)(torch.ones(()))):
+            with pytest.raises((NotImplementedError, RuntimeError), match=r"torch.func|vmap"):
+                vmap(outer(make))(given)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -10,8 +10,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
-from dynaxx.layout.grid import as_integer
+from dynaxx.arguments import as_integer, typed
 from dynaxx.lazy import lazy
 
 

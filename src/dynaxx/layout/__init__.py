@@ -16,7 +16,7 @@ The files:
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.block_mask import from_block_mask, to_block_mask
 from dynaxx.layout.derived import TransposedLayout
-from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size, as_integer
+from dynaxx.layout.grid import BLOCK_SIZES, BlockGrid, as_block_size
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 from dynaxx.layout.packed import CuSeqlens, PackedLayout, pack_layouts
 
@@ -31,7 +31,6 @@ __all__ = [
     "PackedLayout",
     "TransposedLayout",
     "as_block_size",
-    "as_integer",
     "from_block_mask",
     "pack_layouts",
     "to_block_mask",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import as_integer, typed
 from dynaxx.derivatives import refuse_recording
 from dynaxx.layout.block_layout import BlockLayout
 from dynaxx.layout.dense import unique_masks
-from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
+from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import lasting, on_host, without_gradient
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks
 

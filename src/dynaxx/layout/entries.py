@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import as_integer
 from dynaxx.derivatives import untransformed
 from dynaxx.layout.fields import LayoutFields
-from dynaxx.layout.grid import BlockGrid, as_integer
+from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_mask_ids, causal_masks
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dynaxx.arguments import as_integer
 from dynaxx.layout.host import on_host
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -30,14 +31,6 @@ def as_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
     if q_block not in BLOCK_SIZES or kv_block not in BLOCK_SIZES:
         raise ValueError(f"`block_size` must be one of {BLOCK_SIZES} or a pair of them, got {block_size!r}")
     return q_block, kv_block
-
-
-def as_integer(name: str, value: object) -> int:
-    """Convert an integer of any type, such as numpy's, to `int`; raise TypeError for floats and strings."""
-    try:
-        return index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"`{name}` must be an integer, got {value!r}") from None
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,16 @@ def _is_transformed(x: object) -> bool:
     return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def refuse_mapped(value: Any) -> None:
+    """Raise NotImplementedError for a tensor with a dimension that `torch.func.vmap` hides."""
+    while _is_transformed(value):
+        if torch._C._functorch.is_batchedtensor(value):
+            raise NotImplementedError(
+                "layouts depend on the values of their tensors, which torch.func.vmap hides; make them outside it"
+            )
+        value = torch._C._functorch.get_unwrapped(value)
+
+
 def never_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that passes addresses of tensors to the core, so that `torch.compile` calls it as it is.
 

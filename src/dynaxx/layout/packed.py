@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import as_integer, typed
 from dynaxx.layout.block_layout import BlockLayout
-from dynaxx.layout.grid import BlockGrid, as_block_size, as_integer
-from dynaxx.layout.host import lasting
+from dynaxx.layout.grid import BlockGrid, as_block_size
+from dynaxx.layout.host import lasting, refuse_mapped
 from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import FULL, ElementMasks
 from dynaxx.layout.pieces import cut, union_masks
@@ -69,6 +69,7 @@ def host_lengths(name: str, cu_seqlens: CuSeqlens) -> tuple[int, ...]:
     """
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1:
         raise ValueError(f"`{name}` must be (num_seqs + 1,), got shape {tuple(cu_seqlens.shape)}")
+    refuse_mapped(cu_seqlens)
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     ends = tuple(as_integer(name, end) for end in given)
     if not ends or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):

@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import as_integer, number, typed
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
@@ -176,6 +176,8 @@ def summarize_pages(
         ValueError: `bound` or `dtype` differs from that of existing summaries, or `new_tokens` is given without them.
     """
     check_cache(cache)
+    bound = None if bound is None else number("bound", bound)
+    new_tokens = None if new_tokens is None else as_integer("new_tokens", new_tokens)
     if cache.summaries is None:
         if new_tokens is not None:
             raise ValueError("`new_tokens` must be None if the cache has no summaries, because all pages must be read")

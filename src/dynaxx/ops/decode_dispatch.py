@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.derivatives import refuse_transforms
 from dynaxx.kernels.decode.contract import DecodeKernels, DecodeProblem
 from dynaxx.kernels.registry import DECODE
@@ -28,7 +30,7 @@ class Serving(NamedTuple):
 def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
     """Check a call and return the backend that serves it, with its kernels. Without q, the call only reads the cache.
 
-    Results are cached by the shapes and dtypes of the inputs.
+    Results are cached by the shapes and dtypes of the inputs, and on a CPU by the core that was asked for.
 
     Raises:
         ValueError, TypeError, UnsupportedInputError: like `sparse_decode`.
@@ -36,7 +38,8 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
     check_cache(cache)
     refuse_transforms("`sparse_decode`", q)
     form = None if q is None else (q.shape, q.dtype, q.device, q.layout)
-    key = (cache.form, form, backend)
+    isa = os.environ.get(ISA_VARIABLE) if cache.device.type == "cpu" else None
+    key = (cache.form, form, backend, isa)
     found = _known.get(key)
     if found is None and q is not None:
         check_queries(q, cache)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
-from dynaxx.layout import BlockLayout, PackedLayout, as_integer
+from dynaxx.arguments import as_integer, typed
+from dynaxx.layout import BlockLayout, PackedLayout
 
 
 @typed

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
-from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.arguments import as_integer, typed
+from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, distinct, packed
 from dynaxx.patterns.program import Op

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.arguments import typed
-from dynaxx.layout import BlockGrid, as_integer
+from dynaxx.arguments import as_integer, typed
+from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.kinds import Blocks, Kinds, met, packed
 from dynaxx.patterns.program import FAR, Op, positions

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
-from dynaxx.layout.grid import as_integer
+from dynaxx.arguments import as_integer, typed
 from dynaxx.layout.host import on_host
 from dynaxx.layout.paging.pages import PAGE_SIZES
 from dynaxx.patterns import Pattern

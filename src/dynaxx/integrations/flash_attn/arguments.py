@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import number
+from dynaxx.arguments import as_integer, number
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.layout.grid import as_integer
 from dynaxx.patterns import Causal, Full, Pattern, SlidingWindow
 
 

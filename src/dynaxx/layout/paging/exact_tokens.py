@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
-from dynaxx.layout.grid import as_integer
+from dynaxx.arguments import as_integer, typed
 
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 1024  # upper bound for `sinks` and for `window`

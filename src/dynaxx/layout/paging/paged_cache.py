@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import described, typed
+from dynaxx.arguments import as_integer, described, typed
 from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.paging.exact_tokens import SINKS, WINDOW, ExactTokens
 from dynaxx.layout.paging.pages import PAGE_SIZES, SCALED_DTYPES, PageStrides, page_strides, quantize_pages
@@ -82,6 +82,8 @@ class PagedCache:
         """Take `page_size` from `k` if it is not given, and check tensors of a new form."""
         if self.page_table is not None and self.page_size == 0 and self.k.ndim == 4:
             object.__setattr__(self, "page_size", self.k.shape[1])
+        if type(self.page_size) is not int:
+            object.__setattr__(self, "page_size", as_integer("page_size", self.page_size))
         if torch.compiler.is_compiling():
             return  # the op that takes these tensors builds a cache of its own, and checks it
         if not self.form.checked:

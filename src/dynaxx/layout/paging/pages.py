@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import as_integer, typed
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sizes below 16 are meant for compressed tokens
 SCALED_DTYPES = (torch.float8_e4m3fn, torch.int8)  # dtypes that are stored with a scale
@@ -59,7 +59,7 @@ def quantize_pages(x: Tensor, dtype: torch.dtype, page_size: int | None = None) 
         )
     if dtype not in SCALED_DTYPES:
         raise TypeError(f"`dtype` must be one of {SCALED_DTYPES}, got {dtype}")
-    if page_size is not None and not (isinstance(page_size, int) and page_size in PAGE_SIZES):
+    if page_size is not None and as_integer("page_size", page_size) not in PAGE_SIZES:
         raise ValueError(f"`page_size` must be one of {PAGE_SIZES}, or None if `x` is paged, got {page_size!r}")
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     if page_size is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import number, typed
 from dynaxx.layout.paging.pages import PageStrides, page_strides
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class PageSummaries:
 
     def __post_init__(self) -> None:
         """Check `bound` and the shapes."""
+        object.__setattr__(self, "bound", number("bound", self.bound))
         if not 0 <= self.bound <= 1:
             raise ValueError(f"`bound` must be from 0.0 to 1.0, got {self.bound}")
         if self.low.shape != self.high.shape or self.low.ndim not in (3, 4):
