@@ -51,6 +51,7 @@ def attention(
     """Run forward or backward of a sliding window; `split` adds global tokens, whose columns are split into parts."""
     if backend == "hopper":
         from dynaxx.kernels.attention.hopper import backward as backward_of
+        from dynaxx.kernels.attention.hopper import backward_dkv
         from dynaxx.kernels.attention.hopper.forward import attention_forward
     else:
         from dynaxx.kernels.attention.triton import backward as backward_of
@@ -62,6 +63,8 @@ def attention(
         attention_forward(q, k, k, layout, 0.1, softcap)
         return
     with pytest.MonkeyPatch.context() as patch:
+        if backend == "hopper":  # two pieces of a group, whose dk and dv are summed
+            patch.setattr(backward_dkv, "backward_pieces", lambda columns: 1 if split else 2)
         if one_pass is not None:
             patch.setattr(backward_of, "backward_in_one_pass", lambda *sizes: one_pass)
         lse = torch.zeros(1, heads[0], tokens)

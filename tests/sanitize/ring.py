@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dynaxx.kernels.attention.hopper.forward import barriers
 from dynaxx.kernels.compat import barrier
-from dynaxx.kernels.primitives.hopper.signals import NUMBERS, get, put
+from dynaxx.kernels.primitives.hopper.signals import NUMBERS, receive_number, send_number
 
 SLOTS = gl.constexpr(2)
 
@@ -23,7 +23,7 @@ def _produce(numbers, full, empty, count, ORDERED: gl.constexpr):
         slot = i % SLOTS
         if ORDERED:
             mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
-        put(numbers, slot, i)
+        send_number(numbers, slot, i)
         barrier()
         mbarrier.arrive(full.index(slot), count=1)
 
@@ -34,7 +34,7 @@ def _consume(p_out, numbers, full, empty, count):
     for i in range(count):
         slot = i % SLOTS
         mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
-        total += get(numbers, slot)
+        total += receive_number(numbers, slot)
         mbarrier.arrive(empty.index(slot), count=1)
     gl.store(p_out, total)
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.attention.hopper.backward_columns import read_column, store_columns
 from dynaxx.kernels.attention.hopper.backward_produce import FIELDS, RING
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
-from dynaxx.kernels.primitives.hopper.signals import get, none
+from dynaxx.kernels.primitives.hopper.signals import opaque_zero, receive_number
 from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
 from dynaxx.kernels.primitives.hopper.visible import WORD_LAYOUT, columns_between, where_seen
 
@@ -32,7 +32,7 @@ def keep(
     WORDS: gl.constexpr = KV_BLOCK // 32
     keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
-    lo, hi, mask_id = get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    lo, hi, mask_id = receive_number(numbers, at + 1), receive_number(numbers, at + 2), receive_number(numbers, at + 3)
     if lo <= hi:
         seen = columns_between(keys + (lo - FIRST_QUERY), keys + (hi - FIRST_QUERY), threads)
     else:
@@ -60,8 +60,8 @@ def _consume_tiles(
     for i_tile in range(begin, end):
         i = done + i_tile
         stage = i % STAGES
-        k = fed.k.index(CONSUMER + none(i)).reshape([ROWS, D])
-        v = fed.v.index(CONSUMER + none(i)).reshape([ROWS, D])
+        k = fed.k.index(CONSUMER + opaque_zero(i)).reshape([ROWS, D])
+        v = fed.v.index(CONSUMER + opaque_zero(i)).reshape([ROWS, D])
         q = fed.q.index(stage).reshape([ROWS, D])
         do = fed.do.index(stage).reshape([ROWS, D])
         mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)

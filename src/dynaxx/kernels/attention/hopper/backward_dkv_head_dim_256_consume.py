@@ -25,7 +25,7 @@ from dynaxx.kernels.attention.hopper.backward_produce import FIELDS, RING
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.primitives.hopper.parts import WHOLE, store_part
-from dynaxx.kernels.primitives.hopper.signals import none
+from dynaxx.kernels.primitives.hopper.signals import opaque_zero
 from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
 
 SLOTS = gl.constexpr(2)  # tiles whose weights are in shared memory
@@ -67,7 +67,7 @@ def _add_dv(
         i = done + i_tile
         stage = i % STAGES
         slot = i % SLOTS
-        k = fed.k.index(none(i)).reshape([ROWS, D])
+        k = fed.k.index(opaque_zero(i)).reshape([ROWS, D])
         q = fed.q.index(stage).reshape([ROWS, D])
         do = fed.do.index(stage).reshape([ROWS, D])
         mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)
@@ -99,7 +99,7 @@ def _add_dk(dk, fed, shared, done, count, STAGES: gl.constexpr):
         i = done + i_tile
         stage = i % STAGES
         slot = i % SLOTS
-        v = fed.v.index(none(i)).reshape([ROWS, D])
+        v = fed.v.index(opaque_zero(i)).reshape([ROWS, D])
         q = fed.q.index(stage).reshape([ROWS, D])
         do = fed.do.index(stage).reshape([ROWS, D])
         mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)

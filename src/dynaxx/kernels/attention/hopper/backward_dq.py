@@ -25,7 +25,7 @@ from dynaxx.kernels.attention.hopper.forward_produce import band_of
 from dynaxx.kernels.compat import barrier, tma_load
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.primitives.hopper.parts import read_row, row_or_part
-from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers, put
+from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers, send_number
 from dynaxx.kernels.runtime.arguments import layout_arguments, order_argument
 from dynaxx.kernels.runtime.launch_cache import record_or_replay
 from dynaxx.kernels.runtime.launcher import kernel_launcher
@@ -67,10 +67,10 @@ def _produce(
         if i < row.masked:
             lo, hi, mask_id = band_of(layout, gl.load(layout.tables.p_mask_ids + entry))
             # distances are query - key, and the tile's keys begin at `part`
-            put(numbers, stage * FIELDS, gl.where(lo > hi, 1, lo + part))
-            put(numbers, stage * FIELDS + 1, gl.where(lo > hi, 0, hi + part))
-            put(numbers, stage * FIELDS + 2, seqlen_k - first_key)
-            put(numbers, stage * FIELDS + 3, mask_id)
+            send_number(numbers, stage * FIELDS, gl.where(lo > hi, 1, lo + part))
+            send_number(numbers, stage * FIELDS + 1, gl.where(lo > hi, 0, hi + part))
+            send_number(numbers, stage * FIELDS + 2, seqlen_k - first_key)
+            send_number(numbers, stage * FIELDS + 3, mask_id)
             barrier()
         mbarrier.expect(buffers.k_full.index(stage), k_desc.block_type.nbytes)
         tma_load(k_desc, [row.i_b, i_hk, first_key, 0], buffers.k_full.index(stage), buffers.k.index(stage))

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.compat import tma_store
-from dynaxx.kernels.primitives.hopper.signals import none, pin
+from dynaxx.kernels.primitives.hopper.signals import hold_before_wait, opaque_zero
 from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
 from dynaxx.kernels.primitives.hopper.visible import seen_of_block, where_seen
 
@@ -78,8 +78,8 @@ def _consume_tiles(
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
     for i in range(begin, end):
         stage = i % K_STAGES
-        q = buffers.q.index(CONSUMER + none(i)).reshape([ROWS, D])
-        do = buffers.do.index(CONSUMER + none(i)).reshape([ROWS, D])
+        q = buffers.q.index(CONSUMER + opaque_zero(i)).reshape([ROWS, D])
+        do = buffers.do.index(CONSUMER + opaque_zero(i)).reshape([ROWS, D])
         k = buffers.k.index(stage).reshape([ROWS, D])
         v_stage = i % V_STAGES
         v = buffers.v.index(v_stage).reshape([ROWS, D])
@@ -94,7 +94,9 @@ def _consume_tiles(
             part = i % SPLIT * ROWS
             weights = _keep(weights, buffers.numbers, stage * FIELDS, first_row, part, p_bits, Q_BLOCK, KV_BLOCK)
         weights = sloped(weights, scores, cap_rate)
-        pin(gl.sum(gl.sum(gl.reshape(weights, [ROWS, ROWS // 8, 4, 2]), 3), 1) + none(i).to(gl.float32))
+        hold_before_wait(
+            gl.sum(gl.sum(gl.reshape(weights, [ROWS, ROWS // 8, 4, 2]), 3), 1) + opaque_zero(i).to(gl.float32)
+        )
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         mbarrier.arrive(buffers.v_empty.index(v_stage), count=1)
         ds = gl.convert_layout((weights * (dp - delta[:, None])).to(q.dtype), ds_layout)

@@ -33,7 +33,7 @@ from dynaxx.kernels.attention.hopper.backward_consume import keep
 from dynaxx.kernels.attention.hopper.backward_produce import FIELDS, NOWHERE, RING
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.compat import tma_add
-from dynaxx.kernels.primitives.hopper.signals import get, none
+from dynaxx.kernels.primitives.hopper.signals import opaque_zero, receive_number
 from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
 
 
@@ -57,7 +57,7 @@ def _start_dq(fed, shared, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
     mbarrier.wait(shared.ds_full.index(slot), ((i + SLOTS - 1) // SLOTS + 1) & 1)
     dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
     for u in gl.static_range(CONSUMERS):
-        k = fed.k.index(u + none(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        k = fed.k.index(u + opaque_zero(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
         ds = shared.ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
         dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
     return dq
@@ -66,7 +66,7 @@ def _start_dq(fed, shared, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
 @gluon.jit
 def _tile_before(numbers, i):
     """Return the index in the group of tile i - 1; NOWHERE for tile -1."""
-    return gl.where(i > 0, get(numbers, (i + RING - 1) % RING * FIELDS), NOWHERE)
+    return gl.where(i > 0, receive_number(numbers, (i + RING - 1) % RING * FIELDS), NOWHERE)
 
 
 @gluon.jit
@@ -96,8 +96,8 @@ def _consume_tiles(
     for i_tile in range(begin, end):
         i = done + i_tile
         stage = i % STAGES
-        k = fed.k.index(CONSUMER + none(i)).reshape([ROWS, D])
-        v = fed.v.index(CONSUMER + none(i)).reshape([ROWS, D])
+        k = fed.k.index(CONSUMER + opaque_zero(i)).reshape([ROWS, D])
+        v = fed.v.index(CONSUMER + opaque_zero(i)).reshape([ROWS, D])
         q = fed.q.index(stage).reshape([ROWS, D])
         do = fed.do.index(stage).reshape([ROWS, D])
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)

@@ -16,7 +16,7 @@ from dynaxx.kernels.attention.hopper.backward_columns import read_column
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.attention.hopper.forward_produce import band_of
 from dynaxx.kernels.compat import barrier, tma_load
-from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers, put
+from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers, send_number
 
 RING = gl.constexpr(8)  # tiles whose numbers are stored: those in flight, and the previous one
 FIELDS = gl.constexpr(4)  # numbers per tile: its index in the group, first and last distance and id of its mask
@@ -108,12 +108,12 @@ def produce(
             fed.stats.index(stage * 2).store(lse)
             fed.stats.index(stage * 2 + 1).store(delta)
             at_tile = done % RING * FIELDS
-            put(numbers, at_tile, gl.where(block == known, tile, NOWHERE))
+            send_number(numbers, at_tile, gl.where(block == known, tile, NOWHERE))
             if i_tile < partial * SPLIT:
                 lo, hi, mask_id = band_of(layout, gl.load(layout.tables.p_mask_ids + entry))
-                put(numbers, at_tile + 1, lo - part * ROWS)
-                put(numbers, at_tile + 2, hi - part * ROWS)
-                put(numbers, at_tile + 3, mask_id)
+                send_number(numbers, at_tile + 1, lo - part * ROWS)
+                send_number(numbers, at_tile + 2, hi - part * ROWS)
+                send_number(numbers, at_tile + 3, mask_id)
             barrier()
             mbarrier.expect(full.index(stage), 2 * given.q_desc.block_type.nbytes)
             at = [column.i_b, i_h, block * Q_BLOCK + part * ROWS, 0]

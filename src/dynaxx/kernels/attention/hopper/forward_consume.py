@@ -30,7 +30,7 @@ from dynaxx.kernels.attention.hopper.forward_lazy_softmax import (
 from dynaxx.kernels.attention.hopper.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.primitives.hopper.parts import store_output, turns_of_program
-from dynaxx.kernels.primitives.hopper.signals import flag, get, pin, stored
+from dynaxx.kernels.primitives.hopper.signals import after_stores, hold_before_wait, publish_number, receive_number
 from dynaxx.kernels.primitives.hopper.softcap import capped
 from dynaxx.kernels.primitives.hopper.tiles import tile_of_parts
 from dynaxx.kernels.primitives.hopper.visible import WORD_LAYOUT, seen_of_block, where_seen
@@ -134,11 +134,11 @@ def _consume_steps(
             if not CHECKED:
                 after = i_step + 1
                 mbarrier.wait(buffers.k_full.index(after % STAGES), (after // STAGES) & 1, pred=after < end)
-            sums = pin(sums)
+            sums = hold_before_wait(sums)
         else:
             mbarrier.arrive(buffers.k_empty.index(stage), count=ARRIVALS)
             weights, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, given.scale_log2, MASKED)
-            row_sum = pin(row_sum)
+            row_sum = hold_before_wait(row_sum)
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         if FREE:
             mbarrier_arrive(buffers.v_empty.index(before), increment_count=False)
@@ -176,10 +176,10 @@ def consume(
         i_mine = 0
         for sweep in range(2):
             if sweep == 1:
-                flag(flags, CONSUMER, gl.max(stored(lost), 0))
+                publish_number(flags, CONSUMER, gl.max(after_stores(lost), 0))
                 mbarrier.arrive(judged.index(0), count=1)
                 mbarrier.wait(judged.index(0), 0)
-                all_units = gl.where(get(flags, 0) + get(flags, CONSUMERS - 1) > 0, all_units, 0)
+                all_units = gl.where(receive_number(flags, 0) + receive_number(flags, CONSUMERS - 1) > 0, all_units, 0)
             for _ in range(turns_of_program(all_units)):
                 done, lost = _attend(
                     given, i_mine, done, lost,
@@ -217,9 +217,9 @@ def _attend(
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     slot = i_mine % SLOTS
     mbarrier.wait(buffers.q_full.index(slot), (i_mine // SLOTS) & 1)
-    i_row = get(buffers.row_numbers, slot * ROW_FIELDS)
-    steps = get(buffers.row_numbers, slot * ROW_FIELDS + 1)
-    masked = get(buffers.row_numbers, slot * ROW_FIELDS + 2)
+    i_row = receive_number(buffers.row_numbers, slot * ROW_FIELDS)
+    steps = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 1)
+    masked = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 2)
     q = buffers.q.index(slot * CONSUMERS + CONSUMER).reshape([ROWS, D])
 
     stage = done % STAGES
@@ -248,10 +248,10 @@ def _attend(
         acc, row_max, row_sum, weights, q, given, first_row, done + masked, done + steps,
         False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
     )  # fmt: skip
-    i_b = get(buffers.row_numbers, slot * ROW_FIELDS + 3)
-    i_h = get(buffers.row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
+    i_b = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 3)
+    i_h = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
     if HAS_PARTS:
-        part = get(buffers.row_numbers, slot * ROW_FIELDS + 5)
+        part = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 5)
     if SLOTS == 1:
         mbarrier.arrive(buffers.q_empty.index(0), count=1)
     done += steps

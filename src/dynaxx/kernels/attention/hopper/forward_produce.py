@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from dynaxx.kernels.attention.hopper.forward_lazy_softmax import unchecked
 from dynaxx.kernels.compat import barrier, tma_load
 from dynaxx.kernels.primitives.hopper.parts import read_row, row_or_part, turns_of_program, unit_of_turn
-from dynaxx.kernels.primitives.hopper.signals import look, put
+from dynaxx.kernels.primitives.hopper.signals import read_number, send_number
 
 EVERYWHERE = gl.constexpr(1 << 20)  # a band that contains every pair of a block
 ROW_FIELDS = gl.constexpr(6)  # numbers per row: index, steps, masked steps, batch entry, first head, slot as a part
@@ -121,7 +121,7 @@ def produce(
         i_mine += 1
     if unchecked(given.q_desc.dtype):
         mbarrier.wait(judged.index(0), 0)
-        all_units = gl.where(look(flags, 0) + look(flags, CONSUMERS - 1) > 0, all_units, 0)
+        all_units = gl.where(read_number(flags, 0) + read_number(flags, CONSUMERS - 1) > 0, all_units, 0)
         for i_turn in range(turns_of_program(all_units)):
             done = _feed(
                 given, buffers, layout, parts, sizes, unit_of_turn(i_turn), i_mine, done,
@@ -182,13 +182,13 @@ def _feed(
     for u in gl.static_range(CONSUMERS):
         at = [i_b, i_h + u * STEP_HEADS, i_row * Q_BLOCK + u * STEP_ROWS, 0]
         tma_load(given.q_desc, at, buffers.q_full.index(slot), buffers.q.index(slot * CONSUMERS + u))
-    put(buffers.row_numbers, slot * ROW_FIELDS, i_row)
-    put(buffers.row_numbers, slot * ROW_FIELDS + 1, steps)
-    put(buffers.row_numbers, slot * ROW_FIELDS + 2, masked)
-    put(buffers.row_numbers, slot * ROW_FIELDS + 3, i_b)
-    put(buffers.row_numbers, slot * ROW_FIELDS + 4, i_h)
+    send_number(buffers.row_numbers, slot * ROW_FIELDS, i_row)
+    send_number(buffers.row_numbers, slot * ROW_FIELDS + 1, steps)
+    send_number(buffers.row_numbers, slot * ROW_FIELDS + 2, masked)
+    send_number(buffers.row_numbers, slot * ROW_FIELDS + 3, i_b)
+    send_number(buffers.row_numbers, slot * ROW_FIELDS + 4, i_h)
     if HAS_PARTS:
-        put(buffers.row_numbers, slot * ROW_FIELDS + 5, gl.where(is_part, i_unit, -1))
+        send_number(buffers.row_numbers, slot * ROW_FIELDS + 5, gl.where(is_part, i_unit, -1))
     barrier()
     mbarrier.expect(buffers.q_full.index(slot), CONSUMERS * given.q_desc.block_type.nbytes)
 
@@ -216,10 +216,10 @@ def _feed(
                 masks += (band_of(layout, mask_id),)  # type: ignore[assignment]
             for u in gl.static_range(BLOCKS):
                 at_block = (stage * BLOCKS + u) * FIELDS
-                put(buffers.step_numbers, at_block, masks[u][0] + first_key)
-                put(buffers.step_numbers, at_block + 1, masks[u][1] + first_key)
-                put(buffers.step_numbers, at_block + 2, sizes.seqlen_k - keys[u])
-                put(buffers.step_numbers, at_block + 3, masks[u][2] * PIECES + i_step % PIECES)
+                send_number(buffers.step_numbers, at_block, masks[u][0] + first_key)
+                send_number(buffers.step_numbers, at_block + 1, masks[u][1] + first_key)
+                send_number(buffers.step_numbers, at_block + 2, sizes.seqlen_k - keys[u])
+                send_number(buffers.step_numbers, at_block + 3, masks[u][2] * PIECES + i_step % PIECES)
             barrier()
         mbarrier.expect(buffers.k_full.index(stage), BLOCKS * PARTS * given.k_desc.block_type.nbytes)
         mbarrier.wait(buffers.v_empty.index(stage), free)

@@ -20,21 +20,21 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def put(numbers, at, value):
+def send_number(numbers, at, value):
     """Write one number; for the producer, which is one warp."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
 
 
 @gluon.jit
-def look(numbers, at):
+def read_number(numbers, at):
     """Read one number; for the producer, after a barrier."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     return gl.max(numbers.index(at).load(layout), 0)
 
 
 @gluon.jit
-def flag(numbers, at, value):
+def publish_number(numbers, at, value):
     """Write one number and synchronize; for a warpgroup."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     numbers.index(at).store(gl.full([1], 0, gl.int32, layout) + value)
@@ -42,14 +42,14 @@ def flag(numbers, at, value):
 
 
 @gluon.jit
-def get(numbers, at):
+def receive_number(numbers, at):
     """Read one number; for a warpgroup, after the barrier on which the producer signals it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(numbers.index(at).load(layout), 0)
 
 
 @gluon.jit
-def none(i):
+def opaque_zero(i):
     """Return 0, computed from the loop index `i` so that no compiler can tell.
 
     Added to the index of a buffer, it keeps the computation of the 64-bit descriptors of its tile, one per 16 columns,
@@ -59,7 +59,7 @@ def none(i):
 
 
 @gluon.jit
-def pin(x):
+def hold_before_wait(x):
     """Return x >= 0, used in a store that never happens.
 
     This keeps a following wait for wgmma after the computation of x. ptxas would otherwise move the wait up, and the
@@ -83,7 +83,7 @@ def pin(x):
 
 
 @gluon.jit
-def stored(x):
+def after_stores(x):
     """Return x, int32, after all tiles that this thread stored by TMA are in memory; later stores follow them."""
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1

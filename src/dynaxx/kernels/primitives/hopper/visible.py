@@ -8,7 +8,7 @@ Comparing each column with both ends of the band would take twice as many instru
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.primitives.hopper.signals import get
+from dynaxx.kernels.primitives.hopper.signals import receive_number
 
 WORD_LAYOUT = gl.constexpr(  # layout of [64, 4] words, with rows where the four warps of a warpgroup hold them
     gl.DistributedLinearLayout(
@@ -58,7 +58,12 @@ def seen_of_block(
     WORDS: gl.constexpr = KEYS // 32
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
     threads = gl.arange(0, 4, gl.SliceLayout(0, WORD_LAYOUT))[None, :]
-    lo, hi, keys, mask_id = get(numbers, at), get(numbers, at + 1), get(numbers, at + 2), get(numbers, at + 3)
+    lo, hi, keys, mask_id = (
+        receive_number(numbers, at),
+        receive_number(numbers, at + 1),
+        receive_number(numbers, at + 2),
+        receive_number(numbers, at + 3),
+    )
     in_bits = lo > hi
     first = gl.where(in_bits, 0, rows - hi)
     last = gl.minimum(gl.where(in_bits, KEYS - 1, rows - lo), keys - 1)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dynaxx.kernels.compat import barrier, tma_load
 from dynaxx.kernels.device import processors
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows
-from dynaxx.kernels.primitives.hopper.signals import barriers, pin
+from dynaxx.kernels.primitives.hopper.signals import barriers, hold_before_wait
 from dynaxx.kernels.primitives.hopper.tiles import tile_of_parts
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
@@ -82,7 +82,9 @@ def _score(logits, p_row, seen, known, tile, first_hidden, KV_BLOCK: gl.constexp
         logits = gl.where(o_n[None, :] < seen[:, None], logits, float("-inf"))
     best = gl.max(logits, 1)
     shift = gl.where(best == float("-inf"), 0.0, best)
-    total = pin(gl.sum(gl.exp2(logits * LOG2_E - (shift * LOG2_E)[:, None]), 1))  # before the wait for other products
+    total = hold_before_wait(
+        gl.sum(gl.exp2(logits * LOG2_E - (shift * LOG2_E)[:, None]), 1)
+    )  # before the wait for other products
     score = shift + gl.log2(gl.where(total == 0, 1.0, total)) / LOG2_E
     gl.store(p_row + tile, gl.where(total == 0, float("-inf"), score), mask=known)
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dynaxx.kernels.attention.hopper.forward_consume import LARGEST, LN2, ROWS, SMALLEST
 from dynaxx.kernels.compat import tma_store
-from dynaxx.kernels.primitives.hopper.signals import get
+from dynaxx.kernels.primitives.hopper.signals import receive_number
 from dynaxx.kernels.primitives.hopper.visible import WORD_LAYOUT
 from dynaxx.trained.nsa.kernels.hopper.selected_tiles import (
     ANY_LOST,
@@ -119,7 +119,7 @@ def consume(
     q = q_buffers.index(CONSUMER).reshape([ROWS, D])
     turn, done = 0, 0
     mbarrier.wait(q_full.index(0), 0)
-    i_tile = get(numbers, 0)
+    i_tile = receive_number(numbers, 0)
     while i_tile >= 0:
         i_head, tile_t = i_tile % heads, i_tile // heads * (CONSUMERS * POSITIONS)
         count = gl.load(p_counts + i_tile)
@@ -223,7 +223,7 @@ def consume(
             done += CONSUMERS
         turn += 1
         mbarrier.wait(q_full.index(0), turn & 1)
-        i_tile = get(numbers, 0)
+        i_tile = receive_number(numbers, 0)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dynaxx.kernels.compat import tma_load
-from dynaxx.kernels.primitives.hopper.signals import put
+from dynaxx.kernels.primitives.hopper.signals import send_number
 from dynaxx.trained.nsa.kernels.hopper.selected_tiles import LOST, TURN, feed_block, feed_blocks, row_tile, window_of
 
 
@@ -38,7 +38,7 @@ def produce(
             i_hk = i_head // heads_per_kv
             count = gl.load(p_counts + i_tile)
             mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-            put(numbers, 0, i_tile)
+            send_number(numbers, 0, i_tile)
             mbarrier.expect(q_full.index(0), CONSUMERS * q_desc.block_type.nbytes)
             for u in gl.static_range(CONSUMERS):
                 at = [first_t + u * POSITIONS, i_head * GROUP, 0]
@@ -70,5 +70,5 @@ def produce(
                         tma_load(swa_desc, at, full.index(stage), swa)
                     done += 1
     mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
-    put(numbers, 0, -1)
+    send_number(numbers, 0, -1)
     mbarrier.arrive(q_full.index(0), count=1)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.compat import barrier, copy_to_shared
-from dynaxx.kernels.primitives.hopper.signals import barriers, pin
+from dynaxx.kernels.primitives.hopper.signals import barriers, hold_before_wait
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.hopper.gather import TILE, listed_tokens
 
@@ -117,7 +117,7 @@ def _attend_apart(q, row_max, row_sum, acc, buffers, signals, apart, bit, scale_
         shift = gl.where(new_max == -float("inf"), 0.0, new_max)
         rescale = gl.exp2(row_max - shift)
         new_weights = gl.exp2(scores * scale_log2 - shift[:, None])
-        row_sum = pin(row_sum * rescale + gl.sum(new_weights, 1))
+        row_sum = hold_before_wait(row_sum * rescale + gl.sum(new_weights, 1))
         row_max = new_max
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         mbarrier.wait(full.index(other % BUFFERS), other // BUFFERS & 1)
@@ -177,7 +177,7 @@ def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.const
         rescale = gl.exp2(row_max - shift)
         left_weights = gl.exp2(left_scores * scale_log2 - shift[:, None])
         right_weights = gl.exp2(right_scores * scale_log2 - shift[:, None])
-        row_sum = pin(row_sum * rescale + gl.sum(left_weights + right_weights, 1))
+        row_sum = hold_before_wait(row_sum * rescale + gl.sum(left_weights + right_weights, 1))
         row_max = new_max
         acc = warpgroup_mma_wait(0, deps=[acc_token])
         barrier()  # all warps have read the buffers

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.compat import barrier, copy_to_shared
-from dynaxx.kernels.primitives.hopper.signals import barriers, none
+from dynaxx.kernels.primitives.hopper.signals import barriers, opaque_zero
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.hopper.gather import TILE, listed_tokens
 from dynaxx.trained.tokens.kernels.hopper.grouped import (
@@ -106,7 +106,7 @@ def _products(buffers, i, OWN: gl.constexpr):
     q_tiles, do_tiles, k_buffers, v_buffers = buffers[0], buffers[1], buffers[2], buffers[3]
     buffer = i % BUFFERS
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    own = OWN + none(i)
+    own = OWN + opaque_zero(i)
     dp = warpgroup_mma(do_tiles.index(own), v_buffers.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma(q_tiles.index(own), k_buffers.index(buffer).permute((1, 0)), zero, use_acc=False, is_async=True)
     return s, dp
@@ -119,8 +119,8 @@ def _rows_of_keys(weights, x, slot, i):
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     zero = gl.zeros([KEYS, D], gl.float32, SUMS)
     left, right = weights.index(2 * slot).permute((1, 0)), weights.index(2 * slot + 1).permute((1, 0))
-    rows = warpgroup_mma(left, x.index(none(i)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(right, x.index(1 + none(i)), rows, is_async=True)
+    rows = warpgroup_mma(left, x.index(opaque_zero(i)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(right, x.index(1 + opaque_zero(i)), rows, is_async=True)
 
 
 @gluon.jit
@@ -172,7 +172,7 @@ def _consume_apart(s, dp, dq, p_rows, buffers, signals, sizes, of_row, OWN: gl.c
         barrier()
         mbarrier.arrive(v_empty.index(own % BUFFERS), count=2)
         zero = gl.zeros([KEYS, D], gl.float32, SUMS)
-        mine = OWN + none(j)
+        mine = OWN + opaque_zero(j)
         dv_token = warpgroup_mma(p_tile.permute((1, 0)), do_tiles.index(mine), zero, use_acc=False, is_async=True)
         dq_token = warpgroup_mma(ds_tile, k_buffers.index(own % BUFFERS), dq, is_async=True)
         dv, dq = warpgroup_mma_wait(0, deps=[dv_token, dq_token])

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.compat import barrier
-from dynaxx.kernels.primitives.hopper.signals import barriers, none
+from dynaxx.kernels.primitives.hopper.signals import barriers, opaque_zero
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.hopper.best import KEYS, best_of_tile, load_keys
 
@@ -53,7 +53,7 @@ def _product(source, i_load, i_head):
     """Start the product of a head with the keys of a load that has arrived."""
     zero = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     k = source[2].index(i_load % STAGES).permute((1, 0))
-    return warpgroup_mma(source[1].index(i_head + none(i_load)), k, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(source[1].index(i_head + opaque_zero(i_load)), k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers, none
+from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers, opaque_zero
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.hopper.gather import GATHERED, REST, ROWS, TILE, WIDE, copy_rows, listed_tokens
 from dynaxx.trained.tokens.kernels.hopper.latent_consume import (
@@ -52,7 +52,7 @@ def _produce(p_k, p_list, tile_0, tile_1, full, empty, slots, last, k_strides, t
     row_0, there_0 = _rows_of(p_list, 0, slots, last, k_strides)
     row_1, there_1 = _rows_of(p_list, 1, slots, last, k_strides)
     for i_turn in range(turns):
-        i = none(i_turn)
+        i = opaque_zero(i_turn)
         phase = (i_turn & 1) ^ 1
         mbarrier.wait(empty.index(LEFT_0), phase)
         copy_rows(tile_0.left.index(i), p_k, row_0, there_0, 0, GATHERED)
@@ -75,7 +75,7 @@ def _produce(p_k, p_list, tile_0, tile_1, full, empty, slots, last, k_strides, t
 
 @gluon.jit
 def _columns(dtype: gl.constexpr, rows: gl.constexpr):
-    """Allocate [1, rows, 576] in parts; the index of 1 is what `none` of `signals.py` needs."""
+    """Allocate [1, rows, 576] in parts; the index of 1 is what `opaque_zero` of `signals.py` needs."""
     return Columns(
         left=gl.allocate_shared_memory(dtype, [1, rows, HALF], TILE),
         right=gl.allocate_shared_memory(dtype, [1, rows, HALF], TILE),

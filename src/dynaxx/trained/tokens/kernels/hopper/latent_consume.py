@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.compat import barrier
-from dynaxx.kernels.primitives.hopper.signals import none
+from dynaxx.kernels.primitives.hopper.signals import opaque_zero
 from dynaxx.trained.tokens.kernels.hopper.gather import GATHERED, ROWS, WIDE, copy_rows, listed_tokens
 from dynaxx.trained.tokens.kernels.hopper.rescale import rescaled
 
@@ -154,7 +154,7 @@ def _start_right(shared, phase, i, token):
 def _turn_of_first(scores, sums, base, row_sum, shared, p_list, sizes, i_turn, LAST: gl.constexpr):
     """Process a turn of warpgroup 0; return the masked scores of the next turn's tile, and the sums."""
     dtype: gl.constexpr = shared.q.left.dtype
-    i = none(i_turn)
+    i = opaque_zero(i_turn)
     phase = i_turn & 1
     own_max = gl.max(scores, 1)
     own_base = gl.where(own_max > base + GROWN, own_max, base)
@@ -193,7 +193,7 @@ def consume_first(shared, p_list, results, sizes):
     sums = gl.zeros([ROWS, HALF], gl.float32, SUMS)
     base = gl.full([ROWS], -float("inf"), gl.float32, ROW)
     row_sum = gl.zeros([ROWS], gl.float32, ROW)
-    i = none(sizes.turns)
+    i = opaque_zero(sizes.turns)
     key = _listed(p_list, 0, sizes.slots)
     token = _start_right(shared, 0, i, _start_left(shared, 0, i))
     scores = _masked(warpgroup_mma_wait(0, deps=[token]), key, sizes)
@@ -214,7 +214,7 @@ def consume_second(shared, p_list, results, sizes):
     base = gl.full([ROWS], -float("inf"), gl.float32, ROW)
     row_sum = gl.zeros([ROWS], gl.float32, ROW)
     for i_turn in range(sizes.turns):
-        i = none(i_turn)
+        i = opaque_zero(i_turn)
         phase = i_turn & 1
         mbarrier.wait(shared.full.index(RIGHT_1), phase)
         fence_async_shared()

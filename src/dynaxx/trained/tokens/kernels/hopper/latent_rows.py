@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dynaxx.kernels.compat import barrier, copy_to_shared, reinterpret
-from dynaxx.kernels.primitives.hopper.signals import barriers, none
+from dynaxx.kernels.primitives.hopper.signals import barriers, opaque_zero
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.hopper.gather import GATHERED, ROWS, TILE, WIDE, copy_rows
 from dynaxx.trained.tokens.kernels.hopper.latent_dq import HALF, HALF_REST, NARROW, NARROW_TILE, REST_SUMS, SUMS
@@ -66,7 +66,7 @@ def _consume(p_rows, buffers, signals, slots, i_half, OWN: gl.constexpr):
     COLUMNS: gl.constexpr = 2 * HALF + 2 * HALF_REST
     mbarrier.wait(resident.index(0), 0)
     for i_tile in range(OWN, gl.cdiv(slots, KEYS), 2):
-        i = none(i_tile)
+        i = opaque_zero(i_tile)
         mbarrier.wait(full.index(OWN), (i_tile // BUFFERS) & 1)
         fence_async_shared()
         own_ds, own_weights = tiles.index(2 * OWN).permute((1, 0)), tiles.index(2 * OWN + 1).permute((1, 0))
