@@ -11,6 +11,7 @@ there is no wheel.
 import os
 import runpy
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -26,6 +27,8 @@ LIBRARIES = core["library_name"]("*").rpartition(".")[0] + ".*"  # those of othe
 class BuildCore(build_ext):
     """One shared library per instruction set, named without a Python version."""
 
+    built: ClassVar[set[str]] = set()  # folders; the install within a wheel's build asks again
+
     def finalize_options(self) -> None:
         """Leave a checkout as it is: it compiles at first use."""
         super().finalize_options()
@@ -33,7 +36,10 @@ class BuildCore(build_ext):
             self.extensions = []
 
     def run(self) -> None:
-        """Build the libraries, after removing those of an earlier build: they must not be packed if this one fails."""
+        """Build the libraries once, without those of an earlier build, which must not be packed if this one fails."""
+        if self.build_lib in self.built:
+            return
+        self.built.add(self.build_lib)
         for left in Path(self.build_lib, FOLDER).glob(LIBRARIES):
             left.unlink()
         super().run()

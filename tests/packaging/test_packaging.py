@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 COMPILER = """#!/bin/sh
 # Stands in for a compiler: writes what it is asked for, empty; $FAILS is an option with which it fails.
+echo >> "$0.calls"
 for option; do
   test "$option" != "$FAILS" || exit 1
   test "$before" != -o || : > "$option"
@@ -75,6 +76,8 @@ def test_a_wheel_is_named_for_this_platform_only_if_it_holds_the_core(tree, comp
     with_core = build(tree, "build_wheel", compiler)
     assert re.fullmatch(r"dynaxx-[\w.]+-py3-none-(?!any)\w+\.whl", with_core.name)
     assert libraries(with_core) == [core.supported_isas()[0]]
+    calls = compiler.with_name(f"{compiler.name}.calls").read_text()
+    assert len(calls) == len(core.sources([".cpp"])) + 1, "each file is compiled once, and one library linked"
     without = build(tree, "build_wheel", "/nonexistent/compiler")  # and what the build before left is not packed
     assert re.fullmatch(r"dynaxx-[\w.]+-py3-none-any\.whl", without.name)
     with zipfile.ZipFile(without) as wheel:
