@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows
 from dynaxx.kernels.attention.hopper.config import backward_ending, backward_heads_together, tile_width
+from dynaxx.kernels.attention.hopper.pieces import none_empty
 from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.device import processors
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows, score_factors
@@ -164,7 +165,7 @@ class ColumnKernel(NamedTuple):
         Each piece of a group is computed by a separate program; the pieces are summed afterwards.
         """
         q_heads, kv_heads = q.shape[2], k.shape[2]
-        pieces = _none_empty(q_heads // kv_heads, pieces)
+        pieces = none_empty(q_heads // kv_heads, pieces)
         split = split_columns(layout, k.shape[0], q_heads, kv_heads)
         if split is not None and pieces > 1:
             pieces = pieces if q_heads % (kv_heads * pieces) == 0 else q_heads // kv_heads  # parts need equal pieces
@@ -189,12 +190,6 @@ class ColumnKernel(NamedTuple):
         record_or_replay(start, layout.with_transposed(), tensors, self, scale, softcap, split=split.to(p_sums=parts))
         sum_parts(of_columns(parts[:, 0], k.shape[3]), dk, split, layout, kv_block, scale)
         sum_parts(of_columns(parts[:, 1], v.shape[3]), dv, split, layout, kv_block)
-
-
-def _none_empty(group_size: int, pieces: int) -> int:
-    """Return the number of pieces so that each has a q head; all but the last have equal size."""
-    each = -(-group_size // pieces)
-    return -(-group_size // each)
 
 
 def _start(

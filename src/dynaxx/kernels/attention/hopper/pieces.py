@@ -46,29 +46,34 @@ class Columns(NamedTuple):
 @lru_cache(4096)
 def backward_pieces(columns: Columns) -> int:
     """Return the number of pieces into which the q heads of a group are divided; all but the last are equal."""
-    group_size = columns.group_size
-    divisions = (pieces for pieces in range(1, group_size + 1) if -(-group_size // -(-group_size // pieces)) == pieces)
-    return min(divisions, key=partial(_cost, columns))
+    asked = range(1, columns.group_size + 1)
+    return min(sorted({none_empty(columns.group_size, pieces) for pieces in asked}), key=partial(_cost, columns))
+
+
+def none_empty(group_size: int, pieces: int) -> int:
+    """Return the number of pieces so that each has a q head; all but the last have equal size."""
+    each = -(-group_size // pieces)
+    return -(-group_size // each)
 
 
 def _cost(columns: Columns, pieces: int) -> float:
     start, summed, end = (2.0, 0.6, 0.2) if columns.one_pass else (4.0, 2.0, 0.0)
     group_size, heads, lengths = columns.group_size, columns.batch * columns.kv_heads, columns.lengths()
     each = -(-group_size // pieces)
+    sizes = [min(each, group_size - i * each) for i in range(pieces)]
     programs = columns.kv_blocks * heads * pieces
     if programs > WAVES * columns.places:
         span = (start * programs + sum(lengths) * heads * group_size) / columns.places
     else:
-        span = _makespan(columns, pieces, lengths, start)
+        span = _makespan(columns, sizes, lengths, start)
     span += end * (start + max(lengths) * each)
     if columns.share > 0 and columns.reach is None:
         span *= 1 + 0.1 * max(0.0, math.log2(each * columns.seqlen_q * columns.head_dim * 8 / L2))
     return span + (summed * programs / columns.places if pieces > 1 else 0)
 
 
-def _makespan(columns: Columns, pieces: int, lengths: list[float], start: float) -> float:
-    each = -(-columns.group_size // pieces)
-    sizes = [min(each, columns.group_size - i * each) for i in range(pieces)]
+def _makespan(columns: Columns, sizes: list[int], lengths: list[float], start: float) -> float:
+    pieces = len(sizes)
     heads = columns.batch * columns.kv_heads * pieces
     together = backward_heads_together(columns.seqlen_q, columns.head_dim, columns.kv_heads * pieces)
     free = [0.0] * columns.places

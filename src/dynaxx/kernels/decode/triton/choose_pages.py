@@ -11,7 +11,7 @@ from dynaxx.kernels.decode.triton.pages import physical_pages
 
 
 class PageRule(NamedTuple):
-    """What decides which pages lists read, beside their scores."""
+    """The settings that decide, beside the scores, which pages a list reads."""
 
     p_wanted: Any  # (2, Hk) fp32
     kv_heads: Any
