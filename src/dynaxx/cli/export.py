@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dynaxx export`: export a model with its policy to ONNX, OpenVINO or TensorRT."""
+"""`dynaxx export`: export a model with its policy to another engine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ FORMATS = {
     "onnx": "onnx.command",
     "openvino": "openvino.export",
     "tensorrt": "tensorrt.command",
+    "tensorrt_llm": "tensorrt_llm.checkpoint",
     "triton": "triton_server.repository",
 }
 Format = StrEnum("Format", {name: name for name in FORMATS})  # type: ignore[misc]
@@ -50,6 +51,9 @@ def export(
 
     tensorrt: engines of TensorRT for RTX, built without a GPU. Options: compute_capability (8.9, or several),
     max_batch, max_prompt, max_cache (tokens).
+
+    tensorrt_llm: the model's config.json with `sparse_attention_config`, for TensorRT-LLM and Model-Optimizer. Option:
+    seqlen (tokens).
 
     triton: a model repository for Triton Inference Server. Options: name, stream, max_batch_size, max_batch_tokens,
     queue_delay (microseconds), dtype.
