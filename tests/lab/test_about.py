@@ -62,8 +62,10 @@ def test_expected_seconds_grow_with_the_length():
         assert time.allows(40.0)
         assert not time.allows(50.0)
         assert time.allows(50.0, urgent=True)
-        with time.unreserved():
+        with time.reserving_only():
             assert time.allows(80.0)
+        with time.reserving_only(lambda: 20.0):
+            assert not time.allows(80.0)
     clock.seconds = 101.0
     assert not time.allows()
     assert TimeBudget(None, SimpleNamespace(now=lambda: 0.0)).allows(1e9)

@@ -168,8 +168,8 @@ def tune(
 
     Profiles the model, analyzes its attention maps, tunes heads and layers, records attention statistics of the text
     (the reference for drift), validates the policy on held-out text, and writes the report. You can stop it at any
-    time; the same command continues. Exit code 1 if the policy fails its validation, 3 if time ended before anything
-    was decided.
+    time; the same command continues. Exit code 1 if the policy fails its validation, 3 if time ended before a
+    verdict or its validation.
 
     \b
     Examples:

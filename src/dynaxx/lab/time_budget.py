@@ -85,9 +85,9 @@ class TimeBudget:
             self._reserves.remove(seconds)
 
     @contextmanager
-    def unreserved(self) -> Iterator[None]:
-        """Let work within the block use the time that is reserved for later steps."""
-        reserves, self._reserves = self._reserves, []
+    def reserving_only(self, seconds: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+        """Let work within the block use the time that is reserved for later steps, except so many seconds."""
+        reserves, self._reserves = self._reserves, [seconds]
         try:
             yield
         finally:

@@ -54,9 +54,11 @@ def clock_of(case, *given, **options):
     return SlowClock(*given, choosing=CASES[case][1], **options)
 
 
-def run(loaded, out, case, budget, clock):
+def run(loaded, out, case, budget, clock, reserve=0.0):
     options = TuneOptions("", out=out, tokens=TOKENS, block_size=16, tolerance=CASES[case][0], reference=False)
-    return tune(*loaded, TEXT, options, time=TimeBudget(budget, clock))
+    time = TimeBudget(budget, clock)
+    with time.reserving(lambda: reserve):
+        return tune(*loaded, TEXT, options, time=time)
 
 
 def check(found, full):
@@ -88,6 +90,14 @@ def test_no_budget_contradicts_the_full_run(loaded, full, tmp_path, slowness, ca
         found = run(loaded, tmp_path / str(number), case, budget, clock)
         check(found, expected)
         assert clock.seconds <= max(1.2 * budget, 1.2 * slowness * PACE), "at most a fifth late"
+
+
+@pytest.mark.parametrize("slowness", [1.0, 3.0])
+def test_a_search_without_a_policy_may_use_the_time_of_the_validation(loaded, tmp_path, slowness):
+    clock = SlowClock(slowness)
+    found = run(loaded, tmp_path, "sparse", 120.0 * slowness, clock, reserve=25.0 * slowness)
+    assert found.verdict == "sparse"
+    assert clock.seconds <= 120.0 * slowness
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -87,6 +87,11 @@ def test_undecided_runs_are_not_ok():
     assert found.undecided
     assert found.summary().splitlines() == ["undecided: time ended", "Run again.", "left out for lack of time: analyze"]
     assert PipelineResult(None, None, {"ended": "interrupted"}, None, "", ()).interrupted
+    sparse = {"verdict": "sparse", "why": "40% of the blocks", "sparse_from": 512}
+    unvalidated = PipelineResult(None, None, sparse, None, "no time was left for it", (), left_out=("validate",))
+    assert unvalidated.undecided
+    assert not unvalidated.ok
+    assert "the policy could not be validated:\nno time was left for it" in unvalidated.summary()
 
 
 def test_a_policy_without_its_reference_says_so_first():

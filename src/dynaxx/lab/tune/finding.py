@@ -7,8 +7,8 @@ Every step is stored, good or bad, and the next search with the same settings st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 from dynaxx.lab.kinds import label
 from dynaxx.lab.progress import Task
@@ -24,6 +24,7 @@ SEARCH_STEPS = 10  # trials of budgets per head in one run, at most
 UNIFORM_STEPS = 6  # trials of one budget for all heads, at most
 FINE_ENOUGH = 1.02  # ratio of the passing to the failing density at which a search ends
 UNIFORM_FINE = 1.15  # the same for one budget for all heads, which only shows what budgets per head gain
+CROSSOVER_PASSES = 0.5  # passes over a text that the timing of attention takes about as long as
 TRIALS = 3  # trials that the texts of early ones are sized for
 
 
@@ -39,10 +40,7 @@ class Finding(Costing):
         task.advance(0, "dense perplexity")
         self._shorten_costs()
         rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens)
-        missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
-        needed = self.trials.seconds() + self.trials.pass_seconds + (self._costs_seconds(1, 1) if missing else 0.0)
-        # Nothing is validated if no trial fits, so what the next run needs may take that time.
-        with nullcontext() if self.time.allows(needed, urgent=True) else self.time.unreserved():
+        with self._leaving_a_trial():
             if not self._has_time(self.trials.seconds()):
                 return
             self.trials.dense(0)  # refuses a model whose activations are not finite, before long work
@@ -61,6 +59,29 @@ class Finding(Costing):
             self._run("uniform", self.uniform, UNIFORM_STEPS, task, only_below=below)
         if self.options.held_out:
             self.held_out = self._leave_one_out(costs, of_tasks, rises, task)
+
+    @contextmanager
+    def _leaving_a_trial(self) -> Iterator[None]:
+        """Reserve time for the first trial, at the cost of the validation if there is too little for both.
+
+        If not even a trial fits, what the next run needs may take all the time.
+        """
+        missing = self.costs.missing(self._name(0), self.scorers[0], self.budgets)
+        costs = self._costs_seconds(1, 1) if missing else 0.0
+        first = lambda: len(self.texts.kinds) * self.trials.pass_seconds
+        fits = lambda: self.time.allows(self.trials.seconds() + costs)
+        for reserve in (self.time.reserving(first), self.time.reserving_only(lambda: self.timing_seconds + first())):
+            with reserve:
+                if fits():
+                    yield
+                    return
+        with self.time.reserving_only():
+            yield
+
+    @property
+    def timing_seconds(self) -> float:
+        """Return the expected seconds of timing attention."""
+        return CROSSOVER_PASSES * self.trials.pass_seconds
 
     def _run(
         self,
@@ -92,12 +113,15 @@ class Finding(Costing):
             if only_below is not None and settled and guide.bounds()[1] > only_below:
                 return None
             key = self.trials.key(candidate.budgets, self.scorer)
-            if not self._has_time(self.trials.seconds(key), urgent=guide is self.tuned and not guide.tried):
-                return None
-            best = f"; so far {_said(guide.best.trial)}" if guide.best else ""
-            task.advance(0, f"trying {candidate.aim:.1%} of the blocks, {name}{best}")
-            self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
-            trial = self._evaluated(candidate, kinds, guide)
+            # While nothing passes, there is nothing to validate.
+            whole = guide is self.tuned and guide.best is None
+            with self.time.reserving_only(lambda: self.timing_seconds) if whole else nullcontext():
+                if not self._has_time(self.trials.seconds(key), urgent=whole and not guide.tried):
+                    return None
+                best = f"; so far {_said(guide.best.trial)}" if guide.best else ""
+                task.advance(0, f"trying {candidate.aim:.1%} of the blocks, {name}{best}")
+                self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
+                trial = self._evaluated(candidate, kinds, guide)
             guide.rises.share = 1.0 if guide.best else self._text_share()
             if trial is not None:
                 task.advance(int(kinds is None), f"{name}: {_said(trial)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,6 @@ from dynaxx.policy import rules_digest
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
 
-CROSSOVER_PASSES = 0.5  # passes over a text that the timing of attention takes about as long as
 EXPECTED_PASSES = 16  # passes over a text until a search is done, about
 
 
@@ -73,7 +72,7 @@ class Search(Finding):
                 with on_device(self.model, options.search_on), fast_linears(self.model):
                     measure_pace(self.model, self.tokenizer, self.text, self.time)
                     self.time.recall(self.steps.get("pace") or ())
-                    with self.time.reserving(lambda: CROSSOVER_PASSES * self.trials.pass_seconds):
+                    with self.time.reserving(lambda: self.timing_seconds):
                         self._search(task)
                 with fast_linears(self.model):
                     result = self._finished(self._result(task), task)
@@ -93,7 +92,7 @@ class Search(Finding):
         lengths, key = lengths_of(self.model, self.options.tokens), f"crossover {rules_digest(policy)} "
         known = {each["seqlen"]: LengthTiming(**each) for each in map(self.steps.get, self.steps.names(key))}
         wanted = [length for length in lengths if length not in known or known[length].busy] if measure else []
-        for timing in time_lengths(self.model, policy, wanted, time=self.time):
+        for timing in self._timed(policy, wanted, urgent=not known):
             known[timing.seqlen] = timing
             self.steps.store(f"{key}{timing.seqlen}", asdict(timing))
             if self.time.seconds is not None and timing.seqlen > self.options.tokens and is_faster(timing):
@@ -105,6 +104,14 @@ class Search(Finding):
         complete = bool(found) and (self.time.seconds is None or needed <= set(known))
         self.cut |= measure and not complete
         return found, complete
+
+    def _timed(self, policy: Policy, lengths: Sequence[int], urgent: bool) -> Iterator[LengthTiming]:
+        """Time attention; an urgent first length, which a verdict needs, may take the time of later steps."""
+        count = int(urgent)
+        with self.time.reserving_only() if urgent else nullcontext():
+            first = list(time_lengths(self.model, policy, lengths[:count], time=self.time))
+        yield from first
+        yield from time_lengths(self.model, policy, lengths[count:], time=self.time)
 
     def _policy(self, tried: Tried) -> Policy:
         return self.trials.policy(self.costs.layers, tried.candidate.budgets, self.scorer)

@@ -37,8 +37,8 @@ class PipelineResult:
 
     @property
     def undecided(self) -> bool:
-        """Return whether neither a sparse policy nor the lack of one was found."""
-        return self.tuning.get("verdict") == "undecided"
+        """Return whether time ended before a policy was found and validated, or the lack of one was found."""
+        return self.tuning.get("verdict") == "undecided" or "validate" in self.left_out
 
     @property
     def interrupted(self) -> bool:

@@ -195,6 +195,9 @@ class _Steps:
         path.unlink(missing_ok=True)  # of an earlier policy, perhaps
         if "validate" in plan.skip or not tuned.policy.rules:
             return tuned, None, ""
+        if not self.time.allows(2 * self.time.expects(PASS, plan.tokens), urgent=True):
+            self.left_out.append("validate")
+            return tuned, None, "no time was left for it; the same command continues with it"
         options: dict[str, Any] = dict(out=plan.out, say=say, lengths=self.lengths, seed=plan.seed, kinds=plan.kinds)
         options |= dict(progress=self.progress, time=self.time)
         try:
