@@ -4,6 +4,8 @@
 import copy
 import gc
 import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -254,15 +256,51 @@ def test_saved_while_applied_loads_as_a_plain_model(tmp_path):
         torch.testing.assert_close(hidden(again, inputs), own, atol=2e-5, rtol=1e-4)
 
 
-def test_copies_and_pickles_of_a_model_still_run():
+def test_copies_and_pickles_are_plain_models():
+    """What is copied or saved under a handle has the modules of transformers, and a handle may be applied to it."""
+    model, inputs = longformer(), inputs_of(40)
+    own, types = hidden(model, inputs), [type(m) for m in model.modules()]
+    with apply_to_encoder(model) as handle:
+        hidden(model, inputs)
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"dynaxx" not in file.getvalue()
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert torch.equal(hidden(other, inputs), own)
+            assert [type(m) for m in other.modules()] == types
+            with apply_to_encoder(other):
+                hidden(other, inputs)
+            assert torch.equal(hidden(other, inputs), own)
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="copy or pickle the model"):
+                attempt(handle)
+
+
+def test_worker_processes_run_on_dynaxx():
+    """What `multiprocessing` sends to a process that it spawns."""
     model, inputs = longformer(), inputs_of(40)
     with apply_to_encoder(model):
         ours = hidden(model, inputs)
-        assert torch.equal(hidden(copy.deepcopy(model), inputs), ours)
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        assert torch.equal(hidden(torch.load(file, weights_only=False), inputs), ours)
+        there = pickle.loads(ForkingPickler.dumps(model))
+    with pytest.raises(ValueError, match="runs on dynaxx already"):
+        apply_to_encoder(there)
+    assert torch.equal(hidden(there, inputs), ours)
+
+
+def test_modules_that_were_moved_or_wrapped_are_restored():
+    model, inputs = longformer(), inputs_of(40)
+    own = hidden(model, inputs)
+    handle, layers = apply_to_encoder(model), model.encoder.layer
+    layers.append(copy.deepcopy(layers[1]))
+    layers[0].attention.self = torch.nn.ModuleDict({"base": layers[0].attention.self})
+    layers[1].attention.self.note = "kept"
+    handle.remove()
+    assert not handle.active
+    layers[0].attention.self = layers[0].attention.self["base"]
+    del layers[2]
+    assert layers[1].attention.self.note == "kept"
+    assert torch.equal(hidden(model, inputs), own)
 
 
 def test_half_precision():

@@ -4,18 +4,20 @@
 These models do not use `AttentionInterface`, so this module replaces the attention modules of the given model object.
 Each replacement is an instance of a subclass that shares the parameters, children and hooks of the original.
 transformers itself is unchanged, the names in the state dict stay, and calls that the subclass does not serve run in
-its base class.
+its base class. A copied, pickled or saved model has the original modules, and needs no dynaxx.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, get_args
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn, get_args
 
 from torch import nn
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.encoders.shared import GlobalKeys, Shared
+from dynaxx.integrations.encoders.shared import GlobalKeys, Replaced, Shared
 
 Replacements = dict[type[nn.Module], type[Any]]  # attention class of transformers -> subclass that runs on dynaxx
 SPARSE_MODELS = ("longformer", "led", "big_bird", "bigbird_pegasus")
@@ -25,29 +27,32 @@ class EncoderHandle(AbstractContextManager["EncoderHandle"]):
     """The replaced attention of one model. Also a context manager that restores the original."""
 
     def __init__(self, model: nn.Module, kinds: Replacements, shared: Shared) -> None:
-        self._kinds = kinds
-        self._shared = shared
-        self._swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name, original, ours
-        parents = [module for module in model.modules() if self._originals_in(module)]
-        for parent in parents:
-            self._swap(parent)
+        self._model, self._kinds, self._shared = model, kinds, shared
+        for kind in (*kinds.values(), _SwapHook, EncoderHandle):
+            ForkingPickler.register(kind, _with_dynaxx)
+        self._parents = [module for module in model.modules() if self._originals_in(module)]
+        for parent in self._parents:
+            self.swap(parent)
         # A model may create new attention modules (BigBird, for a short sequence). Hooks replace them before they run.
-        self._hooks = [parent.register_forward_pre_hook(self._swap) for parent in parents]
+        self._hooks = [parent.register_forward_pre_hook(_SwapHook(self)) for parent in self._parents]
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError, because a handle belongs to one model object in one process."""
+        raise TypeError("a handle cannot be copied or pickled: copy or pickle the model, and call dynaxx.apply on it")
 
     @property
     def active(self) -> bool:
         """Return whether any module of the model is still replaced."""
-        return any(getattr(parent, name, None) is ours for parent, name, _, ours in self._swapped)
+        return any(map(self._is_ours, self._model.modules()))
 
     def remove(self) -> None:
-        """Restore the original modules. Further calls do nothing."""
+        """Restore the original modules, also those that were moved or wrapped. Further calls do nothing."""
         for hook in self._hooks:
             hook.remove()
-        for parent, name, original, ours in self._swapped:
-            if getattr(parent, name, None) is ours:
-                original.training = ours.training
-                setattr(parent, name, original)
-        self._swapped.clear()
+        for parent in (*self._model.modules(), *self._parents):
+            for name, child in list(parent._modules.items()):
+                if isinstance(child, Replaced) and self._is_ours(child):
+                    setattr(parent, name, child.restored())
 
     def stats(self) -> dict[str, Any]:
         """Return counts of layer calls: "sparse_calls" on dynaxx's kernels, and other "dense_calls" by reason."""
@@ -58,15 +63,16 @@ class EncoderHandle(AbstractContextManager["EncoderHandle"]):
         self._shared.sparse = 0
         self._shared.dense.clear()
 
+    def swap(self, parent: nn.Module) -> None:
+        """Replace the attention modules of a module."""
+        for name, original in self._originals_in(parent):
+            setattr(parent, name, self._kinds[type(original)].sharing(original, self._shared))
+
     def _originals_in(self, parent: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(name, child) for name, child in parent.named_children() if type(child) in self._kinds]
 
-    def _swap(self, parent: nn.Module, _inputs: object = None) -> None:
-        for name, original in self._originals_in(parent):
-            ours = _sharing(original, self._kinds[type(original)], self._shared)
-            self._swapped = [entry for entry in self._swapped if entry[:2] != (parent, name)]
-            self._swapped.append((parent, name, original, ours))
-            setattr(parent, name, ours)
+    def _is_ours(self, module: nn.Module) -> bool:
+        return isinstance(module, Replaced) and module.dynaxx is self._shared
 
     def __exit__(self, *_: object) -> None:
         """Restore the original attention."""
@@ -76,6 +82,24 @@ class EncoderHandle(AbstractContextManager["EncoderHandle"]):
         """Return the number of layers, and whether the handle is active."""
         state = "active" if self.active else "removed"
         return f"<dynaxx attention in {len(self._hooks)} layers, {state}>"
+
+
+class _SwapHook:
+    """The hook that replaces new attention modules of a module. Copies and pickles of it do nothing, without dynaxx."""
+
+    def __init__(self, handle: EncoderHandle) -> None:
+        self.handle = handle
+
+    def __call__(self, parent: nn.Module, _inputs: object) -> None:
+        self.handle.swap(parent)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _with_dynaxx(each: Any) -> tuple[Any, ...]:
+    """Reduce for multiprocessing, which pickles models only for processes of the same program."""
+    return object.__new__, (type(each),), each.__dict__
 
 
 def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None) -> EncoderHandle:
@@ -129,14 +153,6 @@ def is_sparse_encoder(model: nn.Module) -> bool:
         return False
     names = {type(module).__module__ for module in model.modules()}
     return any(name.startswith(f"transformers.models.{kind}.") for name in names for kind in SPARSE_MODELS)
-
-
-def _sharing(original: nn.Module, kind: Any, shared: Shared) -> nn.Module:
-    """Return a module of `kind` that shares the original's parameters, children and hooks."""
-    ours: nn.Module = kind.__new__(kind)
-    ours.__dict__.update(original.__dict__)
-    ours.__dict__["dynaxx"] = shared
-    return ours
 
 
 def _refusal(model: nn.Module, *reasons: str) -> UnsupportedInputError:

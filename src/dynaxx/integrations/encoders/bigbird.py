@@ -18,7 +18,7 @@ from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import (
 )
 
 from dynaxx.integrations.encoders.bigbird_blocks import Visits, draw_random_blocks, layout_block, visits_of
-from dynaxx.integrations.encoders.shared import Shared
+from dynaxx.integrations.encoders.shared import Replaced
 from dynaxx.layout import BLOCK_SIZES, BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import merge_states, sparse_attention
@@ -27,10 +27,8 @@ from dynaxx.patterns import Full
 DENSE_BLOCK = 64  # tokens per block of layers with dense attention
 
 
-class _BigBirdAttention:
+class _BigBirdAttention(Replaced):
     """The base of both kinds of BigBird attention."""
-
-    dynaxx: Shared  # set by `attach._sharing`
 
     def _project(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v, each (B, N, H, D)."""
@@ -91,7 +89,7 @@ class _BlockSparseAttention(_BigBirdAttention):
 
     def visits_of(self: Any, seqlen: int, device: torch.device) -> Visits:
         """Return the visited blocks. They are drawn once per length, since the layer's seed makes every draw equal."""
-        known = self.__dict__.setdefault("_dynaxx_drawn", {})
+        known = self.__dict__.setdefault("dynaxx_drawn", {})
         key = (seqlen, self.training)
         if key not in known or self.seed is None:
             known[key] = draw_random_blocks(self, seqlen)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-from dynaxx.integrations.encoders.shared import Shared
+from dynaxx.integrations.encoders.shared import Replaced
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import merge_states, sparse_attention
@@ -89,10 +89,8 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 
 
-class _WindowAttention:
+class _WindowAttention(Replaced):
     """The forward of window attention, for subclasses of `LongformerSelfAttention` and similar classes."""
-
-    dynaxx: Shared  # set by `attach._sharing`
 
     def forward(
         self: Any,

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Shared`: what the replaced attention modules of one encoder share."""
+"""`Replaced`, the base of the replaced attention modules of an encoder, and `Shared`, what those of one model share."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 GlobalKeys = Literal["fused", "merged"]
 Made = TypeVar("Made")
@@ -51,3 +51,34 @@ class Shared:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles of a model, without cached results."""
         return {**self.__dict__, "_pass": None}
+
+
+class Replaced:
+    """The base of replaced modules. Copies and pickles of one are of the original's class, without dynaxx.
+
+    Attributes:
+        dynaxx: what the replaced modules of a model share.
+        dynaxx_original: the replaced module, with the same parameters, children and hooks.
+    """
+
+    dynaxx: Shared
+    dynaxx_original: nn.Module
+
+    @classmethod
+    def sharing(cls, original: nn.Module, shared: Shared) -> Self:
+        """Return a module that shares the parameters, children and hooks of the original."""
+        ours = cls.__new__(cls)
+        ours.__dict__.update(original.__dict__, dynaxx=shared, dynaxx_original=original)
+        return ours
+
+    def restored(self) -> nn.Module:
+        """Return the original module, with the attributes that were set meanwhile."""
+        self.dynaxx_original.__dict__.update(self._plain())
+        return self.dynaxx_original
+
+    def _plain(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if not name.startswith("dynaxx")}
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Copy and pickle as the original."""
+        return object.__new__, (type(self.dynaxx_original),), self._plain()
