@@ -36,6 +36,7 @@ def test_tune_goes_the_whole_way(tools, tiny, tmp_path):
     found = json.loads(shown.stdout)
     assert found["ok"] is True
     assert found["tuning"]["chosen"]["density"] == 0.2
+    assert list(found["seconds"]) == ["start", "profile", "tune", "validate", "analyze", "report"]
     assert {path.name for path in out.iterdir()} == {
         "run.json", "profile.json", "analysis.json", "policy.json", "validation.json", "report.html",
     }  # fmt: skip

@@ -107,6 +107,15 @@ def test_the_verdict_follows_the_numbers():
     assert result(0.5).savings[0].money_saved_per_1000_prompts is None
 
 
+def test_short_prompts_alone_rule_nothing_out():
+    found = dataclasses.replace(result(0.13), left_out=(8192,))
+    assert "13% at 1,000: too short to tell" in found.verdict
+    assert "not worth" not in found.verdict
+    assert found.worth_it is None
+    assert dataclasses.replace(result(0.53), left_out=(8192,)).worth_it
+    assert dataclasses.replace(found, refused="no rotation").worth_it is False
+
+
 def test_a_busy_machine_is_mentioned():
     assert "busy" in dataclasses.replace(result(0.5), busy=True).summary()
     assert "busy" not in result(0.5).summary()

@@ -341,6 +341,11 @@ def test_the_verdict_before_tuning():
     assert headline({}) == "Nothing has been measured yet."
     cheap = made.profile() | {"worth_it": False}
     assert headline({"profile": cheap}).startswith("Not worth it here: attention is only 39 %")
+    short = cheap | {"worth_it": None}
+    assert (
+        headline({"profile": short})
+        == "Attention is 39 % of the prefill at 8,192 tokens; longer prompts were not timed."
+    )
     assert headline({"profile": made.profile()}).startswith("Worth trying: attention is 39 %")
     windows = cheap | {"lengths": [each | {"windowed_share": 0.4} for each in cheap["lengths"]]}
     assert headline({"profile": windows}).startswith(

@@ -81,7 +81,7 @@ def test_lengths_that_were_not_tuned_are_not_called_tuned():
 
 
 def test_undecided_runs_are_not_ok():
-    said = {"verdict": "undecided", "why": "time ended", "advice": "Run again."}
+    said = {"verdict": "undecided", "why": "time ended", "advice": "Run again.", "reference": "none: prompts run dense"}
     found = PipelineResult(None, None, said, None, "", (), left_out=("analyze",))
     assert not found.ok
     assert found.undecided

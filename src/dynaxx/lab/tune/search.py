@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,12 +69,12 @@ class Search(Finding):
         options = self.options
         with evaluating(self.model), self.progress.task("Searching", total=SEARCH_STEPS + UNIFORM_STEPS) as task:
             try:
-                with on_device(self.model, options.search_on), fast_linears(self.model):
+                with on_device(self.model, options.search_on), self._fast():
                     measure_pace(self.model, self.tokenizer, self.text, self.time)
                     self.time.recall(self.steps.get("pace") or ())
                     with self.time.reserving(lambda: self.timing_seconds):
                         self._search(task)
-                with fast_linears(self.model):
+                with self._fast():
                     result = self._finished(self._result(task), task)
             except KeyboardInterrupt:
                 result = self._result(None, "interrupted")
@@ -82,6 +82,10 @@ class Search(Finding):
             if self.time.seconds is not None:
                 self.steps.store("pace", [(kind, tokens, taken) for (kind, tokens), taken in self.time.taken.items()])
             return result.write(options.out)
+
+    def _fast(self) -> AbstractContextManager[None]:
+        """Return `fast_linears`, whose trials take seconds; nothing where no time is left."""
+        return fast_linears(self.model) if self.time.allows() else nullcontext()
 
     def _timings(self, policy: Policy, measure: bool) -> tuple[tuple[LengthTiming, ...], bool]:
         """Return the times of attention at several lengths, measured as far as time allows, and whether all are.

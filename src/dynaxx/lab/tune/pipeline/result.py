@@ -70,7 +70,7 @@ class PipelineResult:
         lines += _of_search(self.tuning, self.without_reference)
         if self.tuning.get("decode"):
             lines.append(f"decoding: {self.tuning['decode']['said']}")
-        if self.tuning.get("reference") and not self.without_reference:
+        if self.tuning.get("verdict") == "sparse" and self.tuning.get("reference") and not self.without_reference:
             lines.append(f"reference for drift: {self.tuning['reference']}")
         if self.validation is not None:
             lines.append("the policy passes its validation:" if self.ok else "the policy FAILS its validation:")

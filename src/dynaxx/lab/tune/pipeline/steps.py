@@ -74,7 +74,8 @@ def run(
     """
     time = time or TimeBudget(plan.time_budget)
     progress = BudgetProgress(progress or SilentProgress(), time)
-    steps, seconds = _Steps(model, tokenizer, text, plan, progress, time), StepClock()
+    steps = _Steps(model, tokenizer, text, plan, progress, time)
+    seconds = StepClock(time.spent)
     with progress.task(f"Tuning {plan.name}") as task:
         task.advance(0, "profile: where the time goes")
         profiled = seconds.timed("profile", steps.profile)
@@ -100,10 +101,10 @@ def run(
 
 
 class StepClock:
-    """Seconds of each step of a run, close to zero for steps of a previous run."""
+    """Seconds until the first step and of each step of a run, close to zero for steps of a previous run."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, before: float) -> None:
+        self.seconds = {"start": before}
 
     def timed(self, name: str, step: Callable[[], Result]) -> Result:
         """Run a step and store its seconds."""
