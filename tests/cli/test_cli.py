@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ import dynaxx
 from command_line import COMMANDS, FACTS, dynaxx_, stand_in
 from dynaxx import cli
 from dynaxx.cli import options
+from dynaxx.cli.running import running
 from dynaxx.lab.progress import LineProgress
 
 
@@ -265,6 +267,15 @@ def test_ctrl_c_is_code_130(tools, monkeypatch, tiny):
     shown = dynaxx_("analyze", tiny)
     assert shown.exit_code == 130
     assert shown.stderr.endswith("stopped\n")  # it keeps nothing, and claims nothing
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_sigterm_acts_as_ctrl_c(capsys):
+    with pytest.raises(typer.Exit) as stopped, running(False, resumes=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.exit_code == 130
+    assert capsys.readouterr().err == "stopped; run the same command again to continue\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -161,11 +161,32 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
     assert json.loads((tmp_path / "policy.json").read_text())["rules"] == json.loads(policy)["rules"]
 
 
-def test_ctrl_c_of_tune_says_that_it_goes_on(tools, monkeypatch, tiny, tmp_path):
+@pytest.mark.parametrize("step", ["validate", "analyze"])
+def test_a_stop_after_the_search_keeps_and_says_what_was_found(tools, monkeypatch, tiny, tmp_path, step):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    stand_in(monkeypatch, "analyze.run", analyze=interrupted)
+    real = sys.modules[f"dynaxx.lab.{step}.run"]
+    stand_in(monkeypatch, f"{step}.run", **{**vars(real), step: interrupted})
+    shown = dynaxx_(*tune_args(tiny, tmp_path))
+    assert shown.exit_code == 130
+    assert "tuned: 20% keep perplexity" in shown.stdout
+    validated = (
+        "could not be validated:\nit was stopped; the same command" if step == "validate" else "passes its valid"
+    )
+    assert validated in shown.stdout
+    assert "\nstopped; run the same command again to continue\n" in shown.stdout
+    assert (tmp_path / "report.html").exists()
+    monkeypatch.setitem(sys.modules, f"dynaxx.lab.{step}.run", real)
+    assert dynaxx_(*tune_args(tiny, tmp_path)).exit_code == 0
+
+
+def test_a_stop_before_the_search_says_that_it_goes_on(tools, monkeypatch, tiny, tmp_path):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    real = vars(sys.modules["dynaxx.lab.tune.run"])
+    stand_in(monkeypatch, "tune.run", **{**real, "tune": interrupted})
     shown = dynaxx_(*tune_args(tiny, tmp_path))
     assert shown.exit_code == 130
     assert shown.stderr.endswith("stopped; run the same command again to continue\n")

@@ -4,7 +4,7 @@
 Commands import their tool when they run, so that `dynaxx --help` is quick and needs no model library.
 
 Exit codes: 0 success, 1 a check failed, 2 wrong usage or input (the message says the fix), 3 nothing was decided,
-130 stopped with Ctrl-C.
+130 stopped with Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -122,10 +124,11 @@ def running(
     """
     outcome = Finish()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            _prepare(threads, seed)
-            yield outcome
-        outcome.show(as_json)
+        with _sigterm_as_ctrl_c():
+            with contextlib.redirect_stdout(sys.stderr):
+                _prepare(threads, seed)
+                yield outcome
+            outcome.show(as_json)
     except KeyboardInterrupt:
         typer.echo("stopped; run the same command again to continue" if resumes else "stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -137,6 +140,23 @@ def running(
         raise _refusal(error, f"out of memory; try shorter lengths or a smaller model ({error})") from None
     if outcome.code:
         raise typer.Exit(outcome.code)
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM, by which schedulers stop a command, act as Ctrl-C, unless somebody handles it already."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def echo(text: str, *, err: bool = False) -> None:

@@ -86,7 +86,6 @@ def test_undecided_runs_are_not_ok():
     assert not found.ok
     assert found.undecided
     assert found.summary().splitlines() == ["undecided: time ended", "Run again.", "left out for lack of time: analyze"]
-    assert PipelineResult(None, None, {"ended": "interrupted"}, None, "", ()).interrupted
     sparse = {"verdict": "sparse", "why": "40% of the blocks", "sparse_from": 512}
     unvalidated = PipelineResult(None, None, sparse, None, "no time was left for it", (), left_out=("validate",))
     assert unvalidated.undecided

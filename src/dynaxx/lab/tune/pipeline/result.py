@@ -27,6 +27,7 @@ class PipelineResult:
     files: tuple[Path, ...]
     seconds: dict[str, float] = field(default_factory=dict)  # of each step of this run
     left_out: tuple[str, ...] = ()  # steps for which no time was left
+    interrupted: bool = False  # whether a step was stopped
 
     @property
     def ok(self) -> bool:
@@ -41,11 +42,6 @@ class PipelineResult:
         return self.tuning.get("verdict") == "undecided" or "validate" in self.left_out
 
     @property
-    def interrupted(self) -> bool:
-        """Return whether the search was stopped."""
-        return self.tuning.get("ended") == "interrupted"
-
-    @property
     def without_reference(self) -> str:
         """Return why a sparse policy has no reference for drift, although one was wanted; else an empty text."""
         kept, _, why = str(self.tuning.get("reference")).partition("none: ")
@@ -55,6 +51,7 @@ class PipelineResult:
         """Return the fields for JSON."""
         return {
             "ok": self.ok,
+            "interrupted": self.interrupted,
             "profile": self.profile,
             "analysis": self.analysis,
             "tuning": self.tuning,
@@ -77,6 +74,8 @@ class PipelineResult:
         elif self.validation_summary:
             lines.append("the policy could not be validated:")
         lines += [self.validation_summary] if self.validation_summary else []
+        if self.interrupted and self.tuning.get("ended") != "interrupted":
+            lines.append("stopped; run the same command again to continue")
         if self.left_out:
             lines.append(f"left out for lack of time: {', '.join(self.left_out)}")
         if self.seconds:

@@ -84,20 +84,24 @@ def run(
         steps.choose_tokens()
         task.advance(0, "tune: the sparsest policy that keeps quality")
         tuned = seconds.timed("tune", steps.tune)
-        stopped = tuned.ended == "interrupted"
-        task.advance(0, "validate: on held-out text")
+        analyzed: dict[str, Any] | None = None
+        validated: dict[str, Any] | None = None
+        said, stopped = "", tuned.ended == "interrupted"
         say = lambda line: task.advance(0, line)
-        nothing = (tuned, None, "")
-        tuned, validated, said = nothing if stopped else seconds.timed("validate", lambda: steps.validate(tuned, say))
-        task.advance(0, "analyze: where the heads attend")
-        analyzed = None if stopped else seconds.timed("analyze", steps.analyze)
+        try:
+            if not stopped:
+                task.advance(0, "validate: on held-out text")
+                tuned, validated, said = seconds.timed("validate", lambda: steps.validate(tuned, say))
+                task.advance(0, "analyze: where the heads attend")
+                analyzed = seconds.timed("analyze", steps.analyze)
+        except KeyboardInterrupt:  # the policy is useful without the later steps
+            stopped = True
+            said = said if "validate" in seconds.seconds else "it was stopped; the same command continues with it"
         task.advance(0, "report")
         seconds.timed("report", steps.report)
         task.advance(0, "done")
-    left_out = tuple(steps.left_out)
-    return PipelineResult(
-        profiled, analyzed, tuned.to_dict(), validated, said, tuple(steps.files), seconds.seconds, left_out
-    )
+    found = (profiled, analyzed, tuned.to_dict(), validated, said)
+    return PipelineResult(*found, tuple(steps.files), seconds.seconds, tuple(steps.left_out), stopped)
 
 
 class StepClock:
