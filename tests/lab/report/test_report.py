@@ -459,6 +459,12 @@ def test_line_charts_with_little_in_them():
     )
 
 
+def test_notes_of_bars_fit_in_wide_fonts():
+    drawn = charts.stacked_bars([("512", [("attention", 0.3), ("rest", 0.7)], "930 ms")], alt="shares", width=400)
+    start = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>930 ms', drawn)[1])
+    assert start + 7.1 * len("930 ms") <= 400  # DejaVu Sans has 7.1 px a character
+
+
 def test_words_on_a_chart_cover_neither_its_line_nor_each_other():
     """Labels avoid a line that crosses the reference line several times."""
     points = [Point(64, 1.0), Point(512, 1.0), Point(640, 0.83), Point(1024, 1.09)]
