@@ -17,14 +17,13 @@ from triton.testing import do_bench
 
 import dynaxx as dx
 from dynaxx.lab.machine import need_gpu
-from dynaxx.selection import ClusterGlobals, KeyClusters, TwoStage
+from dynaxx.selection import ClusterGlobals, KeyClusters
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
 RULES = [
     dx.TopK(0.1),
     dx.TopK(0.1, per="head"),
-    dx.TopK(0.1, TwoStage(0.4)),
     dx.TopP(0.9),
     dx.Threshold(0.1),
     dx.TopK(0.1, dx.MeanPool()),
@@ -33,7 +32,7 @@ RULES = [
     dx.TopK(0.1, dx.MeanPool(16)),
     dx.TopK(0.1, dx.AntiDiagonal()),
 ]
-LONG = [dx.TopK(256, scorer) for scorer in (dx.MeanQuery(), TwoStage(1024))]
+LONG = [dx.TopK(256)]
 CLUSTERED = [ClusterGlobals(1, clusters=64), dx.TopK(0.1, KeyClusters())]  # torch code, not to be captured
 
 

@@ -16,7 +16,7 @@ import dynaxx as dx
 from dynaxx.lab.analyze.capture import visit_attention
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, load_text
-from dynaxx.selection import KeyClusters, TwoStage
+from dynaxx.selection import KeyClusters
 
 FORCED = dx.Sink(64) | dx.LocalBlocks(1)
 COLUMNS = {
@@ -32,9 +32,6 @@ SCORERS = {
     "`MeanQuery()`": dx.MeanQuery(),
     '`MeanQuery(precision="int8")`, a group together': dx.MeanQuery(precision="int8"),
     '`MeanQuery(precision="int8")`': dx.MeanQuery(precision="int8"),
-    "`TwoStage(0.2, MeanQuery())`": TwoStage(0.2),
-    "`TwoStage(0.4, MeanQuery())`": TwoStage(0.4),
-    "`TwoStage(0.4, MeanQuery())`, a group together": TwoStage(0.4),
     "`MeanPool()`": dx.MeanPool(),
     "`MeanPool(16)`": dx.MeanPool(pool=16),
     "`MinMax()`": dx.MinMax(),

@@ -50,7 +50,7 @@ NAMES = {
     "ops.explain": ("explain_decode", "explain_selection"),
     "patterns": ("content_tokens",),
     "patterns.compressed": ("Compressed",),
-    "selection": ("ClusterGlobals", "KeyClusters", "TileQueries", "TwoStage"),
+    "selection": ("ClusterGlobals", "KeyClusters", "TileQueries"),
     "selection.packed": ("select_packed_blocks",),
     "selection.page_plan": ("PagePlan",),
 }

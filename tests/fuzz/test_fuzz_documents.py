@@ -20,7 +20,7 @@ from dynaxx.policy import ModelFacts, Policy, Rule, load_profile, parse_policy, 
 from dynaxx.policy.decode import resolve_decode
 from dynaxx.policy.diff import diff
 from dynaxx.policy.profile import BINS, LADDER
-from dynaxx.selection import ClusterGlobals, KeyClusters, TwoStage
+from dynaxx.selection import ClusterGlobals, KeyClusters
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.files import read_snapshot
 from dynaxx.telemetry.overview import Watch
@@ -35,7 +35,7 @@ RULES = (
     (dx.Dilated(8, 3) | dx.Strided(32) | dx.GlobalTokens((3, 9))) & dx.SlidingWindow((-1, 5)),
     dx.LastQueries(64) | dx.LocalBlocks(2) | dx.GlobalTokens(4, symmetric=True),
     dx.SlidingWindow(32) | dx.TopK((0.1, 0.5, 0.2, 1.0), scorer=dx.MinMax(0.5, pool=8), per="head"),
-    dx.TopK(3, scorer=TwoStage(4, dx.MeanQuery(0.5, "int8"), panel=8)),
+    dx.TopK(3, scorer=dx.MeanQuery(0.5, "int8")),
     dx.TopP(0.9, scorer=dx.LastQueryProbe(16)),
     dx.Threshold(0.3, "uniform", dx.AntiDiagonal(8)),
     dx.TopK(0.2, scorer=dx.SimHash(tables=4, bits=4)),

@@ -246,7 +246,7 @@ def hopper_scores(head_dim: int, block: int, *, placed: bool = False) -> None:
     grid = BlockGrid(TOKENS, TOKENS, (block, block), True)
     queries = torch.zeros(1, 4, grid.q_blocks, head_dim, dtype=torch.bfloat16)
     k = torch.zeros(1, TOKENS, 2, head_dim, dtype=torch.bfloat16)
-    query_scores(queries, k, 0, grid, None, torch.zeros(grid.kv_blocks, dtype=torch.int32) if placed else None)
+    query_scores(queries, k, 0, grid, torch.zeros(grid.kv_blocks, dtype=torch.int32) if placed else None)
 
 
 def merge() -> None:

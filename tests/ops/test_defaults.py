@@ -15,7 +15,7 @@ from dynaxx import trained
 from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.patterns import base, packed
-from dynaxx.selection import KeyClusters, TileQueries, TwoStage
+from dynaxx.selection import KeyClusters, TileQueries
 from dynaxx.selection.packed import select_packed_blocks
 from dynaxx.selection.pages import PageBudget
 from dynaxx.selection.scorers import simhash
@@ -117,7 +117,6 @@ SCORERS = {
     "probe": dx.LastQueryProbe(),
     "simhash": dx.SimHash(),
     "clusters": KeyClusters(),
-    "two stages": TwoStage(),
 }
 
 

@@ -12,7 +12,7 @@ from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Causal
 from dynaxx.patterns.build import numpy_layout
 from dynaxx.patterns.compressed import Compressed
-from dynaxx.selection import ClusterGlobals, KeyClusters, TwoStage
+from dynaxx.selection import ClusterGlobals, KeyClusters
 
 HUGE = (2**31, 2**63 - 1, 2**63 + 300, 10**30)
 SEQLEN = 100
@@ -71,8 +71,6 @@ def test_many_sinks_take_no_memory_that_the_grid_does_not():
         lambda n: dx.TopK(2, scorer=dx.LastQueryProbe(n)),
         lambda n: dx.TopK(2, scorer=dx.AntiDiagonal(n)),
         lambda n: dx.TopK(2, scorer=dx.MeanPool(n)),
-        lambda n: dx.TopK(2, scorer=TwoStage(keep=n)),
-        lambda n: dx.TopK(2, scorer=TwoStage(panel=1 << n.bit_length())),
         lambda n: ClusterGlobals(n, clusters=4),
     ],
 )

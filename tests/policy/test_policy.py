@@ -30,7 +30,7 @@ from dynaxx.policy import (
     to_spec,
 )
 from dynaxx.policy.decode import resolve_decode
-from dynaxx.selection import ClusterGlobals, KeyClusters, TileQueries, TwoStage
+from dynaxx.selection import ClusterGlobals, KeyClusters, TileQueries
 from dynaxx.testing import make_qkv
 
 FACTS = ModelFacts(model_type="llama", layers=4, q_heads=6, kv_heads=2, head_dim=16)
@@ -68,8 +68,7 @@ RULES = [
     dx.TopP(0.9, scorer=dx.MinMax(0.5, pool=8)),
     dx.TopK(0.2, scorer=TileQueries(8, 0.9)),
     dx.TopP(0.9, scorer=dx.MeanQuery(precision="int8")),
-    dx.TopK(0.1, scorer=TwoStage()),
-    dx.TopK(4, scorer=TwoStage(16, dx.MeanQuery(0.5, "int8"), panel=8)),
+    dx.TopK(4, scorer=dx.MeanQuery(0.5, "int8")),
     dx.SlidingWindow(32) | ClusterGlobals(2, clusters=16, seed=3),
     ClusterGlobals((0, 1, 2, 3, 4, 5)),
     (dx.SlidingWindow(32) | dx.Sink(2)) | dx.TopP(0.95, scorer=dx.LastQueryProbe()),

@@ -37,3 +37,15 @@ def test_new_policies_cannot_share(fields):
 def test_fields_that_were_never_valid_are_refused(fields):
     with pytest.raises(dx.PolicyError, match=f"`{next(iter(fields))}"):
         parse_policy(json.dumps(json.loads(policy_text(POLICY)) | fields))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "second"),
+    [({"fine": {"kind": "mean_query", "sharpness": 0.5}, "share": 0.3}, dx.MeanQuery(0.5)), ({}, dx.MeanQuery())],
+)
+def test_scores_in_two_stages_are_those_of_the_second(scorer, second, caplog):
+    wanted = POLICY.replace(rules=(Rule.of(dx.Sink(16) | dx.TopK(0.1, second)),))
+    data = json.loads(policy_text(wanted))
+    data["rules"][0]["attention"]["selector"]["scorer"] = {"kind": "two_stage", "panel": 8} | scorer
+    assert parse_policy(json.dumps(data)) == wanted
+    assert "replaced by their second stage" in caplog.text

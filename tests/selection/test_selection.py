@@ -23,16 +23,12 @@ from dynaxx.selection import (
     TileQueries,
     TopK,
     TopP,
-    TwoStage,
 )
 from dynaxx.testing import make_qkv
 
 SCORERS = [
     MeanQuery(),
     MeanQuery(precision="int8"),
-    TwoStage(),
-    TwoStage(keep=3, panel=2),
-    TwoStage(0.4, MeanQuery(precision="int8"), panel=1),
     MeanPool(),
     MeanPool(pool=16),
     MeanPool(pool=3),
@@ -189,41 +185,6 @@ def test_a_constant_key_on_top_of_all_changes_no_choice_in_int8():
     plain = dx.select_blocks(q, k, rule, block_size=32)
     moved = dx.select_blocks(q, k + 64 * torch.sign(torch.randn(16)), rule, block_size=32)
     assert torch.equal(plain.kv_indices, moved.kv_indices)
-
-
-@pytest.mark.parametrize("precision", ["full", "int8"])
-def test_the_second_stage_scores_the_candidates_as_one_stage_does(precision):
-    q, k, _ = make_qkv(2, 300, 401, 4, 2, 16)
-    grid, fine = dx.layout.BlockGrid(300, 401, (16, 32)), MeanQuery(0.5, precision)
-    scorer = TwoStage(2, fine, panel=4)
-    got = scorer.prepare(q, k, grid, 1.0)(0, 19)
-    want = fine.prepare(q, k, grid, 1.0)(0, 19)
-    looked_at = torch.zeros(2, 2, 5, 14, dtype=torch.bool)
-    blocks = scorer.candidates(q, k, grid, 1.0, 1 << 20).blocks.long()
-    looked_at.scatter_(3, blocks.where(blocks >= 0, 13), blocks >= 0)  # 13: a block that there is not
-    looked_at = looked_at[..., :13].repeat_interleave(2, 1).repeat_interleave(4, 2)[:, :, :19]
-    torch.testing.assert_close(got, want.masked_fill(~looked_at, -torch.inf))
-    torch.testing.assert_close(scorer.prepare(q, k, grid, 1.0)(5, 14), got[:, :, 5:14])  # products of another size
-
-
-def test_candidates_are_the_panel_itself_and_what_its_queries_may_want_most():
-    q, k, _ = make_qkv(1, 256, 256, 4, 2, 16)
-    q, k = q * 2, k * 2
-    grid = dx.layout.BlockGrid(256, 256, (16, 16))
-    found = TwoStage(3, panel=4).candidates(q, k, grid, 0.25, 1 << 20).blocks
-    blocks = k[0].unflatten(0, (16, 16))  # (kv blocks, 16, kv heads, D)
-    means = q.unflatten(1, (16, 16)).mean(2)[0] / 4  # (rows, heads, D)
-    for panel in range(4):
-        for h in range(2):
-            mass = torch.zeros(16)
-            for row in range(4 * panel, 4 * panel + 4):
-                for head in (2 * h, 2 * h + 1):
-                    query = means[row, head]
-                    bound = torch.maximum(query * blocks[:, :, h].amax(1), query * blocks[:, :, h].amin(1)).sum(-1)
-                    mass[: row + 1] += bound[: row + 1].softmax(-1)
-            others = mass[: 4 * panel].topk(min(3, 4 * panel)).indices.tolist()
-            own = list(range(4 * panel, 4 * panel + 4))
-            assert sorted(x for x in found[0, h, panel].tolist() if x >= 0) == sorted(others + own)
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=repr)
@@ -447,8 +408,6 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: TopK(1, per="layer"), "`per` must be 'group' or 'head'"),
         (lambda q, k: MeanQuery(0.0), "`sharpness` must be > 0"),
         (lambda q, k: MeanQuery(precision="fp8"), "`precision` must be 'full' or 'int8'"),
-        (lambda q, k: TwoStage(1.5), "`keep` must be from 0.0 to 1.0"),
-        (lambda q, k: TwoStage(panel=3), "`panel` must be a power of two"),
         (lambda q, k: MeanPool(pool=0), "`pool` must be >= 1"),
         (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),
         (lambda q, k: LastQueryProbe(queries=0), "`queries` must be >= 1"),

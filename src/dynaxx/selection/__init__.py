@@ -26,7 +26,6 @@ from dynaxx.selection.scorers import (
     Scorer,
     SimHash,
     TileQueries,
-    TwoStage,
 )
 from dynaxx.settings import import_folder
 
@@ -47,7 +46,6 @@ __all__ = [
     "TileQueries",
     "TopK",
     "TopP",
-    "TwoStage",
     "recall",
     "select_blocks",
 ]

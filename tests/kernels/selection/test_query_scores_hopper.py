@@ -90,12 +90,11 @@ def test_reasons_say_what_the_kernel_does_not_serve():
     serves = lambda **other: QUERY_SCORES.reasons(
         "hopper",
         QueryScoresProblem(**{"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 128, "kv_block": 128,
-                              "listed": False, "aligned": True} | other),
+                              "aligned": True} | other),
     )  # fmt: skip
     told = lambda **other: " ".join(serves(**other)[1:])
     assert serves()[0].startswith("runs on a Hopper GPU")
     assert len(serves()) == 1
     assert "fp16 and bf16" in told(dtype=torch.float32)
     assert "head_dim" in told(head_dim=96)
-    assert "every block" in told(listed=True)
     assert "16 bytes" in told(aligned=False)

@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.layout import BlockGrid
-from dynaxx.selection import TileQueries, TwoStage
+from dynaxx.selection import TileQueries
 from dynaxx.selection.base import Hybrid
 from dynaxx.selection.device import select_on_device
 from dynaxx.selection.scorers.pooling import mean_tiles
@@ -113,7 +113,7 @@ def test_choosing_and_attending_go_into_a_cuda_graph():
 @on_gpu
 @pytest.mark.parametrize(
     "scorer",
-    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), TwoStage(), dx.MeanPool(), dx.MinMax(), dx.AntiDiagonal()],
+    [dx.MeanQuery(), dx.MeanQuery(precision="int8"), dx.MeanPool(), dx.MinMax(), dx.AntiDiagonal()],
     ids=str,
 )
 def test_a_choice_never_waits_for_the_gpu(scorer, never_waits):
@@ -225,61 +225,3 @@ def test_choices_again_are_those_of_their_own_queries_and_keys():
             )
             differing = (rows_of(found.validate()) != rows_of(expected)).any(-1).float().mean().item()
             assert differing < 0.02, f"{rule}, attempt {attempt}: {differing:.1%} of the rows differ"
-
-
-def assert_two_stages(device, shapes, dtype):
-    """Compare the kernels' scores of candidates, a few rows at a time, with torch's."""
-    from dynaxx.kernels.selection.contract import Candidates
-    from dynaxx.kernels.selection.triton.query_scores import query_scores
-    from dynaxx.selection.scorers.pooling import mean_tiles
-    from dynaxx.selection.scorers.query import scores_of
-
-    for seqlen_q, seqlen_k, causal, block_size, (q_heads, kv_heads, dim) in shapes:
-        q, k = (torch.randn(2, n, heads, dim).to(dtype) for n, heads in ((seqlen_q, q_heads), (seqlen_k, kv_heads)))
-        grid = BlockGrid(seqlen_q, seqlen_k, block_size, causal)
-        queries = lambda a, b: mean_tiles(q, block_size[0], 1 << 20, 0.125).vectors(a, b).to(dtype)  # noqa: B023
-        blocks = torch.rand(2, kv_heads, -(-grid.q_blocks // 4), grid.kv_blocks).argsort(-1).int()
-        blocks = blocks.masked_fill(torch.arange(grid.kv_blocks) >= (grid.kv_blocks + 1) // 2, -1)
-        candidates, parts = Candidates(blocks, 4), range(0, grid.q_blocks, 7)
-        listed = Candidates(blocks.to(device), 4)
-        expected = scores_of(candidates, queries(0, grid.q_blocks).float(), k, None, 0, grid, 1 << 20)
-        ends = [min(a + 7, grid.q_blocks) for a in parts]
-        got = [
-            query_scores(queries(a, b).to(device), k.to(device), a, grid, listed)
-            for a, b in zip(parts, ends, strict=True)
-        ]
-        torch.testing.assert_close(torch.cat(got, dim=2).cpu(), expected, atol=2e-2, rtol=1e-3)
-
-
-@under_the_interpreter
-def test_two_stages_in_the_interpreter():
-    assert_two_stages("cpu", QUERY_SHAPES, torch.float32)
-
-
-@gpu
-@on_gpu
-def test_two_stages():
-    more = [(3000, 3500, True, (128, 128), (8, 2, 128)), (900, 900, True, (64, 64), (7, 1, 256))]
-    assert_two_stages("cuda", [*QUERY_SHAPES, *more], torch.bfloat16)
-
-
-@gpu
-@on_gpu
-def test_pairs_are_counted_exactly():
-    from dynaxx.selection.scorers.simhash import pairs
-
-    counts = lambda heads, blocks: torch.randint(0, 129, (2, heads, blocks, 512)).float()
-    of_queries, of_keys = counts(6, 33), counts(3, 50).transpose(-1, -2)
-    assert torch.equal(pairs(of_queries.cuda(), of_keys.cuda()).cpu(), pairs(of_queries, of_keys))
-
-
-@gpu
-@on_gpu
-def test_pooled_blocks_are_those_of_torch():
-    from dynaxx.selection.scorers.base import reduce_blocks
-
-    x = torch.randn(2, 517, 3, 80, device="cuda").transpose(0, 1).contiguous().transpose(0, 1)
-    for size in (8, 48, 64, 128):
-        for reduce in (torch.mean, torch.amin, torch.amax):
-            expected = reduce_blocks(x.cpu(), size, reduce, 1 << 20)
-            torch.testing.assert_close(reduce_blocks(x, size, reduce, 1 << 20).cpu(), expected, atol=1e-6, rtol=1e-5)

@@ -7,7 +7,7 @@ Shapes use the letters of `dynaxx.kernels`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,19 +38,11 @@ class QueryScoresProblem:
     dtype: torch.dtype  # of k
     head_dim: int
     kv_block: int
-    listed: bool  # whether only some blocks of each row are scored
     aligned: bool  # whether rows of k begin at multiples of 16 bytes
 
     def __str__(self) -> str:
         """Return the problem in words, for error messages."""
         return f"scores of blocks of {self.kv_block} keys on {self.device}: {self.dtype}, head_dim {self.head_dim}"
-
-
-class Candidates(NamedTuple):
-    """The kv blocks that a second scoring stage considers: a list per kv head and panel of neighbouring q blocks."""
-
-    blocks: Tensor  # (B, Hk, panels, slots) int32; -1 = empty slot, after all other slots
-    panel: int  # q blocks per panel
 
 
 class QueryScoresKernels(Protocol):
@@ -62,7 +54,6 @@ class QueryScoresKernels(Protocol):
         k: Tensor,
         first_row: int,
         grid: BlockGrid,
-        candidates: Candidates | None = None,
         places: Tensor | None = None,
         q_block: int | None = None,
     ) -> Tensor:

@@ -56,8 +56,6 @@ def query_scores_reasons(problem: QueryScoresProblem) -> list[str]:
             f"serves fp16 and bf16 of head_dim {SCORED_DIMS} in blocks of {BLOCKS}, "
             f"got {problem.dtype} of head_dim {problem.head_dim} in blocks of {problem.kv_block}"
         )
-    if problem.listed:
-        reasons.append("scores every block of a row, not a list of them")
     if not problem.aligned:
         reasons.append("reads rows of keys that begin at multiples of 16 bytes")
     return reasons

@@ -12,7 +12,6 @@ from dynaxx.selection.scorers.probe import LastQueryProbe
 from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.simhash import SimHash
 from dynaxx.selection.scorers.tile_queries import TileQueries
-from dynaxx.selection.scorers.two_stage import TwoStage
 from dynaxx.settings import import_folder
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Scorer",
     "SimHash",
     "TileQueries",
-    "TwoStage",
 ]
 
 vars().update(import_folder(__name__, Scorer))

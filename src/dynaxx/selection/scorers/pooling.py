@@ -84,11 +84,13 @@ class MinMax(Scorer, kind="min_max"):
     ) -> ScoreRows:
         kv_block = grid.block_size[1]
         k_size = kv_block if self.pool is None else divisor_at_most(kv_block, self.pool)
-        if k_size != kv_block:
-            tiles = self.tiles(q, k, k_size, grid, scale, memory_budget)
-            return tile_scores(*tiles, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
         smallest, largest = self._extremes(k, k_size, memory_budget // 4)
+        if k_size != kv_block:
+            signed = TokenTiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)))
+            bounds = torch.cat([largest, smallest], dim=-1)
+            keys = TokenTiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b])
+            return tile_scores(signed, keys, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
 
         def rows(start: int, stop: int) -> Tensor:
             some = queries.vectors(start, stop)
@@ -96,16 +98,6 @@ class MinMax(Scorer, kind="min_max"):
             return scores.add_(per_kv_head(some.clamp(max=0), smallest.transpose(-1, -2)))
 
         return rows
-
-    def tiles(
-        self, q: Tensor, k: Tensor, k_size: int, grid: BlockGrid, scale: float, memory_budget: int
-    ) -> tuple[TokenTiles, TokenTiles]:
-        """Return tiles of mean queries and of every `k_size` keys, as vectors whose product is the bound."""
-        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
-        signed = TokenTiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)))
-        smallest, largest = self._extremes(k, k_size, memory_budget // 4)
-        bounds = torch.cat([largest, smallest], dim=-1)
-        return signed, TokenTiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b])
 
     def _extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
         """Return the minimum and maximum of every `k_size` keys, mixed with their mean, each (B, Hk, T, D) fp32."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.kernels.registry import QUERY_SCORES
-from dynaxx.kernels.selection.contract import Candidates, QueryScoresKernels, QueryScoresProblem
+from dynaxx.kernels.selection.contract import QueryScoresKernels, QueryScoresProblem
 from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
@@ -59,7 +59,14 @@ class MeanQuery(Scorer, kind="mean_query"):
     def prepare(
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
-        return self.among(None, q, k, grid, scale, memory_budget=memory_budget)
+        on_gpu = scoring_kernels(q) is not None and grid.kv_blocks > 0
+        dtype = k.dtype if on_gpu else torch.float32
+        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, dtype).vectors
+        if on_gpu:
+            kernels = query_kernels(k, grid)
+            return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid)
+        center = center_of(k) if self.precision == "int8" else None
+        return lambda start, stop: all_scores(queries(start, stop), k, center, start, grid, memory_budget // 2)
 
     @override
     def mean_query_tiles(self, q_block: int) -> MeanQueryTiles | None:
@@ -78,37 +85,16 @@ class MeanQuery(Scorer, kind="mean_query"):
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, k.dtype).vectors
         return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid, places=places)
 
-    def among(
-        self,
-        candidates: Candidates | None,
-        q: Tensor,
-        k: Tensor,
-        grid: BlockGrid,
-        scale: float,
-        *,
-        memory_budget: int = MEMORY_BUDGET,
-    ) -> ScoreRows:
-        """Prepare scores as `prepare` does, for the candidates only. All others get -inf; None means all blocks."""
-        on_gpu = scoring_kernels(q) is not None and grid.kv_blocks > 0
-        dtype = k.dtype if on_gpu else torch.float32
-        queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale * self.sharpness, dtype).vectors
-        if on_gpu:
-            kernels = query_kernels(k, grid, listed=candidates is not None)
-            return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid, candidates)
-        center = center_of(k) if self.precision == "int8" else None
-        scores = all_scores if candidates is None else partial(scores_of, candidates)
-        return lambda start, stop: scores(queries(start, stop), k, center, start, grid, memory_budget // 2)
 
-
-def query_kernels(k: Tensor, grid: BlockGrid, *, listed: bool = False) -> QueryScoresKernels:
-    """Return the fastest kernels on a GPU that score these keys; `listed`: only some blocks of each row.
+def query_kernels(k: Tensor, grid: BlockGrid) -> QueryScoresKernels:
+    """Return the fastest kernels on a GPU that score these keys.
 
     Raises:
         UnsupportedInputError: there are none; the error lists the reasons.
     """
     steps = [step * k.itemsize % 16 for step, size in zip(k.stride()[:3], k.shape, strict=False) if size > 1]
     aligned = k.stride(3) == 1 and not any(steps) and k.data_ptr() % 16 == 0
-    return _query_kernels(QueryScoresProblem(k.device, k.dtype, k.shape[3], grid.block_size[1], listed, aligned))
+    return _query_kernels(QueryScoresProblem(k.device, k.dtype, k.shape[3], grid.block_size[1], aligned))
 
 
 @lru_cache(maxsize=256)
@@ -158,39 +144,6 @@ def all_scores(
         hidden = position[first:last] >= ends[above:inside, None, None]
         found = _sums(center)(queries[:, :, above:], keys.unflatten(2, (-1, kv_block)), hidden)
         scores[:, :, above:, first:last] = found
-    return scores
-
-
-def scores_of(
-    candidates: Candidates,
-    queries: Tensor,
-    k: Tensor,
-    center: Tensor | None,
-    start: int,
-    grid: BlockGrid,
-    memory_budget: int,
-) -> Tensor:
-    """Score the candidate blocks as `all_scores` does. All others get -inf."""
-    (batch, heads, rows, _), kv_block, panel = queries.shape, grid.block_size[1], candidates.panel
-    scores, group_size = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf), heads // k.shape[2]
-    ends = ends_of(start, rows, grid.block_size[0], grid, k.device)
-    block_bytes = _block_bytes(queries[:1, :group_size], k[:1, :, :1], kv_block)
-    for i_panel in range(start // panel, -(-(start + rows) // panel)):
-        own = slice(max(i_panel * panel - start, 0), min((i_panel + 1) * panel - start, rows))
-        for b in range(batch):
-            for h in range(k.shape[2]):
-                group = slice(h * group_size, (h + 1) * group_size)
-                listed = candidates.blocks[b, h, i_panel].long()
-                listed = listed[listed >= 0]
-                for first, last in pieces(len(listed), block_bytes, min(memory_budget, PIECE_BYTES)):
-                    blocks = listed[first:last]
-                    position = blocks[:, None] * kv_block + torch.arange(kv_block, device=k.device)
-                    keys = k[b, position.clamp(max=grid.seqlen_k - 1), h].float()  # (n, kv_block, D)
-                    keys = keys if center is None else keys - center[b, h]
-                    keys.masked_fill_(position[..., None] >= grid.seqlen_k, 0.0)
-                    hidden = position >= ends[own, None, None]
-                    found = _sums(center)(queries[b : b + 1, group, own], keys[None, None], hidden)
-                    scores[b, group, own, blocks] = found[0]
     return scores
 
 

@@ -23,7 +23,7 @@ class TokenTiles:
 
 
 def tile_scores(
-    queries: TokenTiles, keys: TokenTiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int, panel: int = 1
+    queries: TokenTiles, keys: TokenTiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int
 ) -> ScoreRows:
     """Return a function that scores blocks by the attention of q tiles to key tiles.
 
@@ -36,27 +36,20 @@ def tile_scores(
         grid: the blocks that are scored.
         heads: (B, Hq).
         memory_budget: bytes for the scores of tiles and the vectors of keys.
-        panel: number of rows of q blocks whose masses are summed to one row of the result.
     """
-    return _TileScores(queries, keys, grid, heads, memory_budget, panel).rows
+    return _TileScores(queries, keys, grid, heads, memory_budget).rows
 
 
 class _TileScores:
     """Scores of blocks in torch, for a few q tiles at a time; arguments as in `tile_scores`."""
 
     def __init__(
-        self,
-        queries: TokenTiles,
-        keys: TokenTiles,
-        grid: BlockGrid,
-        heads: tuple[int, int],
-        memory_budget: int,
-        panel: int,
+        self, queries: TokenTiles, keys: TokenTiles, grid: BlockGrid, heads: tuple[int, int], memory_budget: int
     ) -> None:
         sample = keys.vectors(0, min(1, keys.count))
         self._queries, self._keys, self._grid, self._heads = queries, keys, grid, heads
         self._memory_budget, self._device = memory_budget, sample.device
-        self._q_parts, self._k_parts = panel * grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
+        self._q_parts, self._k_parts = grid.block_size[0] // queries.size, grid.block_size[1] // keys.size
         # A few q tiles at a time: whole rows of blocks, or a power of two of tiles that divides one.
         row_bytes = 3 * 4 * heads[0] * heads[1] * max(1, keys.count)
         at_once = max(1, memory_budget // 2 // row_bytes)

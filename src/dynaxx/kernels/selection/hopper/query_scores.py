@@ -250,12 +250,10 @@ def query_scores(
     k: Tensor,
     first_row: int,
     grid: BlockGrid,
-    candidates: None = None,
     places: Tensor | None = None,
     q_block: int | None = None,
 ) -> Tensor:
     """Return scores like `kernels.selection.triton.query_scores`, of all blocks of which a row sees something."""
-    assert candidates is None, "the caller must have asked for the reasons"
     (batch, q_heads, rows, head_dim), kv_heads, kv_block = queries.shape, k.shape[2], grid.block_size[1]
     scores = torch.empty(batch, q_heads, rows, grid.kv_blocks, device=k.device, dtype=torch.float32)
     if not scores.numel():

@@ -19,12 +19,10 @@ from torch import Tensor
 from dynaxx.kernels.device import padded
 from dynaxx.kernels.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.runtime.launcher import kernel_launcher
-from dynaxx.kernels.selection.contract import Candidates
 from dynaxx.layout import BlockGrid
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-RUNTIME_SIZES = ["rows", "first_row", "base", "first_panel", "panels", "panel", "slots", "seqlen_k", "kv_blocks",
-                 "kv_heads", "group_size", "offset", "q_block", "tiles"]  # fmt: skip
+RUNTIME_SIZES = ["rows", "first_row", "seqlen_k", "kv_blocks", "kv_heads", "group_size", "offset", "q_block", "tiles"]
 MAX_TILES = 16  # per program: few enough to balance causal rows, many enough to reuse the queries
 MIN_TILES = 4
 PROGRAMS = 512  # programs that fill a GPU; with fewer of them, each processes fewer tiles
@@ -36,15 +34,9 @@ def _query_scores_kernel(
     p_q,  # (B, Hq, R, D) contiguous, multiplied by the softmax scale
     p_k,
     p_scores,  # (B, Hq, R, C) fp32 contiguous
-    p_candidates,  # (B, Hk, panels, slots) int32
     p_places,  # (C,) int32: block of k that holds each block
     rows,
     first_row,
-    base,
-    first_panel,
-    panels,
-    panel,
-    slots,
     seqlen_k,
     kv_blocks,
     kv_heads,
@@ -53,7 +45,6 @@ def _query_scores_kernel(
     q_block,
     tiles,  # of keys per program
     k_strides,
-    LISTED: tl.constexpr,
     PLACED: tl.constexpr,
     CAUSAL: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -66,10 +57,9 @@ def _query_scores_kernel(
     i_b = (tl.program_id(2) // kv_heads).to(tl.int64)
     i_hk = (tl.program_id(2) % kv_heads).to(tl.int64)
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)  # longest rows first, under a causal mask
-    tiles_m = tl.cdiv(panel * group_size, BLOCK_M)
-    o_m = i_m % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    i_row = base + i_m // tiles_m * panel + o_m // group_size
-    m_m = (o_m < panel * group_size) & (i_row >= 0) & (i_row < rows)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row = o_m // group_size
+    m_m = i_row < rows
     i_vector = ((i_b * kv_heads + i_hk) * group_size + o_m % group_size) * rows + i_row
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -79,23 +69,14 @@ def _query_scores_kernel(
     end = tl.where(m_m, end, 0)
     shortest = tl.min(tl.where(m_m, end, seqlen_k), 0)
     begin = tl.program_id(0) * tiles
-    if LISTED:
-        p_candidates += (tl.program_id(2).to(tl.int64) * panels + first_panel + i_m // tiles_m) * slots
-        stop = tl.minimum(begin + tiles, slots)
-        some = tl.load(p_candidates + begin) >= 0
-    else:
-        stop = tl.minimum(begin + tiles, tl.cdiv(tl.max(end, 0), BLOCK_N))
-        some = begin < stop
-    if some:
+    stop = tl.minimum(begin + tiles, tl.cdiv(tl.max(end, 0), BLOCK_N))
+    if begin < stop:
         b_q = tl.load(p_q + i_vector[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         p_k += i_b * k_strides.b + i_hk * k_strides.h
-        for tile in range(begin, stop):
-            i_tile = tile
-            if LISTED:
-                i_tile = tl.load(p_candidates + tile)  # -1: nothing is loaded or stored
+        for i_tile in range(begin, stop):
             first = i_tile * BLOCK_N
             o_n = first + tl.arange(0, BLOCK_N)
-            inside = ((o_n >= 0) & (o_n < seqlen_k))[:, None] & m_d[None, :]
+            inside = (o_n < seqlen_k)[:, None] & m_d[None, :]
             o_k = o_n
             if PLACED:
                 o_k = tl.load(p_places + i_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,7 +91,7 @@ def _query_scores_kernel(
             total = tl.sum(tl.exp2(blocks * LOG2_E - (shift * LOG2_E)[:, :, None]), 2)
             score = shift + tl.log2(tl.where(total == 0, 1.0, total)) / LOG2_E
             score = tl.where(total == 0, float("-inf"), score)  # no visible key
-            inside = m_m[:, None] & ((o_c >= 0) & (o_c < kv_blocks))[None, :]
+            inside = m_m[:, None] & (o_c < kv_blocks)[None, :]
             tl.store(p_scores + i_vector[:, None] * kv_blocks + o_c[None, :], score, mask=inside)
 
 
@@ -119,7 +100,6 @@ def query_scores(
     k: Tensor,
     first_row: int,
     grid: BlockGrid,
-    candidates: Candidates | None = None,
     places: Tensor | None = None,
     q_block: int | None = None,
 ) -> Tensor:
@@ -130,40 +110,33 @@ def query_scores(
         k: (B, seqlen_k, Hk, D).
         first_row: first row of q blocks.
         grid: lengths and block sizes.
-        candidates: blocks to score; all others get -inf. None: score all blocks of which a row sees something; the
-            scores of the others are undefined.
-        places: (kv blocks,) int32: block i of the keys is block places[i] of k, (1, rows, Hk, D); not with candidates.
+        places: (kv blocks,) int32: block i of the keys is block places[i] of k, (1, rows, Hk, D).
         q_block: queries per row; the grid's q block by default.
 
     Returns:
-        (B, Hq, R, C) fp32; a row sees the keys up to that of its last query.
+        (B, Hq, R, C) fp32; a row sees the keys up to that of its last query. Scores of blocks of which a row sees
+        nothing are undefined.
     """
     (batch, q_heads, rows, head_dim), kv_heads = queries.shape, k.shape[2]
-    scores = new_scores((batch, q_heads, rows, grid.kv_blocks), candidates, k.device)
-    if not scores.numel() or (candidates is not None and not candidates.blocks.shape[3]):
+    scores = torch.empty(batch, q_heads, rows, grid.kv_blocks, device=k.device, dtype=torch.float32)
+    if not scores.numel():
         return scores
     group_size, k = q_heads // kv_heads, unit_stride(k)
     exact, wide = k.dtype == torch.float32, head_dim > 128
     block_m = 32 if exact else 64 if wide else 128
     block_n = grid.block_size[1]
-    if candidates is None and places is None:
+    if places is None:
         block_n = max(block_n, 64 if exact or wide else 128)
-    count, where = panels_of(candidates, first_row, rows)
-    all_tiles, lines = (
-        where["slots"] or -(-grid.seqlen_k // block_n),
-        count * -(-where["panel"] * group_size // block_m),
-    )
+    all_tiles, lines = -(-grid.seqlen_k // block_n), -(-rows * group_size // block_m)
     tiles = min(MAX_TILES, max(MIN_TILES, all_tiles * lines * batch * kv_heads // PROGRAMS))
     programs = (-(-all_tiles // tiles), lines, batch * kv_heads)
     _query_scores_kernel[programs](
         queries.contiguous(),
         k,
         scores,
-        scores if candidates is None else candidates.blocks,
         scores if places is None else places,
         rows=rows,
         first_row=first_row,
-        **where,
         seqlen_k=grid.seqlen_k,
         kv_blocks=grid.kv_blocks,
         kv_heads=kv_heads,
@@ -172,7 +145,6 @@ def query_scores(
         q_block=q_block or grid.block_size[0],
         tiles=tiles,
         k_strides=strides_of(k),
-        LISTED=candidates is not None,
         PLACED=places is not None,
         CAUSAL=grid.causal,
         KV_BLOCK=grid.block_size[1],
@@ -185,22 +157,3 @@ def query_scores(
         num_stages=1 if exact else 2 if places is None else 3,  # one more, in which places are loaded
     )
     return scores
-
-
-def new_scores(shape: tuple[int, ...], candidates: Candidates | None, device: torch.device) -> Tensor:
-    """Allocate scores: -inf if only candidates are written; else uninitialized, as all visible blocks are written."""
-    return (
-        torch.empty(shape, device=device, dtype=torch.float32)
-        if candidates is None
-        else torch.full(shape, -torch.inf, device=device, dtype=torch.float32)
-    )
-
-
-def panels_of(candidates: Candidates | None, first_row: int, rows: int) -> tuple[int, dict[str, int]]:
-    """Return the number of panels of some rows, and arguments to locate them; one panel without candidates."""
-    if candidates is None:
-        return 1, {"base": 0, "first_panel": 0, "panels": 1, "panel": rows, "slots": 0}
-    panel, (panels, slots) = candidates.panel, candidates.blocks.shape[2:]
-    first, last = first_row // panel, (first_row + rows - 1) // panel
-    where = {"base": first * panel - first_row, "first_panel": first, "panels": panels, "panel": panel, "slots": slots}
-    return last - first + 1, where
