@@ -20,12 +20,11 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import apply, model_facts
-from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, load_text
 from dynaxx.lab.tune.costs import rule_of
-from dynaxx.selection import select_blocks
+from dynaxx.selection import in_core, select_blocks
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DENSE, CORE, TORCH = "dense", "sparse", "sparse, choice in torch"
@@ -65,11 +64,11 @@ class Clock:
 
 @contextlib.contextmanager
 def chosen_by_torch():
-    real, block_scores.serves = block_scores.serves, lambda *_: False
+    real, in_core.serves = in_core.serves, lambda *_: False
     try:
         yield
     finally:
-        block_scores.serves = real
+        in_core.serves = real
 
 
 def measured(model, policy, ids, turns):

@@ -17,7 +17,7 @@ from test_loading import initialisers
 from dynaxx.core import build
 
 ROOT = Path(__file__).parent.parent.parent
-PARTS = ("tests/core/test_status.py", "tests/kernels/selection/test_block_scores.py")
+PARTS = ("tests/core/test_status.py", "tests/kernels/selection/test_best_blocks.py")
 RUN = """
 import os, sys, pytest
 from dynaxx.__main__ import main

@@ -27,7 +27,7 @@ from dynaxx.kernels.attention.cpu.plan import plan_of
 from dynaxx.kernels.decode import cpu as decode
 from dynaxx.kernels.runtime import core_arguments
 from dynaxx.kernels.runtime.core_arguments import forward_args
-from dynaxx.kernels.selection.cpu import best_blocks, block_scores
+from dynaxx.kernels.selection.cpu import best_blocks
 from dynaxx.trained.tokens.kernels.cpu import attention as tokens
 from dynaxx.trained.tokens.kernels.cpu import decode as token_decode
 from dynaxx.trained.tokens.kernels.cpu import indexer
@@ -224,26 +224,6 @@ def steps(draw: random.Random) -> None:
 
 
 def _choose_blocks(draw: random.Random, library: ctypes.CDLL) -> None:
-    """Score blocks for mean queries and mark the best, with any numbers of visible keys and of blocks."""
-    queries, keys = torch.randn(1, 4, 20, 16), torch.randn(1, 50, 2, 16)
-    keys[0, draw.randrange(50)] = draw.choice(FLOATS)
-    ends = torch.tensor([draw.choice((*INT32, *range(60))) for _ in range(20)])
-    best, sums = torch.empty(2, 1, 4, 20, 4)
-    args = block_scores.BlockScoreArgs(
-        q=queries.data_ptr(), k=keys.data_ptr(), ends=ends.data_ptr(), best=best.data_ptr(), sums=sums.data_ptr(),
-        k_strides=(c_int64 * 3)(*keys.stride()[:3]), batch=1, q_heads=4, kv_heads=2, rows=20, head_dim=16, seqlen_k=50,
-        kv_block=16, threads=2,
-    )  # fmt: skip
-    if draw.random() < 0.2:
-        setattr(args, draw.choice(("kv_heads", "kv_block", "threads")), draw.choice((-1, 0, 3, 2**40, -(2**63))))
-    check(library.dynaxx_cpu_block_scores(byref(args)))
-    counts = torch.tensor([draw.choice((*INT32, *range(5))) for _ in range(80)])
-    marked = torch.empty(80, 4, dtype=torch.bool)
-    check(library.dynaxx_cpu_mark_best(best.data_ptr(), 80, 4, counts.data_ptr(), 2, marked.data_ptr()))
-    _choose_and_list(draw, library)
-
-
-def _choose_and_list(draw: random.Random, library: ctypes.CDLL) -> None:
     """Choose blocks with any counts and bits, and list them beside those of a pattern with any entries."""
     tokens, lengths = draw.choice((1, 8, 16)), (draw.randrange(70), draw.randrange(1, 70))
     q, k = torch.randn(2, lengths[0], 4, 16), torch.randn(2, lengths[1], 2, 16)
@@ -256,7 +236,8 @@ def _choose_and_list(draw: random.Random, library: ctypes.CDLL) -> None:
         q=q.data_ptr(), k=k.data_ptr(), counts=counts.data_ptr(), optional=optional.data_ptr(),
         chosen=chosen.data_ptr(), q_strides=(c_int64 * 3)(*q.stride()[:3]), k_strides=(c_int64 * 3)(*k.stride()[:3]),
         batch=2, seqlen_q=lengths[0], seqlen_k=lengths[1], q_heads=4, kv_heads=2, head_dim=16, q_block=16, kv_block=32,
-        tile=tokens, causal=draw.random() < 0.5, scale=draw.choice(FLOATS), threads=2,
+        tile=tokens, causal=draw.random() < 0.5,
+        together=draw.random() < 0.5, scale=draw.choice(FLOATS), threads=2,
     )  # fmt: skip
     if draw.random() < 0.2:
         setattr(args, draw.choice(("kv_heads", "kv_block", "tile")), draw.choice((-1, 0, 3, 2**40, -(2**63))))

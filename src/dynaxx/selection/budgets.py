@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.selection.base import Selector
 from dynaxx.selection.choice import ChoiceSettings, Per
 from dynaxx.selection.scorers import MeanQuery, Scorer
@@ -69,9 +68,6 @@ class TopK(Selector, kind="top_k"):
         if most == 0:
             return torch.zeros_like(scores, dtype=torch.bool)
         hidden = scores.masked_fill(~optional, -torch.inf)
-        if block_scores.serves(scores):
-            chosen = block_scores.mark_best(hidden, counts[..., 0].expand(scores.shape[:-1]))
-            return chosen | ((counts >= visible[:, None]) & optional)
         best, where = hidden.topk(most, dim=-1)
         kept = (torch.arange(most, device=scores.device) < counts) & (best > -torch.inf)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, kept)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.selection.cpu import best_blocks, block_scores
+from dynaxx.kernels.selection.cpu import best_blocks
 from dynaxx.layout import FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
@@ -25,13 +25,13 @@ BITS_PER_BYTE = 8
 
 
 def serves(q: Tensor, k: Tensor, grid: BlockGrid, selector: Choice, memory_budget: int) -> bool:
-    """Return whether the core can make this choice: the best of blocks by mean queries, for each head alone."""
+    """Return whether the core can make this choice: the best of blocks by mean queries."""
     tiles = selector.scorer.mean_query_tiles(grid.block_size[0])
     if tiles is None or grid.block_size[0] // tiles.size > best_blocks.MAX_TILES or not grid.kv_blocks:
         return False
-    if not block_scores.serves(q, k) or q.stride(-1) != 1 or k.stride(-1) != 1 or not q.numel():
+    if not best_blocks.serves(q, k) or q.stride(-1) != 1 or k.stride(-1) != 1 or not q.numel():
         return False
-    if count_heads_per_choice(selector, q.shape[2], k.shape[2]) > 1 or not selector.only_ranks:
+    if not selector.only_ranks:
         return False
     held = 2 * q.shape[0] * q.shape[2] * grid.q_blocks * grid.kv_blocks  # bits of choices, and of optional blocks
     choice = selector.choice(q.shape[2])
@@ -47,7 +47,8 @@ def select_in_core(
     assert choice is not None, "`serves` asked before"
     given, counts = _given(pattern, grid), _counts(choice, grid, q.shape[2])
     factor = scale * tiles.sharpness * math.log2(math.e)
-    chosen = best_blocks.best_blocks(q.detach(), k.detach(), counts, given.optional, grid, tiles.size, factor)
+    together = count_heads_per_choice(selector, q.shape[2], k.shape[2]) > 1
+    chosen = best_blocks.best_blocks(q.detach(), k.detach(), counts, given.optional, grid, tiles.size, factor, together)
     listed = best_blocks.listed_blocks(chosen, given.entries, grid)
     return BlockLayout(grid.seqlen_q, grid.seqlen_k, grid.block_size, *listed, given.masks)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks chosen by the core: those of torch, at every instruction set, whatever the lengths, budgets and patterns."""
 
+import itertools
 import math
 
 import pytest
@@ -80,7 +81,8 @@ def test_the_core_chooses_what_torch_chooses(both, scorer, block_size, pattern):
         q = normal(2, lengths[0], heads[0], 2 * dim)[..., :dim]
         k = normal(2, heads[1], lengths[1], dim).transpose(1, 2)
         shares = tuple((0.0, 0.1, 0.5, 1.0, 0.3, 0.25)[: heads[0]])
-        for selector in (dx.TopK(shares, scorer, 4, per="head"), dx.TopK(3, scorer, per="head")):
+        for budget, floor, per in ((shares, 4, "head"), (3, 0, "head"), (shares, 4, "group"), (0.2, 0, "group")):
+            selector = dx.TopK(budget, scorer, floor, per)
             rule = selector if pattern is None else pattern | selector
             assert_same(*both(q, k, rule, block_size=block_size, causal=causal))
 
@@ -88,8 +90,8 @@ def test_the_core_chooses_what_torch_chooses(both, scorer, block_size, pattern):
 def test_every_instruction_set_chooses_alike(isa, both):
     torch.manual_seed(1)
     q, k = torch.randn(1, 517, 6, 40), torch.randn(1, 517, 2, 40)
-    for scorer in (dx.MeanQuery(), TileQueries(8)):
-        rule = PATTERNS[1] | dx.TopK((0.1, 0.2, 0.3, 0.0, 1.0, 0.4), scorer, per="head")
+    for scorer, per in itertools.product((dx.MeanQuery(), TileQueries(8)), ("head", "group")):
+        rule = PATTERNS[1] | dx.TopK((0.1, 0.2, 0.3, 0.0, 1.0, 0.4), scorer, per=per)
         assert_same(*both(q, k, rule, block_size=32))
 
 
@@ -109,7 +111,7 @@ def test_far_scores_keep_their_order(isa):
         assert layout.kv_indices.tolist() == list(range(count))
 
 
-def test_nan_is_not_chosen_and_spoils_no_other_head(isa):
+def test_nan_spoils_no_head_that_chooses_alone(isa, both):
     torch.manual_seed(2)
     q, k = torch.randn(1, 160, 4, 16), torch.randn(1, 160, 2, 16)
     spoiled = q.clone()
@@ -120,6 +122,8 @@ def test_nan_is_not_chosen_and_spoils_no_other_head(isa):
         assert torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
         assert torch.equal(before[:, 1, :64], after[:, 1, :64])
         assert torch.equal(before[:, 1, 96:], after[:, 1, 96:])
+    together = dx.TopK(0.4, dx.MeanQuery())  # what NaN scores reaches the output
+    assert torch.equal(*(x.kv_indices for x in both(spoiled, k, together, block_size=32)))
     everything = dx.select_blocks(spoiled, k, dx.TopK(1.0, per="head"), block_size=32)
     assert everything.density() == 1.0
 
@@ -154,13 +158,15 @@ def test_the_core_serves_plain_fp32_choices_by_count():
     serves = lambda selector, q=q, k=k, budget=1 << 20: in_core.serves(q, k, grid, selector, budget)
     alone = dx.TopK(0.5, per="head")
     assert serves(alone)
-    assert not serves(dx.TopK(0.5))  # heads of a group choose together
+    assert serves(dx.TopK(0.5))  # heads of a group choose together
     assert not serves(dx.TopP(0.5, per="head"))
     assert not serves(dx.Threshold(0.1, per="head"))
     assert not serves(dx.TopK(0.5, dx.MinMax(), per="head"))
     assert not serves(dx.TopK(0.5, dx.MeanQuery(precision="int8"), per="head"))
     assert not serves(dx.TopK(0.5, TileQueries(1), per="head"))  # 32 tiles per row
     assert not serves(alone, q.bfloat16(), k.bfloat16())
+    assert not serves(alone, q, k.to("meta"))
+    assert not serves(alone, q, torch.nn.Parameter(k))
     assert not serves(alone, q.transpose(1, 3), k.transpose(1, 3))
     assert not serves(alone, budget=1)
 

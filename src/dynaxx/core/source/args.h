@@ -62,4 +62,39 @@ struct BackwardArgs {
   float* bias_grad;    // like bias, receives the gradient of the bias itself; null: none
 };
 
+constexpr int32_t ALL_OPTIONAL = INT32_MAX;  // count of a row that takes every optional block
+
+// The choice of the best blocks of each row.
+struct BestBlocksArgs {
+  const float *q, *k;        // (batch, seqlen_q, q_heads, head_dim), (batch, seqlen_k, kv_heads, head_dim)
+  const int32_t* counts;     // (q_heads, rows) blocks that each row takes; ALL_OPTIONAL: every optional one
+  const uint32_t* optional;  // (rows, words) bits of the blocks among which a row chooses
+  uint32_t* chosen;          // (batch, q_heads, rows, words)
+  Strides q_strides, k_strides;
+  int64_t batch, seqlen_q, seqlen_k, q_heads, kv_heads, head_dim, q_block, kv_block;
+  int64_t tile;    // tokens per mean query; divides q_block into at most PANEL tiles
+  int64_t causal;  // hide keys after the last query of a tile
+  int64_t together;  // rank blocks for all q heads of a kv head by the sum of their masses, each relative to its best
+  double scale;    // of the scores, in powers of two
+  int64_t threads;
+
+  int64_t rows() const { return (seqlen_q + q_block - 1) / q_block; }
+  int64_t blocks() const { return (seqlen_k + kv_block - 1) / kv_block; }
+  int64_t words() const { return (blocks() + 31) / 32; }
+  int64_t parts() const { return q_block / tile; }
+  int64_t group() const { return q_heads / kv_heads; }
+};
+
+// Lists of a pattern's blocks and of chosen ones.
+struct ListBlocksArgs {
+  const uint32_t* chosen;         // (heads, rows, words) bits; heads of all batch entries
+  const int32_t* pattern_indptr;  // (rows + 1,) of the pattern's blocks; null: no pattern
+  const int32_t *pattern_indices, *pattern_mask_ids;  // index and mask id of each
+  int32_t *indptr, *num_partial;  // (heads, rows + 1) running on from head to head, (heads, rows)
+  int32_t *indices, *mask_ids;       // (capacity,); null: only count
+  int64_t heads, rows, blocks, capacity;
+  int64_t causal, q_block, kv_block, offset;  // as in `BlockGrid`
+  int64_t first_cut, cut_step;                // `causal_mask_id_terms`
+};
+
 }  // namespace dynaxx

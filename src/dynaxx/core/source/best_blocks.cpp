@@ -3,16 +3,18 @@
 //
 //     q --> mean queries of tiles, side by side in lanes --+
 //     k ---------------------------------------------------+--> scores --> of each block: best, sum of 2 ** (score - best)
-//     best, sum of all blocks --> mass of each block --> sum over a row's tiles --> ranks --> bits of the chosen blocks
+//     best, sum of all blocks --> mass of each block --> sum over a row's tiles [and heads] --> bits of the best blocks
 //
 // One task is a few rows of all q heads of one kv head, so that a block of keys is read from memory once for all of them.
-// Heads that take nothing, or everything, are not scored.
+// Heads that take nothing, or everything, are scored only for heads that choose together with them. Heads whose count is
+// negative never take part.
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <limits>
 #include <vector>
 
+#include "args.h"
 #include "exp2.h"
 #include "pack.h"
 #include "scratch.h"
@@ -20,28 +22,8 @@
 
 using namespace dynaxx;
 
-struct BestBlocksArgs {
-  const float *q, *k;        // (batch, seqlen_q, q_heads, head_dim), (batch, seqlen_k, kv_heads, head_dim)
-  const int32_t* counts;     // (q_heads, rows) blocks that each row takes; ALL: every optional one
-  const uint32_t* optional;  // (rows, words) bits of the blocks among which a row chooses
-  uint32_t* chosen;          // (batch, q_heads, rows, words)
-  Strides q_strides, k_strides;
-  int64_t batch, seqlen_q, seqlen_k, q_heads, kv_heads, head_dim, q_block, kv_block;
-  int64_t tile;    // tokens per mean query; divides q_block into at most PANEL tiles
-  int64_t causal;  // hide keys after the last query of a tile
-  double scale;    // of the scores, in powers of two
-  int64_t threads;
-
-  int64_t rows() const { return (seqlen_q + q_block - 1) / q_block; }
-  int64_t blocks() const { return (seqlen_k + kv_block - 1) / kv_block; }
-  int64_t words() const { return (blocks() + 31) / 32; }
-  int64_t parts() const { return q_block / tile; }
-  int64_t group() const { return q_heads / kv_heads; }
-};
-
 namespace {
 
-constexpr int32_t ALL = INT32_MAX;
 constexpr int WIDE = LANES == 16 ? 32 : 16;  // mean queries side by side
 constexpr int WIDE_VECS = WIDE / LANES;
 constexpr int WIDE_ROWS = LANES == 16 ? 8 : LANES == 8 ? 6 : 2;  // keys per register tile
@@ -136,7 +118,8 @@ class Chooser {
   static int64_t memory_needed(const BestBlocksArgs& args) {
     const int64_t unit = WIDE * (args.head_dim + 2 * args.blocks());
     const int64_t space = std::max(PANEL * args.head_dim, WIDE * padded(args.blocks()));
-    return most_units(args) * unit + WIDE * args.kv_block + space + padded(args.blocks());
+    const int64_t shared = args.together ? rows_per_task(args) * padded(args.blocks()) : 0;
+    return most_units(args) * unit + WIDE * args.kv_block + space + padded(args.blocks()) + shared;
   }
 
   void run(float* memory) {
@@ -147,7 +130,10 @@ class Chooser {
     for (int64_t block = 0; block < blocks_; block++)
       for (Unit& unit : units_)
         if (block * args_.kv_block < unit.most) score_block(block, unit);
-    for (size_t i = 0; i < units_.size(); i++) choose(i);
+    for (size_t i = 0; i < units_.size(); i++) rank(i);
+    for (int64_t row = first_; args_.together && row < last_; row++)
+      for (int64_t head = kv_head_ * args_.group(); head < (kv_head_ + 1) * args_.group(); head++)
+        if (chooses(head, row)) mark_best(shared_of(row), blocks_, -1.f, head, row);
   }
 
  private:
@@ -155,22 +141,29 @@ class Chooser {
     return args_.chosen + ((batch_ * args_.q_heads + head) * rows_ + row) * words_;
   }
 
+  float* shared_of(int64_t row) const { return shared_ + (row - first_) * padded(blocks_); }
+  int32_t count_of(int64_t head, int64_t row) const { return args_.counts[head * rows_ + row]; }
+  bool chooses(int64_t head, int64_t row) const { return count_of(head, row) > 0 && count_of(head, row) != ALL_OPTIONAL; }
+
   // Write the rows that need no scores, and list the panels of the others.
   void find_panels() {
-    for (int64_t row = first_; row < last_; row += panel_rows(args_))
+    for (int64_t row = first_; row < last_; row += panel_rows(args_)) {
+      std::vector<int64_t> heads, scored;  // of the q heads that take part, those that choose
       for (int64_t head = kv_head_ * args_.group(); head < (kv_head_ + 1) * args_.group(); head++) {
-        bool scored = false;
+        if (count_of(head, row) >= 0) heads.push_back(head);
+        bool some = false;
         for (int64_t r = row; r < std::min(last_, row + panel_rows(args_)); r++) {
-          const int32_t count = args_.counts[head * rows_ + r];
           uint32_t* to = chosen_of(head, r);
-          if (count == ALL)
+          if (count_of(head, r) == ALL_OPTIONAL)
             std::copy_n(args_.optional + r * words_, words_, to);
           else
             std::fill_n(to, words_, 0);
-          scored |= count != ALL && count > 0;
+          some |= chooses(head, r);
         }
-        if (scored) panels_.push_back({head, row});
+        if (some) scored.push_back(head);
       }
+      for (const int64_t head : args_.together && !scored.empty() ? heads : scored) panels_.push_back({head, row});
+    }
   }
 
   void take(float* memory) {
@@ -186,6 +179,8 @@ class Chooser {
     scores_ = memory;
     space_ = scores_ + WIDE * args_.kv_block;
     order_ = (int32_t*)(space_ + std::max(PANEL * args_.head_dim, WIDE * padded(blocks_)));
+    shared_ = (float*)(order_ + padded(blocks_));
+    if (args_.together) std::fill_n(shared_, (last_ - first_) * padded(blocks_), 0.f);
   }
 
   // Put the mean queries of a panel's tiles into its lanes.
@@ -261,7 +256,8 @@ class Chooser {
     }
   }
 
-  void choose(size_t index) {
+  // Choose the blocks of the rows of a unit; where heads choose together, add up their masses.
+  void rank(size_t index) {
     Unit& unit = units_[index];
     const int64_t blocks = (unit.most + args_.kv_block - 1) / args_.kv_block, stride = padded(blocks_);
     if (!blocks) return;
@@ -272,22 +268,43 @@ class Chooser {
       if (panel >= panels_.size()) break;
       const int64_t row = panels_[panel].row + lane % PANEL / parts_, head = panels_[panel].head;
       if (row >= last_) continue;
-      const int32_t count = args_.counts[head * rows_ + row];
-      if (count == ALL || count <= 0) continue;
+      if (!args_.together && !chooses(head, row)) continue;
       float* __restrict scores = space_ + lane * stride;
       const int64_t tokens = args_.seqlen_q - row * args_.q_block;  // the last row may have fewer tiles
       for (int64_t part = 1; part < std::min(parts_, (tokens + args_.tile - 1) / args_.tile); part++) {
         const float* __restrict more = scores + part * stride;
         for (int64_t block = 0; block < blocks; block++) scores[block] += more[block];
       }
-      mark_best(scores, blocks, args_.optional + row * words_, count, chosen_of(head, row));
+      if (args_.together)
+        add_shares(scores, blocks, row);
+      else
+        mark_best(scores, blocks, parts_ == 1 ? NEG_INF : 0.f, head, row);
     }
   }
 
-  // Set the bits of the best `count` optional blocks that have a score, the first ones of equals. NaN is the best.
-  void mark_best(const float* scores, int64_t blocks, const uint32_t* optional, int64_t count, uint32_t* to) {
-    const int64_t padded_blocks = padded(blocks);
-    const float lowest = parts_ == 1 ? NEG_INF : 0.f;  // without a score
+  // Add a head's mass for each block, relative to its best optional one, to those of the heads that choose with it.
+  void add_shares(float* scores, int64_t blocks, int64_t row) const {
+    constexpr float MOST = std::numeric_limits<float>::max();
+    const uint32_t* optional = args_.optional + row * words_;
+    float top = parts_ == 1 ? -MOST : std::numeric_limits<float>::min();
+    for (int64_t block = 0; block < blocks; block++) {
+      if (!(scores[block] <= MOST)) scores[block] = MOST;  // NaN ranks first, so that it reaches the output of attention
+      if (optional[block / 32] >> block % 32 & 1) top = std::max(top, scores[block]);
+    }
+    float* shared = shared_of(row);
+    for (int64_t block = 0; block < blocks; block += LANES) {  // padding is not optional
+      const vec mass = load(scores + block);
+      const vec share = parts_ == 1 ? exp2_nonpositive(mass - splat(top)) : mass / splat(top);
+      store(shared + block, load(shared + block) + share);
+    }
+  }
+
+  // Set the bits of a row's best optional blocks whose scores are above `lowest`, the first ones of equals. NaN is the
+  // best.
+  void mark_best(const float* scores, int64_t blocks, float lowest, int64_t head, int64_t row) {
+    const int64_t padded_blocks = padded(blocks), count = count_of(head, row);
+    const uint32_t* optional = args_.optional + row * words_;
+    uint32_t* to = chosen_of(head, row);
     for (int64_t block = 0; block < padded_blocks; block++) {
       const bool eligible = block < blocks && (optional[block / 32] >> block % 32 & 1) && !(scores[block] <= lowest);
       const int32_t bits = !eligible ? 0 : scores[block] == scores[block] ? int32_t(bits_of(scores[block] + 0.f)) : INT32_MAX;
@@ -329,7 +346,7 @@ class Chooser {
   int64_t batch_, kv_head_, first_, last_;
   std::vector<Panel> panels_;
   std::vector<Unit> units_;
-  float *scores_, *space_;
+  float *scores_, *space_, *shared_;
   int32_t* order_;
 };
 
@@ -337,7 +354,8 @@ void check(const BestBlocksArgs& args) {
   require(within(args.batch, 0, MAX_BATCH) && within(args.q_heads, 1, MAX_HEADS) && within(args.kv_heads, 1, args.q_heads));
   require(args.q_heads % args.kv_heads == 0 && within(args.head_dim, 1, MAX_DIM) && within(args.threads, 1, MAX_THREADS));
   require(within(args.seqlen_q, 0, INT32_MAX) && within(args.seqlen_k, 0, INT32_MAX));
-  require(is_block_size(args.q_block) && is_block_size(args.kv_block) && within(args.tile, 1, args.q_block));
+  require(within(args.q_block, 1, MAX_BLOCK) && within(args.kv_block, 1, MAX_BLOCK));
+  require(within(args.tile, 1, args.q_block));
   require(args.q_block % args.tile == 0 && args.parts() <= PANEL && PANEL % args.parts() == 0);
   require(countable(args.batch, args.q_heads, args.rows(), args.words()));
 }

@@ -4,23 +4,13 @@
 #include <algorithm>
 #include <vector>
 
+#include "args.h"
 #include "rules.h"
 #include "status.h"
 #include "tasks.h"
 #include "vec.h"
 
 using namespace dynaxx;
-
-struct ListBlocksArgs {
-  const uint32_t* chosen;         // (heads, rows, words) bits; heads of all batch entries
-  const int32_t* pattern_indptr;  // (rows + 1,) of the pattern's blocks; null: no pattern
-  const int32_t *pattern_indices, *pattern_mask_ids;  // index and mask id of each
-  int32_t *indptr, *num_partial;  // (heads, rows + 1) running on from head to head, (heads, rows)
-  int32_t *indices, *mask_ids;       // (capacity,); null: only count
-  int64_t heads, rows, blocks, capacity;
-  int64_t causal, q_block, kv_block, offset;  // as in `BlockGrid`
-  int64_t first_cut, cut_step;                // `causal_mask_id_terms`
-};
 
 namespace {
 

@@ -57,6 +57,8 @@ bool countable(Sizes... sizes) {
   return true;
 }
 
-inline bool is_block_size(int64_t size) { return size == 16 || size == 32 || size == 64 || size == 128; }
+constexpr int64_t MAX_BLOCK = 128;
+
+inline bool is_block_size(int64_t size) { return size == 16 || size == 32 || size == 64 || size == MAX_BLOCK; }
 
 }  // namespace dynaxx

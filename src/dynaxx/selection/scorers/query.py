@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from dynaxx.kernels.registry import QUERY_SCORES
 from dynaxx.kernels.selection.contract import QueryScoresKernels, QueryScoresProblem
-from dynaxx.kernels.selection.cpu import block_scores
 from dynaxx.layout import BlockGrid
 from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
@@ -127,8 +126,6 @@ def all_scores(
     """
     (batch, heads, rows, _), kv_block = queries.shape, grid.block_size[1]
     ends = ends_of(start, rows, q_block or grid.block_size[0], grid, k.device)
-    if center is None and block_scores.serves_scores(queries, k):
-        return block_scores.block_scores(queries, k, ends, kv_block)
     scores = queries.new_full((batch, heads, rows, grid.kv_blocks), -torch.inf)
     position = torch.arange(grid.kv_blocks * kv_block, device=k.device).unflatten(0, (-1, kv_block))
     for first, last in pieces(grid.kv_blocks, _block_bytes(queries, k, kv_block), min(memory_budget, PIECE_BYTES)):

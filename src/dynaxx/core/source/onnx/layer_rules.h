@@ -4,7 +4,6 @@
 // R rows of q blocks, C kv blocks. Codes of blocks as in the core: FULL, EMPTY, or the entry of a mask table.
 #pragma once
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -60,14 +59,14 @@ struct LayerRules {
 // A pattern's blocks on a grid.
 struct Static {
   std::vector<int32_t> indptr, indices, mask_ids;  // mask ids count the masks of the whole layer
-  std::vector<bool> covered;                    // of each entry: it shows all that causality shows
+  std::vector<uint32_t> optional;                  // (R, words) bits of the blocks that it hides, or shows in part
 };
 
 // What a layer's rules say of one pair of lengths, before the data is seen. Layers with the same rules share one.
 struct Prepared {
   Grid grid;
   std::vector<Static> patterns;                // of each group
-  std::map<int64_t, int32_t> causal;           // distance of a block's first query and key: id of its mask
+  int64_t first_cut = 0, cut_step = 1;  // a block that the diagonal cuts has the mask (distance - first_cut) / cut_step
   std::vector<uint16_t> words;                 // as in the core's Plan
   std::vector<uint8_t> runs;
   std::vector<int32_t> indptr, indices, masks, order;  // of static rules: the layout itself
@@ -76,7 +75,7 @@ struct Prepared {
   int32_t causal_mask_id(int64_t row, int64_t col) const {
     const int64_t distance = grid.first(row) - col * grid.kv_block;
     if (!grid.causal || distance >= grid.kv_block - 1) return FULL;
-    return distance <= -grid.q_block ? EMPTY : causal.at(distance);
+    return distance <= -grid.q_block ? EMPTY : int32_t(floor_div(distance - first_cut, cut_step));
   }
 
   static std::shared_ptr<const Prepared> of(const LayerRules& rules, const std::vector<int64_t>& key, const Grid& grid,

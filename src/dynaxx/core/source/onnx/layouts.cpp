@@ -166,26 +166,26 @@ namespace {
 std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& grid, int64_t q_heads) {
   auto made = std::make_shared<Prepared>();
   made->grid = grid;
-  const int64_t mask_words = grid.q_block * grid.words(), rows = grid.q_blocks();
+  const int64_t mask_words = grid.q_block * grid.words(), rows = grid.q_blocks(), words = (grid.kv_blocks() + 31) / 32;
   std::vector<uint32_t> bits;
-  for (int64_t row = 0; grid.causal && row < rows; row++)
-    for (int64_t col = grid.limit(row) - 1; col >= 0; col--) {
-      const int64_t distance = grid.first(row) - col * grid.kv_block;
-      if (distance >= grid.kv_block - 1) break;
-      if (distance <= -grid.q_block || made->causal.count(distance)) continue;
-      made->causal[distance] = int32_t(bits.size() / mask_words);
-      for (int64_t i = 0; i < grid.q_block; i++)
-        for (int64_t w = 0; w < grid.words(); w++) {
-          uint32_t word = 0;
-          for (int64_t j = 0; j < 32 && w * 32 + j < grid.kv_block; j++)
-            word |= uint32_t(distance + i >= w * 32 + j) << j;
-          bits.push_back(word);
-        }
-    }
+  // Every distance of a block's first query and key at which the diagonal cuts it: as in layout/masks.py.
+  made->cut_step = std::min(grid.q_block, grid.kv_block);
+  made->first_cut = 1 - grid.q_block + (grid.offset() - 1 + grid.q_block) % made->cut_step;
+  const int64_t last_cut = grid.causal ? grid.kv_block - 2 : made->first_cut - 1;
+  for (int64_t distance = made->first_cut; distance <= last_cut; distance += made->cut_step)
+    for (int64_t i = 0; i < grid.q_block; i++)
+      for (int64_t w = 0; w < grid.words(); w++) {
+        uint32_t word = 0;
+        for (int64_t j = 0; j < 32 && w * 32 + j < grid.kv_block; j++) word |= uint32_t(distance + i >= w * 32 + j) << j;
+        bits.push_back(word);
+      }
   std::vector<Parts> parts(rules.groups.size());
   for (size_t g = 0; g < parts.size(); g++) {
     Static pattern;
     pattern.indptr.assign(rows + 1, 0);
+    pattern.optional.assign(rows * words, 0);
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t col = 0; col < grid.limit(row); col++) pattern.optional[row * words + col / 32] |= 1u << col % 32;
     if (!rules.groups[g].program.empty()) {
       parts[g] = layout_of(rules.groups[g].program, grid);
       auto& [indptr, num_partial, indices, mask_ids, own, bands, order] = parts[g].numbers;
@@ -195,14 +195,14 @@ std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& gri
       pattern.indices = indices;
       pattern.mask_ids = mask_ids;
       for (int32_t& mask_id : pattern.mask_ids) mask_id += mask_id >= 0 ? first : 0;
-      pattern.covered.resize(mask_ids.size());
       for (int64_t row = 0; row < rows; row++)
         for (int32_t entry = indptr[row]; entry < indptr[row + 1]; entry++) {
           const int32_t mask_id = pattern.mask_ids[entry], causal = made->causal_mask_id(row, indices[entry]);
-          pattern.covered[entry] =
+          const bool covers =  // it shows all that causality shows
               mask_id == causal || mask_id == FULL ||
               (mask_id >= 0 && causal >= 0 &&
                !std::memcmp(&bits[mask_id * mask_words], &bits[causal * mask_words], mask_words * sizeof(uint32_t)));
+          if (covers) pattern.optional[row * words + indices[entry] / 32] &= ~(1u << indices[entry] % 32);
         }
     }
     made->patterns.push_back(std::move(pattern));

@@ -22,10 +22,28 @@ BestBlocksArgs = structure("BestBlocksArgs")
 ListBlocksArgs = structure("ListBlocksArgs")
 
 
+def serves(*tensors: Tensor) -> bool:
+    """Return whether the core reads these: plain fp32 tensors on the CPU, outside compiled and exported programs."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or active_library() is None:
+        return False
+    return all(type(x) is Tensor and _is_plain(x) for x in tensors)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and x.layout == torch.strided
+
+
 @on_host
 @never_traced
 def best_blocks(
-    q: Tensor, k: Tensor, counts: Tensor, optional: Tensor, grid: BlockGrid, tile: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    counts: Tensor,
+    optional: Tensor,
+    grid: BlockGrid,
+    tile: int,
+    scale: float,
+    together: bool = False,
 ) -> Tensor:
     """Return the bits of the best blocks of each row, by the summed masses of its tiles' mean queries.
 
@@ -37,6 +55,7 @@ def best_blocks(
         grid: lengths and block sizes.
         tile: tokens per mean query, a divisor of the q block into at most `MAX_TILES`.
         scale: softmax scale times the sharpness, in powers of two: times log2(e).
+        together: whether the q heads of a kv head rank blocks by the sum of their masses, each relative to its best.
 
     Returns:
         (B, Hq, R, W) int32. Blocks without any mass are chosen by `ALL` alone, and of equal masses the first blocks.
@@ -62,6 +81,7 @@ def best_blocks(
         *grid.block_size,
         tile,
         grid.causal,
+        together,
         scale,
         num_threads(),
     )
