@@ -30,8 +30,6 @@ SCORERS = {
     "oracle, a group together": dx.MeanPool(pool=1),
     "`MeanQuery()`, a group together": dx.MeanQuery(),
     "`MeanQuery()`": dx.MeanQuery(),
-    '`MeanQuery(precision="int8")`, a group together': dx.MeanQuery(precision="int8"),
-    '`MeanQuery(precision="int8")`': dx.MeanQuery(precision="int8"),
     "`MeanPool()`": dx.MeanPool(),
     "`MeanPool(16)`": dx.MeanPool(pool=16),
     "`MinMax()`": dx.MinMax(),

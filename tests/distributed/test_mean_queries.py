@@ -43,5 +43,5 @@ def test_the_same_blocks_are_chosen(selector):
 
 def test_other_scores_have_no_mean_queries():
     q = torch.randn(1, 64, 2, 16)
-    for scorer in (dx.MeanPool(), dx.MinMax(), dx.MeanQuery(precision="int8")):
+    for scorer in (dx.MeanPool(), dx.MinMax()):
         assert mean_queries(q, dx.TopK(2, scorer), 32, 1.0) is None

@@ -131,15 +131,6 @@ def test_a_window_that_is_none():
         dx.SlidingWindow(3.5)
 
 
-@pytest.mark.parametrize("head_dim", [1, 2, 3])
-def test_products_of_whole_numbers_for_any_head_dim(head_dim):
-    from dynaxx.selection.scorers.int8 import _products
-
-    draw = lambda rows: torch.randint(-127, 128, (2, 3, rows, head_dim), dtype=torch.int8)
-    q, k = draw(20), draw(70)
-    assert torch.equal(_products(q, k), q.int() @ k.int().mT)
-
-
 def test_an_error_can_leave_a_worker_process():
     """A pool whose worker raises an error that cannot be unpickled breaks or hangs."""
     with pytest.raises(dx.UnsupportedInputError) as caught:

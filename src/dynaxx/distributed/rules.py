@@ -179,8 +179,7 @@ def chooses_row_by_row(rule: Rule) -> bool:
     selector = rule.selector if isinstance(rule, Hybrid) else rule
     if not isinstance(selector, TopK | TopP | Threshold):
         return False
-    scorer = selector.scorer
-    return isinstance(scorer, MeanPool | MinMax) or (isinstance(scorer, MeanQuery) and scorer.precision == "full")
+    return isinstance(selector.scorer, MeanPool | MinMax | MeanQuery)
 
 
 def rule_of_run(rule: Selector | Hybrid, run: Run, split: SequenceSplit) -> Selector | Hybrid:

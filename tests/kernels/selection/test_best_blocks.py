@@ -162,7 +162,6 @@ def test_the_core_serves_plain_fp32_choices_by_count():
     assert not serves(dx.TopP(0.5, per="head"))
     assert not serves(dx.Threshold(0.1, per="head"))
     assert not serves(dx.TopK(0.5, dx.MinMax(), per="head"))
-    assert not serves(dx.TopK(0.5, dx.MeanQuery(precision="int8"), per="head"))
     assert not serves(dx.TopK(0.5, TileQueries(1), per="head"))  # 32 tiles per row
     assert not serves(alone, q.bfloat16(), k.bfloat16())
     assert not serves(alone, q, k.to("meta"))

@@ -175,7 +175,7 @@ def test_a_query_per_tile_against_every_key_in_the_interpreter(seqlen_q, seqlen_
     q, k = torch.randn(2, seqlen_q, heads[0], heads[2]), torch.randn(2, seqlen_k, heads[1], heads[2])
     grid, tiles = BlockGrid(seqlen_q, seqlen_k, block_size, causal), mean_tiles(q, 8, 1 << 20, 0.125)
     queries = tiles.vectors(3, tiles.count)
-    expected = all_scores(queries, k, None, 3, grid, 1 << 20, 8)
+    expected = all_scores(queries, k, 3, grid, 1 << 20, 8)
     assert_close_where_seen(query_scores(queries, k, 3, grid, q_block=8), expected, atol=1e-4, rtol=1e-4)
 
 

@@ -160,8 +160,8 @@ def _choice(selector: Selector) -> list[int]:
             "this policy with dynaxx.apply, or tune a policy with these scorers"
         )
     scorer = selector.scorer
-    if getattr(scorer, "pool", None) is not None or getattr(scorer, "precision", "full") != "full":
-        raise ValueError(f"{scorer!r} must pool whole blocks in full precision")
+    if getattr(scorer, "pool", None) is not None:
+        raise ValueError(f"{scorer!r} must pool whole blocks")
     parameter = float(getattr(scorer, "sharpness", getattr(scorer, "bound", 0.0)))
     budget = budget_of(selector)
     budgets = budget if isinstance(budget, tuple) else (budget,)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -25,15 +24,10 @@ from dynaxx.selection.scorers.base import (
     pieces,
     scoring_kernels,
 )
-from dynaxx.selection.scorers.int8 import center_of, int8_sums
 from dynaxx.selection.scorers.pooling import mean_tiles
 
 PIECE_BYTES = 4 << 20  # bytes of logits at a time, which fit a core's cache
 SMALLEST = -80.0  # negligible beside a best logit of 0, but not denormal after exp; a CPU takes 50 times as long then
-
-# (B, Hq, R, D) queries, (B, Hk, n, kv_block, D) fp32 keys, mask of hidden keys for the first rows
-# -> (B, Hq, R, n) log of the sum over each block's keys
-BlockSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,7 @@ class MeanQuery(Scorer, kind="mean_query"):
 
     Args:
         sharpness: factor on the scores. Queries spread their attention over more keys than their mean does.
-        precision: "int8" lets a CPU round mean queries and keys to 8 bits, with exact products and approximate
-            exponentials. A GPU computes both precisions alike.
+        precision: "int8" permits scores of 8 bits. Every backend computes "full" ones, which are faster.
     """
 
     sharpness: Sharpness = 0.75
@@ -64,12 +57,11 @@ class MeanQuery(Scorer, kind="mean_query"):
         if on_gpu:
             kernels = query_kernels(k, grid)
             return lambda start, stop: kernels.query_scores(queries(start, stop), k, start, grid)
-        center = center_of(k) if self.precision == "int8" else None
-        return lambda start, stop: all_scores(queries(start, stop), k, center, start, grid, memory_budget // 2)
+        return lambda start, stop: all_scores(queries(start, stop), k, start, grid, memory_budget // 2)
 
     @override
-    def mean_query_tiles(self, q_block: int) -> MeanQueryTiles | None:
-        return MeanQueryTiles(q_block, self.sharpness) if self.precision == "full" else None
+    def mean_query_tiles(self, q_block: int) -> MeanQueryTiles:
+        return MeanQueryTiles(q_block, self.sharpness)
 
     @property
     @override
@@ -104,7 +96,6 @@ def _query_kernels(problem: QueryScoresProblem) -> QueryScoresKernels:
 def all_scores(
     queries: Tensor,
     k: Tensor,
-    center: Tensor | None,
     start: int,
     grid: BlockGrid,
     memory_budget: int,
@@ -115,7 +106,6 @@ def all_scores(
     Args:
         queries: (B, Hq, R, D) fp32, one query per row of q blocks, times the softmax scale.
         k: (B, seqlen_k, Hk, D).
-        center: (B, Hk, D) to subtract from all keys before computing in 8 bits; None computes with the keys as given.
         start: index of the first row.
         grid: the grid of blocks.
         memory_budget: bytes of temporary memory.
@@ -134,13 +124,11 @@ def all_scores(
         above, inside = (int((ends <= edge).sum()) for edge in (begin, stop - 1))
         if above == rows:
             break
-        keys = k[:, begin:stop].float()
-        keys = (keys if center is None else keys - center[:, None]).transpose(1, 2)
+        keys = k[:, begin:stop].float().transpose(1, 2)
         if keys.shape[2] < stop - begin:
             keys = torch.nn.functional.pad(keys, (0, 0, 0, stop - begin - keys.shape[2]))
         hidden = position[first:last] >= ends[above:inside, None, None]
-        found = _sums(center)(queries[:, :, above:], keys.unflatten(2, (-1, kv_block)), hidden)
-        scores[:, :, above:, first:last] = found
+        scores[:, :, above:, first:last] = _sums(queries[:, :, above:], keys.unflatten(2, (-1, kv_block)), hidden)
     return scores
 
 
@@ -158,11 +146,14 @@ def _block_bytes(queries: Tensor, k: Tensor, kv_block: int) -> int:
     return batch * kv_block * (12 * k.shape[2] * dim + 8 * heads * rows)
 
 
-def _sums(center: Tensor | None) -> BlockSums:
-    return _full_sums if center is None else int8_sums
+def _sums(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    """Return the log of the sum over each block's keys, (B, Hq, R, n).
 
-
-def _full_sums(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    Args:
+        queries: (B, Hq, R, D).
+        keys: (B, Hk, n, kv_block, D) fp32.
+        hidden: mask of keys that the first rows do not see.
+    """
     logits = per_kv_head(queries, keys.flatten(2, 3).transpose(-1, -2)).unflatten(-1, keys.shape[2:4])
     logits[:, :, : len(hidden)].masked_fill_(hidden, -torch.inf)
     best = logits.amax(-1, keepdim=True)

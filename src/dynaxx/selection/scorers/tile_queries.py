@@ -59,7 +59,7 @@ class TileQueries(Scorer, kind="tile_queries"):
             """Return (B, Hq, tiles, C): the share of each kv block in the attention of each tile; 0 without a key."""
             vectors, ends = queries.vectors(start, stop), ends_of(start, stop - start, size, grid, k.device)
             if kernels is None:
-                scores = all_scores(vectors, k, None, start, grid, memory_budget // 4, size)
+                scores = all_scores(vectors, k, start, grid, memory_budget // 4, size)
             else:
                 scores = kernels.query_scores(vectors, k, start, grid, q_block=size)
             hidden = position >= ends[:, None]  # of these, kernels may leave any number
