@@ -54,7 +54,7 @@ class DerivedValues:
     placed: tuple[Tensor, Tensor] | None = None  # places of blocks, and `kv_indices` looked up in them
     form: Hashable | None = None  # see `BlockLayout.form`
     make_host: Callable[[], Any] | None = None  # computes `host` at first access
-    make_larger: Callable[[], Any] | None = None  # makes the layout of the same pairs in blocks of 128
+    larger: Any = None  # the layout of the same pairs in blocks of 128, or the function that makes it; None: none
     host: Any = UNSET  # the host `BlockLayout` that this layout was copied from, or None
     by_owner: dict[object, dict[Any, Any]] = field(default_factory=dict)  # one dict per `PerLayout` instance
     watched: tuple[Tensor, ...] = ()

@@ -90,20 +90,14 @@ def in_larger_blocks(layout: BlockLayout) -> BlockLayout:
     Rules by distance know their pairs in blocks of any size. A layout in which more than `MORE_WORK` times as many
     pairs are visited is not taken, and none is made while a CUDA graph is captured.
     """
-    make = layout.derived.make_larger
-    if make is None:
-        return layout
-    known = _larger.of(layout)
-    if "larger" not in known:
+    larger = layout.derived.larger
+    if callable(larger):
         if layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return layout
-        larger: BlockLayout = make()
+        larger = larger()
         worth = larger.nnz * prod(larger.block_size) <= MORE_WORK * layout.nnz * prod(layout.block_size)
-        known["larger"] = larger if worth else layout
-    return known["larger"]
-
-
-_larger = PerLayout(by_form=False)
+        layout.derived.larger = larger = larger if worth else None
+    return layout if larger is None else larger
 
 
 def backward_backend(name: str, q: Tensor, k: Tensor, layout: BlockLayout, softcap: float | None) -> str:

@@ -383,5 +383,5 @@ def _cached_layout(pattern: Pattern, grid: BlockGrid, device: torch.device) -> B
     layout = build_layout(pattern, grid, device)
     if device.type == "cuda" and pattern.by_distance and grid.block_size != LARGEST:
         larger = BlockGrid(grid.seqlen_q, grid.seqlen_k, LARGEST, grid.causal)
-        layout.derived.make_larger = partial(_cached_layout, pattern, larger, device)
+        layout.derived.larger = partial(_cached_layout, pattern, larger, device)
     return layout

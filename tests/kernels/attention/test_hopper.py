@@ -475,7 +475,7 @@ def test_larger_blocks_of_the_same_pairs():
 
     def small(window):
         layout = replace(dx.SlidingWindow(window).layout(2048, block_size=64))
-        layout.derived.make_larger = partial(dx.SlidingWindow(window).layout, 2048)  # as on a GPU
+        layout.derived.larger = partial(dx.SlidingWindow(window).layout, 2048)  # as on a GPU
         return layout
 
     wide, narrow, written = small(1200), small(200), small(1200)
@@ -493,7 +493,7 @@ def test_auto_in_larger_blocks(pattern):
     """The results are those of the pattern, also in a CUDA graph that is captured before the larger layout exists."""
     q, k, v = make_qkv(2, 1500, 1500, 6, 2, 96, dtype=torch.bfloat16, device="cuda")
     layout = pattern.layout(1500, block_size=64, device="cuda")
-    assert layout.derived.make_larger is not None
+    assert callable(layout.derived.larger)
     auto = lambda q, k, v, layout: dx.sparse_attention(q, k, v, layout, return_lse=True)
     small = auto(q, k, v, replace(layout))  # a copy knows no larger blocks; this compiles its kernels
     graph = torch.cuda.CUDAGraph()
