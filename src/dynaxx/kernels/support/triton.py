@@ -21,31 +21,32 @@ MAX_COLUMNS = 1 << 14  # kv blocks; a row of scores stays in registers
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Return the reasons why the attention kernels cannot serve; empty if they can."""
-    reasons = []
-    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        reasons.append(f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}")
-    elif importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed: pip install triton")
-    if problem.dtype not in DTYPES:
-        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype}")
-    elif problem.dtype == torch.bfloat16 and problem.device.type == "cpu":
-        reasons.append("Triton's interpreter does not multiply bf16")
+    reasons = [*device_reasons(problem.device), *dtype_reasons(problem.device, problem.dtype)]
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
     return reasons
 
 
+def device_reasons(device: torch.device) -> list[str]:
+    """Return why no kernel of this backend runs on a device; empty if they do."""
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {device}"]
+    return [] if importlib.util.find_spec("triton") else ["triton is not installed: pip install triton"]
+
+
+def dtype_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return why kernels cannot compute in a dtype; empty if they can."""
+    if dtype not in DTYPES:
+        return [f"serves fp16, bf16 and fp32, got {dtype}"]
+    interprets_bf16 = dtype == torch.bfloat16 and device.type == "cpu"
+    return ["Triton's interpreter does not multiply bf16"] if interprets_bf16 else []
+
+
 def decode_reasons(problem: DecodeProblem) -> list[str]:
     """Return the reasons why the decode kernels cannot serve; empty if they can."""
-    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
-    reasons = []
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed: pip install triton")
-    if problem.dtype not in DTYPES or problem.cache_dtype == torch.float64:
-        reasons.append(f"serves fp16, bf16 and fp32, got {problem.dtype} with a cache of {problem.cache_dtype}")
-    elif problem.dtype == torch.bfloat16 and problem.device.type == "cpu":
-        reasons.append("Triton's interpreter does not multiply bf16")
+    reasons = [*device_reasons(problem.device), *dtype_reasons(problem.device, problem.dtype)]
+    if problem.cache_dtype == torch.float64:
+        reasons.append(f"serves caches of up to 32 bits, got {problem.cache_dtype}")
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"serves head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}/{problem.head_dim_v}")
     if problem.max_seqlen_k > MAX_PAGES * problem.page_size:
@@ -57,11 +58,9 @@ def decode_reasons(problem: DecodeProblem) -> list[str]:
 
 def selection_reasons(problem: SelectionProblem) -> list[str]:
     """Return the reasons why the selection kernels cannot serve; empty if they can."""
-    if problem.device.type != "cuda":
+    if problem.device.type != "cuda":  # the interpreter serves no selection
         return [f"runs on a GPU, got tensors on {problem.device}"]
-    if importlib.util.find_spec("triton") is None:
-        return ["triton is not installed: pip install triton"]
-    reasons = []
+    reasons = device_reasons(problem.device)
     if 0 in (problem.q_blocks, problem.kv_blocks):
         reasons.append("there are no blocks to select from")
     if problem.kv_blocks is not None and problem.kv_blocks > MAX_COLUMNS:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-
-import torch
 
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.decode.contract import DecodeProblem
-from dynaxx.kernels.device import interpreted
-from dynaxx.kernels.support.triton import DTYPES, MAX_HEAD_DIM, decode_reasons, unsupported_reasons
+from dynaxx.kernels.support.triton import (
+    MAX_HEAD_DIM,
+    decode_reasons,
+    device_reasons,
+    dtype_reasons,
+    unsupported_reasons,
+)
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem, IndexLossProblem
 
 MAX_LATENT_DIM = 576  # of keys that all heads share, as in MLA
@@ -46,23 +48,14 @@ def token_decode_reasons(problem: DecodeProblem) -> list[str]:
 
 def indexer_reasons(problem: IndexerProblem) -> list[str]:
     """Return the reasons why the indexer's kernels cannot serve; empty if they can."""
-    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
-    return [] if importlib.util.find_spec("triton") else ["triton is not installed: pip install triton"]
+    return device_reasons(problem.device)
 
 
 def index_loss_reasons(problem: IndexLossProblem) -> list[str]:
     """Return the reasons why the kernels of an indexer's loss cannot serve; empty if they can."""
-    if problem.device.type != "cuda" and not (problem.device.type == "cpu" and interpreted()):
-        return [f"runs on a GPU (or under TRITON_INTERPRET=1), got tensors on {problem.device}"]
-    reasons = []
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed: pip install triton")
+    reasons = device_reasons(problem.device)
     for dtype in {problem.dtype, problem.index_dtype}:
-        if dtype not in DTYPES:
-            reasons.append(f"serves fp16, bf16 and fp32, got {dtype}")
-        elif dtype == torch.bfloat16 and problem.device.type == "cpu":
-            reasons.append("Triton's interpreter does not multiply bf16")
+        reasons += dtype_reasons(problem.device, dtype)
     most = MAX_INDEX_BYTES // problem.index_dtype.itemsize
     if problem.head_dim > MAX_LATENT_DIM or problem.index_dim > most:
         reasons.append(
