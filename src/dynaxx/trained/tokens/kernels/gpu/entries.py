@@ -20,8 +20,8 @@ from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.gpu.plan import TokenPlan
 from dynaxx.trained.tokens.kernels.gpu.primitives import listed_keys
 
-PLACES = 1024  # of a list that a program writes
-KEYS, SLABS = 128, 16  # of the table that a program reads at once
+PLACES = 1024  # list places that a program writes
+KEYS, SLABS = 128, 16  # part of the table that a program reads at once
 GROUP_PLACES = 2048  # the same, where keys share their entries
 
 
@@ -113,8 +113,8 @@ def _token_group_entries_kernel(
     p_first,  # (slabs,) int32: row of the first entry of each slab
     keys,
     slabs,
-    KEYS: tl.constexpr,  # of a group
-    PLACES: tl.constexpr,  # of the table that a program reads at once
+    KEYS: tl.constexpr,  # keys per group
+    PLACES: tl.constexpr,  # places of the table that a program reads at once
     WRITE: tl.constexpr,
 ):
     """Count or write the entries of a group of keys, slab by slab."""

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from dynaxx.kernels.compat import barrier, tma_load
 
-KEYS = gl.constexpr(64)  # of a tile
+KEYS = gl.constexpr(64)  # keys per tile
 WARPS = 4
 SPARE = gl.constexpr(4)  # tiles of keys: a list with less room is shrunk
 
@@ -175,20 +175,20 @@ def best_of_tile(
     p_chosen,  # (queries, slots) int32
     o_query,  # numbers of the tile's queries
     o_key,  # numbers of a tile's keys, in the order of its scores
-    position,  # of each query among the keys; -1 for none
+    position,  # position of each query among the keys; -1 for none
     queries_here,
-    first_row,  # of k: that of the sequence's first key
+    first_row,  # row of k with the first key of the queries' sequence
     seen,  # how many keys all queries of the tile see
     last,  # the last key that any of them sees
     slots,
     loaded,  # tiles of keys so far
-    QUERY_AXIS: gl.constexpr,  # of scores
+    QUERY_AXIS: gl.constexpr,  # axis of the scores that queries lie along
     CAPACITY: gl.constexpr,
     SAMPLES: gl.constexpr,  # tiles of keys in the sample
 ):
     """Write the best keys of each query of a tile to `p_chosen`; return how many tiles of keys were loaded so far."""
     known = o_query < queries_here
-    nothing = gl.where(known, float("nan"), float("inf"))  # of unordered numbers, all are taken; of others none
+    nothing = gl.where(known, float("nan"), float("inf"))  # every score passes NaN, none passes inf
     thresholds = nothing
     sampled = (seen > 4 * gl.maximum(slots, SAMPLES * KEYS)).to(gl.int32)
     if sampled != 0:

@@ -30,7 +30,7 @@ __all__ = ["index_tokens", "to_fp8", "to_int8"]
 
 PROGRAMS, PROGRAMS_OF_HEADS = 3, 2  # per multiprocessor
 MAX_REGISTERS = 168  # per thread, for as many programs
-SAMPLED_KEYS = 2048  # that a tile's first thresholds are taken from
+SAMPLED_KEYS = 2048  # keys in the sample that gives a tile its first thresholds
 
 
 def index_tokens(
@@ -46,7 +46,7 @@ def index_tokens(
     capacity = power_of_two(max(2 * slots, slots + best.SPARE.value * keys))
     programs = min(len(tiles), (PROGRAMS if few else PROGRAMS_OF_HEADS) * processors(q.device))
     if q.dtype not in DTYPES and (few or q.dtype != torch.float8_e4m3fn):
-        q, k = q.bfloat16(), k.bfloat16()  # which holds whole numbers up to 256, and e4m3, exactly
+        q, k = q.bfloat16(), k.bfloat16()  # exact: bf16 holds whole numbers up to 256, and e4m3
     if few:
         k, k_scale, first_row = keys_in_threads(k, k_scale, spans)
     k = k.contiguous()

@@ -50,7 +50,7 @@ from dynaxx.trained.tokens.kernels.hopper.grouped import (
 )
 
 BUFFERS = gl.constexpr(3)
-LINES = gl.constexpr(  # of rows to be stored: 8 columns of a thread follow each other, and 64 of eight threads
+LINES = gl.constexpr(  # rows to store: a thread holds 8 neighbouring columns, eight threads hold 64
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [1, 0], [0, 64]],
         lane_bases=[[0, 8], [0, 16], [0, 32], [2, 0], [4, 0]],
@@ -238,7 +238,7 @@ def _consume(tensors, buffers, signals, sizes, OWN: gl.constexpr, PART: gl.const
                 mbarrier.arrive(written.index(slot), count=1)
                 if i > 0:
                     mbarrier.wait(written.index(1 - slot), (i - 1) // 2 & 1)
-                rows = _rows_of_keys(weights, x, 1 - slot, i)  # of the turn before; of anything in the first
+                rows = _rows_of_keys(weights, x, 1 - slot, i)  # the turn before; in the first turn they are not used
                 dq_token = warpgroup_mma(ds_tiles.index(2 * slot + OWN), k_buffers.index(buffer), dq, is_async=True)
                 s_token, dp_token = _products(buffers, following, OWN)
                 dq, rows = warpgroup_mma_wait(2, deps=[dq_token, rows])
@@ -283,12 +283,12 @@ def _token_grouped_rows_kernel(
     lists,  # `ListTables`
     p_apart,  # (tiles, Hs) int32: turns that each warpgroup has to itself
     p_begin,  # (tiles of this launch, units of a kv head) int32: the first row of each
-    rows,  # of a kv head
-    first_tile,  # of this launch
+    rows,  # rows per kv head
+    first_tile,  # first tile of this launch
     first_unit,
     queries,
     units,  # groups of q heads that share a kv head and a list
-    own_units,  # of a kv head
+    own_units,  # units per kv head
     select_heads,
     kv_heads,
     slots,

@@ -29,7 +29,7 @@ from dynaxx.kernels.primitives.hopper.signals import opaque_zero
 from dynaxx.trained.tokens.kernels.hopper.gather import GATHERED, ROWS, WIDE, copy_rows, listed_tokens
 from dynaxx.trained.tokens.kernels.hopper.rescale import rescaled
 
-KEYS = gl.constexpr(64)  # of a tile
+KEYS = gl.constexpr(64)  # keys per tile
 HALF = gl.constexpr(256)  # columns of the values that a warpgroup adds up
 GROWN = gl.constexpr(8.0)  # in base 2: weights are at most 256, which fp16 can represent
 LN2 = gl.constexpr(0.6931471805599453)
@@ -80,9 +80,9 @@ class Sizes(NamedTuple):
     last: Any  # token that the query sees
     scale_log2: Any
     queries: Any
-    first_head: Any  # of the program
+    first_head: Any  # first q head of the program
     group_size: Any  # q heads
-    q_stride: Any  # from head to head
+    q_stride: Any  # elements from one head to the next
     out_stride: Any
 
 

@@ -22,7 +22,7 @@ from dynaxx.kernels.primitives.hopper.signals import barriers
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.hopper.gather import GATHERED, ROWS, TILE, WIDE, copy_rows, listed_tokens
 
-KEYS = gl.constexpr(64)  # of a tile
+KEYS = gl.constexpr(64)  # keys per tile
 BUFFERS = gl.constexpr(4)
 HALF, HALF_REST = gl.constexpr(256), gl.constexpr(32)  # columns of a program
 WARPS, MAX_REGISTERS = 4, 168
@@ -103,8 +103,8 @@ def _token_latent_dq_kernel(
     slots,
     width,
     group_size,  # q heads
-    pairs,  # of parts of a query's q heads
-    first_query,  # of the launch
+    pairs,  # pairs of parts of a query's q heads
+    first_query,  # first query of the launch
     k_strides,  # `PackedStrides`
     dq_strides,
 ):

@@ -24,7 +24,7 @@ from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.trained.tokens.kernels.hopper.gather import GATHERED, ROWS, TILE, WIDE, copy_rows
 from dynaxx.trained.tokens.kernels.hopper.latent_dq import HALF, HALF_REST, NARROW, NARROW_TILE, REST_SUMS, SUMS
 
-KEYS = gl.constexpr(64)  # of a tile
+KEYS = gl.constexpr(64)  # keys per tile
 BUFFERS = gl.constexpr(2)
 WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
@@ -102,8 +102,8 @@ def _token_latent_rows_kernel(
     slots,
     width,
     group_size,  # q heads
-    pairs,  # of parts of a query's q heads
-    first_query,  # of the launch
+    pairs,  # pairs of parts of a query's q heads
+    first_query,  # first query of the launch
     q_strides,  # `PackedStrides`
     do_strides,
 ):

@@ -33,7 +33,7 @@ from dynaxx.trained.tokens.kernels.hopper.gather import (
     listed_tokens,
 )
 
-KEYS = gl.constexpr(64)  # of a tile
+KEYS = gl.constexpr(64)  # keys per tile
 BUFFERS = gl.constexpr(3)
 WARPS, MAX_REGISTERS = 4, 168
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
@@ -164,7 +164,7 @@ def _token_latent_scores_kernel(
     width,  # slots, for which Triton specializes the kernel
     group_size,  # q heads
     parts,  # programs of a query
-    first_query,  # of the launch
+    first_query,  # first query of the launch
     scale,
     q_strides,  # `PackedStrides`
     k_strides,

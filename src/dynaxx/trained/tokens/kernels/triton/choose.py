@@ -21,15 +21,15 @@ from dynaxx.trained.tokens.spans import TokenSpans
 
 __all__ = ["index_tokens", "to_fp8", "to_int8"]
 
-MAX_SLOTS = 4096  # that a program keeps in lists of twice as many
-HELD_HEADS, HELD_COLUMNS = 4, 512  # of q, in shared memory while keys pass by
+MAX_SLOTS = 4096  # a program keeps them in lists of twice as many
+HELD_HEADS, HELD_COLUMNS = 4, 512  # the largest q that stays in shared memory while keys stream
 SCORE_BYTES = 256 << 20
-MAX_COLUMNS = 1024  # of q and k, in 16 bits; beyond, fp32 is multiplied as it is, slowly
+MAX_COLUMNS = 1024  # widest fp32 rows that are split into 16-bit parts; wider ones are multiplied as fp32, slowly
 BLOCK_Q, BLOCK_K = 64, 64
 PROGRAMS_PER_PROCESSOR = 2
 WARPS = 4
 MAX_REGISTERS = None
-SAMPLED_KEYS = 4096  # that a tile's first thresholds are taken from
+SAMPLED_KEYS = 4096  # keys in the sample that gives a tile its first thresholds
 
 
 def index_tokens(
@@ -41,7 +41,7 @@ def index_tokens(
     if not (chosen.numel() and blocks):
         return chosen.fill_(-1)
     if q.dtype == torch.float8_e4m3fn:
-        q, k = q.bfloat16(), k.bfloat16()  # which holds them exactly
+        q, k = q.bfloat16(), k.bfloat16()  # exact: bf16 holds these numbers
         if q.device.type == "cpu":
             q, k = q.float(), k.float()  # the interpreter does not multiply bf16
     elif k_scale is not None:

@@ -175,7 +175,7 @@ def _divergence_kernel(
     p_first_key,
     p_ds,  # (queries of the strip, columns): p - t
     p_loss,  # (tiles, tiles of keys) fp32: sums of divergence
-    first_tile,  # of the strip
+    first_tile,  # first tile of the strip
     first_row,
     columns,  # a multiple of 16, which Triton must know to load several numbers at once
     queries,
@@ -289,7 +289,7 @@ def _index_dk_kernel(
     columns,
     keys,
     index_heads,
-    heads_here,  # of a part
+    heads_here,  # heads per part
     index_scale,
     DI: tl.constexpr,
     BLOCK_DI: tl.constexpr,

@@ -32,7 +32,7 @@ __all__ = ["index_loss"]
 
 LOG2E = 1.4426950408889634
 STRIP_BYTES = 256 << 20
-MAX_TILES = 65535  # that a grid may have in its second dimension
+MAX_TILES = 65535  # most tiles in the second dimension of a grid
 BLOCK_Q, BLOCK_K = 64, 64
 MORE_KEYS = 2  # times BLOCK_K: a tile's keys in 16 bits where the loss is computed
 WHOLE_ROW = 256  # bytes of q and k up to which a tile holds whole rows; wider ones go in steps of 64 columns
@@ -72,7 +72,7 @@ class Call:
     spans: TokenSpans
     columns: int  # keys of the longest sequence, filled up to whole tiles
     needs_grad: bool
-    precisions: tuple[str, str]  # of products of attention, and of the indexer
+    precisions: tuple[str, str]  # precisions of the products of attention and of the indexer
     stages: tuple[dict[str, int], dict[str, int]]  # what replaces the options of kernels, of the same two
 
 

@@ -21,7 +21,7 @@ from dynaxx.kernels.primitives.prefetch import prefetched
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 
 SPARE = tl.constexpr(4)  # tiles of keys: a list with less room is shrunk
-SAMPLED_BITS = tl.constexpr(20)  # of a sample's threshold that are determined
+SAMPLED_BITS = tl.constexpr(20)  # bits of a sample's threshold that are determined
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def _index_tokens_kernel(
     slots,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,  # that are held; 0: any number, loaded for each tile of keys
+    HEADS: tl.constexpr,  # heads that stay resident; 0: any number of heads, loaded for each tile of keys
     GRAIN: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -225,7 +225,7 @@ def _index_tokens_kernel(
     SCALED: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = BLOCK_K // GRAIN  # of a tile of keys
+    BLOCKS: tl.constexpr = BLOCK_K // GRAIN  # blocks per tile of keys
     i_program = tl.program_id(0).to(tl.int64)
     p_lists += i_program * (BLOCK_Q * CAPACITY)
     o_q, o_k, o_d, o_s = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
