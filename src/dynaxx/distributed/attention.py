@@ -6,25 +6,21 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dynaxx.arguments import number, typed
-from dynaxx.derivatives import first_derivative_only
+from dynaxx.arguments import typed
 from dynaxx.distributed.by_layout.backward import split_backward
-from dynaxx.distributed.by_layout.forward import split_forward
-from dynaxx.distributed.by_layout.settings import Settings
+from dynaxx.distributed.by_layout.forward import PlannedCall, split_forward
+from dynaxx.distributed.call import Call, attend
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import ExchangePlan, plan_exchange
 from dynaxx.distributed.sharded import ShardedLayout
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.kernels.scale import softmax_scale
-from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.checks import check_sinks, follow_autocast
+from dynaxx.ops.checks import follow_autocast
 
 Splits = SequenceSplit | tuple[SequenceSplit, SequenceSplit]
 
@@ -84,24 +80,12 @@ def sparse_attention(
     if packed:
         q, k, v = q[None], k[None], v[None]
     plan = _plan_of(q, k, v, layout, group, split, stages)
-    if sinks is not None:
-        check_sinks(sinks, q)
-    scale = softmax_scale(scale, q.shape[-1])
-    softcap = None if softcap is None else number("softcap", softcap)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    needs_lse = needs_grad or return_lse or sinks is not None
-    settings = Settings(plan, group, scale, softcap, backend, needs_grad, needs_lse)
-    attend = _SplitAttention.apply if needs_grad else split_forward
-    out, lse = attend(q, k, v, settings)
-    if sinks is not None:
-        assert lse is not None, "sinks need it"
-        out, lse = add_sinks(out, lse, sinks)
-    if packed:
-        out, lse = out[0], None if lse is None else lse[0]
-    if not return_lse:
-        return out
-    assert lse is not None, "it was asked for"
-    return SparseAttentionOutput(out, lse)
+    options = Call.options(q, k, v, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, backend=backend)
+    call = PlannedCall(group, **options, plan=plan)
+    found = attend(split_forward, split_backward, q, k, v, call, return_lse=return_lse)
+    if not packed:
+        return found
+    return found[0] if isinstance(found, Tensor) else SparseAttentionOutput(found.out[0], found.lse[0])
 
 
 def _plan_of(
@@ -184,29 +168,6 @@ def exchange_plan(
 def _token_bytes(k: Tensor, v: Tensor) -> int:
     """Return the bytes of one token's key and value in one kv head, over the batch."""
     return (k.shape[-1] + v.shape[-1]) * k.itemsize * (k.shape[0] if k.ndim == 4 else 1)
-
-
-class _SplitAttention(torch.autograd.Function):
-    """Gather, compute and return gradients in stages, so that the exchange of a stage overlaps with computation.
-
-    The backward pass gathers the keys and values of other ranks again instead of keeping them, because sequences are
-    split to save memory.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Any:
-        out, lse = split_forward(q, k, v, settings)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        ctx.settings = settings
-        return out, lse
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        do = torch.zeros_like(out) if do is None else do
-        return *split_backward(do, dlse, q, k, v, out, lse, ctx.settings), None
 
 
 def _check_shards(q: Tensor, k: Tensor, v: Tensor, sharded: ShardedLayout) -> None:

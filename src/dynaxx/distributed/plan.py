@@ -76,7 +76,6 @@ class ExchangePlan:
     stages: tuple[Stage, ...]  # of the forward pass
     backward_stages: tuple[Stage, ...]
     most_tokens: int = 0  # of the largest buffer of any rank, times its kv heads
-    backends: dict[Hashable, str] = field(default_factory=dict)  # chosen backends, by shapes
     ran: set[Hashable] = field(default_factory=set)  # shapes and settings of forward passes that have run
 
     def bytes_sent(self, k: Tensor, v: Tensor) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
@@ -24,7 +23,6 @@ from dynaxx.selection.scorers.base import (
     ScoreRows,
     per_kv_head,
     pooled,
-    reduce_blocks,
 )
 from dynaxx.selection.scorers.pooling import mean_tiles
 from dynaxx.selection.scorers.query import query_kernels
@@ -85,7 +83,7 @@ def by_mean_queries(selector: Selector) -> Selector:
 def mean_queries(q: Tensor, selector: Selector, q_block: int, scale: float) -> Tensor | None:
     """Return the mean queries that `by_mean_queries` receives, (batch, rows, q_heads, head_dim); None if it cannot."""
     scorer = selector.scorer
-    if not isinstance(scorer, MeanQuery) or scorer.precision != "full":
+    if not isinstance(scorer, MeanQuery):
         return None
     tiles = mean_tiles(q, q_block, GPU_MEMORY_BUDGET, scale * scorer.sharpness, q.dtype)
     return tiles.vectors(0, tiles.count).transpose(1, 2)
@@ -119,12 +117,7 @@ def _own_summaries(scorer: Any, k: Tensor, size: int) -> tuple[Tensor, ...]:
     """Return the scorer's summaries of own blocks, each (batch, kv_heads, own blocks, head_dim) fp32."""
     if isinstance(scorer, MeanPool):
         return (pooled(k, size),)
-    low, high = (reduce_blocks(k, size, reduce, MEMORY_BUDGET) for reduce in (torch.amin, torch.amax))
-    if scorer.bound < 1:
-        mean = pooled(k, size)
-        for extreme in (low, high):
-            extreme.sub_(mean).mul_(scorer.bound).add_(mean)
-    return low, high
+    return scorer.extremes(k, size, MEMORY_BUDGET)
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,15 +51,18 @@ def backend_for(
     softcap: float | None,
     backend: str,
     bias: Tensor | None = None,
+    needs_grad: bool | None = None,
 ) -> tuple[str, bool]:
     """Check the inputs of a call; return its backend, and whether it needs gradients.
 
     The choice is cached with the layout, so a later call with the same shapes, dtypes and devices costs one lookup.
+    `needs_grad` says what autograd hides within a function of its own.
 
     Raises:
         ValueError, TypeError, UnsupportedInputError: like `check_inputs` and `choose_backend`.
     """
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     bias_grad = has_gradient(bias)
     needs_grad |= bias_grad
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)

@@ -3,7 +3,6 @@
 
 The files:
 
-    settings  the arguments of a call other than its tensors, and the kernels of a layout
     forward   the forward pass: inner rows and own tokens while keys and values are in transit
     backward  the backward pass, which also returns gradients to the owners of keys and values
     edges     edge rows, which visit blocks of other ranks

@@ -9,20 +9,28 @@ import torch
 from torch import Tensor
 
 from dynaxx.distributed.by_layout.edges import edge_part, has_edges
-from dynaxx.distributed.by_layout.settings import Settings
+from dynaxx.distributed.by_layout.forward import PlannedCall
 from dynaxx.distributed.exchange import Buffers, Gathering, Returning
 from dynaxx.distributed.plan import Stage
 from dynaxx.distributed.streams import Lanes, exchanges_go_first, in_returning_stages
 
 
 def split_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: PlannedCall,
+    _: None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of own tokens, after gradients of received keys and values have returned to their owners."""
-    stages, group = settings.plan.backward_stages, settings.group
-    ran, key = settings.plan.ran, ("backward", q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend)
+    stages, group = call.plan.backward_stages, call.group
+    ran, key = call.plan.ran, ("backward", q.shape, k.shape, v.shape, q.dtype, call.softcap, call.backend)
     if key in ran and len(stages) == 1 and stages[0].inner is not None and q.is_cuda and exchanges_go_first(group):
-        return _edges_beside_inner_rows((do, dlse, q), (k, v), (out, lse), stages[0], settings)
+        return _edges_beside_inner_rows((do, dlse, q), (k, v), (out, lse), stages[0], call)
     alone = len(stages) == 1
     fresh = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
     grads = [] if alone else [fresh(q), fresh(k), fresh(v)]
@@ -41,7 +49,7 @@ def split_backward(
         heads, kv_heads = slice(*stages[i].q_heads), slice(*stages[i].kv_heads)
         own = do[:, :, heads], None if dlse is None else dlse[:, heads], q[:, :, heads]
         own_kv, results = (k[:, :, kv_heads], v[:, :, kv_heads]), (out[:, :, heads], lse[:, heads])
-        written, sent = _backward_stage(own, own_kv, results, stages[i], gathering, settings)
+        written, sent = _backward_stage(own, own_kv, results, stages[i], gathering, call)
         if alone:
             grads.extend([*written, *map(fresh, (k, v))][:3])
         else:
@@ -63,7 +71,7 @@ def _edges_beside_inner_rows(
     own_kv: tuple[Tensor, Tensor],
     results: tuple[Tensor, Tensor],
     stage: Stage,
-    settings: Settings,
+    call: PlannedCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv: exchange and compute the edge rows while the inner rows are computed.
 
@@ -72,16 +80,16 @@ def _edges_beside_inner_rows(
         own_kv: k and v.
         results: out and lse.
         stage: the only stage.
-        settings: arguments of the call.
+        call: arguments of the call.
     """
     with Lanes.forked(own[2].device) as lanes:
         with torch.cuda.stream(lanes.helper):
-            gathering = Gathering(*own_kv, stage, settings.group)
+            gathering = Gathering(*own_kv, stage, call.group)
         assert stage.inner is not None, "called for stages with inner rows"
-        dq, dk, dv = settings.backward(*own, *own_kv, *results, stage.inner)
+        dq, dk, dv = call.backward(*own, *own_kv, *results, stage.inner)
         with torch.cuda.stream(lanes.helper):
-            edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, settings)
-            returning = Returning(*sent, stage, settings.group)
+            edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, call)
+            returning = Returning(*sent, stage, call.group)
     _write_edges(dq, edge_dq, stage)
     returning.wait(dk, dv)
     return dq, dk, dv
@@ -92,7 +100,7 @@ def _edge_backward(
     results: tuple[Tensor, Tensor],
     buffer: tuple[Tensor, Tensor],
     stage: Stage,
-    settings: Settings,
+    call: PlannedCall,
 ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
     """Return dq of the edge rows, and the gradients of the keys and values in the buffer.
 
@@ -101,14 +109,14 @@ def _edge_backward(
         results: out and lse of these heads.
         buffer: gathered keys and values; empty if there are no edge rows.
         stage: the stage.
-        settings: arguments of the call.
+        call: arguments of the call.
     """
     if not has_edges(stage):
         return None, buffer
     dlse = None if own[1] is None else edge_part(own[1], stage, 2).contiguous()
     edge_results = edge_part(results[0], stage, 1), edge_part(results[1], stage, 2).contiguous()
     queries = edge_part(own[2], stage, 1)
-    dq, *sent = settings.backward(edge_part(own[0], stage, 1), dlse, queries, *buffer, *edge_results, stage.layout)
+    dq, *sent = call.backward(edge_part(own[0], stage, 1), dlse, queries, *buffer, *edge_results, stage.layout)
     return dq, (sent[0], sent[1])
 
 
@@ -128,7 +136,7 @@ def _backward_stage(
     results: tuple[Tensor, Tensor],
     stage: Stage,
     gathering: Gathering,
-    settings: Settings,
+    call: PlannedCall,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Return dq, or with inner rows dq, dk and dv, of a stage's heads, and the gradients of the buffer.
 
@@ -138,12 +146,12 @@ def _backward_stage(
         results: out and lse of these heads.
         stage: the stage.
         gathering: its keys and values, which may still be in transit.
-        settings: arguments of the call.
+        call: arguments of the call.
     """
     if stage.inner is None or stage.rows is None:
-        dq, dk, dv = settings.backward(*own, *gathering.wait(), *results, stage.layout)
+        dq, dk, dv = call.backward(*own, *gathering.wait(), *results, stage.layout)
         return (dq,), (dk, dv)
-    written = settings.backward(*own, *own_kv, *results, stage.inner)
-    edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, settings)
+    written = call.backward(*own, *own_kv, *results, stage.inner)
+    edge_dq, sent = _edge_backward(own, results, gathering.wait(), stage, call)
     _write_edges(written[0], edge_dq, stage)
     return written, sent

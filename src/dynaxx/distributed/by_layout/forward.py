@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from dynaxx.distributed.by_layout.edges import edge_part, has_edges
-from dynaxx.distributed.by_layout.settings import Settings
+from dynaxx.distributed.call import Call
 from dynaxx.distributed.exchange import Buffers, Gathering
 from dynaxx.distributed.peer_memory import stage_buffers
-from dynaxx.distributed.plan import Stage
+from dynaxx.distributed.plan import ExchangePlan, Stage
 from dynaxx.distributed.streams import BESIDE_COPIES, BESIDE_NCCL, Early, Stages, in_stages
 from dynaxx.kernels.schedule.waves import Sharing, share_multiprocessors
 from dynaxx.layout import BlockLayout
@@ -19,14 +21,21 @@ from dynaxx.ops.merge import merge_states
 FEW_LEFT = 1 << 17  # tokens of a stage whose kernels take so long that copies need few multiprocessors
 
 
-def split_forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class PlannedCall(Call):
+    """A call over a layout whose sequence is split."""
+
+    plan: ExchangePlan
+
+
+def split_forward(q: Tensor, k: Tensor, v: Tensor, call: PlannedCall) -> tuple[Tensor, Tensor | None, None]:
     """Return out (batch, own tokens, q_heads, head_dim_v), and lse (batch, q_heads, own tokens) if it is needed."""
-    ran, stages = settings.plan.ran, _ForwardStages(q, k, v, settings)
-    key = (q.shape, k.shape, v.shape, q.dtype, settings.softcap, settings.backend, stages.halves is None)
-    in_stages(stages, settings.group, q.device, known=key in ran)
+    ran, stages = call.plan.ran, _ForwardStages(q, k, v, call)
+    key = (q.shape, k.shape, v.shape, q.dtype, call.softcap, call.backend, stages.halves is None)
+    in_stages(stages, call.group, q.device, known=key in ran)
     ran.add(key)
     stages.buffers.free()  # before the lse of all heads is allocated
-    return stages.out, stages.lse() if settings.needs_lse else None
+    return stages.out, stages.lse() if call.needs_lse else None, None
 
 
 class _ForwardStages(Stages[tuple[Tensor, Tensor]]):
@@ -38,9 +47,9 @@ class _ForwardStages(Stages[tuple[Tensor, Tensor]]):
         buffers: memory of the gathered keys and values.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
-        plan = settings.plan.stages
-        self._q, self._k, self._v, self._settings, self._plan = q, k, v, settings, plan
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: PlannedCall) -> None:
+        plan = call.plan.stages
+        self._q, self._k, self._v, self._call, self._plan = q, k, v, call, plan
         self._order = [*range(1, len(plan)), 0]  # equal on all ranks
         self._gatherings: dict[int, Gathering] = {}  # by turn
         self._inner_lse: dict[int, Tensor] = {}  # of the inner rows, by stage
@@ -48,7 +57,7 @@ class _ForwardStages(Stages[tuple[Tensor, Tensor]]):
         self.count = len(plan)
         self.halves = plan[0].halves
         self.out = q.new_empty(*q.shape[:3], v.shape[-1])
-        self.buffers = _buffers(k, v, settings)
+        self.buffers = _buffers(k, v, call)
         self.early = _early(plan)
         self.last_alone = self.halves is not None
         self.sharing = _sharing(plan, self.buffers)
@@ -56,7 +65,7 @@ class _ForwardStages(Stages[tuple[Tensor, Tensor]]):
     def start(self, i: int) -> None:
         """Start the exchange of turn `i`."""
         stage = self._plan[self._order[i]]
-        self._gatherings[i] = Gathering(self._k, self._v, stage, self._settings.group, self.buffers, i)
+        self._gatherings[i] = Gathering(self._k, self._v, stage, self._call.group, self.buffers, i)
 
     def ready(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of turn `i`."""
@@ -69,14 +78,14 @@ class _ForwardStages(Stages[tuple[Tensor, Tensor]]):
         heads = slice(*stage.q_heads)
         q, out = self._q[:, :, heads], self.out[:, :, heads]
         if stage.inner is not None:
-            lse = _edge_rows(q, out, self._inner_lse[number], gathered, stage, self._settings)
+            lse = _edge_rows(q, out, self._inner_lse[number], gathered, stage, self._call)
         elif number or self.halves is None:
-            lse = self._settings.forward(q, *gathered, stage.layout, out)[1]
+            lse = self._call.forward(q, *gathered, stage.layout, out)[1]
         else:
             place, lse = self.buffers.take(i + 1, q, out.shape), self._lse[0]
-            received = self._settings.forward(q, *gathered, self.halves[1], place)
+            received = self._call.forward(q, *gathered, self.halves[1], place)
             _merge_into(out, lse, *received, self.halves[1])
-        if self._settings.needs_lse:
+        if self._call.needs_lse:
             self._lse[number] = lse
 
     def launch_early(self) -> None:
@@ -92,13 +101,13 @@ class _ForwardStages(Stages[tuple[Tensor, Tensor]]):
         beside = BESIDE_COPIES if self.buffers.by_copy_engines else None  # these kernels take half a stage's time
         with share_multiprocessors(beside):
             keys, values = self._k[kv_heads], self._v[kv_heads]
-            self._lse[0] = self._settings.forward(self._q[heads], keys, values, layout, self.out[heads])[1]
+            self._lse[0] = self._call.forward(self._q[heads], keys, values, layout, self.out[heads])[1]
 
     def _compute_inner_rows(self, stage: Stage, layout: BlockLayout) -> Tensor:
         rows, kv_heads = _heads(stage)
         if stage.rest is not None:
             rows, layout = (slice(None), stage.rest[0], slice(*stage.q_heads)), stage.rest[1]
-        return self._settings.forward(self._q[rows], self._k[kv_heads], self._v[kv_heads], layout, self.out[rows])[1]
+        return self._call.forward(self._q[rows], self._k[kv_heads], self._v[kv_heads], layout, self.out[rows])[1]
 
     def lse(self) -> Tensor:
         """Return the lse of all heads."""
@@ -139,10 +148,10 @@ def _sharing(stages: tuple[Stage, ...], buffers: Buffers) -> Sharing:
     return BESIDE_COPIES
 
 
-def _buffers(k: Tensor, v: Tensor, settings: Settings) -> Buffers:
+def _buffers(k: Tensor, v: Tensor, call: PlannedCall) -> Buffers:
     """Return the buffers of the stages, which other ranks may write to."""
     token_bytes = k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize
-    return stage_buffers(settings.group, k.device, settings.plan.most_tokens * token_bytes)
+    return stage_buffers(call.group, k.device, call.plan.most_tokens * token_bytes)
 
 
 def _merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, layout: BlockLayout) -> None:
@@ -158,7 +167,7 @@ def _merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, layo
 
 
 def _edge_rows(
-    q: Tensor, out: Tensor, lse: Tensor, gathered: tuple[Tensor, Tensor], stage: Stage, settings: Settings
+    q: Tensor, out: Tensor, lse: Tensor, gathered: tuple[Tensor, Tensor], stage: Stage, call: PlannedCall
 ) -> Tensor:
     """Write the rows that visit blocks of other ranks to `out`, and return the lse of all rows.
 
@@ -168,13 +177,13 @@ def _edge_rows(
         lse: lse of the inner rows, of all rows unless they are a part of their own.
         gathered: keys and values.
         stage: the stage.
-        settings: arguments of the call.
+        call: arguments of the call.
     """
     if not has_edges(stage):
         return lse
     assert stage.rows is not None, "a stage with inner rows lists its edge rows"
     place = None if stage.run is None else out[:, stage.run]
-    edge_out, edge_lse = settings.forward(edge_part(q, stage, 1), *gathered, stage.layout, place)
+    edge_out, edge_lse = call.forward(edge_part(q, stage, 1), *gathered, stage.layout, place)
     if stage.rest is not None:
         return edge_lse
     if place is None:

@@ -4,28 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dynaxx.arguments import typed
-from dynaxx.derivatives import first_derivative_only
 from dynaxx.distributed.by_rule.backward import rule_backward
 from dynaxx.distributed.by_rule.forward import rule_forward
-from dynaxx.distributed.by_rule.settings import MAX_CHOICES, Form, Settings
+from dynaxx.distributed.by_rule.settings import Form, RuleCall
+from dynaxx.distributed.call import Call, attend
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages, stages_of
 from dynaxx.distributed.rules import check_rule, rule_of_heads
 from dynaxx.distributed.split import SequenceSplit
-from dynaxx.kernels.scale import softmax_scale
-from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import as_block_size
 from dynaxx.ops.attention import SparseAttentionOutput
-from dynaxx.ops.checks import check_sinks, check_softcap, follow_autocast
+from dynaxx.ops.checks import follow_autocast
 from dynaxx.selection import Hybrid, Selector
 from dynaxx.selection.base import selection_grid
+
+MAX_FORMS = 256  # cached forms
 
 
 @typed
@@ -80,21 +78,9 @@ def sparse_attention_by_rule(
     q, k, v = follow_autocast(q, k, v)
     rank = dist.get_rank(group)
     form = _checked_form(q, k, v, rule, split, rank, sizes, causal, stages)
-    if sinks is not None:
-        check_sinks(sinks, q)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    scale = softmax_scale(scale, q.shape[-1])
-    softcap = None if softcap is None else check_softcap(softcap)
-    needs_lse = needs_grad or return_lse or sinks is not None
-    settings = Settings(rule, split, rank, group, causal, sizes, scale, softcap, backend, form, needs_grad, needs_lse)
-    out, lse = _RuleAttention.apply(q, k, v, settings) if needs_grad else rule_forward(q, k, v, settings)[:2]
-    if sinks is not None:
-        assert lse is not None, "sinks need it"
-        out, lse = add_sinks(out, lse, sinks)
-    if not return_lse:
-        return out
-    assert lse is not None, "it was asked for"
-    return SparseAttentionOutput(out, lse)
+    options = Call.options(q, k, v, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, backend=backend)
+    call = RuleCall(group, **options, rule=rule, split=split, rank=rank, causal=causal, sizes=sizes, form=form)
+    return attend(rule_forward, rule_backward, q, k, v, call, return_lse=return_lse)
 
 
 def _checked_form(
@@ -124,7 +110,7 @@ def _checked_form(
     chosen = default_stages(k, v, split) if stages is None else stages
     check_stages(chosen, kv_heads)
     for kept in (_by_identity, _forms):
-        if len(kept) >= MAX_CHOICES:
+        if len(kept) >= MAX_FORMS:
             kept.clear()
     form = _forms.setdefault((rule, split, rank, sizes, causal, chosen, of_tensors), Form(chosen, set()))
     _by_identity[same] = form, rule, split  # kept, so that no other rule or split has their ids
@@ -139,22 +125,3 @@ def default_stages(k: Tensor, v: Tensor, split: SequenceSplit) -> int:
     """Return the number of stages of `sparse_attention_by_rule` for own keys and values of this form."""
     received = split.seqlen - min(split.length(rank) for rank in range(split.ranks))
     return stages_of(k.shape[2], received * k.shape[0] * (k.shape[-1] + v.shape[-1]) * k.itemsize)
-
-
-class _RuleAttention(torch.autograd.Function):
-    """Gather, select, attend, and return gradients, stage by stage."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Any:
-        found = rule_forward(q, k, v, settings)
-        ctx.save_for_backward(q, k, v, found.out, found.lse)
-        ctx.set_materialize_grads(False)
-        ctx.settings, ctx.layouts = settings, found.layouts
-        return found.out, found.lse
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        do = torch.zeros_like(out) if do is None else do
-        return *rule_backward(do, dlse, q, k, v, out, lse, ctx.layouts, ctx.settings), None

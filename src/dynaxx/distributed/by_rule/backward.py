@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dynaxx.distributed.by_rule.settings import Settings
+from dynaxx.distributed.by_rule.settings import RuleCall
 from dynaxx.distributed.exchange import Buffers
 from dynaxx.distributed.gather import ReturningRuns, WholeGathering, sum_of_runs
 from dynaxx.distributed.streams import in_returning_stages
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.dispatch import score_options
 
 
 def rule_backward(
@@ -24,18 +23,18 @@ def rule_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    call: RuleCall,
     chosen: list[BlockLayout],
-    settings: Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of own tokens; `chosen` are the layouts of all stages and runs from `rule_forward`."""
     group_size, layouts = q.shape[2] // k.shape[2], iter(chosen)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    parts, runs, dims = settings.stages_of_heads(k.shape[2]), settings.runs, [k.shape[-1], v.shape[-1]]
+    parts, runs, dims = call.stages_of_heads(k.shape[2]), call.runs, [k.shape[-1], v.shape[-1]]
     buffers = Buffers()
     gatherings: dict[int, WholeGathering] = {}
 
     def start(i: int) -> None:
-        gatherings[i] = settings.start(k, v, parts[i], buffers, i)
+        gatherings[i] = call.start(k, v, parts[i], buffers, i)
 
     def compute(i: int, gathered: list[Tensor]) -> list[tuple[Sequence[Tensor], int]]:
         keys, values = gathered
@@ -45,18 +44,15 @@ def rule_backward(
             own, layout = (slice(None), slice(run.first, run.last), q_heads), next(layouts)
             seen = keys[:, : run.keys], values[:, : run.keys]
             dlse_of_run = None if dlse is None else dlse[:, q_heads, run.first : run.last]
-            kernels = settings.kernels(q[own], *seen, layout)
-            dq[own], *grads = kernels.attention_backward(
-                do[own], dlse_of_run, q[own], *seen, out[own], lse[:, q_heads, run.first : run.last], layout,
-                settings.scale, **score_options(settings.softcap),
-            )  # fmt: skip
+            lse_of_run = lse[:, q_heads, run.first : run.last]
+            dq[own], *grads = call.backward(do[own], dlse_of_run, q[own], *seen, out[own], lse_of_run, layout)
             of_runs.append((grads, run.keys))
         return of_runs
 
     def give_back(i: int, of_runs: list[tuple[Sequence[Tensor], int]]) -> Callable[[], None]:
         heads = parts[i].stop - parts[i].start
-        total = sum_of_runs(of_runs, dims, k.new_empty(settings.reach[settings.rank], k.shape[0], heads, 0))
-        returning = ReturningRuns(total, settings.split, settings.rank, settings.group, settings.reach)
+        total = sum_of_runs(of_runs, dims, k.new_empty(call.reach[call.rank], k.shape[0], heads, 0))
+        returning = ReturningRuns(total, call.split, call.rank, call.group, call.reach)
 
         def finish() -> None:
             own_sum = returning.wait().transpose(0, 1)

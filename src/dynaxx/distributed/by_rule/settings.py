@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Settings`: the arguments of a call other than its tensors; selection and kernels of one run of queries."""
+"""`RuleCall`: a call whose blocks a rule selects, and the selection for one run of queries."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynaxx.distributed.call import Call
 from dynaxx.distributed.exchange import Buffers
 from dynaxx.distributed.gather import Run, WholeGathering, query_runs, reaches
 from dynaxx.distributed.peer_memory import stage_buffers
@@ -18,13 +20,9 @@ from dynaxx.distributed.split import SequenceSplit
 from dynaxx.distributed.summaries import by_mean_queries, mean_queries
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.host import on_host
-from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend, load_backend, score_options
 from dynaxx.selection import Hybrid, Selector, select_blocks
 from dynaxx.selection.device import select_on_device, serves
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET
-
-MAX_CHOICES = 256  # cached backends
 
 
 class Form(NamedTuple):
@@ -34,21 +32,16 @@ class Form(NamedTuple):
     ran: set[Hashable]  # passes that have run
 
 
-class Settings(NamedTuple):
-    """The arguments of a call other than its tensors."""
+@dataclass(frozen=True)
+class RuleCall(Call):
+    """A call whose blocks a rule selects among the keys of all ranks."""
 
     rule: Selector | Hybrid
     split: SequenceSplit
     rank: int
-    group: Any  # the ranks
     causal: bool
     sizes: tuple[int, int]
-    scale: float
-    softcap: float | None
-    backend: str
     form: Form
-    needs_grad: bool
-    needs_lse: bool
 
     @property
     def stages(self) -> int:
@@ -103,31 +96,12 @@ class Settings(NamedTuple):
             return _select_on_device(q, k, pattern, selector, grid, self.scale, GPU_MEMORY_BUDGET)
         return select_blocks(q, k, rule, causal=self.causal, block_size=self.sizes, scale=self.scale)
 
-    def kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
-        """Return the backend for one run of queries, chosen once for layouts and tensors of one form."""
-        if layout.form is None:
-            return load_backend(self._chosen(q, k, v, layout))
-        key = (layout.form, q.shape, k.shape, v.shape, q.dtype, self.softcap, self.backend, self.needs_grad)
-        if key not in _backends:
-            if len(_backends) >= MAX_CHOICES:
-                _backends.clear()
-            _backends[key] = self._chosen(q, k, v, layout)
-        return load_backend(_backends[key])
-
-    def _chosen(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> str:
-        problem = check_inputs(q, k, v, layout, softcap=self.softcap, needs_grad=self.needs_grad)
-        return choose_backend(problem, self.backend)
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, run: Run, q_heads: slice, out: Tensor
     ) -> Tensor:
         """Write the output of a run of queries for some q heads to `out`, that of all own queries; return the lse."""
         rows = (slice(None), slice(run.first, run.last), q_heads)
-        kernels = self.kernels(q[rows], k, v, layout)
-        lse: Tensor = kernels.attention_forward(
-            q[rows], k, v, layout, self.scale, out=out[rows], **score_options(self.softcap)
-        )[1]
-        return lse
+        return self.forward(q[rows], k, v, layout, out[rows])[1]
 
     def stages_of_heads(self, kv_heads: int) -> list[slice]:
         """Return the kv heads of each stage."""
@@ -163,6 +137,3 @@ def _selects_on_device(rule: Selector | Hybrid, grid: BlockGrid, shape: tuple[in
 
 
 _select_on_device = on_host(select_on_device)
-
-
-_backends: dict[Hashable, str] = {}

@@ -85,7 +85,7 @@ class MinMax(Scorer, kind="min_max"):
         kv_block = grid.block_size[1]
         k_size = kv_block if self.pool is None else divisor_at_most(kv_block, self.pool)
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
-        smallest, largest = self._extremes(k, k_size, memory_budget // 4)
+        smallest, largest = self.extremes(k, k_size, memory_budget // 4)
         if k_size != kv_block:
             signed = TokenTiles(queries.size, queries.count, lambda a, b: _by_sign(queries.vectors(a, b)))
             bounds = torch.cat([largest, smallest], dim=-1)
@@ -99,7 +99,7 @@ class MinMax(Scorer, kind="min_max"):
 
         return rows
 
-    def _extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
+    def extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
         """Return the minimum and maximum of every `k_size` keys, mixed with their mean, each (B, Hk, T, D) fp32."""
         smallest = reduce_blocks(k, k_size, torch.amin, memory_budget)
         largest = reduce_blocks(k, k_size, torch.amax, memory_budget)
