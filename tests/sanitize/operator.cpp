@@ -80,6 +80,7 @@ Api stand_in() {
     const auto found = info->integers.find(name);
     return found == info->integers.end() ? missing() : (*out = found->second[0], nullptr);
   });
+  at[87] = place_of(+[](const KernelInfo*, const char*, char*, size_t*) -> Status* { return missing(); });
   at[90] = place_of(+[](const KernelContext* context, size_t index, const Value** out) -> Status* {
     return index < context->inputs.size() ? (*out = context->inputs[index], nullptr) : missing();
   });
@@ -91,6 +92,7 @@ Api stand_in() {
   });
   at[93] = place_of(+[](Status* status) { delete status; });
   at[99] = place_of(+[](Shape* shape) { delete shape; });
+  at[162] = place_of(+[](const KernelInfo*, const char*, float*, size_t*) -> Status* { return missing(); });
   at[163] = place_of(+[](const KernelInfo* info, const char* name, int64_t* out, size_t* count) -> Status* {
     const auto found = info->integers.find(name);
     if (found == info->integers.end()) return missing();
@@ -193,8 +195,8 @@ int run_case(const ort::CustomOp& op) {
   const bool causal = !chance(4), tokens_first = chance(2);
   ort::KernelInfo info;
   info.reals["scale"] = chance(5) ? float(real()) : 0.125f;
-  info.integers["sparse_from"] = {chance(3) ? extreme() : 0};
-  info.integers["always"] = {chance(3) ? extreme() : 0};
+  info.integers["sparse_from"] = {chance(3) ? std::max<int64_t>(extreme(), -1) : 0};
+  info.integers["always"] = {chance(3) ? draw(-1, 2) : 0};
   info.integers["causal"] = {causal};
   info.integers["tokens_first"] = {tokens_first};
   if (!chance(10)) info.integers["plan"] = plan_of(heads, causal);

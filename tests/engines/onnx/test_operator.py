@@ -42,12 +42,13 @@ RULES = (
 )  # fmt: skip
 
 
-def operator(plan=(), sparse_from=0, always=0, scale=0.125, threads=2):
+def operator(plan=(), sparse_from=0, always=0, scale=0.125, threads=2, **others):
     attributes = {
         "scale": scale,
         "sparse_from": sparse_from,
         "always": always,
-        **({"plan": list(plan)} if plan else {}),
+        **({"plan": plan} if plan else {}),
+        **others,
     }
     node = helper.make_node("SparseAttention", ["q", "k", "v"], ["out"], domain="dynaxx", **attributes)
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in ("q", "k", "v", "out")]
@@ -113,6 +114,28 @@ def test_nothing_to_do_and_bad_inputs():
             run(session, *wrong)
     with pytest.raises(Exception, match="export the model again"):
         operator((64, 64, 1, 99))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("scale", float("nan"), "a finite number"),
+        ("scale", 3, "a finite number"),
+        ("sparse_from", -5, "an integer from 0 to"),
+        ("sparse_from", 0.5, "an integer from 0 to"),
+        ("always", 2, "an integer from 0 to 1"),
+        ("causal", -1, "an integer from 0 to 1"),
+        ("causal", "no", "an integer from 0 to 1"),
+        ("tokens_first", [1], "an integer from 0 to 1"),
+        ("plan", 3, "a list of integers"),
+        ("plan", [1.0], "a list of integers"),
+        ("plan", "all", "a list of integers"),
+    ],
+)
+def test_attributes_of_other_values_or_types_are_refused(name, value, said):
+    """A plan of another type was taken as none, so that all keys were seen."""
+    with pytest.raises(Exception, match=rf"dynaxx::SparseAttention: `{name}` must be {said}"):
+        operator(**{name: value})
 
 
 @pytest.mark.parametrize("rules", [[dx.Sink(2)], [dx.TopK(0.5)], [dx.Sink(2), dx.TopK(1)]], ids=repr)

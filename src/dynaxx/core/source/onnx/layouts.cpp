@@ -37,6 +37,11 @@ class Reader {
     require(at_ < numbers_.size());
     return numbers_[at_++];
   }
+  bool next_flag() {
+    const int64_t flag = next();
+    require(within(flag, 0, 1));
+    return flag;
+  }
   double next_real() {
     const int64_t bits = next();
     double x;
@@ -138,7 +143,7 @@ LayerRules LayerRules::read(const std::vector<int64_t>& numbers) {
     require(!group.heads.empty() && std::is_sorted(group.heads.begin(), group.heads.end()));
     rules.q_heads += int64_t(group.heads.size());
     group.program = from.next_list();
-    group.chooses = from.next() != 0;
+    group.chooses = from.next_flag();
     require(group.chooses || !group.program.empty());
     if (!group.chooses) continue;
     TopK& choice = group.choice;
@@ -146,8 +151,8 @@ LayerRules LayerRules::read(const std::vector<int64_t>& numbers) {
     require(within(choice.scorer, MEAN_QUERY, MIN_MAX));
     choice.parameter = from.next_real();
     require(std::isfinite(choice.parameter));
-    choice.shares = from.next() != 0;
-    choice.together = from.next() != 0;
+    choice.shares = from.next_flag();
+    choice.together = from.next_flag();
     choice.floor = from.next();
     require(within(choice.floor, 0, INT32_MAX));
     choice.budgets.resize(from.next_count());

@@ -10,6 +10,7 @@
 // head_dim), as linear layers write them. The optional input `mask` (batch, seqlen) bool names the tokens of each sequence,
 // which must lie in one run; the rows of the others are zero.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -98,14 +99,15 @@ class Kernel {
  public:
   Kernel(const ort::Api& api, const ort::KernelInfo* info) : api_(api) {
     float scale = 0;
-    check(api.attribute(info, "scale", &scale));
+    if (!good(api.attribute(info, "scale", &scale)) || !std::isfinite(scale)) throw Refused("`scale` must be a finite number");
     scale_ = scale;
-    check(api.attribute(info, "sparse_from", &sparse_from_));
-    check(api.attribute(info, "always", &always_));
-    for (auto [name, value] : {std::pair{"causal", &causal_}, {"tokens_first", &tokens_first_}})
-      if (ort::Status* status = api.attribute(info, name, value)) api.release(status);  // files of older versions
+    sparse_from_ = integer(info, "sparse_from", INT64_MAX);
+    always_ = integer(info, "always", 1);
+    if (has(info, "causal")) causal_ = integer(info, "causal", 1);  // not in files of older versions
+    if (has(info, "tokens_first")) tokens_first_ = integer(info, "tokens_first", 1);
     size_t count = 0;
-    if (ort::Status* status = api.attribute(info, "plan", nullptr, &count)) api.release(status);
+    if (has(info, "plan") && (!good(api.attribute(info, "plan", static_cast<int64_t*>(nullptr), &count)) || !count))
+      throw Refused("`plan` must be a list of integers");
     plan_.resize(count);
     if (count) check(api.attribute(info, "plan", plan_.data(), &count));
     any_heads_ = plan_.empty();
@@ -151,10 +153,31 @@ class Kernel {
     return causal_ ? before : around;
   }
 
+  bool good(ort::Status* status) const {
+    if (status) api_.release(status);
+    return !status;
+  }
+
   void check(ort::Status* status) const {
-    if (!status) return;
-    api_.release(status);
-    throw Refused("ONNX Runtime refused a call");
+    if (!good(status)) throw Refused("ONNX Runtime refused a call");
+  }
+
+  // Whether there is an attribute of that name, of any type: the runtime only says that it has none of a type.
+  bool has(const ort::KernelInfo* info, const char* name) const {
+    float real;
+    int64_t number;
+    size_t count = 0;
+    const auto has_list = [&](auto none) { return good(api_.attribute(info, name, none, &count)); };
+    return good(api_.attribute(info, name, &real)) || good(api_.attribute(info, name, &number)) ||
+           has_list(static_cast<char*>(nullptr)) || has_list(static_cast<float*>(nullptr)) ||
+           has_list(static_cast<int64_t*>(nullptr));
+  }
+
+  int64_t integer(const ort::KernelInfo* info, const char* name, int64_t most) const {
+    int64_t value = -1;
+    if (!good(api_.attribute(info, name, &value)) || value < 0 || value > most)
+      throw Refused(std::string("`") + name + "` must be an integer from 0 to " + std::to_string(most));
+    return value;
   }
 
   static std::string said(const Tensor& x) {
@@ -190,8 +213,7 @@ class Kernel {
   // The run of each sequence's tokens; empty if there is no mask, or it hides nothing.
   std::vector<Run> runs_of(const ort::KernelContext* context, const Tensor& q, const Tensor& k) const {
     const ort::Value* value = nullptr;
-    if (ort::Status* status = api_.input(context, 3, &value)) api_.release(status);
-    if (!value) return {};
+    if (!good(api_.input(context, 3, &value)) || !value) return {};
     int64_t sizes[2] = {};
     const auto* mask = static_cast<const uint8_t*>(read(value, 2, "mask", sizes));  // bytes other than 0 and 1 are true
     if (sizes[0] != k.batch || sizes[1] != k.seqlen || q.seqlen != k.seqlen)

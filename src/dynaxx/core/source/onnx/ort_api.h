@@ -60,6 +60,12 @@ struct Api {
   }
   void release(Status* status) const { at<void(Status*)>(93)(status); }
   void release(Shape* shape) const { at<void(Shape*)>(99)(shape); }
+  Status* attribute(const KernelInfo* info, const char* name, char* out, size_t* count) const {
+    return at<Status*(const KernelInfo*, const char*, char*, size_t*)>(87)(info, name, out, count);
+  }
+  Status* attribute(const KernelInfo* info, const char* name, float* out, size_t* count) const {
+    return at<Status*(const KernelInfo*, const char*, float*, size_t*)>(162)(info, name, out, count);
+  }
   Status* attribute(const KernelInfo* info, const char* name, int64_t* out, size_t* count) const {
     return at<Status*(const KernelInfo*, const char*, int64_t*, size_t*)>(163)(info, name, out, count);
   }
