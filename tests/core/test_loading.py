@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from setuptools import find_namespace_packages, find_packages
 
 from dynaxx.core import build
-from dynaxx.core.library import CACHE_VARIABLE, cpu_status
+from dynaxx.core.library import CACHE_VARIABLE, cache_directory, cpu_status
 
 needs_core = pytest.mark.skipif(cpu_status().kind == "torch", reason="needs the C++ core")
 LOAD = "from dynaxx.core.library import load_core; print(load_core('baseline').status)"
@@ -128,14 +129,13 @@ def test_a_cache_that_cannot_be_written_leaves_torch_and_names_the_fix(first_use
     assert f"set {CACHE_VARIABLE} to choose another folder" in said
 
 
-@needs_core
-def test_an_empty_home_is_none(monkeypatch, first_use):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+def test_empty_and_relative_folders_of_the_user_are_none(monkeypatch):
+    """Otherwise libraries were compiled into the root folder or the current one, and loaded from there."""
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("HOME", "")
-    code = "from dynaxx.core.library import cache_directory; print(cache_directory())"
-    environment = {name: value for name, value in os.environ.items() if name != CACHE_VARIABLE}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() not in ("/.cache/dynaxx", ".cache/dynaxx")
+    for folder in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        assert cache_directory() not in map(Path, ("/.cache/dynaxx", ".cache/dynaxx", "relative/dynaxx"))
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def cache_directory() -> Path:
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "dynaxx"
+    users = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification says to ignore relative paths
+    return (users if users.is_absolute() else _home() / ".cache") / "dynaxx"
 
 
 def _home() -> Path:
