@@ -7,6 +7,7 @@ The schema is recorded from Model-Optimizer 0.47: `export_sparse_attention_confi
 
 import json
 import math
+import resource
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,3 +157,16 @@ def test_the_command_writes_a_config(tmp_path: Path) -> None:
             exporter(tmp_path, policy(), tmp_path / "out", options)
     with pytest.raises(ValueError, match="needs a policy"):
         exporter(tmp_path, None, tmp_path / "out", {"seqlen": "4096"})
+
+
+def test_a_full_disk_leaves_the_models_config_whole(tmp_path: Path) -> None:
+    config, limit = tmp_path / "config.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    config.write_text('{"model_type": "llama"}')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"config\.json"):
+            _exporter(Format["tensorrt_llm"])(tmp_path, policy(), tmp_path, {"seqlen": "4096"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert config.read_text() == '{"model_type": "llama"}'
+    assert list(tmp_path.iterdir()) == [config]

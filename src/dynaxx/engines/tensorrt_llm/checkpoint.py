@@ -27,6 +27,7 @@ from dynaxx.policy import ModelFacts, Policy, Rule
 from dynaxx.policy.resolve import head_rules
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.selection import Hybrid, Threshold
+from dynaxx.storage import write_whole_file
 
 FORMULA = "a * exp(b * target_sparsity)"
 TILE = 128  # queries and keys of a tile for which Model-Optimizer calibrates
@@ -118,8 +119,8 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     entry = sparse_attention_config(policy, seqlen=int(options["seqlen"]))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     out.mkdir(parents=True, exist_ok=True)
-    written = json.dumps({**config, "sparse_attention_config": entry}, indent=2)
-    (out / "config.json").write_text(f"{written}\n", encoding="utf-8")
+    written = json.dumps({**config, "sparse_attention_config": entry}, indent=2) + "\n"
+    write_whole_file(out / "config.json", lambda file: file.write(written.encode()))
     return entry
 
 
