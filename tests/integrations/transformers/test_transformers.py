@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dynaxx.apply` in random transformers models: dense layers are exact, sparse layers are exact for their mask."""
 
+import copy
 import importlib.util
 import re
 from pathlib import Path
@@ -99,6 +100,23 @@ def test_chunked_prefill_and_decode(make):
         for sizes in ((64, 60, 16), (64, 71, 5), (50, 60, 13, 15, 2), (3, 4, 123, 10)):
             close(in_chunks(model, ids, sizes), whole)
     assert (whole - dense).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_a_repeated_prompt_gets_the_same_answer():
+    """Under a static rule, whatever part of the prompt is cached; but if only one token is left, that one decodes."""
+    model, ids, rule = llama(), tokens(1, 99), dx.SlidingWindow(30) | dx.Strided(7) | dx.RandomBlocks(1)
+    with dx.apply(model, policy_for(model, dx.Rule.of(rule))) as handle:
+        cache = transformers.DynamicCache(config=model.config)
+        whole = model(ids, past_key_values=cache).logits
+        for size in (1, 15, 17, 80, 84, 97):
+            part = copy.deepcopy(cache)
+            part.crop(size - 99)
+            close(model(ids[:, size:], past_key_values=part).logits, whole[:, size:])
+        assert handle.stats()["dense_calls"] == {}
+        cache.crop(-1)
+        model(ids[:, -1:], past_key_values=cache)
+        assert handle.stats()["dense_calls"] == {"decode": 3}
 
 
 def test_chunked_prefill_of_a_padded_batch():
