@@ -18,6 +18,7 @@ from dynaxx.kernels.attention.hopper.config import backward_ending, backward_hea
 from dynaxx.kernels.attention.hopper.pieces import none_empty
 from dynaxx.kernels.compat import tma_store
 from dynaxx.kernels.device import processors
+from dynaxx.kernels.primitives.hopper.column_parts import part_first, store_parts, times
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.primitives.hopper.parts import ALL_ENTRIES, WHOLE, part_or_whole, store_part
 from dynaxx.kernels.runtime.arguments import transposed_arguments
@@ -129,19 +130,25 @@ def column_or_part(
 
 @gluon.jit
 def store_columns(
-    dk, dv, outputs, fed, column, scale, CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, HAS_PARTS: gl.constexpr
-):
+    dk, dv, outputs, fed, column, scale, CONSUMER: gl.constexpr, KV_BLOCK: gl.constexpr, HAS_PARTS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
     """Store dk and dv of 64 keys through the buffers of k and v, which are not read again."""
-    ROWS: gl.constexpr = dk.shape[0]
-    D: gl.constexpr = dk.shape[1]
-    fed.k.index(CONSUMER).reshape([ROWS, D]).store((dk * scale).to(outputs.dk_desc.dtype))
-    fed.v.index(CONSUMER).reshape([ROWS, D]).store(dv.to(outputs.dk_desc.dtype))
+    ROWS: gl.constexpr = dk[0].shape[0]
+    D: gl.constexpr = outputs.dk_desc.block_type.shape[3]
+    dtype: gl.constexpr = outputs.dk_desc.dtype
+    store_parts(fed.k.index(CONSUMER).reshape([ROWS, D]), times(dk, scale), dtype, HEAD_DIM)
+    store_parts(fed.v.index(CONSUMER).reshape([ROWS, D]), dv, dtype, HEAD_DIM_V)
     fence_async_shared()
     i_col = column.i_col
     if HAS_PARTS:
         if column.slot >= 0:
-            store_part(outputs.p_sums, column.slot, dk, 0, CONSUMER * ROWS, KV_BLOCK)
-            store_part(outputs.p_sums, column.slot, dv, 1, CONSUMER * ROWS, KV_BLOCK)
+            for u in gl.static_range(len(dk)):
+                store_part(outputs.p_sums, column.slot, dk[u], 0, CONSUMER * ROWS, KV_BLOCK, D, part_first(HEAD_DIM, u))
+            for u in gl.static_range(len(dv)):
+                store_part(
+                    outputs.p_sums, column.slot, dv[u], 1, CONSUMER * ROWS, KV_BLOCK, D, part_first(HEAD_DIM_V, u)
+                )
         i_col = gl.where(column.slot == WHOLE, i_col, column.kv_blocks)  # past the end, where TMA stores nothing
     at = [column.i_b, column.i_piece, i_col * KV_BLOCK + CONSUMER * ROWS, 0]
     tma_store(outputs.dk_desc, at, fed.k.index(CONSUMER))
@@ -153,7 +160,7 @@ class ColumnKernel(NamedTuple):
     """A kernel over kv blocks, and its arguments beyond those that all such kernels share."""
 
     kernel: Any
-    others: Callable[..., dict[str, Any]]  # function (layout, q, sums of dq or None) -> other arguments
+    others: Callable[..., dict[str, Any]]  # function (layout, q, v, sums of dq or None) -> other arguments
     keys: int = 0  # keys per program; 0 for a whole block
 
     def gradients(
@@ -164,12 +171,8 @@ class ColumnKernel(NamedTuple):
 
         Each piece of a group is computed by a separate program; the pieces are summed afterwards.
         """
-        q_heads, kv_heads = q.shape[2], k.shape[2]
-        pieces = none_empty(q_heads // kv_heads, pieces)
-        split = split_columns(layout, k.shape[0], q_heads, kv_heads)
-        if split is not None and pieces > 1:
-            pieces = pieces if q_heads % (kv_heads * pieces) == 0 else q_heads // kv_heads  # parts need equal pieces
-            split = split_columns(layout, k.shape[0], q_heads, kv_heads * pieces)
+        kv_heads = k.shape[2]
+        pieces, split = divided_columns(q, k, layout, pieces)
         dk, dv = (x.new_empty(*x.shape[:2], kv_heads * pieces, x.shape[3]) for x in (k, v))
         self._fill(do, q, k, v, dk, dv, rows, layout, scale, softcap, split)
         return sum_pieces(dk, dv, pieces, layout) if pieces > 1 else (dk, dv)
@@ -190,6 +193,17 @@ class ColumnKernel(NamedTuple):
         record_or_replay(start, layout.with_transposed(), tensors, self, scale, softcap, split=split.to(p_sums=parts))
         sum_parts(of_columns(parts[:, 0], k.shape[3]), dk, split, layout, kv_block, scale)
         sum_parts(of_columns(parts[:, 1], v.shape[3]), dv, split, layout, kv_block)
+
+
+def divided_columns(q: Tensor, k: Tensor, layout: BlockLayout, pieces: int) -> tuple[int, SplitLines | None]:
+    """Return the pieces of a group, at most as many as asked for, and the columns that are split."""
+    q_heads, kv_heads = q.shape[2], k.shape[2]
+    pieces = none_empty(q_heads // kv_heads, pieces)
+    split = split_columns(layout, k.shape[0], q_heads, kv_heads)
+    if split is not None and pieces > 1:
+        pieces = pieces if q_heads % (kv_heads * pieces) == 0 else q_heads // kv_heads  # parts need equal pieces
+        split = split_columns(layout, k.shape[0], q_heads, kv_heads * pieces)
+    return pieces, split
 
 
 def _start(
@@ -234,7 +248,7 @@ def _start(
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         num_warps=4,
-        **column_kernel.others(layout, q, sums),
+        **column_kernel.others(layout, q, v, sums),
     )
 
 

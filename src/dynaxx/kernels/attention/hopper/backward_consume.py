@@ -8,13 +8,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from dynaxx.kernels.attention.hopper.backward_columns import read_column, store_columns
 from dynaxx.kernels.attention.hopper.backward_produce import FIELDS, RING
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
+from dynaxx.kernels.primitives.hopper.column_parts import (
+    part_count,
+    start_scores,
+    start_sums,
+    wait_for_both,
+    zero_parts,
+)
 from dynaxx.kernels.primitives.hopper.signals import opaque_zero, receive_number
 from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
 from dynaxx.kernels.primitives.hopper.visible import WORD_LAYOUT, columns_between, where_seen
@@ -51,12 +57,13 @@ def keep(
 def _consume_tiles(
     dk, dv, fed, p_bits, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Add the contributions of tiles begin .. end - 1 of a head to dk and dv."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
-    D: gl.constexpr = dk.shape[1]
+    D: gl.constexpr = fed.k.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     for i_tile in range(begin, end):
         i = done + i_tile
         stage = i % STAGES
@@ -66,22 +73,22 @@ def _consume_tiles(
         do = fed.do.index(stage).reshape([ROWS, D])
         mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_token = start_scores(k, q, zero, HEAD_DIM)
+        dp_token = start_scores(v, do, zero, HEAD_DIM_V)
         lse = fed.stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
-        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
+        scores = capped(warpgroup_mma_wait(part_count(HEAD_DIM_V), deps=[s_token]), cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
             part = i_tile % SPLIT * ROWS
             weights = keep(weights, fed.numbers, i % RING * FIELDS, p_bits, part, CONSUMER * ROWS, 0, Q_BLOCK, KV_BLOCK)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
-        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        dv_tokens = start_sums(p, do, dv, HEAD_DIM_V)
         weights = sloped(weights, scores, cap_rate)
         delta = fed.stats.index(stage * 2 + 1).load(gl.SliceLayout(0, s_layout))
-        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        dp = warpgroup_mma_wait(part_count(HEAD_DIM_V), deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
-        dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+        dk_tokens = start_sums(gl.convert_layout(ds, p_layout), q, dk, HEAD_DIM)
+        dv, dk = wait_for_both(dv_tokens, dk_tokens, 0)
         mbarrier.arrive(fed.empty.index(stage), count=1)
     return dk, dv
 
@@ -90,14 +97,11 @@ def _consume_tiles(
 def consume(
     outputs, fed, layout, column, scale, scale_log2, cap_rate,
     CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
+    HAS_PARTS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv for 64 keys of a kv block."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
-    D: gl.constexpr = outputs.dk_desc.block_type.shape[3]
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dk, dv = zero_parts(ROWS, HEAD_DIM), zero_parts(ROWS, HEAD_DIM_V)
     mbarrier.wait(fed.kv_full.index(0), 0)
     done = 0
     before = 0
@@ -106,11 +110,11 @@ def consume(
         _, count, partial, before = read_column(layout, column, column.i_h + i_group, before, HAS_PARTS)
         dk, dv = _consume_tiles(
             dk, dv, fed, p_bits, scale_log2, cap_rate, done, 0, partial * SPLIT,
-            True, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+            True, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
         dk, dv = _consume_tiles(
             dk, dv, fed, p_bits, scale_log2, cap_rate, done, partial * SPLIT, count * SPLIT,
-            False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES,
+            False, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
         done += count * SPLIT
-    store_columns(dk, dv, outputs, fed, column, scale, CONSUMER, KV_BLOCK, HAS_PARTS)
+    store_columns(dk, dv, outputs, fed, column, scale, CONSUMER, KV_BLOCK, HAS_PARTS, HEAD_DIM, HEAD_DIM_V)

@@ -23,6 +23,7 @@ from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows
 from dynaxx.kernels.attention.hopper.config import BACKWARD_STAGES, tile_width
 from dynaxx.kernels.attention.hopper.pieces import Columns, backward_pieces
 from dynaxx.kernels.device import processors
+from dynaxx.kernels.primitives.hopper.column_parts import columns_of
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.kernels.schedule.parts import LayoutRows, Parts
 from dynaxx.layout import BlockLayout
@@ -40,7 +41,7 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
     CONSUMERS: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
+    HAS_PARTS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
     layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
@@ -57,28 +58,33 @@ def _sparse_attention_hopper_bwd_dkv_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                outputs, fed, layout, column, scale, scale_log2, cap_rate, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS
+                outputs, fed, layout, column, scale, scale_log2, cap_rate, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V,
             )),
             (consume, (
-                outputs, fed, layout, column, scale, scale_log2, cap_rate, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS
+                outputs, fed, layout, column, scale, scale_log2, cap_rate, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V,
             )),
             (produce, (given, layout, column, q_blocks, 0, 2, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-                outputs, fed, layout, column, scale, scale_log2, cap_rate, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS
+                outputs, fed, layout, column, scale, scale_log2, cap_rate, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V,
             )),
             (produce, (given, layout, column, q_blocks, 0, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
 
 
-def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
+def _others(layout: BlockLayout, q: Tensor, v: Tensor, sums: None) -> dict[str, Any]:
     kv_block = layout.block_size[1]
     return {
         "CONSUMERS": kv_block // 64,
         "KV_BLOCK": kv_block,
         "STAGES": BACKWARD_STAGES,
+        "HEAD_DIM": columns_of(q.shape[3]),
+        "HEAD_DIM_V": columns_of(v.shape[3]),
         "maxnreg": 168 if kv_block == 128 else 128,
     }
 

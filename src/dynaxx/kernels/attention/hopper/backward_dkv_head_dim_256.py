@@ -75,7 +75,7 @@ def _sparse_attention_hopper_bwd_dkv_head_dim_256_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def _others(layout: BlockLayout, q: Tensor, sums: None) -> dict[str, Any]:
+def _others(layout: BlockLayout, q: Tensor, v: Tensor, sums: None) -> dict[str, Any]:
     return {"KV_BLOCK": layout.block_size[1], "STAGES": BACKWARD_STAGES, "maxnreg": 168}
 
 

@@ -129,7 +129,7 @@ def _store(
     i_col = column.i_col
     if HAS_PARTS:
         if column.slot >= 0:
-            store_part(p_sums, column.slot, x, AT, first_key, KV_BLOCK)
+            store_part(p_sums, column.slot, x, AT, first_key, KV_BLOCK, x.shape[1], 0)
         i_col = gl.where(column.slot == WHOLE, i_col, column.kv_blocks)  # past the end, where TMA stores nothing
     at = [column.i_b, column.i_piece, i_col * KV_BLOCK + first_key, 0]
     tma_store(desc, at, buffer)

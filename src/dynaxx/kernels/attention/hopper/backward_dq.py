@@ -23,6 +23,7 @@ from dynaxx.kernels.attention.hopper.config import backward_dq_registers, backwa
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.attention.hopper.forward_produce import band_of
 from dynaxx.kernels.compat import barrier, tma_load
+from dynaxx.kernels.primitives.hopper.column_parts import columns_of
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows, score_factors
 from dynaxx.kernels.primitives.hopper.parts import read_row, row_or_part
 from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers, send_number
@@ -94,7 +95,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
     CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    ORDERED: gl.constexpr, HAS_PARTS: gl.constexpr,
+    ORDERED: gl.constexpr, HAS_PARTS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     SPLIT: gl.constexpr = KV_BLOCK // ROWS
     HEADS: gl.constexpr = (CONSUMERS - 1) * STEP_HEADS + 1
@@ -134,10 +135,12 @@ def _sparse_attention_hopper_bwd_dq_kernel(
             (consume, (
                 outputs, buffers, row, p_lse, p_delta, tables.p_bits, q_blocks, q_heads, scale, scale_log2, cap_rate,
                 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V,
             )),
             (consume, (
                 outputs, buffers, row, p_lse, p_delta, tables.p_bits, q_blocks, q_heads, scale, scale_log2, cap_rate,
                 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V,
             )),
             (_produce, (
                 given, buffers, layout, row, seqlen_k, group_size,
@@ -149,6 +152,7 @@ def _sparse_attention_hopper_bwd_dq_kernel(
             (consume, (
                 outputs, buffers, row, p_lse, p_delta, tables.p_bits, q_blocks, q_heads, scale, scale_log2, cap_rate,
                 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V,
             )),
             (_produce, (
                 given, buffers, layout, row, seqlen_k, group_size,
@@ -228,6 +232,8 @@ def _start_dq(
         ORDERED=ordered,
         K_STAGES=stages[0],
         V_STAGES=stages[1],
+        HEAD_DIM=columns_of(head_dim),
+        HEAD_DIM_V=columns_of(v.shape[3]),
         num_warps=4,
         maxnreg=backward_dq_registers(width, consumers),
     )

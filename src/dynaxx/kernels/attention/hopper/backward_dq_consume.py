@@ -13,12 +13,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.compat import tma_store
+from dynaxx.kernels.primitives.hopper.column_parts import (
+    part_count,
+    part_first,
+    start_scores,
+    start_sums,
+    store_parts,
+    times,
+    wait_for,
+    zero_parts,
+)
+from dynaxx.kernels.primitives.hopper.parts import store_output
 from dynaxx.kernels.primitives.hopper.signals import hold_before_wait, opaque_zero
 from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
 from dynaxx.kernels.primitives.hopper.visible import seen_of_block, where_seen
@@ -70,12 +80,13 @@ def _consume_tiles(
     dq, lse, delta, buffers, p_bits, first_row, scale_log2, cap_rate, begin, end,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Add the contributions of tiles begin .. end - 1 of a row to dq."""
     SPLIT: gl.constexpr = KV_BLOCK // ROWS
-    D: gl.constexpr = dq.shape[1]
+    D: gl.constexpr = buffers.k.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    ds_layout: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
     for i in range(begin, end):
         stage = i % K_STAGES
         q = buffers.q.index(CONSUMER + opaque_zero(i)).reshape([ROWS, D])
@@ -85,10 +96,10 @@ def _consume_tiles(
         v = buffers.v.index(v_stage).reshape([ROWS, D])
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
         mbarrier.wait(buffers.k_full.index(stage), (i // K_STAGES) & 1)
-        s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_token = start_scores(q, k, zero, HEAD_DIM)
         mbarrier.wait(buffers.v_full.index(v_stage), (i // V_STAGES) & 1)
-        dp_token = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), cap_rate)
+        dp_token = start_scores(do, v, zero, HEAD_DIM_V)
+        scores = capped(warpgroup_mma_wait(part_count(HEAD_DIM_V), deps=[s_token]), cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[:, None])
         if MASKED:
             part = i % SPLIT * ROWS
@@ -100,8 +111,7 @@ def _consume_tiles(
         dp = warpgroup_mma_wait(0, deps=[dp_token])
         mbarrier.arrive(buffers.v_empty.index(v_stage), count=1)
         ds = gl.convert_layout((weights * (dp - delta[:, None])).to(q.dtype), ds_layout)
-        dq = warpgroup_mma(ds, k, dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        dq = wait_for(start_sums(ds, k, dq, HEAD_DIM), 0)
         mbarrier.arrive(buffers.k_empty.index(stage), count=1)
     return dq
 
@@ -111,35 +121,33 @@ def consume(
     outputs, buffers, row, p_lse, p_delta, p_bits, q_blocks, q_heads, scale, scale_log2, cap_rate,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
+    HAS_PARTS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Compute dq for 64 queries."""
     dq_desc, p_sums = outputs
     D: gl.constexpr = dq_desc.block_type.shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     i_b, i_h, i_row, part = row.i_b, row.i_h + CONSUMER * STEP_HEADS, row.i_row, row.part
     first_row = CONSUMER * STEP_ROWS
     at = (i_b.to(gl.int64) * q_heads + i_h) * (q_blocks * Q_BLOCK) + gl.minimum(i_row, q_blocks - 1) * Q_BLOCK
     o_row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     lse, delta = gl.load(p_lse + at + o_row), gl.load(p_delta + at + o_row)
-    dq = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dq = zero_parts(ROWS, HEAD_DIM)
     mbarrier.wait(buffers.q_full.index(0), 0)
     dq = _consume_tiles(
         dq, lse, delta, buffers, p_bits, first_row, scale_log2, cap_rate, 0, row.masked,
-        True, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+        True, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
     dq = _consume_tiles(
         dq, lse, delta, buffers, p_bits, first_row, scale_log2, cap_rate, row.masked, row.tiles,
-        False, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES,
+        False, CONSUMER, Q_BLOCK, KV_BLOCK, K_STAGES, V_STAGES, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
     if HAS_PARTS:
-        if part >= 0:
-            o_sum = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))[:, None] * D
-            o_sum += gl.arange(0, D, gl.SliceLayout(0, acc_layout))[None, :]
-            gl.store(p_sums + (part.to(gl.int64) * CONSUMERS + CONSUMER) * (ROWS * D) + o_sum, dq)
+        for u in gl.static_range(len(dq)):
+            store_output(p_sums, part, dq[u], CONSUMERS, CONSUMER, D, part_first(HEAD_DIM, u))
         i_row = gl.where(part >= 0, q_blocks, i_row)  # past the end, where TMA stores nothing
-    buffers.q.index(CONSUMER).reshape([ROWS, D]).store((dq * scale).to(dq_desc.dtype))  # q is not read again
+    q = buffers.q.index(CONSUMER).reshape([ROWS, D])  # is not read again
+    store_parts(q, times(dq, scale), dq_desc.dtype, HEAD_DIM)
     fence_async_shared()
     tma_store(dq_desc, [i_b, i_h, i_row * Q_BLOCK + first_row, 0], buffers.q.index(CONSUMER))
     tma.store_wait(0)

@@ -22,6 +22,7 @@ from dynaxx.kernels.attention.hopper.backward_fused_consume import FusedBuffers,
 from dynaxx.kernels.attention.hopper.backward_produce import ProducerArguments, fed_by, produce
 from dynaxx.kernels.attention.hopper.config import fused_stages, tile_width
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
+from dynaxx.kernels.primitives.hopper.column_parts import columns_of
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows
 from dynaxx.kernels.primitives.hopper.signals import barriers
 from dynaxx.kernels.runtime.launcher import kernel_launcher
@@ -43,7 +44,7 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     seqlen_k, q_blocks, heads, kv_heads, group_size, pieces, together, ending, scale, scale_log2, cap_rate,
     sums_desc, last_first,
     Q_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
+    HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     KV_BLOCK: gl.constexpr = CONSUMERS * ROWS
     kv_blocks = (seqlen_k + KV_BLOCK - 1) // KV_BLOCK
@@ -73,11 +74,11 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     gl.warp_specialize([
         (consume, (
             outputs, shared, fed, layout, column, first_tile, keys_there, scale, scale_log2, cap_rate,
-            CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
+            CONSUMERS, 0, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD, HEAD_DIM, HEAD_DIM_V,
         )),
         (consume, (
             outputs, shared, fed, layout, column, first_tile, keys_there, scale, scale_log2, cap_rate,
-            CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD,
+            CONSUMERS, 1, Q_BLOCK, KV_BLOCK, STAGES, HAS_PARTS, AHEAD, HEAD_DIM, HEAD_DIM_V,
         )),
         (produce, (
             given, layout, column, q_blocks, 0,
@@ -86,11 +87,13 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def _others(layout: BlockLayout, q: Tensor, sums: Tensor, last_first: int = 0) -> dict[str, Any]:
+def _others(layout: BlockLayout, q: Tensor, v: Tensor, sums: Tensor, last_first: int = 0) -> dict[str, Any]:
     width = tile_width(q.shape[3])
     return {
         "sums_desc": gluon_rows(sums, width, 32),  # one consumer's part of a tile
         "last_first": last_first,
+        "HEAD_DIM": columns_of(q.shape[3]),
+        "HEAD_DIM_V": columns_of(v.shape[3]),
         "STAGES": fused_stages(width),
         "AHEAD": width == 64,  # then registers suffice to compute the scores of the next tile ahead
         "maxnreg": 168,

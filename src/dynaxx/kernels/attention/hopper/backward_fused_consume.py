@@ -33,6 +33,14 @@ from dynaxx.kernels.attention.hopper.backward_consume import keep
 from dynaxx.kernels.attention.hopper.backward_produce import FIELDS, NOWHERE, RING
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.compat import tma_add
+from dynaxx.kernels.primitives.hopper.column_parts import (
+    part_count,
+    start_scores,
+    start_sums,
+    wait_for,
+    wait_for_both,
+    zero_parts,
+)
 from dynaxx.kernels.primitives.hopper.signals import opaque_zero, receive_number
 from dynaxx.kernels.primitives.hopper.softcap import capped, sloped
 
@@ -86,12 +94,13 @@ def _consume_tiles(
     dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done, begin, end,
     MASKED: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Add the contributions of tiles begin .. end - 1 of a head to dk, dv and the sums of dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
-    D: gl.constexpr = dk.shape[1]
+    D: gl.constexpr = fed.k.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     SLOTS: gl.constexpr = shared.ds_full.shape[0]
     for i_tile in range(begin, end):
         i = done + i_tile
@@ -103,13 +112,13 @@ def _consume_tiles(
         zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
         if not AHEAD:
             mbarrier.wait(fed.full.index(stage), (i // STAGES) & 1)
-            s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s_token = start_scores(k, q, zero, HEAD_DIM)
+        dp_token = start_scores(v, do, zero, HEAD_DIM_V)
         if AHEAD:
             dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
         lse = fed.stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         if not AHEAD:
-            scores = warpgroup_mma_wait(1, deps=[s_token])
+            scores = warpgroup_mma_wait(part_count(HEAD_DIM_V), deps=[s_token])
         scores = capped(scores, cap_rate)
         weights = gl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
@@ -123,7 +132,7 @@ def _consume_tiles(
         if AHEAD:
             mbarrier.wait(fed.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1)
             q_next = fed.q.index((i + 1) % STAGES).reshape([ROWS, D])
-            s_token = warpgroup_mma(k, q_next.permute((1, 0)), zero, use_acc=False, is_async=True)
+            s_token = start_scores(k, q_next, zero, HEAD_DIM)
             dp, dq = warpgroup_mma_wait(1, deps=[dp_token, dq_token])
         else:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -132,17 +141,18 @@ def _consume_tiles(
         shared.ds_buffers.index(slot * CONSUMERS + CONSUMER).store(ds)
         fence_async_shared()
         mbarrier.arrive(shared.ds_full.index(slot), count=1)
-        dv_token = warpgroup_mma(p, do, dv, is_async=True)
+        dv_tokens = start_sums(p, do, dv, HEAD_DIM_V)
         if AHEAD:
-            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+            dk_tokens = start_sums(gl.convert_layout(ds, p_layout), q, dk, HEAD_DIM)
             _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
-            dv, dk, scores = warpgroup_mma_wait(0, deps=[dv_token, dk_token, s_token])
+            dv, others = wait_for_both(dv_tokens, dk_tokens + (s_token,), 0)  # noqa: RUF005 (jit has no star)
+            dk, scores = others[:-1], others[-1]
         else:
             dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
-            dk_token = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-            dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
-            dk = warpgroup_mma_wait(0, deps=[dk_token])
+            dk_tokens = start_sums(gl.convert_layout(ds, p_layout), q, dk, HEAD_DIM)
+            dv, dqs = wait_for_both(dv_tokens, (dq_token,), part_count(HEAD_DIM))
+            _add_dq(dqs[0], shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
+            dk = wait_for(dk_tokens, 0)
         mbarrier.arrive(fed.empty.index(stage), count=1)
     return dk, dv, scores
 
@@ -152,13 +162,12 @@ def consume(
     outputs, shared, fed, layout, column, first_tile, keys_there, scale, scale_log2, cap_rate,
     CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     STAGES: gl.constexpr, HAS_PARTS: gl.constexpr, AHEAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv for 64 keys of a kv block, and this consumer's columns of the block's contribution to dq."""
     SPLIT: gl.constexpr = Q_BLOCK // ROWS
     D: gl.constexpr = outputs.dk_desc.block_type.shape[3]
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dk = gl.zeros([ROWS, D], gl.float32, acc_layout)
-    dv = gl.zeros([ROWS, D], gl.float32, acc_layout)
+    dk, dv = zero_parts(ROWS, HEAD_DIM), zero_parts(ROWS, HEAD_DIM_V)
     mbarrier.wait(fed.kv_full.index(0), 0)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     scores = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
@@ -178,10 +187,12 @@ def consume(
         dk, dv, scores = _consume_tiles(
             dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
             0, partial * SPLIT, True, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
+            HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
         dk, dv, scores = _consume_tiles(
             dk, dv, scores, shared, fed, p_bits, first_tile, keys_there, scale_log2, cap_rate, done,
             partial * SPLIT, count * SPLIT, False, CONSUMERS, CONSUMER, Q_BLOCK, KV_BLOCK, STAGES, AHEAD,
+            HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
         done += count * SPLIT
     dq_token = _start_dq(fed, shared, done, CONSUMERS, CONSUMER)
@@ -191,4 +202,4 @@ def consume(
     mbarrier.arrive(shared.kv_read.index(0), count=1)
     mbarrier.wait(shared.kv_read.index(0), 0)
     # now no consumer reads k and v again
-    store_columns(dk, dv, outputs, fed, column, scale, CONSUMER, KV_BLOCK, HAS_PARTS)
+    store_columns(dk, dv, outputs, fed, column, scale, CONSUMER, KV_BLOCK, HAS_PARTS, HEAD_DIM, HEAD_DIM_V)

@@ -100,7 +100,8 @@ def rows_of(
     do: Tensor, out: Tensor, dlse: Tensor, lse: Tensor, layout: BlockLayout, width: int, with_sums: bool
 ) -> BackwardRows:
     """Compute the rows of (B, N, H, D) tensors that TMA can read, in tiles of `width` columns."""
-    lse_log2, delta = empty_rows(lse, layout)
+    rows = empty_rows(lse, layout)
+    lse_log2, delta = rows[0], rows[1]
     sums = empty_sums(delta, width) if with_sums else None
     tensors = (do, out, dlse, lse.contiguous(), lse_log2, delta)
     record_or_replay(_start_rows, layout, tensors if sums is None else (*tensors, sums), width)

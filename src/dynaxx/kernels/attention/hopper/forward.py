@@ -19,9 +19,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dynaxx.kernels.attention.hopper.config import forward_heads_together, forward_stages, forward_step, tile_width
+from dynaxx.kernels.attention.hopper.config import forward_stages, forward_step, tile_width
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS, ConsumerArguments, arrivals, consume
 from dynaxx.kernels.attention.hopper.forward_lazy_softmax import unchecked
+from dynaxx.kernels.attention.hopper.forward_order import Schedule, lines_together, row_lengths
 from dynaxx.kernels.attention.hopper.forward_produce import (
     FIELDS,
     ROW_FIELDS,
@@ -31,6 +32,7 @@ from dynaxx.kernels.attention.hopper.forward_produce import (
     produce,
 )
 from dynaxx.kernels.device import processors
+from dynaxx.kernels.primitives.hopper.column_parts import columns_of
 from dynaxx.kernels.primitives.hopper.descriptors import dense_rows, gluon_rows, score_factors
 from dynaxx.kernels.primitives.hopper.signals import NUMBERS, barriers
 from dynaxx.kernels.primitives.sinks import include_sinks
@@ -59,7 +61,7 @@ def _sparse_attention_hopper_fwd_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
-    E: gl.constexpr,
+    HEAD_DIM: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
     parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
@@ -101,8 +103,12 @@ def _sparse_attention_hopper_fwd_kernel(
     units = (all_units, flags, judged)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (units, results, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
-            (consume, (units, results, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
+            (consume, (
+                units, results, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+            )),
+            (consume, (
+                units, results, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+            )),
             (produce, (
                 units, given, buffers, layout, parts, sizes,
                 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
@@ -110,7 +116,9 @@ def _sparse_attention_hopper_fwd_kernel(
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (units, results, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E)),
+            (consume, (
+                units, results, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+            )),
             (produce, (
                 units, given, buffers, layout, parts, sizes,
                 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, ORDERED, HAS_PARTS,
@@ -195,11 +203,20 @@ def _start_forward(
     consumers = heads * q_block // 64
     programs = 2 if consumers == 1 and width <= 128 else 1  # per multiprocessor, at once
     step = forward_step(width, kv_block, consumers)
-    together = forward_heads_together(layout.seqlen_k, head_dim, batch * kv_heads) * (q_heads // kv_heads) // heads
     split = split or {**no_split(lse), "p_sums_lse": lse}
-    units = layout.q_blocks * batch * q_heads // heads + split_programs(split)
+    lines = batch * q_heads // heads
+    units = layout.q_blocks * lines + split_programs(split)
     order, ordered = order_argument(layout)
     most = max(1, processors(q.device) - left) * programs * waves
+    schedule = Schedule(
+        lengths=row_lengths(layout),
+        lines=lines,
+        lines_of_kv_head=max(1, q_heads // kv_heads // heads),
+        kv_bytes=seqlen_k * (head_dim + v.shape[3]) * k.element_size(),
+        q_block=q_block,
+        programs=most,
+        beside=programs,
+    )
     _sparse_attention_hopper_fwd_kernel[(min(units, most),)](
         gluon_rows(q, 64, width),
         gluon_rows(k, min(kv_block, step), 64),
@@ -215,8 +232,9 @@ def _start_forward(
         batch=batch,
         q_heads=q_heads,
         group_size=q_heads // kv_heads,
-        together=together,
+        together=lines_together(schedule),
         **score_factors(scale, softcap),
+        HEAD_DIM=columns_of(head_dim),
         E=v.shape[3] if width == 256 else width,
         CONSUMERS=consumers,
         STEP_ROWS=64 if q_block == 128 else 0,

@@ -29,6 +29,7 @@ from dynaxx.kernels.attention.hopper.forward_lazy_softmax import (
 )
 from dynaxx.kernels.attention.hopper.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.compat import tma_store
+from dynaxx.kernels.primitives.hopper.column_parts import start_scores
 from dynaxx.kernels.primitives.hopper.parts import store_output, turns_of_program
 from dynaxx.kernels.primitives.hopper.signals import after_stores, hold_before_wait, publish_number, receive_number
 from dynaxx.kernels.primitives.hopper.softcap import capped
@@ -95,6 +96,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 def _consume_steps(
     acc, row_max, row_sum, weights, q, given, first_row, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Attend to steps begin .. end - 1 of the program.
 
@@ -121,7 +123,7 @@ def _consume_steps(
             mbarrier.wait(buffers.k_full.index(stage), (i_step // STAGES) & 1)
         zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
         k = tile_of_parts(buffers.k, stage, STEP, q.shape[1])
-        s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_token = start_scores(q, k, zero, HEAD_DIM)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         mbarrier.wait(buffers.v_full.index(before), ((i_step - 1) // STAGES) & 1)
         acc_token = warpgroup_mma(p, tile_of_parts(buffers.v, before, STEP, acc.shape[1]), acc, is_async=True)
@@ -160,7 +162,7 @@ def _consume_steps(
 def consume(
     units, given, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
-    E: gl.constexpr,
+    HEAD_DIM: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; write out and lse.
 
@@ -183,14 +185,14 @@ def consume(
             for _ in range(turns_of_program(all_units)):
                 done, lost = _attend(
                     given, i_mine, done, lost,
-                    CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E,
+                    CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
                 )  # fmt: skip
                 i_mine += 1
     else:
         for i_turn in range(turns_of_program(all_units)):
             done, lost = _attend(
                 given, i_turn, done, lost,
-                CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, E,
+                CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -200,7 +202,7 @@ def _attend(
     given, i_mine, done, lost,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
-    E: gl.constexpr,
+    HEAD_DIM: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of unit `i_mine` of this program; return the steps done, and which rows lost weights.
 
@@ -226,7 +228,7 @@ def _attend(
     mbarrier.wait(buffers.k_full.index(stage), (done // STAGES) & 1)
     zero = gl.zeros([ROWS, STEP], gl.float32, s_layout)
     k = tile_of_parts(buffers.k, stage, STEP, q.shape[1])
-    s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_token = start_scores(q, k, zero, HEAD_DIM)
     if SLOTS == 2:
         tma.store_wait(0)  # the previous row's result left through its q buffer
         mbarrier.arrive(buffers.q_empty.index(1 - slot), count=1, pred=i_mine > 0)
@@ -240,13 +242,13 @@ def _attend(
     UNCHECKED: gl.constexpr = unchecked(q.dtype)
     acc, row_max, row_sum, weights = _consume_steps(
         acc, row_max, row_sum, weights, q, given, first_row, done + 1, done + masked,
-        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS, HEAD_DIM,
     )  # fmt: skip
     if UNCHECKED:
         row_max = gl.where(row_max == -float("inf"), 0.0, row_max)
     acc, row_max, row_sum, weights = _consume_steps(
         acc, row_max, row_sum, weights, q, given, first_row, done + masked, done + steps,
-        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS,
+        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS, HEAD_DIM,
     )  # fmt: skip
     i_b = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 3)
     i_h = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
@@ -281,7 +283,7 @@ def _attend(
     mbarrier.arrive(buffers.v_empty.index(last), count=arrivals(CONSUMERS, D, q.dtype))
     acc = acc * inverse[:, None]
     if HAS_PARTS:
-        store_output(given.p_sums, part, acc, CONSUMERS, CONSUMER)
+        store_output(given.p_sums, part, acc, CONSUMERS, CONSUMER, BLOCK_E, 0)
     if SLOTS == 2:
         q.store(acc.to(given.out_desc.dtype))  # q is not read again
         fence_async_shared()

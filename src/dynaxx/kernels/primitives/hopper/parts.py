@@ -126,23 +126,24 @@ def read_row(unit, rank, p_order, layout, limit, q_blocks, ORDERED: gl.constexpr
 
 
 @gluon.jit
-def store_output(p_sums, slot, acc, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Store the output of a part, if the unit is one: (slots, rows of the program, D) fp32."""
+def store_output(
+    p_sums, slot, acc, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr
+):
+    """Store the output of a part from column FIRST on, if the unit is a part: (slots, rows of the program, D) fp32."""
     ROWS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     if slot >= 0:
         rows = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        at = rows[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+        at = rows[:, None] * D + (FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)))[None, :]
         gl.store(p_sums + slot.to(gl.int64) * (CONSUMERS * ROWS * D) + at, acc)
 
 
 @gluon.jit
-def store_part(p_sums, slot, x, WHICH: gl.constexpr, first_key, KV_BLOCK: gl.constexpr):
-    """Store a part's unscaled dk (WHICH 0) or dv (WHICH 1): (slots, 2, KV_BLOCK, D) fp32."""
-    ROWS: gl.constexpr = x.shape[0]
-    D: gl.constexpr = x.shape[1]
+def store_part(
+    p_sums, slot, x, WHICH: gl.constexpr, first_key, KV_BLOCK: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr
+):
+    """Store a part's unscaled dk (WHICH 0) or dv (WHICH 1) from column FIRST on: (slots, 2, KV_BLOCK, D) fp32."""
     layout: gl.constexpr = x.type.layout
-    keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    at = keys[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    keys = first_key + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    at = keys[:, None] * D + (FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout)))[None, :]
     gl.store(p_sums + (slot.to(gl.int64) * 2 + WHICH) * (KV_BLOCK * D) + at, x)
