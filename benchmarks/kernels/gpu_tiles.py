@@ -2,14 +2,16 @@
 """Time tile sizes of a backend's kernels on one workload, to choose its `config.py` from.
 
     python benchmarks/kernels/gpu_tiles.py --density 0.1
-    python benchmarks/kernels/gpu_tiles.py --pieces --heads 64,4 --seqlen 16384 --density 0.15
+    python benchmarks/kernels/gpu_tiles.py --choice pieces --heads 64,4 --seqlen 16384 --density 0.15
 
-With `--pieces`: the backward of the Hopper kernels by the number of pieces that a group of heads is divided into.
+With `--choice`: the Hopper kernels by what they choose from a problem: `pieces` of a group of heads in the backward,
+`passes` of the backward, or `lines` of rows that alternate in the forward.
 """
 
 import argparse
 import importlib
 import itertools
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -39,23 +41,28 @@ CANDIDATES = {
 }  # fmt: skip
 
 
-def time_pieces(work, group_size):
-    """Print milliseconds of the Hopper backward in one pass, by the number of pieces of a group."""
-    from dynaxx.kernels.attention.hopper import backward_dkv
-    from dynaxx.kernels.attention.hopper.backward import attention_backward
-    from dynaxx.kernels.attention.hopper.forward import attention_forward
+def time_choice(work, choice):
+    """Print milliseconds of the Hopper forward or backward for each value of a choice, and for the chosen one."""
+    from dynaxx.kernels.attention.hopper import backward, backward_dkv, forward
 
-    device, chosen = torch.device("cuda", 0), backward_dkv.backward_pieces
+    device, group_size = torch.device("cuda", 0), work.heads[0] // work.heads[1]
     q, k, v = (x.detach() for x in work.inputs(device, 0))
-    scale = work.head_dim**-0.5
-    out, lse = attention_forward(q, k, v, work.layout(device, 0), scale)
-    do = torch.randn_like(out)
-    for pieces in ["chosen", *sorted({1, 2, -(-group_size // 4), -(-group_size // 2), group_size}), "chosen"]:
-        backward_dkv.backward_pieces = chosen if pieces == "chosen" else lambda *_, pieces=pieces: pieces
-        layout = work.layout(device, 0)  # what was launched for a layout is launched for it again
-        backward = partial(attention_backward, do, None, q, k, v, out, lse, layout, scale)
-        print(f"pieces {pieces}: {do_bench(backward, return_mode='median'):.3f} ms")
-    backward_dkv.backward_pieces = chosen
+    layout, scale = work.layout(device, 0), work.head_dim**-0.5
+    out, lse = forward.attention_forward(q, k, v, layout, scale)
+    attend = partial(forward.attention_forward, q, k, v, layout, scale)
+    gradients = partial(backward.attention_backward, torch.randn_like(out), None, q, k, v, out, lse, layout, scale)
+    lines = [count for count in (1, 2, 4, 8, 16, 32) if work.heads[0] % count == 0]
+    pieces = sorted({1, 2, -(-group_size // 4), -(-group_size // 2), group_size})
+    module, name, values, run = {
+        "pieces": (backward_dkv, "backward_pieces", pieces, gradients),
+        "passes": (backward, "backward_in_one_pass", [True, False], gradients),
+        "lines": (forward, "lines_together", lines, attend),
+    }[choice]
+    chosen = getattr(module, name)
+    for value in ["chosen", *values, "chosen"]:
+        setattr(module, name, chosen if value == "chosen" else lambda *_, value=value: value)
+        print(f"{choice} {value}: {do_bench(run, return_mode='median'):.3f} ms")
+    setattr(module, name, chosen)
 
 
 def main():
@@ -65,12 +72,14 @@ def main():
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", default="32,8", help="q heads and kv heads")
-    parser.add_argument("--pieces", action="store_true", help="time pieces of groups in the Hopper backward instead")
+    parser.add_argument("--choice", choices=("pieces", "passes", "lines"), help="time it in the Hopper kernels instead")
     parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     args = parser.parse_args()
     need_gpu()
-    forward = importlib.import_module(f"dynaxx.kernels.{args.backend}.attention.forward")
-    backward = importlib.import_module(f"dynaxx.kernels.{args.backend}.attention.backward")
+    if args.choice:
+        os.environ["DYNAXX_LAUNCH_LISTS"] = "0"  # else the first value's launches are repeated
+    forward = importlib.import_module(f"dynaxx.kernels.attention.{args.backend}.forward")
+    backward = importlib.import_module(f"dynaxx.kernels.attention.{args.backend}.backward")
     device = torch.device("cuda", 0)
     q_heads, kv_heads = map(int, args.heads.split(","))
     work = Workload(
@@ -81,8 +90,8 @@ def main():
         head_dim=args.head_dim,
         heads=(q_heads, kv_heads),
     )
-    if args.pieces:
-        time_pieces(work, q_heads // kv_heads)
+    if args.choice:
+        time_choice(work, args.choice)
         return
     layout = work.layout(device, 0)
     q, k, v = (x.detach() for x in work.inputs(device, 0))
