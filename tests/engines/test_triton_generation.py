@@ -3,6 +3,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,12 +178,13 @@ def test_metrics_reach_triton():
             )
 
     numbers = Recorder(model_name="m")
-    metrics = TritonMetrics(SimpleNamespace(MetricFamily=Family), numbers, interval=60)
+    running = threading.active_count()
+    metrics = TritonMetrics(SimpleNamespace(MetricFamily=Family), numbers)
+    assert threading.active_count() == running, "a server that stops may never answer another thread"
     for _ in range(2):
         numbers.add("dynaxx_layer_calls_total", 3, backend="cpu", phase="prefill")
         numbers.observe("dynaxx_density_ratio", 0.3, phase="prefill")
         metrics.copy()
-    metrics.close()
     (calls,) = [value for key, value in shown["dynaxx_layer_calls_total"].items() if key != "kind"]
     buckets = {json.loads(k)["le"]: v for k, v in shown["dynaxx_density_ratio_bucket"].items() if k != "kind"}
     assert calls == 6

@@ -309,7 +309,12 @@ def test_the_kill_switch(place, server):
 
 def test_policies_are_reloaded(place, server):
     asked = prompts(10, seed=5)[6:]
-    changed = lambda result: number(server, "dynaxx_policy_reloads_total", f'result="{result}"', 'model_name="dynaxx"')
+
+    def changed(result):
+        """Return how often the policy was reloaded, as metrics show it after a request."""
+        streamed(server, [[5]], 1)
+        return number(server, "dynaxx_policy_reloads_total", f'result="{result}"', 'model_name="dynaxx"')
+
     new = [place.expected(ids, 8, OTHER) for ids in asked]
     assert new != [place.expected(ids, 8) for ids in asked]
     dx.save_policy(place.of(OTHER), place.policy_file)

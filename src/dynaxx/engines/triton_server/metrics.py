@@ -8,18 +8,14 @@ stores for it, `NAME_bucket` with `le`, `NAME_sum` and `NAME_count`, so queries 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dynaxx.forks import new_event
 from dynaxx.telemetry.catalog import CATALOG, Metric
 from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.store import Series
 
 logger = logging.getLogger("dynaxx")
-
-SECONDS = 1.0  # between two copies
 
 
 class _Sample(NamedTuple):
@@ -33,49 +29,40 @@ class _Sample(NamedTuple):
 
 
 class TritonMetrics:
-    """Copies this process's metrics to Triton every second, in a daemon thread, until `close`.
+    """Copies this process's metrics to Triton, in the thread of the caller.
+
+    Call it only while Triton waits for the model. To a call from another thread a server that stops may never answer,
+    and the call keeps the interpreter's lock: the model does not end, and the server neither.
 
     Args:
         utils: Triton's `triton_python_backend_utils`.
         numbers: the recorder; this process's by default.
-        interval: seconds between two copies.
     """
 
-    def __init__(self, utils: Any, numbers: Recorder | None = None, *, interval: float = SECONDS) -> None:
-        self._utils, self._numbers, self._interval = utils, numbers, interval
+    def __init__(self, utils: Any, numbers: Recorder | None = None) -> None:
+        self._utils, self._numbers = utils, numbers
         self._families: dict[str, Any] = {}
         self._shown: dict[tuple[str, ...], tuple[Any, float]] = {}
-        self._stopped = new_event()
-        self._thread = threading.Thread(target=self._run, name="dynaxx triton metrics", daemon=True)
-        self._thread.start()
+        self._failed = False
 
     def copy(self) -> None:
-        """Copy all metrics now."""
-        for series in (self._numbers or recorder()).snapshot():
-            for sample in _samples(series):
-                if self._stopped.is_set():
-                    return
-                self._show(sample)
-
-    def close(self) -> None:
-        """Stop, and copy no more: a server that ends answers no more calls, and one would wait forever."""
-        self._stopped.set()
-        self._thread.join(timeout=2 * self._interval)
-
-    def _run(self) -> None:
-        while not self._stopped.wait(self._interval):
-            try:
-                self.copy()
-            except Exception as error:  # a server without metrics still answers requests
-                logger.warning("metrics are not exported to Triton: %s", error)
-                return
+        """Copy what changed since the last call."""
+        if self._failed:
+            return
+        try:
+            for series in (self._numbers or recorder()).snapshot():
+                for sample in _samples(series):
+                    self._show(sample)
+        except Exception as error:  # a server without metrics still answers requests
+            logger.warning("metrics are not exported to Triton: %s", error)
+            self._failed = True
 
     def _show(self, sample: _Sample) -> None:
         key = (sample.name, *sample.labels.values())
         metric, before = self._shown.get(key) or (self._new(sample), 0.0)
-        if not sample.counts:
+        if not sample.counts and sample.value != before:
             metric.set(sample.value)
-        elif sample.value > before:
+        elif sample.counts and sample.value > before:
             metric.increment(sample.value - before)
         self._shown[key] = (metric, sample.value)
 

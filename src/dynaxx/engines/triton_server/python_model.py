@@ -65,6 +65,7 @@ class TritonPythonModel:
             self._handle.follow(file, interval=float(value("follow_seconds")))
         self._warm_up()
         self._metrics = TritonMetrics(_utils())
+        self._metrics.copy()
         logger.info("%s: %s on %s", args["model_name"], type(self._model).__name__, device)
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
@@ -87,11 +88,11 @@ class TritonPythonModel:
                 accepted.append(answer)
         for rows in batches(prompts, self._most_tokens):
             self._run([prompts[row] for row in rows], [accepted[row] for row in rows])
+        self._metrics.copy()
         return None if self._streams else [answer.response for answer in answers]
 
     def finalize(self) -> None:
-        """Remove the policy and stop the threads before Triton unloads the model."""
-        self._metrics.close()
+        """Remove the policy before Triton unloads the model."""
         self._handle.remove()
 
     def _warm_up(self) -> None:
