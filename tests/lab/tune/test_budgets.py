@@ -2,12 +2,14 @@
 """Time budgets on a simulated clock: no run says what the full run contradicts, and short runs add up to it."""
 
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.lab.progress import SilentProgress
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.run import TuneOptions, tune
 from slow_clock import SlowClock
@@ -162,6 +164,18 @@ def test_an_advised_budget_has_room_for_the_start_of_the_command(loaded, tmp_pat
     found = tune(*loaded, TEXT, options, time=TimeBudget(10.0, SlowClock(), spent=2000.0))
     assert (found.ended, found.verdict) == ("time", "undecided")
     assert "--time-budget 1h" in found.advice
+
+
+def test_every_stretch_of_a_trial_is_said(loaded, tmp_path):
+    said = []
+    given = dict(out=tmp_path, tokens=TOKENS, block_size=16, tolerance=1e-9, reference=False)
+
+    class Notes(SilentProgress):
+        def advance(self, n=1, note=""):
+            said.append(note)
+
+    tune(*loaded, TEXT, TuneOptions("", **given), progress=Notes(), time=TimeBudget(120.0, SlowClock()))
+    assert any(re.fullmatch(r"trying .* of the blocks, tuned; sample: .*% on 512 tokens", each) for each in said)
 
 
 def test_a_dense_policy_is_not_timed(loaded, full, tmp_path):

@@ -17,7 +17,7 @@ from dynaxx.lab.tune.costs import Costs
 from dynaxx.lab.tune.density.candidates import Candidate, TunedCandidates, UniformCandidates
 from dynaxx.lab.tune.density.guide import FIRST, Guide, Tried
 from dynaxx.lab.tune.density.rises import Rises
-from dynaxx.lab.tune.density.trials import ERRORS, FUTILE
+from dynaxx.lab.tune.density.trials import ERRORS, FUTILE, silent
 from dynaxx.lab.tune.result import HeldOutKind, Trial
 
 SEARCH_STEPS = 10  # trials of budgets per head in one run, at most
@@ -119,9 +119,12 @@ class Finding(Costing):
                 if not self._has_time(self.trials.seconds(key), urgent=whole and not guide.tried):
                     return None
                 best = f"; so far {_said(guide.best.trial)}" if guide.best else ""
-                task.advance(0, f"trying {candidate.aim:.1%} of the blocks, {name}{best}")
+                trying = f"trying {candidate.aim:.1%} of the blocks, {name}{best}"
+                task.advance(0, trying)
+                self.trials.say = lambda said: task.advance(0, f"{trying}; {said}")
                 self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
                 trial = self._evaluated(candidate, kinds, guide)
+                self.trials.say = silent
             guide.rises.share = 1.0 if guide.best else self._text_share()
             if trial is not None:
                 task.advance(int(kinds is None), f"{name}: {_said(trial)}")

@@ -117,6 +117,26 @@ def test_steps_grow_while_everything_fails():
     assert guide.best is None
 
 
+def test_trials_that_an_earlier_run_left_undecided_are_decided_one_by_one():
+    curve = Curve(lambda density: 0.002 / density**2)
+    guide = Guide(curve, Rises(0.01, 2, {"sample": 1000}), FINE)
+    trial = lambda density, decided: Trial(
+        density, 1.0, math.exp(curve.predicted(density)), 1e-6, decided and density > 0.45, 1000, decided=decided
+    )
+    for density in (0.3, 0.9, 0.6):
+        guide.learn(curve.at(density), trial(density, False))
+    tried = []
+
+    def evaluate(candidate):
+        tried.append(candidate.aim)
+        return trial(candidate.aim, True)
+
+    guide.run(evaluate, 12)
+    assert tried[:2] == [0.6, 0.3], "the denser one matters no more"
+    assert guide.unsettled is None
+    assert guide.done
+
+
 def test_interpolated_budgets_lie_between_measured_ones():
     costs = costs_of([0.02, 0.01])
     fine = costs.finer(SCORER)

@@ -79,8 +79,13 @@ class Guide:
 
     @property
     def unsettled(self) -> Tried | None:
-        """Return a trial that more text may decide otherwise: an undecided one, or the best if it is not clear."""
+        """Return a trial that more text may decide otherwise: an undecided one, or the best if it is not clear.
+
+        Undecided trials beyond the bounds, as those of another tolerance may be, need no decision.
+        """
+        failed, passed = self.bounds()
         tried = [each for each in self.tried if each.bounds and not each.trial.decided]
+        tried = [each for each in tried if (failed or 0.0) < each.candidate.aim < passed]
         if not tried and self.best is not None and not all(row.decided for row in self.best.trial.rows):
             tried = [self.best]
         return tried[-1] if tried else None
@@ -122,7 +127,7 @@ class Guide:
             if trial is None:
                 break
             self.learn(candidate, trial)
-            if self.unsettled is not None:
+            if self.unsettled is not None and self.unsettled.candidate.budgets == candidate.budgets:
                 break
 
     def next(self) -> float:

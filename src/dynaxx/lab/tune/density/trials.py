@@ -11,13 +11,14 @@ the tolerance by `FUTILE` errors would hardly pass with more text, whose errors 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dynaxx.lab.kinds import label
 from dynaxx.lab.perplexity import perplexity, token_losses
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.time_budget import PASS, TimeBudget
@@ -38,6 +39,10 @@ FUTILE = 1  # standard errors by which a candidate fails before all text is used
 DENSE = "dense text"  # name of the steps without a policy
 RUN = 512  # neighbouring tokens that count as one observation, because their changes depend on each other
 MIN_RUNS = 8  # observations per stretch, at least
+
+
+def silent(said: str) -> None:
+    """Say nothing."""
 
 
 class Trials:
@@ -69,6 +74,7 @@ class Trials:
         self.model, self.texts, self.steps, self.hold = model, texts, steps, hold
         self.block_size, self.tolerance = block_size, tolerance
         self._tokens = tokens
+        self.say: Callable[[str], None] = silent  # called with what a trial has shown so far
         self.closeness: dict[str, float] = {}  # latest known rise by kind with errors, to begin with the worst
         self._dense: dict[int, Tensor] = {}  # loss of every token of each text that was used
 
@@ -192,6 +198,7 @@ class Trials:
             every.append(torch.tensor(found["losses"], dtype=torch.float32, device="cpu"))
             changes.append((every[-1] - self.dense(index)).double())
             mean, error = mean_and_error(changes)
+            self.say(f"{label(kind)}: {math.expm1(mean):+.2%} on {sum(each.numel() for each in changes):,} tokens")
             if limit - mean > CLEAR * error or mean - limit > futile * error:
                 break
         if not changes:
