@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies in random transformers of diffusers: exact at full density, and what they cover, count and restore."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -232,3 +234,24 @@ def test_hooks_of_offloading_keep_working():
         with apply(model, policy_for(model, EVERYTHING)) as handle:
             assert close(run(model, arguments), dense)
     assert handle.counts == {"sparse": 2}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_copies_and_pickles_have_the_original_attention(name, caplog):
+    model, arguments = random_model(diffusers, name)
+    with torch.no_grad():
+        dense = run(model, arguments)
+        with apply(model, policy_for(model, SPARSE)) as handle:
+            sparse = run(model, arguments)
+            stored = pickle.dumps(model)
+            assert b"dynaxx" not in stored
+            for other in (copy.deepcopy(model), pickle.loads(stored)):
+                assert torch.equal(run(other, arguments), dense)
+                with apply(other, policy_for(other, SPARSE)):
+                    assert torch.equal(run(other, arguments), sparse)
+            assert caplog.text.count("with its original attention") == 2
+            assert torch.equal(run(model, arguments), sparse)
+            for attempt in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match="copy or pickle the model"):
+                    attempt(handle)
+        assert torch.equal(run(model, arguments), dense)

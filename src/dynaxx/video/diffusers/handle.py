@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Self
+from contextlib import nullcontext
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from dynaxx.video.diffusers.families import attention_modules, family_of, model_
 from dynaxx.video.diffusers.processors import Dense, sparse_processor
 from dynaxx.video.grid import Grid
 from dynaxx.video.policy import VideoPolicy
+
+logger = logging.getLogger("dynaxx")
 
 # Layer index, q, k, v, out, and the layout in the grid's order or None for dense attention.
 Watcher = Callable[[int, Tensor, Tensor, Tensor, Tensor, BlockLayout | None], None]
@@ -114,12 +118,20 @@ class Handle:
         self.share: float | None = None
         self._visited: float | Tensor = 0.0  # sum of the densities of all calls
         self._killed = False
-        self._before = [(module, module.processor) for _, module in attention_modules(model)]
-        self._layers = [Layer(self, index) for index in range(len(self._before))]
-        made = [sparse_processor(old, layer) for (_, old), layer in zip(self._before, self._layers, strict=True)]
-        for (module, _), processor in zip(self._before, made, strict=True):
-            module.processor = processor
-        self._hook = model.register_forward_pre_hook(self._start, with_kwargs=True)
+        modules = [module for _, module in attention_modules(model)]
+        self._layers = [Layer(self, index) for index in range(len(modules))]
+        made = [sparse_processor(each.processor, layer) for each, layer in zip(modules, self._layers, strict=True)]
+        self._replaced = [(each, each.processor, ours) for each, ours in zip(modules, made, strict=True)]
+        for module, _, ours in self._replaced:
+            module.processor = ours
+        self._hook = model.register_forward_pre_hook(_StartHook(self), with_kwargs=True)
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError, because a handle belongs to one model object in one process."""
+        raise TypeError(
+            "a handle cannot be copied or pickled: copy or pickle the model, and call dynaxx.apply on the result with "
+            "handle.policy"
+        )
 
     def step(self, index: int, steps: int) -> None:
         """Say which denoising step comes next, for policies by steps without a scheduler.
@@ -139,11 +151,12 @@ class Handle:
         return tensors
 
     def remove(self) -> None:
-        """Restore the model's own attention."""
+        """Restore the model's own attention, but no processor that was set meanwhile."""
         self._hook.remove()
-        for module, processor in self._before:
-            module.processor = processor
-        self._before = []
+        for module, before, ours in self._replaced:
+            if module.processor is ours:
+                module.processor = before
+        self._replaced = []
 
     def __enter__(self) -> Self:
         """Return the handle."""
@@ -197,7 +210,7 @@ class Handle:
         return plan, DenseReason.NO_RULE
 
     @never_traced
-    def _start(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def start(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grid's shape and the step from a forward pass that starts."""
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._killed = self.kill_switch.engaged() is not None
@@ -213,6 +226,23 @@ class Handle:
                 "a policy by steps",
                 {"step": ["pass scheduler=pipe.scheduler to `apply`, or call handle.step(index, steps)"]},
             )
+
+
+class _StartHook:
+    """The hook of a transformer that starts its passes. A copy or a pickle of it does nothing."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._handle.start(model, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        logger.warning(
+            "a transformer with a dynaxx handle is copied or pickled with its original attention, without the policy; "
+            "call dynaxx.apply on the result"
+        )
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _ranges(heads: tuple[int, ...]) -> str:

@@ -84,7 +84,11 @@ def _sparse_class(original: type[Any]) -> type[Any]:
         finally:
             current.layer = None
 
-    return type(original.__name__, (original,), {"__call__": call})
+    def as_original(self: Any, protocol: object) -> tuple[Any, ...]:
+        """Copy and pickle as the original, without the layer, which belongs to one model in one process."""
+        return object.__new__, (original,), {name: x for name, x in vars(self).items() if name != "dynaxx_layer"}
+
+    return type(original.__name__, (original,), {"__call__": call, "__reduce_ex__": as_original})
 
 
 def _with_stand_ins(original: type[Any]) -> Any:
