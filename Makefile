@@ -85,7 +85,7 @@ $(VLLM_ENV)/vllm.stamp: pyproject.toml
 test-vllm: $(VLLM_ENV)/vllm.stamp ## Test the vLLM plugin in real engines on the CPU
 	$(VLLM_ENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_paged.py \
 	    tests/integrations/test_vllm_registering.py tests/integrations/test_vllm_routing.py \
-	    tests/integrations/test_vllm_serving.py tests/integrations/test_vllm_policies.py
+	    tests/integrations/test_vllm_serving.py tests/integrations/test_vllm_servers.py tests/integrations/test_vllm_policies.py
 
 test-vllm-oldest: ## The same with the oldest vLLM for a CPU that is served
 	$(MAKE) test-vllm VLLM=$(VLLM_OLDEST) VLLM_ENV=.venv-vllm-oldest

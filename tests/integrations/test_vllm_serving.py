@@ -1,19 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to real vLLM engines and servers that run a policy, on the CPU."""
+"""Requests to real vLLM engines that run a policy, on the CPU."""
 
-import contextlib
 import gc
-import http.client
-import json
-import os
 import random
 import re
-import socket
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -198,89 +188,3 @@ def test_two_hundred_requests_with_cancellations_leave_nothing(served):
         gc.collect()
         memory.append(psutil.Process().memory_info().rss)
     assert memory[2] - memory[1] < 32 * 2**20, memory
-
-
-@contextlib.contextmanager
-def server(folder, model, policy, *arguments):
-    """Run vLLM's HTTP server. Yield its port, its process and its log, and end it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--served-model-name", "soak", "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096"]
-    command += ["--max-num-batched-tokens", "256", "--max-num-seqs", "16", *arguments]
-    env = {**os.environ, "DYNAXX_POLICY": str(policy), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    log = folder / "server.log"
-    with log.open("w") as out:
-        running = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 300
-        while not answers(port):
-            assert running.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(1)
-        yield port, running, log
-    finally:
-        running.terminate()
-        running.wait(60)
-
-
-def answers(port):
-    """Return whether a server is healthy."""
-    connection = http.client.HTTPConnection("localhost", port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
-
-
-def test_a_server_answers_many_clients_at_a_time(llama, tmp_path):
-    """Over HTTP: prompts of all lengths, shared prefixes, clients that hang up; no error."""
-    decode = dx.Rule.of(dx.Sink(32) | dx.TopK(1, dx.MinMax()), phase="decode", block_size=128)
-    policy = policy_file(tmp_path, llama, dx.Rule.of(SPARSE), decode, dense_below=100)
-    soak = Path(__file__).parents[2] / "benchmarks" / "serving" / "vllm_soak.py"
-    with server(tmp_path, llama, policy, "--skip-tokenizer-init") as (port, running, log):
-        command = [sys.executable, str(soak), "--url", f"http://localhost:{port}", "--model", "soak"]
-        command += ["--minutes", "0.3", "--pid", str(running.pid)]
-        command += ["--concurrent", "60", "--longest", "900", "--vocabulary", "319", "--most-growth", "1000"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-3000:] + log.read_text()[-3000:]
-        assert json.loads(done.stdout.splitlines()[-1])["answered"] > 60
-    assert "policy.json is active: 3 of 3 layers" in log.read_text()
-
-
-def test_openai_clients_get_the_same_answer_in_every_way(llama, tmp_path):
-    """Under a static rule: whole, again, streamed, among 200 clients; and a server that is ended answers first."""
-    import openai
-
-    policy = policy_file(tmp_path, llama, dx.Rule.of(dx.Sink(32) | dx.SlidingWindow(64)))
-    prompts = prompts_of((5, 64, 130, 300, 900), seed=11)
-    with (
-        server(tmp_path, llama, policy, "--shutdown-timeout", "60") as (port, running, _),
-        openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=200, max_retries=0) as client,
-        ThreadPoolExecutor(200) as clients,
-    ):
-
-        def ask(prompt, tokens=8, **options):
-            extra = {"return_token_ids": True, "ignore_eos": True}
-            return client.completions.create(
-                model="soak", prompt=prompt, max_tokens=tokens, temperature=0, extra_body=extra, **options
-            )
-
-        def whole(prompt, tokens=8):
-            return ask(prompt, tokens).choices[0].token_ids
-
-        first = [whole(prompt) for prompt in prompts]
-        assert [whole(prompt) for prompt in prompts] == first
-        assert [[t for part in ask(p, stream=True) for t in part.choices[0].token_ids or ()] for p in prompts] == first
-        for stream in [ask(prompts[4], 500, stream=True) for _ in range(8)]:
-            stream.close()  # a client that hangs up
-        assert list(clients.map(whole, prompts * 40)) == first * 40
-        last = [clients.submit(whole, prompt, 200) for prompt in prompts]
-        time.sleep(2)
-        running.terminate()
-        assert [answer.result()[:8] for answer in last] == first
