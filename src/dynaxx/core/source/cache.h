@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "args.h"
 #include "pack.h"
 #include "shared.h"
 #include "status.h"
@@ -37,6 +38,26 @@ struct CacheArgs {
   int64_t batch, kv_heads, max_pages, page_size, head_dim, head_dim_v;
   int64_t num_pages;  // physical pages; max_pages for a contiguous cache
   int64_t max_keys;   // per sequence
+};
+
+// A decoding step over a cache.
+struct DecodeArgs {
+  const CacheArgs* cache;
+  const void* q;  // (batch, seqlen_q, q_heads, head_dim), any strides
+  int64_t element;
+  Strides q_strides;
+  int64_t seqlen_q, q_heads;
+  const int32_t* pages;  // (batch, kv_heads, slots) logical pages, -1 = empty, contiguous; null: all pages
+  int64_t slots;
+  float* out;  // (batch, seqlen_q, q_heads, head_dim_v) contiguous
+  float* lse;  // (batch, q_heads, seqlen_q) contiguous
+  double scale;
+  int64_t threads;
+  const void *exact_k, *exact_v;  // (batch, exact_slots, kv_heads, head_dim) contiguous, see exact_tokens.py, or null
+  int64_t exact_stored, exact_slots, exact_sinks;
+  double softcap;            // 0: none
+  const float* sink_logits;  // (q_heads,); null: none
+  int64_t left;              // keys that a query sees before its own; -1: all
 };
 
 // A cache with its own copy of lengths and pages. Those in `CacheArgs` belong to an engine that may write to them

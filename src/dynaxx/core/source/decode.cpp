@@ -15,25 +15,6 @@
 
 using namespace dynaxx;
 
-struct DecodeArgs {
-  const CacheArgs* cache;
-  const void* q;  // (batch, seqlen_q, q_heads, head_dim), any strides
-  int64_t element;
-  Strides q_strides;
-  int64_t seqlen_q, q_heads;
-  const int32_t* pages;  // (batch, kv_heads, slots) logical pages, -1 = empty, contiguous; null: all pages
-  int64_t slots;
-  float* out;  // (batch, seqlen_q, q_heads, head_dim_v) contiguous
-  float* lse;  // (batch, q_heads, seqlen_q) contiguous
-  double scale;
-  int64_t threads;
-  const void *exact_k, *exact_v;  // (batch, exact_slots, kv_heads, head_dim) contiguous, see exact_tokens.py, or null
-  int64_t exact_stored, exact_slots, exact_sinks;
-  double softcap;            // 0: none
-  const float* sink_logits;  // (q_heads,); null: none
-  int64_t left;              // keys that a query sees before its own; -1: all
-};
-
 namespace {
 
 constexpr int64_t MIN_KEYS = 256;  // keys per part at least, so that merging stays cheap

@@ -50,8 +50,8 @@ void for_each_task(int64_t num_tasks, int64_t threads, std::atomic<int>& status,
 }
 
 // Throw in the calling thread what a task has thrown.
-inline void rethrow(const std::atomic<int>& status) {
-  switch (status.load()) {
+inline void rethrow(int status) {
+  switch (status) {
     case OK: return;
     case NO_MEMORY: throw std::bad_alloc();
     case BAD_INPUT: throw BadInput();
@@ -64,7 +64,7 @@ template <class Run>
 void for_each_task(int64_t num_tasks, int64_t threads, const Run& run) {
   std::atomic<int> status{OK};
   for_each_task(num_tasks, threads, status, run);
-  rethrow(status);
+  rethrow(status.load());
 }
 
 }  // namespace dynaxx

@@ -12,17 +12,11 @@
 extern "C" {
 int dynaxx_cpu_best_blocks(const dynaxx::BestBlocksArgs* args);
 int dynaxx_cpu_list_blocks(const dynaxx::ListBlocksArgs* args, int64_t threads);
-int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order);
 }
 
 namespace dynaxx_onnx {
 
 namespace {
-
-void check(int status) {
-  if (status == NO_MEMORY) throw std::bad_alloc();
-  require(status == OK);
-}
 
 // Call write(mean, smallest, largest, to) for every block of `size` tokens; return (B, blocks, heads, width).
 template <class Write>
@@ -103,7 +97,7 @@ std::vector<uint32_t> best_blocks(const Group& group, const Static& pattern, con
     args.kv_block = grid.kv_block;
     args.causal = grid.causal;
     args.scale *= group.choice.parameter;
-    check(dynaxx_cpu_best_blocks(&args));
+    rethrow(dynaxx_cpu_best_blocks(&args));
     return chosen;
   }
   const Summaries summaries(group.choice, grid, q, k, threads);  // blocks become tokens
@@ -115,7 +109,7 @@ std::vector<uint32_t> best_blocks(const Group& group, const Static& pattern, con
   args.seqlen_k = blocks;
   args.head_dim = summaries.width;
   args.q_block = args.kv_block = args.tile = 1;
-  check(dynaxx_cpu_best_blocks(&args));
+  rethrow(dynaxx_cpu_best_blocks(&args));
   return chosen;
 }
 
@@ -143,13 +137,13 @@ Chosen list_blocks(const std::vector<uint32_t>& chosen, const Static& pattern, c
   args.offset = grid.offset();
   args.first_cut = prepared.first_cut;
   args.cut_step = prepared.cut_step;
-  check(dynaxx_cpu_list_blocks(&args, threads));
+  rethrow(dynaxx_cpu_list_blocks(&args, threads));
   args.capacity = made.indptr.back();
   made.indices.resize(args.capacity);
   made.masks.resize(args.capacity);
   args.indices = made.indices.data();
   args.mask_ids = made.masks.data();
-  if (args.capacity) check(dynaxx_cpu_list_blocks(&args, threads));
+  if (args.capacity) rethrow(dynaxx_cpu_list_blocks(&args, threads));
   return made;
 }
 
@@ -185,7 +179,7 @@ Chosen choose(const LayerRules& rules, const Prepared& prepared, const Tensor& q
   }
   Chosen made = put_together(rules, groups, heads, rows);
   made.order.resize(heads * rows);
-  check(dynaxx_cpu_plan_rows(made.indptr.data(), heads, rows, made.order.data()));
+  rethrow(dynaxx_cpu_plan_rows(made.indptr.data(), heads, rows, made.order.data()));
   return made;
 }
 

@@ -10,6 +10,8 @@
 #include "plan.h"
 #include "rules.h"
 
+extern "C" int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order);
+
 namespace dynaxx_onnx {
 
 using namespace dynaxx;

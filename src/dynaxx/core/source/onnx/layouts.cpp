@@ -8,13 +8,13 @@
 #include <mutex>
 
 #include "layer_rules.h"
+#include "tasks.h"
 
 extern "C" {
 int dynaxx_cpu_static_layout(const int64_t* program, int64_t size, const dynaxx::Grid* grid, int64_t* sizes, void** built);
 int dynaxx_cpu_take_layout(void* built, int32_t* numbers, int64_t capacity);
 int dynaxx_cpu_plan_masks(const uint32_t* bits, int64_t num_masks, int64_t q_block, int64_t kv_block,
                           int64_t rows_are_keys, uint16_t* words, uint8_t* runs);
-int dynaxx_cpu_plan_rows(const int32_t* indptr, int64_t heads, int64_t rows, int32_t* order);
 }
 
 namespace dynaxx_onnx {
@@ -22,12 +22,6 @@ namespace dynaxx_onnx {
 namespace {
 
 constexpr size_t MAX_KEPT = 8;  // pairs of lengths and rules whose layouts are kept
-
-void check(int status) {
-  if (status == NO_MEMORY) throw std::bad_alloc();
-  if (status == BAD_INPUT) throw BadInput();
-  if (status != OK) throw std::runtime_error("the core failed");
-}
 
 class Reader {
  public:
@@ -99,11 +93,11 @@ Parts layout_of(const std::vector<int64_t>& numbers, const Grid& grid) {
   const std::vector<int64_t> program = placed(numbers, grid);
   int64_t sizes[7];
   void* built = nullptr;
-  check(dynaxx_cpu_static_layout(program.data(), int64_t(program.size()), &grid, sizes, &built));
+  rethrow(dynaxx_cpu_static_layout(program.data(), int64_t(program.size()), &grid, sizes, &built));
   int64_t total = 0;
   for (const int64_t size : sizes) total += (size + 3) / 4 * 4;
   std::vector<int32_t> all(total);
-  check(dynaxx_cpu_take_layout(built, all.data(), total));
+  rethrow(dynaxx_cpu_take_layout(built, all.data(), total));
   Parts parts;
   const int32_t* from = all.data();
   for (int i = 0; i < 7; i++) {
@@ -215,7 +209,7 @@ std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& gri
   const int64_t num_masks = int64_t(bits.size()) / mask_words, panels = grid.q_block / PANEL;
   made->words.resize(num_masks * panels * grid.kv_block);
   made->runs.resize(num_masks * panels * 2 * MAX_RUNS);
-  check(dynaxx_cpu_plan_masks(bits.data(), num_masks, grid.q_block, grid.kv_block, 0, made->words.data(),
+  rethrow(dynaxx_cpu_plan_masks(bits.data(), num_masks, grid.q_block, grid.kv_block, 0, made->words.data(),
                               made->runs.data()));
   if (!rules.is_static()) return made;
   made->layout_heads = rules.groups.size() == 1 ? 1 : q_heads;
@@ -230,7 +224,7 @@ std::shared_ptr<const Prepared> prepare(const LayerRules& rules, const Grid& gri
     made->masks.insert(made->masks.end(), pattern->mask_ids.begin(), pattern->mask_ids.end());
   }
   made->order.resize(made->layout_heads * rows);
-  check(dynaxx_cpu_plan_rows(made->indptr.data(), made->layout_heads, rows, made->order.data()));
+  rethrow(dynaxx_cpu_plan_rows(made->indptr.data(), made->layout_heads, rows, made->order.data()));
   return made;
 }
 

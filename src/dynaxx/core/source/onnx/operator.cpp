@@ -21,30 +21,10 @@
 #include "ort_api.h"
 #include "vec.h"
 
-extern "C" int dynaxx_cpu_forward(const dynaxx::ForwardArgs* args);
-
-namespace dynaxx {
-// As in decode.cpp.
-struct DecodeStep {
-  const CacheArgs* cache;
-  const void* q;
-  int64_t element;
-  Strides q_strides;
-  int64_t seqlen_q, q_heads;
-  const int32_t* pages;
-  int64_t slots;
-  float *out, *lse;
-  double scale;
-  int64_t threads;
-  const void *exact_k, *exact_v;
-  int64_t exact_stored, exact_slots, exact_sinks;
-  double softcap;
-  const float* sink_logits;
-  int64_t left;
-};
-}  // namespace dynaxx
-
-extern "C" int dynaxx_cpu_decode(const dynaxx::DecodeStep* args);
+extern "C" {
+int dynaxx_cpu_forward(const dynaxx::ForwardArgs* args);
+int dynaxx_cpu_decode(const dynaxx::DecodeArgs* args);
+}
 
 namespace {
 
@@ -314,7 +294,7 @@ class Kernel {
     cache.head_dim = k.dim;
     cache.head_dim_v = v.dim;
     cache.max_keys = k.seqlen;
-    DecodeStep step{};
+    DecodeArgs step{};
     step.cache = &cache;
     step.q = q.data;
     step.q_strides = q.strides();
