@@ -120,7 +120,7 @@ class GatherRuns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         runs, split, rank, group, reach = ctx.settings
         total = sum_of_runs([(grads[2 * i : 2 * i + 2], run.keys) for i, run in enumerate(runs)], ctx.dims, ctx.like)
-        own = return_gradients(total, split, rank, group, reach).transpose(0, 1).split(ctx.dims, dim=-1)
+        own = ReturningRuns(total, split, rank, group, reach).wait().transpose(0, 1).split(ctx.dims, dim=-1)
         return *own, None, None, None, None, None
 
 
@@ -206,26 +206,3 @@ class ReturningRuns:
         for source in received:
             total[: len(received[source])] += received[source]
         return total.to(self._own.dtype)
-
-
-def return_gradients(
-    whole: Tensor, split: SequenceSplit, rank: int, group: ProcessGroup, reach: Sequence[int] | None = None
-) -> Tensor:
-    """Exchange gradients (tokens, ...) of all ranks and return their sum over ranks for own tokens, (own tokens, ...).
-
-    The arguments and the sum are those of `ReturningRuns`.
-    """
-    return ReturningRuns(whole, split, rank, group, reach).wait()
-
-
-def gather_runs(
-    k: Tensor, v: Tensor, runs: list[Run], split: SequenceSplit, rank: int, group: ProcessGroup
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values that each causal run may see, each (batch, keys, heads, dim). Differentiable."""
-    gathering = WholeGathering((k, v), split, rank, group, reaches(split))
-    return pairs(GatherRuns.apply(k, v, gathering, runs, split, rank, group))
-
-
-def pairs(found: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Group (k of run 0, v of run 0, k of run 1, ...) into (k, v) pairs."""
-    return list(zip(found[::2], found[1::2], strict=True))

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from dynaxx.arguments import typed
 from dynaxx.distributed.attention import sparse_attention
-from dynaxx.distributed.gather import gather_runs, query_runs
+from dynaxx.distributed.gather import query_runs
 from dynaxx.distributed.group import Mesh, group_of
+from dynaxx.distributed.rules import staged_runs
 from dynaxx.distributed.split import SequenceSplit
 from dynaxx.layout import BLOCK_SIZES, BlockLayout, CuSeqlens
 from dynaxx.patterns import Causal
@@ -70,7 +71,7 @@ class _Attend:
             layout = module.pattern.layout(split.seqlen, block_size=module.block_size, device=q.device)
             return self.over(layout, q, k, v)
         runs = query_runs(split, self._owner.rank)
-        seen = gather_runs(k, v, runs, split, self._owner.rank, self._owner.group)
+        ((_, seen),) = staged_runs(k, v, runs, split, self._owner.group, stages=1)
         attend = type(module).attend
         outs = [
             attend(module, x[:, run.first : run.last], q[:, run.first : run.last], keys, values, None, None)

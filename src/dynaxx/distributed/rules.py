@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.arguments import typed
-from dynaxx.distributed.gather import GatherRuns, Run, WholeGathering, pairs, query_runs, reaches
+from dynaxx.distributed.gather import GatherRuns, Run, WholeGathering, query_runs, reaches
 from dynaxx.distributed.group import Mesh, group_of
 from dynaxx.distributed.plan import check_stages
 from dynaxx.distributed.sharded import ShardedLayout, rows_of
@@ -25,6 +25,7 @@ from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.entries import joined_entries
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.runs import Visited
+from dynaxx.policy.rule_parts import budget_of, for_heads, parts
 from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Selector, Threshold, TopK, TopP, select_blocks
 
 Rule = Pattern | Selector | Hybrid
@@ -148,7 +149,8 @@ def staged_runs(
         if first + step < kv_heads:
             gathering = start(first + step)
         some = slice(first, first + step)
-        yield some, pairs(GatherRuns.apply(k[:, :, some], v[:, :, some], current, runs, split, rank, group))
+        seen = GatherRuns.apply(k[:, :, some], v[:, :, some], current, runs, split, rank, group)
+        yield some, list(zip(seen[::2], seen[1::2], strict=True))
 
 
 def check_rule(rule: Rule, split: SequenceSplit, sizes: tuple[int, int]) -> None:
@@ -195,19 +197,13 @@ def rule_of_heads(rule: Any, heads: slice, q_heads: int) -> Any:
     Raises:
         ValueError: the rule has budgets for another number of heads.
     """
-    selector = rule.selector if isinstance(rule, Hybrid) else rule
-    if not isinstance(selector, Selector):
-        return rule
-    budget = getattr(selector, selector.budget_field)
-    if not isinstance(budget, tuple):
-        return rule
-    if len(budget) != q_heads:
+    selector = parts(rule)[1]
+    budget = None if selector is None else budget_of(selector)
+    if selector is not None and isinstance(budget, tuple) and len(budget) != q_heads:
         raise ValueError(
             f"`{selector.budget_field}` must be one value or one per q head ({q_heads}), got {len(budget)}"
         )
-    changes: dict[str, Any] = {selector.budget_field: budget[heads]}
-    own = replace(selector, **changes)  # type: ignore[type-var]
-    return Hybrid(rule.pattern, own) if isinstance(rule, Hybrid) else own
+    return for_heads(rule, range(heads.start, heads.stop))
 
 
 def _stacked_rows(layouts: list[BlockLayout], split: SequenceSplit, rank: int) -> BlockLayout:
