@@ -50,16 +50,20 @@ def refuse_compiled_transforms(name: str) -> None:
         )
 
 
+def have_tangents(*tensors: Tensor | None) -> bool:
+    """Return whether a tensor has a tangent, for a forward-mode derivative (jvp, jacfwd, hessian)."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
 def refuse_forward_mode(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError for a tensor with a tangent, which the kernels would drop silently."""
-    if forward_ad._current_level < 0:
-        return
-    for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                "the kernels of dynaxx have no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode "
-                "(backward, torch.func.grad, vjp, jacrev), or backend='reference' of `sparse_attention`"
-            )
+    if have_tangents(*tensors):
+        raise NotImplementedError(
+            "the kernels of dynaxx have no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode "
+            "(backward, torch.func.grad, vjp, jacrev), or backend='reference' of `sparse_attention`"
+        )
 
 
 def refuse_transforms(name: str, *tensors: Tensor | None, fix: str = "use autograd: requires_grad, backward") -> None:

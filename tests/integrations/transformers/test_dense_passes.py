@@ -99,6 +99,23 @@ def test_a_prefix_is_shared_exactly():
         close(step(), wanted)
 
 
+@pytest.mark.parametrize("rule", [None, dx.SlidingWindow(16)])
+def test_forward_mode_derivatives_are_those_of_the_models_attention(rule, monkeypatch):
+    """A kernel's refusal counted as a failure, which made the layer rest."""
+    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+    model, ids = llama(), tokens(1, 40)
+    model.set_attn_implementation("eager")
+    start = model.model.embed_tokens(ids).detach()
+    run = lambda x: model(inputs_embeds=x, use_cache=False).logits
+    derive = lambda: torch.func.jvp(run, (start,), (torch.ones_like(start),))
+    wanted = derive()
+    policy = None if rule is None else policy_for(model, dx.Rule.of(rule))
+    with dx.apply(model, policy) as handle:
+        for found, each in zip(derive(), wanted, strict=True):
+            close(found, each)
+        assert handle.stats()["dense_calls"] == {"forward-mode derivatives": 3}
+
+
 def test_the_kill_switch_makes_a_pass_dense(planned):
     model, ids = llama(), tokens(1, 100)
     dense = logits(model, input_ids=ids)

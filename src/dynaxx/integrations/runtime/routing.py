@@ -86,13 +86,14 @@ class DenseReason(str, enum.ReprEnum):
         "attention weights",
         "The caller asks for attention weights (`output_attentions`), which the kernels do not compute. Ask for none.",
     )
+    TANGENTS = "forward-mode derivatives", "`jvp`, `jacfwd` or `hessian`. Use reverse mode."
     ARGUMENT = (
         "unknown argument",
         "The model's attention reads an argument that dynaxx does not, such as a position bias. The log names it.",
     )
-    SHAPES = "q and k of other shapes", "q, k and v do not have the shapes of self-attention. Such calls stay dense."
+    SHAPES = "q and k of other shapes", "q, k and v do not have the shapes of self-attention."
     NOT_CAUSAL = "not causal", "The layer also attends to later tokens. A policy serves causal layers."
-    MORE_QUERIES = "more queries than keys", "The call has more queries than keys. Such calls stay dense."
+    MORE_QUERIES = "more queries than keys", "The call has more queries than keys."
     MASK_DTYPE = (
         "mask is not boolean",
         "The caller passed a mask of numbers. Pass a boolean mask, or a padding mask.",
@@ -108,7 +109,7 @@ class DenseReason(str, enum.ReprEnum):
     )
     PADDING = (
         "padding or prefix",
-        "Queries of padding, or of a prefix that is visible in both directions. They stay dense.",
+        "Queries of padding, or of a prefix that is visible in both directions.",
     )
     NO_CACHE = (
         "cache unknown",

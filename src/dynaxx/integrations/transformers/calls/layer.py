@@ -8,6 +8,7 @@ import logging
 
 from torch import Tensor
 
+from dynaxx.derivatives import have_tangents
 from dynaxx.integrations.runtime.routing import DenseReason, Route
 from dynaxx.integrations.transformers.calls.arguments import AttentionCall, sinks_of
 from dynaxx.integrations.transformers.calls.call_plan import CallPlan
@@ -78,9 +79,9 @@ class Layer:
 
     def _signature(self, current: ForwardContext, call: AttentionCall) -> Signature:
         form = Signature.of(current.deployed.kind(self.index), self.dense, call)
-        if current.wants_weights and self.dense.returns_weights:
-            form = form._replace(scores=form.scores._replace(unserved=DenseReason.WEIGHTS))
-        return form
+        unserved = DenseReason.WEIGHTS if current.wants_weights and self.dense.returns_weights else None
+        unserved = DenseReason.TANGENTS if have_tangents(call.q, call.k, call.v) else unserved
+        return form if unserved is None else form._replace(scores=form.scores._replace(unserved=unserved))
 
     def _plan(self, current: ForwardContext, form: Signature, mask: Tensor | None) -> CallPlan:
         """Return the plan of the call, which all layers with equal calls share during a pass."""
