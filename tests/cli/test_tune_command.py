@@ -161,7 +161,7 @@ def test_tune_for_real(monkeypatch, tiny, tmp_path):
     assert json.loads((tmp_path / "policy.json").read_text())["rules"] == json.loads(policy)["rules"]
 
 
-@pytest.mark.parametrize("step", ["validate", "analyze"])
+@pytest.mark.parametrize("step", ["validate", pytest.param("analyze", marks=pytest.mark.slow)])
 def test_a_stop_after_the_search_keeps_and_says_what_was_found(tools, monkeypatch, tiny, tmp_path, step):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -94,7 +94,7 @@ def test_no_budget_contradicts_the_full_run(loaded, full, tmp_path, slowness, ca
         assert clock.seconds <= max(1.2 * budget, 1.2 * slowness * PACE), "at most a fifth late"
 
 
-@pytest.mark.parametrize("slowness", [1.0, 3.0])
+@pytest.mark.parametrize("slowness", [1.0, slow(3.0)])
 def test_a_search_without_a_policy_may_use_the_time_of_the_validation(loaded, tmp_path, slowness):
     clock = SlowClock(slowness)
     found = run(loaded, tmp_path, "sparse", 120.0 * slowness, clock, reserve=25.0 * slowness)
