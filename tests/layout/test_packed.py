@@ -182,6 +182,11 @@ def test_the_layout_must_be_for_these_lengths():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    for ends in ((0, 20.5, 64), torch.tensor([0, 20.5, 64]), (False, 20, 64), torch.tensor([0, 20, 64]) + 0j):
+        with pytest.raises(TypeError, match=r"`cu_seqlens_q` must be (an integer|integers), got"):
+            dx.sparse_attention(q, k, v, layout, cu_seqlens_q=ends)
+    with pytest.raises(ValueError, match="equal the lengths of the layout"):
+        dx.sparse_attention(q, k, v, layout, cu_seqlens_q=(0, 20, 2**40))
     with pytest.raises(TypeError, match="select_packed_blocks"):
         dx.packed_layout(dx.TopK(1), (0, 64))
 

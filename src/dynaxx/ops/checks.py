@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import described, number
+from dynaxx.arguments import as_integer, described, number
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.layout.host import AUTOCAST_DEVICES
@@ -199,11 +199,15 @@ def check_packed(
 def _check_lengths(name: str, given: CuSeqlens, built: Tensor) -> None:
     if (isinstance(given, Tensor) and given.ndim != 1) or len(given) != len(built):
         raise ValueError(f"`{name}` must have as many entries as the layout, {len(built)}, got {given}")
+    if isinstance(given, Tensor) and (given.dtype == torch.bool or given.is_floating_point() or given.is_complex()):
+        raise TypeError(f"`{name}` must be integers, got a tensor of {given.dtype}")
     if torch.compiler.is_compiling():
         return
-    if isinstance(given, Tensor) and not looks_at_values(given.device):
-        return
-    if not torch.equal(torch.as_tensor(given, dtype=torch.int32, device="cpu"), built):
+    if not isinstance(given, Tensor):
+        same = [as_integer(name, end) for end in given] == built.tolist()
+    else:
+        same = not looks_at_values(given.device) or torch.equal(given.to("cpu", torch.int64), built.long())
+    if not same:
         raise ValueError(f"`{name}` must equal the lengths of the layout, {built.tolist()[:8]}, got {given}")
 
 
