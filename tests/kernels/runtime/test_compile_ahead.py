@@ -93,8 +93,8 @@ def test_a_kernel_that_does_not_compile_raises_at_its_launch(cache):
 
     x = torch.zeros(64)
     assert ahead.compile_ahead(lambda: _wrong_kernel[(1,)](x), 2) == 1
-    with pytest.raises(Exception, match="wrong on purpose"):
-        _wrong_kernel.kernel.warmup(x, grid=(1,), **OPTIONS)
+    with pytest.raises(Exception, match="wrong on purpose"):  # a launch reads the metadata, where Triton 3.8 raises
+        _ = _wrong_kernel.kernel.warmup(x, grid=(1,), **OPTIONS).metadata
 
 
 def test_an_error_of_the_call_is_raised_and_its_kernels_are_compiled(cache):
