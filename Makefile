@@ -49,7 +49,7 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a s
 
 .venv/torch.stamp: | .venv/bin/pip
 	@echo "making .venv with $(TORCH): a few minutes"
-	@$(BIN)/pip install -qq "$(TORCH)" -c constraints.txt
+	@$(BIN)/pip install -qq --no-warn-conflicts "$(TORCH)" -c constraints.txt
 	@touch $@
 
 # Large packages that can be unpacked beside torch, since they are installed without what they need.
@@ -66,7 +66,7 @@ setup: .venv/dev.stamp .venv/model.stamp ## Make .venv: torch, this package, a s
 
 .venv/dev.stamp: .venv/torch.stamp .venv/beside.stamp pyproject.toml constraints.txt setup.py
 	@echo "installing dynaxx and the tools to develop it"
-	@$(BIN)/pip install -qq "setuptools>=77" wheel -c constraints.txt
+	@$(BIN)/pip install -qq --no-warn-conflicts "setuptools>=77" wheel -c constraints.txt
 	@$(BIN)/pip install -qq --no-build-isolation -e '.[dev]' -c constraints.txt
 	@touch .venv/cli.stamp $@
 
