@@ -173,7 +173,7 @@ def test_a_trial_takes_the_fields_of_its_problem(worker, tmp_path):
         (NSA, replace(PROBLEM, needs_grad=True, q_heads=32, block_size=(1, 64))),
         (TOKENS, replace(PROBLEM, needs_grad=True, block_size=(1, 1))),
         (INDEXER, IndexerProblem(CUDA, torch.bfloat16, 4096, 4, 64, 1, 100)),
-        (QUERY_SCORES, QueryScoresProblem(CUDA, torch.bfloat16, 128, 128, False, True)),
+        (QUERY_SCORES, QueryScoresProblem(CUDA, torch.bfloat16, 128, 128, True)),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
