@@ -85,6 +85,18 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def tuned_at(search: Search, wanted: float, density_of: Callable[[Any], float], rounds: int = 4) -> Any:
+    """Return the tuned policy of a density on unseen cases, where `TopP` may visit more blocks than on seen ones."""
+    budget = wanted
+    for _ in range(rounds):
+        policy = search.best(budget).policy
+        density = density_of(policy)
+        if density <= wanted * 1.02:
+            break
+        budget *= wanted / density
+    return policy
+
+
 def main() -> None:
     """Print a row per method and density, and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -134,7 +146,8 @@ def main() -> None:
             rules = better_windows(both, spatial, temporal)
             report("spatial or temporal", density, policy_of(sampler, both.space, rules))
         equal = next(row["density"] for row in reversed(rows) if row["method"] == "pooled top-k")
-        report("tuned", density, search.best(equal).policy)
+        policy = tuned_at(search, equal, lambda policy: trial(sampler, policy, unseen, dense).density)
+        report("tuned", density, policy)
 
 
 if __name__ == "__main__":
