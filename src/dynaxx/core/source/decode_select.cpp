@@ -182,12 +182,13 @@ void narrow(Stored stored, const float* from, int64_t count, char* to) {
 }
 
 // Summarize the keys in use of one page into its rows of low and high.
-void summarize(const SummaryArgs& args, const Cache& cache, int64_t batch, int64_t head, int64_t page, float* memory) {
+void summarize(const SummaryArgs& args, const Cache& cache, int64_t batch, int64_t head, int64_t page, int64_t physical,
+               float* memory) {
   const Stored stored = Stored(cache.stored), element = Stored(args.element);
-  const int64_t D = cache.head_dim, start = page * cache.page_size, physical = cache.physical(batch, page);
+  const int64_t D = cache.head_dim, start = page * cache.page_size;
   const int64_t from = std::max(start, cache.first_key(batch));
   const int64_t to = std::min<int64_t>(start + cache.page_size, cache.used(batch));
-  if (physical < 0 || from >= to) return;
+  if (from >= to) return;
   float *mean = memory, *low = memory + D, *high = memory + 2 * D, *wide = memory + 3 * D;
   std::fill(mean, mean + D, 0.f);
   std::fill(low, low + D, -NEG_INF);
@@ -272,13 +273,20 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_summarize_pages(const SummaryArgs* args)
   return status_of([&] {
     const Cache cache(*args->cache);
     check(*args);
-    for_each_task(cache.batch * cache.kv_heads, args->threads, [&](int64_t i) {
-      const int64_t batch = i / cache.kv_heads, head = i % cache.kv_heads;
-      int64_t page = cache.first_page(batch);
-      if (args->new_tokens >= 0)
-        page = std::max(page, std::max<int64_t>(0, cache.used(batch) - args->new_tokens) / cache.page_size);
+    // A task owns some pages of a head, because sequences may share a page.
+    const int64_t owners = args->threads;
+    for_each_task(cache.kv_heads * owners, args->threads, [&](int64_t i) {
+      const int64_t head = i / owners, owner = i % owners;
       float* memory = thread_scratch().reserve(4 * cache.head_dim);
-      for (; page < cache.stop_page(batch); page++) summarize(*args, cache, batch, head, page, memory);
+      for (int64_t batch = 0; batch < cache.batch; batch++) {
+        int64_t page = cache.first_page(batch);
+        if (args->new_tokens >= 0)
+          page = std::max(page, std::max<int64_t>(0, cache.used(batch) - args->new_tokens) / cache.page_size);
+        for (; page < cache.stop_page(batch); page++) {
+          const int64_t physical = cache.physical(batch, page);
+          if (physical >= 0 && physical % owners == owner) summarize(*args, cache, batch, head, page, physical, memory);
+        }
+      }
     });
   });
 }
