@@ -23,7 +23,7 @@ START = 1.0  # blocks, the time in which a row starts and ends
 
 
 class Schedule(NamedTuple):
-    """What the model knows of a call. A line is the rows of one head, or of two heads that one program computes."""
+    """The sizes of a call that the model reads. A line is the rows of one head, or of two that one program computes."""
 
     lengths: bytes  # blocks per row of a line, float32, in the order of its rows
     lines: int  # of all batch entries

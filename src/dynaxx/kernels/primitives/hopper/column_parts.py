@@ -108,16 +108,6 @@ def times(parts, factor):
 
 
 @gluon.jit
-def scaled(parts, factors):
-    """Multiply each row of all parts by its factor."""
-    found = ()
-    for u in gl.static_range(len(parts)):
-        by_row = gl.convert_layout(factors, gl.SliceLayout(1, parts[u].type.layout))
-        found += (parts[u] * by_row[:, None],)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
 def store_parts(tile, parts, dtype: gl.constexpr, COLUMNS: gl.constexpr):
     """Store all parts to a tile in shared memory. Its other columns keep what they are."""
     for u in gl.static_range(len(parts)):
