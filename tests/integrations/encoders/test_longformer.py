@@ -278,7 +278,7 @@ def test_copies_and_pickles_are_plain_models():
 
 
 def test_worker_processes_run_on_dynaxx():
-    """What `multiprocessing` sends to a process that it spawns."""
+    """A process that `multiprocessing` spawns gets the model as it is under the handle."""
     model, inputs = longformer(), inputs_of(40)
     with apply_to_encoder(model):
         ours = hidden(model, inputs)

@@ -101,7 +101,7 @@ def test_pickles_need_no_dynaxx_and_warn(implementation, caplog):
 
 
 def test_worker_processes_keep_the_policy():
-    """What `multiprocessing` sends to a process that it spawns."""
+    """A process that `multiprocessing` spawns gets the model as it is under the handle."""
     model, ids = llama(), tokens(2, 90)
     with applied(model):
         sparse = logits(model, input_ids=ids)
