@@ -180,7 +180,7 @@ def test_hopper_scores(head_dim, block):
     queries = torch.zeros(1, HEADS[0], grid.q_blocks, head_dim, dtype=torch.bfloat16)
     k = torch.zeros(1, TOKENS, HEADS[1], head_dim, dtype=torch.bfloat16)
     places = torch.zeros(grid.kv_blocks, dtype=torch.int32)
-    check(compile_kernels(lambda: query_scores(queries, k, 0, grid, None, places), "scores"), [0])
+    check(compile_kernels(lambda: query_scores(queries, k, 0, grid, places=places), "scores"), [0])
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_scores_are_those_of_the_portable_kernel(dtype, placed):
         if placed and shape[5] > 1:
             continue
         queries, k, places, in_order, grid = inputs_of(shape, dtype, placed=placed)
-        got, want = fast(queries, k, 0, grid, None, places), portable(queries, k, 0, grid, None, places)
+        got, want = fast(queries, k, 0, grid, places=places), portable(queries, k, 0, grid, places=places)
         seen = torch.arange(grid.kv_blocks, device=CUDA) < grid.causal_kv_blocks(grid.rows()).to(CUDA)[:, None]
         seen = (seen if grid.causal else torch.ones_like(seen)).expand_as(got)
         torch.testing.assert_close(got[seen], want[seen], atol=2e-5, rtol=2e-5)
