@@ -131,6 +131,10 @@ def test_the_dashboard_is_well_formed():
         values = [step["value"] for step in defaults["thresholds"]["steps"]]
         assert values[0] is None, "Grafana's first step has no value"
         assert values[1:] == sorted(values[1:])
+    for note in board["annotations"]["list"]:
+        assert note["target"] == {"refId": "Anno", "expr": note["expr"]}
+    for variable in board["templating"]["list"]:
+        assert {"text", "value"} <= set(variable.get("current", ("text", "value"))), "required by Grafana's schema"
     variables = {variable["name"] for variable in board["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(board))) - {"__rate_interval", "__all"}
     assert used == variables

@@ -169,7 +169,7 @@ def dashboard() -> dict[str, Any]:
     Raises:
         KeyError: a panel shows a metric that the catalog does not have.
     """
-    events = total("events_total", "event", function="increase", interval="1m")
+    events = f"{total('events_total', 'event', function='increase', interval='1m')} > 0"
     return {
         "title": "dynaxx",
         "uid": "dynaxx",
@@ -183,16 +183,16 @@ def dashboard() -> dict[str, Any]:
         "time": {"from": "now-6h", "to": "now"},
         "timezone": "browser",
         "annotations": {
-            "list": [
-                {"name": "Events", "enable": True, "iconColor": "purple", "datasource": SOURCE,
-                 "expr": f"{events} > 0", "titleFormat": "{{event}}"}
+            "list": [  # newer versions of Grafana read `target`, older ones `expr`
+                {"name": "Events", "enable": True, "iconColor": "purple", "datasource": SOURCE, "expr": events,
+                 "target": {"refId": "Anno", "expr": events}, "titleFormat": "{{event}}"}
             ]
         },
         "links": [],
         "templating": {
             "list": [
                 {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus",
-                 "current": {}, "hide": 0},
+                 "hide": 0},
                 _variable("model_name", "model", "label_values(dynaxx_layer_calls_total, model_name)"),
                 _variable("engine", "engine", f"label_values({CALLS_OF_MODELS}, engine)"),
             ]
