@@ -13,12 +13,16 @@ from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.registry import ATTENTION, QUERY_SCORES
 from dynaxx.kernels.selection.contract import QueryScoresProblem
 from dynaxx.kernels.trials import INSIDE, LAUNCHES
+from dynaxx.lab.doctor.trial import reason_against
 from dynaxx.trained.registry import INDEXER, NSA, TOKENS
+from dynaxx.trained.support.hopper import token_reasons
+from dynaxx.trained.testing.trial import tokens
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem
 from interpreter import on_hopper
 
 CUDA = torch.device("cuda", 0)
 PROBLEM = AttentionProblem(CUDA, torch.bfloat16, 1, 512, 512, 8, 2, 128, 128, (128, 128), False)
+LATENT = replace(PROBLEM, needs_grad=True, q_heads=128, kv_heads=1, head_dim=576, head_dim_v=512, block_size=(1, 1))
 KIND = ("attention", "hopper", ("bfloat16", 128, 128, (128, 128), 4, False, False))
 
 
@@ -104,6 +108,7 @@ def test_a_kind_that_fails_is_refused_with_the_reason(worker):
         ("os.kill(os.getpid(), 11)", "ended with: exit code -11"),
         ("print('[1]')", "ended with: exit code 0"),
         ("time.sleep(600)", "did not end within 3 s"),
+        ("sys.exit('torch.AcceleratorError: CUDA error: out of memory\\nCompile with `X`')", "had no memory left"),
     ],
 )
 def test_trials_that_end_without_a_verdict_refuse_for_this_process(worker, unproven, monkeypatch, code, said):
@@ -164,6 +169,29 @@ def test_a_trial_takes_the_fields_of_its_problem(worker, tmp_path):
     assert json.loads(given) == ["attention", "hopper", ["bfloat16", 128, 128, [128, 128], 4, True, False], 0]
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(""), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")], ids=str)
+def test_full_memory_is_no_finding_about_kernels(error):
+    def trial(*_, **__):
+        raise error
+
+    with pytest.raises(type(error)):
+        reason_against({"attention": trial}, *KIND, 0)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (576, 512)], ids=str)
+def test_the_trial_of_tokens_draws_what_the_kernels_serve(monkeypatch, dims):
+    """The reference takes the place of Hopper's kernels, and sees the problems that they would see."""
+    asked = []
+    serving = lambda problem, backend: asked.append(problem) or "reference"
+    monkeypatch.setattr("dynaxx.trained.tokens.attention._serving", serving)
+    monkeypatch.setattr("dynaxx.trained.support.hopper.unsupported_reasons", lambda problem: [])
+    of = {"head_dim": dims[0], "head_dim_v": dims[1], "group_size": 8, "needs_grad": False}
+    reports = tokens(torch.device("cpu"), "hopper", torch.bfloat16, **of)
+    assert [str(report) for report in reports if not report.ok] == []
+    assert asked
+    assert [reason for problem in asked for reason in token_reasons(problem) if problem.dtype != torch.float64] == []
+
+
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(
@@ -172,6 +200,7 @@ def test_a_trial_takes_the_fields_of_its_problem(worker, tmp_path):
         (ATTENTION, replace(PROBLEM, needs_grad=True)),
         (NSA, replace(PROBLEM, needs_grad=True, q_heads=32, block_size=(1, 64))),
         (TOKENS, replace(PROBLEM, needs_grad=True, block_size=(1, 1))),
+        (TOKENS, LATENT),
         (INDEXER, IndexerProblem(CUDA, torch.bfloat16, 4096, 4, 64, 1, 100)),
         (QUERY_SCORES, QueryScoresProblem(CUDA, torch.bfloat16, 128, 128, True)),
     ],

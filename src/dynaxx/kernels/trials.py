@@ -26,10 +26,11 @@ import torch
 
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
-PROVEN = ("3.6", "3.9")  # the GPU tests of the kernels passed on an H200: benchmarks/runs
+PROVEN = ("3.6", "3.8", "3.9")  # the GPU tests of the kernels passed on an H200: benchmarks/runs
 INSIDE = "DYNAXX_TRIAL"  # set in the process of a trial, which uses kernels and launchers untried
 MAX_SECONDS = 300.0  # of one trial, most of which compiles
 MAX_BYTES = 1 << 16
+FULL = re.compile("out of memory|OutOfMemory|ALLOC_FAILED")  # what PyTorch, CUDA and its libraries say of full memory
 DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
 
@@ -134,8 +135,17 @@ def _try(kind: Kind, index: int) -> tuple[str, bool]:
     try:
         return str(parse_json(done.stdout.splitlines()[-1].encode())["reason"]), True
     except (ValueError, LookupError, TypeError):
-        said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return f"its trial ended with: {said[0][:300]}", False
+        return _without_finding(done.stderr, done.returncode), False
+
+
+def _without_finding(stderr: str, code: int) -> str:
+    """Return why a trial ended without a finding: its error, which lines of advice may follow."""
+    lines = stderr.strip().splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    said = (errors or lines or [f"exit code {code}"])[-1][:300]
+    if FULL.search(said):
+        return f"the GPU had no memory left for its trial, which the next process makes again ({said})"
+    return f"its trial ended with: {said}"
 
 
 def _file(kind: Kind, index: int) -> Path | None:

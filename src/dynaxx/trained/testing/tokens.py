@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.testing.cases import make_qkv
+from dynaxx.testing.oracle import ErrorReport
+from dynaxx.trained.selected import selected_attention
 from dynaxx.trained.testing.nsa import SelectedCase, random_choices
 from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -43,6 +45,44 @@ def random_token_case(
         f"dims {head_dim}/{head_dim_v}, {indices.shape[2]} blocks of {spans.block_size}, softcap {softcap}"
     )
     return SelectedCase(q, k, v, indices.to(device), spans, label, softcap)
+
+
+def latent_errors(
+    queries: int,
+    keys: int,
+    slots: int,
+    *,
+    heads: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: str,
+    gradients: bool = True,
+) -> list[ErrorReport]:
+    """Report the errors of latent attention against fp64, relative to the norm of each result.
+
+    The values are a view of the first 512 of 576 columns of one kv head, as the kernels for it need. The lists of the
+    tokens that a query chose have any order and empty slots.
+    """
+    draw = torch.Generator(device).manual_seed(queries + slots)
+    normal = lambda *shape: torch.randn(shape, generator=draw, device=device, dtype=torch.float32).to(dtype)
+    latent, q = normal(1, keys, 1, 576).requires_grad_(gradients), normal(1, queries, heads, 576)
+    q.requires_grad_(gradients)
+    chosen = torch.rand(queries, keys, generator=draw, device=device, dtype=torch.float32).argsort(1)[:, :slots].int()
+    chosen[torch.rand(chosen.shape, generator=draw, device=device, dtype=torch.float32) < 0.1] = -1
+
+    def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        x = latent.to(dtype)
+        out, lse = selected_attention(q.to(dtype), x, x[..., :512], chosen[None, :, None], block_size=1, scale=0.05,
+                                      return_lse=True, backend=backend)  # fmt: skip
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        if not gradients:
+            return [out.double(), lse.double()]
+        found = torch.autograd.grad(out.square().sum() + lse.sin().sum(), (q, latent))
+        return [x.detach().double() for x in (out, lse, *found)]
+
+    names = ("out", "lse", "dq", "dlatent")
+    pairs = zip(names, run(dtype, backend), run(torch.float64, "reference"), strict=False)
+    return [ErrorReport(name, float((got - exact).norm()), 1e-2 * float(exact.norm())) for name, got, exact in pairs]
 
 
 def random_token_choice(rng: random.Random, spans: TokenSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:

@@ -11,10 +11,11 @@ from dynaxx.lab.doctor.trial import main
 from dynaxx.testing import ErrorReport
 from dynaxx.trained.registry import INDEXER, NSA, TOKENS
 from dynaxx.trained.testing.nsa import random_selected_case
-from dynaxx.trained.testing.tokens import random_token_case
+from dynaxx.trained.testing.tokens import latent_errors, random_token_case
 from dynaxx.trained.tokens.spans import TokenSpans
 
 SEEDS = 6
+LATENT = ((33, 513, 65), (7, 500, 208))  # queries, keys, slots
 
 
 def selected(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
@@ -26,7 +27,10 @@ def selected(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) 
 
 
 def tokens(device: torch.device, backend: str, dtype: torch.dtype, **of: Any) -> list[ErrorReport]:
-    """Report the errors of attention over chosen tokens."""
+    """Report the errors of attention over chosen tokens; values narrower than keys are those of latent attention."""
+    if of["head_dim"] != of["head_dim_v"]:
+        more = {"dtype": dtype, "device": device, "backend": backend, "gradients": of["needs_grad"]}
+        return [report for sizes in LATENT for report in latent_errors(*sizes, heads=of["group_size"], **more)]
     sizes = {"groups": (of["group_size"],), "head_dims": ((of["head_dim"], of["head_dim_v"]),), "block_sizes": (1,)}
     cases = [random_token_case(seed, dtype=dtype, device=device, softcaps=(None,), **sizes) for seed in range(SEEDS)]
     return [report for case in cases for report in case.check(backend, of["needs_grad"])]
