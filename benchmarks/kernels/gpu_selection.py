@@ -17,7 +17,6 @@ from triton.testing import do_bench
 
 import dynaxx as dx
 from dynaxx.lab.machine import need_gpu
-from dynaxx.selection import ClusterGlobals, KeyClusters
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PATTERN = dx.SlidingWindow(1024) | dx.Sink(128)
@@ -33,7 +32,6 @@ RULES = [
     dx.TopK(0.1, dx.AntiDiagonal()),
 ]
 LONG = [dx.TopK(256)]
-CLUSTERED = [ClusterGlobals(1, clusters=64), dx.TopK(0.1, KeyClusters())]  # torch code, not to be captured
 
 
 def inputs(seqlen):
@@ -77,16 +75,13 @@ def time_rule(rule, block_size, q, k, v, dense):
     select = lambda: dx.select_blocks(q, k, rule, block_size=block_size)
     layout = select()
     select_ms = median(select)
-    graph_ms = None
-    if rule.selector not in CLUSTERED:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            select()
-        graph_ms = round(median(graph.replay), 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        select()
     return {
         "density": round(layout.density(), 4),
         "select_ms": round(select_ms, 4),
-        "graph_ms": graph_ms,
+        "graph_ms": round(median(graph.replay), 4),
         "attend_ms": round(median(lambda: dx.sparse_attention(q, k, v, layout)), 4),
         "dense_ms": round(dense, 4),
         "share_of_dense": round(select_ms / dense, 4),
@@ -110,7 +105,7 @@ def main():
     for seqlen in map(int, args.lengths.split(",")):
         q, k, v = inputs(seqlen)
         dense = dense_ms(q, k, v)
-        for rule in wanted((*RULES, *CLUSTERED)):
+        for rule in wanted(RULES):
             rows.append(
                 {"seqlen": seqlen, "rule": repr(rule), **time_rule(PATTERN | rule, args.block_size, q, k, v, dense)}
             )

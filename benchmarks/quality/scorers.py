@@ -16,7 +16,6 @@ import dynaxx as dx
 from dynaxx.lab.analyze.capture import visit_attention
 from dynaxx.lab.models import load_model
 from dynaxx.lab.texts import encode, load_text
-from dynaxx.selection import KeyClusters
 
 FORCED = dx.Sink(64) | dx.LocalBlocks(1)
 COLUMNS = {
@@ -38,8 +37,6 @@ SCORERS = {
     "`MinMax(0.75, pool=16)`": dx.MinMax(0.75, pool=16),
     "`LastQueryProbe()`": dx.LastQueryProbe(),
     "`AntiDiagonal()`": dx.AntiDiagonal(),
-    "`SimHash()`": dx.SimHash(),
-    "`KeyClusters()`": KeyClusters(),
 }
 RULES = [
     dx.TopK(0.25, dx.MinMax(0.5), per="head"),

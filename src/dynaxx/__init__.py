@@ -48,7 +48,6 @@ _SOURCES = {
         "MinMax",
         "Recall",
         "Selector",
-        "SimHash",
         "Threshold",
         "TopK",
         "TopP",

@@ -50,7 +50,7 @@ NAMES = {
     "ops.explain": ("explain_decode", "explain_selection"),
     "patterns": ("content_tokens",),
     "patterns.compressed": ("Compressed",),
-    "selection": ("ClusterGlobals", "KeyClusters", "TileQueries"),
+    "selection": ("TileQueries",),
     "selection.packed": ("select_packed_blocks",),
     "selection.page_plan": ("PagePlan",),
 }
@@ -61,19 +61,22 @@ RENAMED = {
     "native_spans": "nsa_spans",
     "select_native": "select_nsa",
 }
+# Names of 0.1.0 that are gone, and what serves in their place.
+GONE = {name: "MeanQuery" for name in ("KeyClusters", "SimHash", "TwoStage")} | {"ClusterGlobals": "TopK"}
 
 
 def moved_name(name: str) -> Any:
     """Return what `dynaxx.NAME` meant, and warn with its new place.
 
     Raises:
-        AttributeError: `dynaxx` never had the name.
+        AttributeError: `dynaxx` never had the name, or has lost it; the message then says what serves instead.
     """
     new = RENAMED.get(name, name)
     names = {**NAMES, "trained": importlib.import_module("dynaxx.trained").__all__}
     module = next((f"dynaxx.{module}" for module, offered in names.items() if new in offered), None)
     if module is None:
-        raise AttributeError(f"module 'dynaxx' has no attribute {name!r}")
+        instead = f"; it is gone, use `dynaxx.{GONE[name]}`" if name in GONE else ""
+        raise AttributeError(f"module 'dynaxx' has no attribute {name!r}{instead}")
     warnings.warn(f"`dynaxx.{name}` is now `{module}.{new}`", DeprecationWarning, stacklevel=3)
     return getattr(importlib.import_module(module), new)
 

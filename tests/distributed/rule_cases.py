@@ -8,7 +8,6 @@ from ranks import Ranks
 
 import dynaxx as dx
 from dynaxx import distributed as dxd
-from dynaxx.selection import ClusterGlobals, KeyClusters
 from dynaxx.testing import make_qkv
 from dynaxx.trained.nn import MixtureOfBlockAttention, NativeSparseAttention, SparseAttention
 
@@ -84,7 +83,7 @@ def case_choosing_and_attending_at_once(ranks: Ranks):
 def case_rules_that_look_at_other_ranks_are_refused(ranks: Ranks):
     split = dxd.SequenceSplit.contiguous(64, ranks.count, 16)
     q = torch.zeros(1, split.length(ranks.rank), 2, 8, device=ranks.device)
-    for rule in (dx.TopK(1, dx.LastQueryProbe(8)), ClusterGlobals(1), dx.TopK(1, KeyClusters(8))):
+    for rule in (dx.TopK(1, dx.LastQueryProbe(8)), dx.TopP(0.5, dx.AntiDiagonal())):
         with pytest.raises(dx.UnsupportedInputError, match="row by row"):
             dxd.select_split_blocks(q, q, rule, split, ranks.mesh, block_size=16)
     with pytest.raises(ValueError, match="`budget`"):

@@ -20,7 +20,6 @@ from dynaxx.policy import ModelFacts, Policy, Rule, load_profile, parse_policy, 
 from dynaxx.policy.decode import resolve_decode
 from dynaxx.policy.diff import diff
 from dynaxx.policy.profile import BINS, LADDER
-from dynaxx.selection import ClusterGlobals, KeyClusters
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.files import read_snapshot
 from dynaxx.telemetry.overview import Watch
@@ -38,9 +37,6 @@ RULES = (
     dx.TopK(3, scorer=dx.MeanQuery(0.5, "int8")),
     dx.TopP(0.9, scorer=dx.LastQueryProbe(16)),
     dx.Threshold(0.3, "uniform", dx.AntiDiagonal(8)),
-    dx.TopK(0.2, scorer=dx.SimHash(tables=4, bits=4)),
-    dx.TopK(0.2, scorer=KeyClusters(8, 4, 2)),
-    dx.SlidingWindow(32) | ClusterGlobals(2, clusters=8),
     dx.GlobalContent(token_ids=(3, 4), sequences=((5, 6),), span=2) | dx.SlidingWindow(16),
 )
 

@@ -15,10 +15,9 @@ from dynaxx import trained
 from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.layout.paging import PagedCache
 from dynaxx.patterns import base, packed
-from dynaxx.selection import KeyClusters, TileQueries
+from dynaxx.selection import TileQueries
 from dynaxx.selection.packed import select_packed_blocks
 from dynaxx.selection.pages import PageBudget
-from dynaxx.selection.scorers import simhash
 from dynaxx.trained.nn import IndexedSparseAttention
 from dynaxx.trained.tokens.indexer import index_tokens
 
@@ -44,7 +43,6 @@ CALLS = {
     "gathers": lambda q, k, v: dx.sparse_attention(q.double(), k.double(), v.double(), PATTERN.layout(300)),
     "top-k": lambda q, k, v: dx.select_blocks(q, k, PATTERN | dx.TopK(0.2), block_size=32).kv_indices,
     "top-p": lambda q, k, v: dx.select_blocks(q, k, PATTERN | dx.TopP(0.8, dx.MinMax()), block_size=32).kv_indices,
-    "clusters": lambda q, k, v: dx.select_blocks(q, k, dx.TopK(0.2, KeyClusters()), block_size=32).kv_indices,
     "packed": lambda q, k, v: (
         select_packed_blocks(q[0], k[0], PATTERN | dx.TopK(0.3), (0, 100, 300), block_size=16).kv_indices
     ),
@@ -86,7 +84,7 @@ def by_indexer(q, k, v, backend):
     return index_tokens(q, k[:, :, :1].squeeze(2), torch.ones(1, 300, 4), trained.TopKTokens(32), backend=backend)
 
 
-CHOOSING = {name: CALLS[name] for name in ("top-k", "top-p", "clusters", "packed")} | {
+CHOOSING = {name: CALLS[name] for name in ("top-k", "top-p", "packed")} | {
     f"{by.__name__} on {backend}": partial(by, backend=backend)
     for by in (by_nsa, by_tokens, by_decode, by_indexer)
     for backend in ("cpu", "reference")
@@ -115,8 +113,6 @@ SCORERS = {
     "tile queries": TileQueries(),
     "anti-diagonal": dx.AntiDiagonal(),
     "probe": dx.LastQueryProbe(),
-    "simhash": dx.SimHash(),
-    "clusters": KeyClusters(),
 }
 
 
@@ -167,7 +163,6 @@ def forget():
     """Drop cached layouts and tables."""
     base._cached_layout.clear()
     packed._cached.clear()
-    simhash._planes.clear()
 
 
 @pytest.fixture

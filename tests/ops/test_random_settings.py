@@ -84,9 +84,7 @@ class Draw:
         block, seqlen_q, seqlen_k = odd(self.block), odd(self.seqlen_q), odd(self.seqlen_k)
         kind = rng.choice(("pattern", "pattern", "pattern", "selector", "dense", "tokens", "decode", "flash", "packed"))
         if kind == "selector":
-            rule = rng.choice(
-                (dx.TopK(2), dx.TopK(0.4), dx.TopP(0.7), dx.TopK(1, dx.SimHash()), dx.TopK(1, dx.MinMax()))
-            )
+            rule = rng.choice((dx.TopK(2), dx.TopK(0.4), dx.TopP(0.7), dx.TopK(1, dx.MinMax())))
             if self.dtype not in (torch.float32, torch.float64):
                 rule = dx.TopK(1)
             layout = partial(dx.select_blocks, q, k, rule, block_size=block)

@@ -12,7 +12,6 @@ from dynaxx.layout import BlockGrid
 from dynaxx.patterns.base import Causal
 from dynaxx.patterns.build import numpy_layout
 from dynaxx.patterns.compressed import Compressed
-from dynaxx.selection import ClusterGlobals, KeyClusters
 
 HUGE = (2**31, 2**63 - 1, 2**63 + 300, 10**30)
 SEQLEN = 100
@@ -71,7 +70,6 @@ def test_many_sinks_take_no_memory_that_the_grid_does_not():
         lambda n: dx.TopK(2, scorer=dx.LastQueryProbe(n)),
         lambda n: dx.TopK(2, scorer=dx.AntiDiagonal(n)),
         lambda n: dx.TopK(2, scorer=dx.MeanPool(n)),
-        lambda n: ClusterGlobals(n, clusters=4),
     ],
 )
 def test_a_selector_clips_its_numbers(make, number):
@@ -82,28 +80,9 @@ def test_a_selector_clips_its_numbers(make, number):
     assert time.monotonic() - started < 20
 
 
-def test_ranks_by_sorting_are_ranks_one_by_one(monkeypatch):
-    from dynaxx.selection.scorers import clusters
-
-    q, k = torch.randn(1, 300, 2, 16), torch.randn(1, 300, 1, 16)
-    for blocks in (1, 3, 7):
-        found = []
-        for few in (0, 100):
-            monkeypatch.setattr(clusters, "FEW_RANKS", few)
-            found.append(dx.select_blocks(q, k, ClusterGlobals(blocks, clusters=8), block_size=16).to_dense())
-        assert torch.equal(*found)
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda n: KeyClusters(clusters=n),
-        lambda n: KeyClusters(nearest=n),
-        lambda n: KeyClusters(iterations=n),
-        lambda n: KeyClusters(seed=n * 10**12),
-        lambda n: ClusterGlobals(1, iterations=n),
-        lambda n: dx.SimHash(tables=n),
-        lambda n: dx.SimHash(seed=n * 10**12),
         lambda n: dx.trained.NsaSizes(slc_count=n),
         lambda n: dx.trained.NsaSizes(window=n * 10**6),
         lambda n: Compressed(32, n * 10**6),

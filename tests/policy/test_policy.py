@@ -30,7 +30,7 @@ from dynaxx.policy import (
     to_spec,
 )
 from dynaxx.policy.decode import resolve_decode
-from dynaxx.selection import ClusterGlobals, KeyClusters, TileQueries
+from dynaxx.selection import TileQueries
 from dynaxx.testing import make_qkv
 
 FACTS = ModelFacts(model_type="llama", layers=4, q_heads=6, kv_heads=2, head_dim=16)
@@ -63,14 +63,10 @@ RULES = [
     dx.SlidingWindow(32) | dx.TopK(0.1),
     dx.Threshold(0.1),
     dx.Threshold((0.0, 0.5, 1.0, 2.0, 3.0, 4.0), "uniform", dx.AntiDiagonal(8)),
-    dx.SlidingWindow(32) | dx.TopK(0.2, scorer=dx.SimHash(tables=4, bits=5, seed=-3)),
-    dx.TopK(0.2, scorer=KeyClusters(64, 8, 2, seed=9)),
     dx.TopP(0.9, scorer=dx.MinMax(0.5, pool=8)),
     dx.TopK(0.2, scorer=TileQueries(8, 0.9)),
     dx.TopP(0.9, scorer=dx.MeanQuery(precision="int8")),
     dx.TopK(4, scorer=dx.MeanQuery(0.5, "int8")),
-    dx.SlidingWindow(32) | ClusterGlobals(2, clusters=16, seed=3),
-    ClusterGlobals((0, 1, 2, 3, 4, 5)),
     (dx.SlidingWindow(32) | dx.Sink(2)) | dx.TopP(0.95, scorer=dx.LastQueryProbe()),
     None,
 ]
@@ -327,11 +323,3 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         exec(compile(block, str(page), "exec"), {})
     assert (tmp_path / "policy.json").exists()
-
-
-def test_numbers_per_cluster_are_one_per_head():
-    each = ClusterGlobals((0, 1, 2, 3, 4, 5))
-    with pytest.raises(dx.PolicyError, match=r"one per covered head \(5\), got 6"):
-        policy(Rule.of(each, heads=range(5)))
-    (group,) = resolve(policy(Rule.of(each)))[0].groups
-    assert group.rule == each

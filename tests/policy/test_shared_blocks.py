@@ -49,3 +49,24 @@ def test_scores_in_two_stages_are_those_of_the_second(scorer, second, caplog):
     data["rules"][0]["attention"]["selector"]["scorer"] = {"kind": "two_stage", "panel": 8} | scorer
     assert parse_policy(json.dumps(data)) == wanted
     assert "replaced by their second stage" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "instead"), [("sim_hash", "mean_query"), ("key_clusters", "mean_query")])
+def test_scorers_that_are_gone_are_refused_with_what_serves_instead(kind, instead):
+    data = json.loads(policy_text(POLICY))
+    data["rules"][0]["attention"]["selector"]["scorer"] = {"kind": kind, "seed": 0}
+    with pytest.raises(dx.PolicyError, match=f"it is gone; use `{instead}`"):
+        parse_policy(json.dumps(data))
+
+
+def test_global_blocks_by_clusters_are_refused_with_what_serves_instead():
+    data = json.loads(policy_text(POLICY))
+    data["rules"][0]["attention"] = {"kind": "cluster_globals", "per_cluster": 1}
+    with pytest.raises(dx.PolicyError, match="it is gone; use `top_k`"):
+        parse_policy(json.dumps(data))
+
+
+@pytest.mark.parametrize(("name", "instead"), [("SimHash", "MeanQuery"), ("ClusterGlobals", "TopK")])
+def test_names_that_are_gone_say_what_serves_instead(name, instead):
+    with pytest.raises(AttributeError, match=f"it is gone, use `dynaxx.{instead}`"):
+        getattr(dx, name)

@@ -167,6 +167,11 @@ _FIXES = {
     "missing": "add it",
     "union_tag_not_found": "add `kind`",
 }
+_GONE = {  # kinds of policies of 0.1, and the fix
+    "cluster_globals": "it is gone; use `top_k`, whose blocks hold more of the attention at the same density",
+    "key_clusters": "it is gone; use `mean_query`, which finds more of the attention in less time",
+    "sim_hash": "it is gone; use `mean_query`, which finds more of the attention in less time",
+}
 
 
 def explain_errors(error: ValidationError) -> str:
@@ -185,7 +190,8 @@ def _explain(found: Any) -> str:
     if found["type"] == "extra_forbidden":
         fix: str | None = _unknown_fix(found["loc"])
     elif found["type"] == "union_tag_invalid":
-        fix = _near(found["ctx"]["tag"], {*kinds()}) or None
+        tag = found["ctx"]["tag"]
+        fix = _GONE.get(tag) or _near(tag, {*kinds()}) or None
     else:
         fix = _FIXES.get(found["type"])
     ours = found["type"] == "value_error"  # our own message, which may have several lines

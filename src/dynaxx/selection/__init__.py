@@ -4,7 +4,7 @@
 The files:
 
     base, choice, groups       selectors, hybrids, and heads that choose together
-    budgets, globals, tokens   what a selector keeps
+    budgets                    what a selector keeps
     scorers/                   estimates of attention, one method per file
     in_torch, in_core, device  the same choice in torch, in the C++ core and on a GPU
     static                     the blocks that a hybrid's pattern always shows
@@ -14,26 +14,21 @@ The files:
 
 from dynaxx.selection.base import Hybrid, Selector, select_blocks
 from dynaxx.selection.budgets import Threshold, TopK, TopP
-from dynaxx.selection.globals import ClusterGlobals
 from dynaxx.selection.recall import Recall, recall
 from dynaxx.selection.scorers import (
     AntiDiagonal,
-    KeyClusters,
     LastQueryProbe,
     MeanPool,
     MeanQuery,
     MinMax,
     Scorer,
-    SimHash,
     TileQueries,
 )
 from dynaxx.settings import import_folder
 
 __all__ = [
     "AntiDiagonal",
-    "ClusterGlobals",
     "Hybrid",
-    "KeyClusters",
     "LastQueryProbe",
     "MeanPool",
     "MeanQuery",
@@ -41,7 +36,6 @@ __all__ = [
     "Recall",
     "Scorer",
     "Selector",
-    "SimHash",
     "Threshold",
     "TileQueries",
     "TopK",
