@@ -242,7 +242,7 @@ def test_no_backend_imports_its_sibling(backend):
 
 
 # Folders of kernels by operator; each may build on those before it.
-OPERATORS = (*(f"kernels/{name}" for name in ("attention", "decode", "selection")), "trained/nsa", "trained/tokens")
+OPERATORS = (*(f"kernels/{name}" for name in ("attention", "decode", "selection")), "trained/tokens", "trained/nsa")
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -224,15 +224,17 @@ def test_hopper_head_dims_between_tiles(head_dim, head_dim_v, spilled):
 def test_selected(group, spilled):
     """Selected attention of native sparse attention: the kernels by query, by either, and by key."""
     from dynaxx.trained.nsa.kernels.hopper import operators as nsa
+    from dynaxx.trained.nsa.spans import NsaSizes, nsa_spans
     from dynaxx.trained.testing.nsa import random_selected_case
 
     fixed = {"head_dims": (128,), "blocks": (64,), "lengths": (300, 517), "groups": (group,), "slots": (6,)}
     case = random_selected_case(3, device="cpu", dtype=torch.bfloat16, **fixed)
     q, k, v = case.q[0], case.k[0], case.v[0]
     rows = torch.zeros(q.shape[1], q.shape[0])
+    spans = nsa_spans(NsaSizes(64, 64, 64, 6, 0, 0), case.spans.ends_q, case.spans.ends_k)
 
     def start():
-        plan = nsa.prepare_selected(case.block_indices, case.spans, q, k, v)
+        plan = nsa.prepare_selected(case.block_indices, spans, q, k, v)
         nsa.selected_forward(q, k, v, plan, 0.1)
         nsa.selected_backward(q, rows, SavedForward(q, k, v, q, rows), plan, 0.1)
 

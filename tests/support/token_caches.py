@@ -4,7 +4,7 @@
 import torch
 
 import dynaxx as dx
-from dynaxx.trained.testing.tokens import random_token_choice
+from dynaxx.trained.testing.nsa import random_choices
 from dynaxx.trained.tokens.spans import TokenSpans
 
 BATCH, LENGTH = 3, 128
@@ -12,7 +12,7 @@ BATCH, LENGTH = 3, 128
 
 def choice(rng, seqlen_q, heads, count, size):
     spans = TokenSpans((0, BATCH * seqlen_q), (0, LENGTH), size)
-    return random_token_choice(rng, spans, heads, count).unflatten(0, (BATCH, seqlen_q))
+    return random_choices(rng, spans, heads, count).unflatten(0, (BATCH, seqlen_q))
 
 
 def random_cache(rng, kv_heads, dims, dtype):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.trained.testing.tokens import random_token_choice
+from dynaxx.trained.testing.nsa import random_choices
 from dynaxx.trained.tokens.spans import TokenSpans
 from token_caches import BATCH, choice, random_cache
 
@@ -41,7 +41,7 @@ def test_core(seed, dtype):
 def test_a_step_is_the_last_rows_of_attention(backend):
     k, v = torch.randn(2, 100, 2, 32), torch.randn(2, 100, 2, 32)
     q = torch.randn(2, 5, 4, 32)
-    indices = random_token_choice(random.Random(1), TokenSpans((0, 10), (0, 100)), 2, 12).unflatten(0, (2, 5))
+    indices = random_choices(random.Random(1), TokenSpans((0, 10), (0, 100)), 2, 12).unflatten(0, (2, 5))
     step = dx.trained.selected_decode(q, dx.PagedCache.contiguous(k, v), indices, backend=backend)
     torch.testing.assert_close(
         step, dx.trained.selected_attention(q, k, v, indices, block_size=1), atol=2e-6, rtol=1e-5

@@ -10,7 +10,8 @@ import torch
 import dynaxx as dx
 from dynaxx.core import library
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.trained.testing.tokens import random_token_case, random_token_choice
+from dynaxx.trained.testing.nsa import random_choices
+from dynaxx.trained.testing.tokens import random_token_case
 from dynaxx.trained.tokens.kernels.cpu import attention as cpu
 from dynaxx.trained.tokens.spans import TokenSpans
 
@@ -20,7 +21,7 @@ SMALL = ((8, 8), (24, 16), (64, 64))
 def choose(queries, keys, heads, count, size=1, seed=0):
     """Draw block indices (1, queries, heads, count) for one sequence."""
     spans = TokenSpans((0, queries), (0, keys), size)
-    return random_token_choice(random.Random(seed), spans, heads, count)[None]
+    return random_choices(random.Random(seed), spans, heads, count)[None]
 
 
 def by_loops(q, k, v, indices, size, scale, softcap=None, sinks=None):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from dynaxx.testing.cases import make_qkv
 from dynaxx.testing.oracle import ErrorReport, check_forward, check_gradients
-from dynaxx.trained.nsa.kernels.reference import selected_mask
-from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans, nsa_spans
 from dynaxx.trained.selected import selected_attention
 from dynaxx.trained.tokens.kernels.reference.attention import token_mask
 from dynaxx.trained.tokens.spans import TokenSpans
@@ -29,22 +26,17 @@ class SelectedCase:
     k: Tensor
     v: Tensor
     block_indices: Tensor  # (tokens_q, select_heads, slots) int32
-    spans: NsaSpans | TokenSpans  # of blocks from 16 tokens on, or of smaller ones
+    spans: TokenSpans
     label: str
     softcap: float | None = None
 
     def to_dense(self) -> Tensor:
         """Return which pairs are visible, (1, q_heads, seqlen_q, seqlen_k) bool."""
-        if isinstance(self.spans, TokenSpans):
-            mask = token_mask(self.block_indices, self.spans)
-        else:
-            mask = selected_mask(self.block_indices, self.spans)
+        mask = token_mask(self.block_indices, self.spans)
         return mask.repeat_interleave(self.q.shape[2] // mask.shape[0], 0)[None]
 
     def attend(self, backend: str) -> Any:
         """Return a function for `check_forward` and `check_gradients`."""
-        spans = self.spans
-        block_size = spans.block_size if isinstance(spans, TokenSpans) else spans.sizes.slc_block
 
         def run(q: Tensor, k: Tensor, v: Tensor, case: Any) -> tuple[Tensor, Tensor]:
             result = selected_attention(
@@ -52,9 +44,9 @@ class SelectedCase:
                 k[0],
                 v[0],
                 self.block_indices,
-                block_size=block_size,
-                cu_seqlens_q=spans.ends_q,
-                cu_seqlens_k=spans.ends_k,
+                block_size=self.spans.block_size,
+                cu_seqlens_q=self.spans.ends_q,
+                cu_seqlens_k=self.spans.ends_k,
                 softcap=self.softcap,
                 return_lse=True,
                 backend=backend,
@@ -87,14 +79,14 @@ def random_selected_case(
     rng = random.Random(seed)
     lengths_q = [rng.choice(lengths) for _ in range(rng.choice((1, 1, 3)))]
     lengths_k = [n if rng.random() < 0.6 else max(1, n + rng.choice((-3, 1, 40))) for n in lengths_q]
-    ends_q, ends_k = ([sum(some[:i]) for i in range(len(some) + 1)] for some in (lengths_q, lengths_k))
+    ends_q, ends_k = (tuple(sum(some[:i]) for i in range(len(some) + 1)) for some in (lengths_q, lengths_k))
     block, count = rng.choice(blocks), rng.choice(slots)
     group, kv_heads = rng.choice(groups), rng.choice((1, 2))
     head_dim = rng.choice(head_dims)
     head_dim_v = head_dim if rng.random() < 0.7 else rng.choice(head_dims)
     heads = kv_heads if rng.random() < 0.7 else kv_heads * rng.choice([n for n in (1, 2, 3, group) if group % n == 0])
-    spans = nsa_spans(NsaSizes(block, block, block, count, 0, 0), ends_q, ends_k, device=device)
-    indices = random_block_indices(rng, spans, heads, count, overlap=rng.choice((0.0, 0.8)))
+    spans = TokenSpans(ends_q, ends_k, block)
+    indices = random_choices(rng, spans, heads, count, overlap=rng.choice((0.0, 0.8)))
     q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], group * kv_heads, kv_heads, head_dim, head_dim_v,
                        dtype=dtype, device=device, seed=seed)  # fmt: skip
     label = (
@@ -104,32 +96,19 @@ def random_selected_case(
     return SelectedCase(q, k, v, indices.to(device), spans, label)
 
 
-def random_block_indices(rng: random.Random, spans: NsaSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:
+def random_choices(rng: random.Random, spans: TokenSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:
     """Draw blocks of each query's own sequence, in any order with empty slots: (tokens_q, heads, count) int32.
 
     Args:
         rng: random generator.
-        spans: the sequences.
+        spans: the sequences and the size of blocks.
         heads: number of selection heads.
         count: slots per query.
         overlap: probability that a query reuses the blocks of the previous query.
     """
-    return random_choices(rng, (spans.ends_q, spans.ends_k), spans.sizes.slc_block, heads, count, overlap)
-
-
-def random_choices(
-    rng: random.Random,
-    ends: tuple[Sequence[int], Sequence[int]],
-    block_size: int,
-    heads: int,
-    count: int,
-    overlap: float,
-) -> Tensor:
-    """Draw as `random_block_indices`, for cumulative lengths of queries and keys and blocks of any size."""
-    ends_q, ends_k = ends
     rows = []
-    for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        blocks = -(-(d - c) // block_size)
+    for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
+        blocks = -(-(d - c) // spans.block_size)
         before: list[list[int]] = [[] for _ in range(heads)]
         for _ in range(b - a):
             for h in range(heads):
@@ -138,4 +117,4 @@ def random_choices(
                     before[h] = mine + [-1] * (count - len(mine))
                     rng.shuffle(before[h])
                 rows.append(before[h])
-    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(ends_q[-1], heads, count)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(spans.ends_q[-1], heads, count)

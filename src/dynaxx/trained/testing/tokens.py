@@ -36,7 +36,7 @@ def random_token_case(
     group, kv_heads = rng.choice(groups), rng.choice((1, 2))
     head_dim, head_dim_v = rng.choice(head_dims)
     heads = rng.choice(sorted({1, kv_heads, kv_heads * group}))
-    indices = random_token_choice(rng, spans, heads, rng.choice(slots), overlap=rng.choice((0.0, 0.8)))
+    indices = random_choices(rng, spans, heads, rng.choice(slots), overlap=rng.choice((0.0, 0.8)))
     q, k, v = make_qkv(1, ends_q[-1], ends_k[-1], group * kv_heads, kv_heads, head_dim, head_dim_v,
                        dtype=dtype, device=device, seed=seed)  # fmt: skip
     softcap = rng.choice(softcaps)
@@ -83,8 +83,3 @@ def latent_errors(
     names = ("out", "lse", "dq", "dlatent")
     pairs = zip(names, run(dtype, backend), run(torch.float64, "reference"), strict=False)
     return [ErrorReport(name, float((got - exact).norm()), 1e-2 * float(exact.norm())) for name, got, exact in pairs]
-
-
-def random_token_choice(rng: random.Random, spans: TokenSpans, heads: int, count: int, overlap: float = 0.0) -> Tensor:
-    """Draw (tokens_q, heads, count) int32 blocks of each query's own sequence, in any order, some slots empty."""
-    return random_choices(rng, (spans.ends_q, spans.ends_k), spans.block_size, heads, count, overlap)

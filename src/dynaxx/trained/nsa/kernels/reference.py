@@ -14,11 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.attention.contract import SavedForward
-from dynaxx.kernels.attention.softmax import masked_attention
 from dynaxx.layout.host import without_autocast
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
+from dynaxx.trained.tokens.kernels.reference import attention
+from dynaxx.trained.tokens.spans import TokenSpans
 
+selected_forward, selected_backward = attention.forward, attention.backward  # the plan is a mask
 pooling = gating = fused = None  # computed here in torch, and differentiated by autograd
 
 
@@ -123,52 +124,14 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans,
     return choose_blocks(selection_scores(q, k_cmp, lse, spans, heads, scale), spans.num_blocks, spans.sizes)
 
 
-def selected_mask(block_indices: Tensor, spans: NsaSpans) -> Tensor:
-    """Return (Hs, T, M) bool: the keys of the selected blocks, up to the query's position."""
-    queries, heads, _ = block_indices.shape
-    mask = torch.zeros(heads, queries, spans.ends_k[-1] + 1, dtype=torch.bool, device=block_indices.device)
-    query, head, slot = (block_indices >= 0).nonzero(as_tuple=True)
-    block = (spans.first_block[query] + block_indices[query, head, slot]).long()
-    key = spans.block_start[block, None].long() + torch.arange(spans.sizes.slc_block, device=block.device)
-    key = torch.where(key < spans.block_end[block, None], key, spans.ends_k[-1])
-    mask[head[:, None], query[:, None], key] = True
-    return mask[..., :-1] & (torch.arange(spans.ends_k[-1], device=block.device) <= spans.last_key[:, None])
-
-
 def schedule_of(group_size: int, kv_block: int) -> str:
     """Describe the order of processing in words, for `explain_selected`."""
     return "as dense attention under a mask of queries x keys"
 
 
 def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the plan that forward and backward share: a mask."""
-    return selected_mask(block_indices, spans)
-
-
-def selected_forward(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out (T, Hq, E) in q's dtype and lse (Hq, T), natural log, in fp32 (fp64 for fp64). Differentiable.
-
-    `plan` is the mask (Hs, T, M) from `prepare_selected`. A query that sees nothing has out = 0, lse = -inf and zero
-    gradients.
-    """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    wide_k, wide_v = (x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    visible = plan.repeat_interleave(q.shape[1] // plan.shape[0], 0)
-    out, lse = masked_attention(q[None], wide_k[None], wide_v[None], visible[None], scale, None, None)
-    return out[0], lse[0]
-
-
-@without_autocast
-def selected_backward(
-    do: Tensor, dlse: Tensor, saved: SavedForward, plan: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv by autograd through the definition."""
-    with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in saved[:3])
-        out, lse = selected_forward(q, k, v, plan, scale)
-        seen = lse.isfinite()
-        dq, dk, dv = torch.autograd.grad([out, lse[seen]], [q, k, v], [do, dlse[seen]])
-    return dq, dk, dv
+    """Return the plan that forward and backward share: a mask (Hs, T, M)."""
+    return attention.token_mask(block_indices, TokenSpans(spans.ends_q, spans.ends_k, spans.sizes.slc_block))
 
 
 def gated_sum(outs: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
