@@ -17,7 +17,7 @@ from dynaxx.layout.grid import BLOCK_SIZES
 from dynaxx.layout.host import without_autocast
 from dynaxx.layout.packed import CuSeqlens, host_lengths
 from dynaxx.settings import Range, check_settings
-from dynaxx.trained.tokens.spans import TOKEN_BLOCKS
+from dynaxx.trained.tokens.spans import TOKEN_BLOCKS, TokenSpans, best_of
 
 SCORE_BYTES = 64 << 20  # bytes of scores held at once
 MAX_TOKENS = 1 << 20  # limit on the tokens that a query keeps
@@ -111,14 +111,11 @@ class TopKTokens:
         dtype = torch.promote_types(q.dtype, torch.float32)
         chosen = torch.full((seqlen_q, kv_heads, self.slots), -1, dtype=torch.int32, device=q.device)
         keys = k.to(dtype).permute(1, 2, 0)  # (Hk, D, M)
-        step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, seqlen_k)))
-        for at in range(0, seqlen_q, step):
-            some = slice(at, min(at + step, seqlen_q))
-            position = torch.arange(some.start, some.stop, device=q.device) + seqlen_k - seqlen_q
-            seen = max(0, seqlen_k - seqlen_q + some.stop)  # keys of the last query
+        for some, seen, own in TokenSpans((0, seqlen_q), (0, seqlen_k)).pieces(4 * q.shape[1], SCORE_BYTES):
+            position = own.position.to(q.device)
             grouped = q[some].to(dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1)  # (Hk, t, G, D)
-            logits = (grouped.flatten(1, 2) @ keys[..., :seen] * scale).unflatten(1, grouped.shape[1:3])
-            hidden = torch.arange(seen, device=q.device) > position[:, None]
+            logits = (grouped.flatten(1, 2) @ keys[..., seen] * scale).unflatten(1, grouped.shape[1:3])
+            hidden = torch.arange(seen.stop, device=q.device) > position[:, None]
             mass = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1).nan_to_num(0.0).sum(2)  # (Hk, t, M)
             chosen[some] = best_blocks(mass, position, self.block_size, self.slots).transpose(0, 1)
         return chosen
@@ -136,11 +133,7 @@ def best_blocks(scores: Tensor, position: Tensor, block_size: int, slots: int) -
         from dynaxx.trained.tokens.kernels.cpu.indexer import best_scores
 
         return best_scores(sums.flatten(0, 1), counts.flatten(), slots).unflatten(0, sums.shape[:2])
-    hidden = torch.arange(sums.shape[-1], device=sums.device) >= counts[..., None]
-    best = sums.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :slots]
-    best = torch.where(best < counts[..., None], best, sums.shape[-1]).sort(-1).values
-    best = torch.where(best < sums.shape[-1], best, -1)
-    return torch.nn.functional.pad(best, (0, slots - best.shape[-1]), value=-1).int()
+    return best_of(sums, counts, slots)
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,11 +41,44 @@ class TokenSpans:
             lambda a, b, c, d: torch.full((b - a,), -(-(d - c) // self.block_size), dtype=torch.int64, device="cpu")
         ).int()
 
+    def pieces(self, pair_bytes: int, limit: int) -> Iterator[tuple[slice, slice, TokenSpans]]:
+        """Yield a few queries of a sequence, the keys up to that of the last one, and both as a sequence of their own.
+
+        Queries that see no key are left out.
+
+        Args:
+            pair_bytes: bytes that a pair of a query and a key takes.
+            limit: bytes that the pairs of a piece may take; a piece has one query at least.
+        """
+        for (a, b), (c, d) in zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True):
+            step = max(1, limit // (pair_bytes * max(1, d - c)))
+            for start in range(a, b, step):
+                stop = min(start + step, b)
+                seen = d - c - (b - stop)
+                if seen > 0:
+                    own = TokenSpans((0, stop - start), (0, seen), self.block_size)
+                    yield slice(start, stop), slice(c, c + seen), own
+
     @on_host
     def _per_query(self, of_sequence: object) -> Tensor:
         pairs = zip(pairwise(self.ends_q), pairwise(self.ends_k), strict=True)
         parts = [of_sequence(a, b, c, d) for (a, b), (c, d) in pairs]  # type: ignore[operator]
         return torch.cat(parts).long() if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def best_of(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
+    """Return (..., slots) int32: the best of the first `counts` (...) scores (..., width), ascending, then -1.
+
+    Of equal scores the first one wins, and NaN ranks first.
+    """
+    width = scores.shape[-1]
+    hidden = torch.arange(width, device=scores.device) >= counts[..., None]
+    best = (
+        (scores + 0.0).masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :slots]
+    )
+    best = torch.where(best < counts[..., None], best, width).sort(-1).values
+    best = torch.where(best < width, best, -1)
+    return torch.nn.functional.pad(best, (0, slots - best.shape[-1]), value=-1).int()
 
 
 def ascending(block_indices: Tensor) -> Tensor:

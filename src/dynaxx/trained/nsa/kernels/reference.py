@@ -17,7 +17,7 @@ from torch import Tensor
 from dynaxx.layout.host import without_autocast
 from dynaxx.trained.nsa.spans import NsaSizes, NsaSpans
 from dynaxx.trained.tokens.kernels.reference import attention
-from dynaxx.trained.tokens.spans import TokenSpans
+from dynaxx.trained.tokens.spans import TokenSpans, best_of
 
 selected_forward, selected_backward = attention.forward, attention.backward  # the plan is a mask
 pooling = gating = fused = None  # computed here in torch, and differentiated by autograd
@@ -108,15 +108,9 @@ def choose_blocks(scores: Tensor, num_blocks: Tensor, sizes: NsaSizes) -> Tensor
 
     A query that sees fewer than n blocks selects all of them. For equal scores, the first block wins.
     """
-    blocks = scores.shape[-1]
-    column = torch.arange(blocks, device=scores.device)
-    seen = num_blocks[:, None]
-    forced = (column < sizes.first_blocks) | (column >= seen - sizes.local_blocks)
-    ranked = scores.masked_fill(forced[:, None], torch.inf).masked_fill((column >= seen)[:, None], -torch.inf)
-    best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : sizes.slc_count]
-    best = torch.where(best < seen[..., None], best, blocks).sort(dim=-1).values
-    best = torch.where(best < blocks, best, -1)
-    return torch.nn.functional.pad(best, (0, sizes.slc_count - best.shape[-1]), value=-1).to(torch.int32)
+    column = torch.arange(scores.shape[-1], device=scores.device)
+    forced = (column < sizes.first_blocks) | (column >= num_blocks[:, None] - sizes.local_blocks)
+    return best_of(scores.masked_fill(forced[:, None], torch.inf), num_blocks[:, None], sizes.slc_count)
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans, heads: int, scale: float) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over chosen tokens on the CPU: pass the tensors to the core, or gather in torch.
+"""Attention over chosen tokens on the CPU: pass the tensors to the core, or compute the definition.
 
 The core reads keys and values head by head, as rows of whole fp32 vectors. T queries, M keys, Hq / Hk / Hs query, kv
 and selection heads, n slots, D / E head_dim of q, k and v.
@@ -19,12 +19,13 @@ from dynaxx.core.structures import structure
 from dynaxx.kernels.attention.contract import SavedForward
 from dynaxx.kernels.runtime.core_arguments import ELEMENTS, readable
 from dynaxx.layout.host import address, never_traced, on_host
+from dynaxx.trained.tokens.kernels.reference import attention as reference
 from dynaxx.trained.tokens.spans import TokenSpans
 
 latent_backward = None
 
 ROW = 16  # floats that rows of keys and values are filled up to: a whole vector of any instruction set
-GATHERED_BYTES = 64 << 20  # of rows gathered at once where there is no core
+SCORE_BYTES = 32 << 20  # of scores held at once where there is no core
 TokenArgs = structure("TokenArgs")
 TokenForwardArgs = structure("TokenForwardArgs")
 TokenBackwardArgs = structure("TokenBackwardArgs")
@@ -186,62 +187,18 @@ def _arguments(
     )
 
 
-# ---- without a core: gathers in torch, a few queries at a time ----
-
-
-def _chunks(q: Tensor, k: Tensor, v: Tensor, plan: CpuTokenPlan) -> list[slice]:
-    keys = max(1, plan.chosen.shape[2] * plan.spans.block_size)
-    step = max(1, GATHERED_BYTES // (4 * keys * max(plan.chosen.shape[1], k.shape[1]) * (k.shape[2] + v.shape[2])))
-    return [slice(at, min(at + step, q.shape[0])) for at in range(0, q.shape[0], step)]
-
-
-def _chosen_keys(plan: CpuTokenPlan, some: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Return rows of k (units, t, keys) and whether they are visible; units = max(select_heads, kv_heads)."""
-    spans, chosen = plan.spans, plan.chosen[some].long()
-    key = chosen[..., None] * spans.block_size + torch.arange(spans.block_size, device="cpu")
-    visible = (chosen >= 0)[..., None] & (key <= spans.position[some, None, None, None])
-    rows = torch.where(visible, key + spans.first_key[some, None, None, None], 0)
-    repeat = max(1, kv_heads // chosen.shape[1])
-    merge = lambda x: x.flatten(2).transpose(0, 1).repeat_interleave(repeat, 0)
-    return merge(rows), merge(visible)
-
-
-def _gathered(x: Tensor, rows: Tensor) -> Tensor:
-    """Return (units, t, keys, D) of x (M, Hk, D)."""
-    units = rows.shape[0]
-    head = torch.arange(units, device="cpu")[:, None, None] * x.shape[1] // units
-    return x.float()[rows, head] if x.shape[0] else x.new_zeros(*rows.shape, x.shape[2]).float()
-
-
-def _scores(
-    q: Tensor, k: Tensor, plan: CpuTokenPlan, some: slice, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scores (units, t, G, keys), -inf where hidden, the slope of the cap, the rows and gathered keys."""
-    rows, visible = _chosen_keys(plan, some, k.shape[1])
-    keys = _gathered(k, rows)
-    grouped = q[some].float().unflatten(1, (rows.shape[0], -1)).transpose(0, 1)
-    scores = grouped @ keys.mT * scale
-    slope = torch.ones((), dtype=torch.float32, device="cpu")
-    if softcap is not None:
-        capped = (scores / softcap).tanh()
-        scores, slope = softcap * capped, 1 - capped.square()
-    return scores.masked_fill(~visible[:, :, None], -torch.inf), slope, rows, keys
+# ---- without a core: the definition, a few queries at a time ----
 
 
 def _by_chunks(
     q: Tensor, k: Tensor, v: Tensor, plan: CpuTokenPlan, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -torch.inf).float()
-    for some in _chunks(q, k, v, plan):
-        scores, _, rows, _ = _scores(q, k, plan, some, scale, softcap)
-        if sinks is not None:
-            logits = sinks.float().view(rows.shape[0], 1, -1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, logits], -1)
-        total = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:3], -torch.inf)
-        weights = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
-        part = weights[..., : rows.shape[2]] @ _gathered(v, rows)
-        out[some] = part.transpose(0, 1).flatten(1, 2).to(q.dtype)
-        lse[:, some] = total.transpose(1, 2).flatten(0, 1)
+    if sinks is not None:
+        lse[:] = sinks[:, None]
+    for some, keys, own in plan.spans.pieces(4 * q.shape[1], SCORE_BYTES):
+        mask = reference.token_mask(plan.chosen[some], own)
+        out[some], lse[:, some] = reference.forward(q[some], k[keys], v[keys], mask, scale, softcap, sinks)
     return out, lse
 
 
@@ -249,24 +206,11 @@ def _gradients_by_chunks(
     do: Tensor, dlse: Tensor, saved: SavedForward, plan: CpuTokenPlan, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
-    dq = torch.zeros(q.shape, dtype=torch.float32, device="cpu")
-    dk, dv = (
-        torch.zeros(k.shape, dtype=torch.float32, device="cpu"),
-        torch.zeros(v.shape, dtype=torch.float32, device="cpu"),
-    )
-    delta = torch.linalg.vecdot(do.float(), out.float()).T - dlse.masked_fill(lse == -torch.inf, 0.0)
-    for some in _chunks(q, k, v, plan):
-        scores, slope, rows, keys = _scores(q, k, plan, some, scale, softcap)
-        split = lambda x, some=some, units=rows.shape[0]: x[some].float().unflatten(1, (units, -1)).transpose(0, 1)
-        by_row = lambda x, some=some, units=rows.shape[0]: (
-            x[:, some].unflatten(0, (units, -1)).transpose(1, 2)[..., None]
-        )
-        base = by_row(lse)
-        weights = (scores - base.masked_fill(base == -torch.inf, 0.0)).exp()
-        grad = split(do)
-        ds = weights * (grad @ _gathered(v, rows).mT - by_row(delta)) * slope * scale
-        dq[some] = (ds @ keys).transpose(0, 1).flatten(1, 2)
-        head = (torch.arange(rows.shape[0], device="cpu")[:, None, None] * k.shape[1] // rows.shape[0]).expand_as(rows)
-        dk.index_put_((rows, head), ds.mT @ split(q), accumulate=True)
-        dv.index_put_((rows, head), weights.mT @ grad, accumulate=True)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device="cpu") for x in (q, k, v))
+    for some, keys, own in plan.spans.pieces(4 * q.shape[1], SCORE_BYTES):
+        part = SavedForward(q[some].float(), k[keys].float(), v[keys].float(), out[some], lse[:, some])
+        mask = reference.token_mask(plan.chosen[some], own)
+        dq[some], dk_part, dv_part = reference.backward(do[some], dlse[:, some], part, mask, scale, softcap)
+        dk[keys] += dk_part
+        dv[keys] += dv_part
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

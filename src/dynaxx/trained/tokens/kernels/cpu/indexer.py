@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from ctypes import byref
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from dynaxx.kernels.rounding import to_fp8, to_int8
 from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem
 from dynaxx.trained.tokens.kernels.reference import indexer as reference
-from dynaxx.trained.tokens.spans import TokenSpans
+from dynaxx.trained.tokens.spans import TokenSpans, best_of
 
 __all__ = ["best_scores", "index_tokens", "to_fp8", "to_int8", "unsupported_reasons"]
 
@@ -67,16 +66,11 @@ def index_tokens(
 
 def _by_chunks(q: Tensor, k: Tensor, weights: Tensor, k_scale: Tensor | None, spans: TokenSpans, slots: int) -> Tensor:
     chosen = torch.full((q.shape[0], 1, slots), -1, dtype=torch.int32, device="cpu")
-    for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
-        step = max(1, SCORE_BYTES // (4 * q.shape[1] * max(1, d - c)))
-        for at in range(a, b, step):
-            stop = min(at + step, b)
-            seen = min(d - c, max(0, d - c - (b - stop)))  # keys of the last query
-            own = TokenSpans((0, stop - at), (0, seen), spans.block_size)
-            scale = None if k_scale is None else k_scale[c : c + seen]
-            chosen[at:stop] = reference.index_tokens(
-                q[at:stop].float(), k[c : c + seen].float(), weights[at:stop].float(), scale, own, slots
-            )
+    for some, keys, own in spans.pieces(4 * q.shape[1], SCORE_BYTES):
+        scale = None if k_scale is None else k_scale[keys]
+        chosen[some] = reference.index_tokens(
+            q[some].float(), k[keys].float(), weights[some].float(), scale, own, slots
+        )
     return chosen
 
 
@@ -88,15 +82,12 @@ def best_scores(scores: Tensor, counts: Tensor, slots: int) -> Tensor:
     Of equal scores the earlier one wins.
     """
     library = active_library()
+    if library is None:
+        return best_of(scores, counts, slots)
     scores, counts = scores.float().contiguous(), counts.int().contiguous()
     rows, width = scores.shape
-    if library is not None:
-        chosen = torch.empty(rows, slots, dtype=torch.int32)
-        read = address(scores, torch.float32, scores.shape), rows, width, address(counts, torch.int32, (rows,))
-        written = slots, torch.get_num_threads(), address(chosen, torch.int32, chosen.shape)
-        raise_for_status(library.dynaxx_cpu_token_top(*read, *written))
-        return chosen
-    hidden = torch.arange(width) >= counts[:, None]
-    best = (scores + 0.0).masked_fill(hidden, -torch.inf).sort(dim=1, descending=True, stable=True).indices[:, :slots]
-    best = torch.where(best < counts[:, None], best, width).sort(1).values
-    return pad(torch.where(best < width, best, -1), (0, slots - best.shape[1]), value=-1).int()
+    chosen = torch.empty(rows, slots, dtype=torch.int32)
+    read = address(scores, torch.float32, scores.shape), rows, width, address(counts, torch.int32, (rows,))
+    written = slots, torch.get_num_threads(), address(chosen, torch.int32, chosen.shape)
+    raise_for_status(library.dynaxx_cpu_token_top(*read, *written))
+    return chosen

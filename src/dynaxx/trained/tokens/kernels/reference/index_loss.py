@@ -6,13 +6,13 @@ Sequences are packed. T queries, M keys, n slots; Hi heads of the indexer of wid
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dynaxx.trained.tokens.kernels.reference.indexer import index_scores
+from dynaxx.trained.tokens.kernels.reference.attention import token_mask
+from dynaxx.trained.tokens.kernels.reference.indexer import index_scores, visible_keys
 from dynaxx.trained.tokens.spans import TokenSpans
 
 if TYPE_CHECKING:
@@ -58,44 +58,32 @@ def index_loss(
     leaves = [x.detach().to(dtype).requires_grad_() for x in (index_q, index_k, weights)]
     grads = [torch.zeros_like(x, dtype=dtype) for x in leaves] if needs_grad else []
     total, covered = (torch.zeros((), dtype=dtype, device=q.device) for _ in range(2))
-    for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
-        step = max(1, PIECE_BYTES // (4 * max(1, d - c) * (q.shape[1] + 2 * index_q.shape[1])))
-        for at in range(a, b, step):
-            stop = min(at + step, b)
-            seen = d - c - (b - stop)
-            if seen <= 0:
-                continue
-            some, keys = slice(at, stop), slice(c, c + seen)
-            position = torch.arange(seen - (stop - at), seen, device=q.device)
-            blocks = None if block_indices is None else block_indices[some]
-            target, visible, mass = _target(q[some].to(dtype), k[keys].to(dtype), position, scale, blocks, spans)
-            with torch.enable_grad():
-                piece = [leaves[0][some], leaves[1][keys], leaves[2][some]]
-                loss = _divergence(target, visible, index_scores(*piece) * index_scale)
-                if needs_grad:
-                    found = torch.autograd.grad(loss, piece)
-                    for grad, part, where in zip(grads, found, (some, keys, some), strict=True):
-                        grad[where] += part
-            total += loss.detach()
-            covered += mass
+    for some, keys, own in spans.pieces(4 * (q.shape[1] + 2 * index_q.shape[1]), PIECE_BYTES):
+        blocks = None if block_indices is None else block_indices[some]
+        target, visible, mass = _target(q[some].to(dtype), k[keys].to(dtype), scale, blocks, own)
+        with torch.enable_grad():
+            piece = [leaves[0][some], leaves[1][keys], leaves[2][some]]
+            loss = _divergence(target, visible, index_scores(*piece) * index_scale)
+            if needs_grad:
+                found = torch.autograd.grad(loss, piece)
+                for grad, part, where in zip(grads, found, (some, keys, some), strict=True):
+                    grad[where] += part
+        total += loss.detach()
+        covered += mass
     return total, covered, grads
 
 
 def _target(
-    q: Tensor, k: Tensor, position: Tensor, scale: float, blocks: Tensor | None, spans: TokenSpans
+    q: Tensor, k: Tensor, scale: float, blocks: Tensor | None, spans: TokenSpans
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return attention (t, m) averaged over heads, the keys that count, and their share of attention, summed over t."""
-    key, size = torch.arange(k.shape[0], device=q.device), spans.block_size
-    visible = key <= position[:, None]
+    visible = visible_keys(spans, q.device)
     grouped = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # (Hk, G, t, D)
     logits = grouped @ k.permute(1, 2, 0)[:, None] * scale
     attention = logits.masked_fill_(~visible, -torch.inf).softmax(-1).nan_to_num_(0.0).mean((0, 1))
     if blocks is None:
         return attention, visible, attention.sum()
-    blocks = blocks.long()
-    at = torch.where(blocks < 0, k.shape[0], blocks * size)[..., None] + torch.arange(size, device=q.device)
-    chosen = torch.zeros(len(q), k.shape[0] + 1, dtype=torch.bool, device=q.device)
-    visible = visible & chosen.scatter_(1, at.flatten(1).clamp(max=k.shape[0]), True)[:, :-1]
+    visible = token_mask(blocks[:, None], spans)[0]
     kept = attention.masked_fill(~visible, 0.0)
     mass = kept.sum(-1, keepdim=True)
     return kept / mass.clamp(min=torch.finfo(torch.float32).tiny), visible, mass.sum()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynaxx.kernels.rounding import to_fp8, to_int8
 from dynaxx.layout.host import without_autocast
-from dynaxx.trained.tokens.spans import TokenSpans
+from dynaxx.trained.tokens.spans import TokenSpans, best_of
 
 if TYPE_CHECKING:
     from dynaxx.trained.tokens.kernels.contract import IndexerProblem
@@ -59,15 +59,13 @@ def index_tokens(
     scores = index_scores(q, k, weights)
     if k_scale is not None:
         scores = scores * k_scale.to(scores.dtype)
-    scores = (scores + 0.0).masked_fill(~visible_keys(spans, q.device), -torch.inf)
+    scores = scores.masked_fill(~visible_keys(spans, q.device), -torch.inf)
     rows = torch.full((q.shape[0], 1, slots), -1, dtype=torch.int32, device=q.device)
     for (a, b), (c, d) in zip(pairwise(spans.ends_q), pairwise(spans.ends_k), strict=True):
         blocks = -(-(d - c) // spans.block_size)
         padding = blocks * spans.block_size - (d - c)
         own = torch.nn.functional.pad(scores[a:b, c:d], (0, padding), value=-torch.inf)
         by_block = own.unflatten(1, (blocks, spans.block_size)).amax(2) if blocks else own
-        seen = spans.position[a:b, None].to(q.device) // spans.block_size
-        best = by_block.sort(dim=1, descending=True, stable=True).indices[:, :slots]
-        best = torch.where(best <= seen, best, blocks).sort(1).values
-        rows[a:b, 0, : best.shape[1]] = torch.where(best < blocks, best, -1).int()
+        seen = spans.position[a:b].to(q.device) // spans.block_size + 1
+        rows[a:b, 0] = best_of(by_block, seen, slots)
     return rows
