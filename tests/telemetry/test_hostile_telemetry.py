@@ -104,9 +104,9 @@ def test_any_exception_of_a_reading_is_a_problem(error, telemetry):
 def test_a_number_that_is_not_finite_is_a_problem_and_the_others_stay(value, telemetry):
     text = GOOD + f'dynaxx_rollout_ratio{{engine="0",model_name="m"}} {value}\n'
     with tcp_server(reply(text)) as url, WatchPage(Watch(source_of(url), url), 0, 0.05) as page:
-        seen = json.loads(urllib.request.urlopen(page.url + "state.json", timeout=10).read())["overview"]
-    assert seen["guard_level"] == 1
-    assert seen["rollout"] is None
+        seen = json.loads(urllib.request.urlopen(page.url + "state.json", timeout=10).read())
+    assert seen["facts"]["in force"]["guard"] == "warns"
+    assert seen["facts"]["in force"]["rollout"] == "-"
     assert "dynaxx_rollout_ratio" in seen["concerns"][0]["text"]
 
 

@@ -29,7 +29,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dynaxx.telemetry import terminal
-from dynaxx.telemetry.terminal import as_text, duration, number
+from dynaxx.telemetry.facts import duration, number
+from dynaxx.telemetry.terminal import as_text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -361,6 +362,17 @@ def test_the_page_loads_nothing_from_outside(page):
     assert page.host == "127.0.0.1"
 
 
+def test_the_page_says_what_the_terminal_says(page, telemetry):
+    with get(page.url + "state.json") as answer:
+        state = json.load(answer)
+    said = as_text(watch_of(telemetry).look())
+    charts = {one["title"]: one["text"] for one in state["charts"]}
+    assert charts["recall"] == "96.0 %"
+    for facts in (charts, *state["facts"].values()):
+        assert all(name in said and value.split()[-1] in said for name, value in facts.items())
+    assert [cell for cell, _ in state["layers"][0]] == ["0", "10.0 %", "96.0 %", "-", "-"]
+
+
 def test_the_page_answers_its_own_address_and_its_own_files_only(page):
     for name, headers, status in (
         ("state.json", {"Host": f"evil.example:{page.port}"}, 403),
@@ -383,7 +395,7 @@ def test_the_page_answers_its_own_address_and_its_own_files_only(page):
 def test_the_page_goes_on_and_a_port_that_is_taken_is_said(page, telemetry):
     def digest() -> str:
         with get(page.url + "state.json") as answer:
-            return json.load(answer)["overview"]["policy"]["digest"]
+            return json.load(answer)["facts"]["in force"]["policy"]
 
     telemetry.bind(model_name="smollm2").info("dynaxx_policy_info", version="1", digest="new")
     end = time.monotonic() + 10

@@ -7,7 +7,7 @@ The files:
     probe, samples, clocks, caches      what integrations measure
     prometheus, otel, multiprocess, files, logging  exporters
     dashboard                           the Grafana dashboard, made from the catalog
-    sources, overview, terminal, web, background_watch, http  `dynaxx watch`
+    sources, overview, facts, terminal, web, background_watch, http  `dynaxx watch`
 """
 
 from dynaxx.telemetry.catalog import CATALOG, EVENTS, Metric

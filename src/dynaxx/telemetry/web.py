@@ -8,14 +8,17 @@ outside.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 from typing_extensions import override
 
+from dynaxx.storage import strict_json
 from dynaxx.telemetry.background_watch import BackgroundWatch
+from dynaxx.telemetry.facts import about, facts, layer_cells, reasons
 from dynaxx.telemetry.http import Answer, HttpServer
-from dynaxx.telemetry.overview import Watch, describe_event
+from dynaxx.telemetry.overview import RECALL_LOW, Watch, describe_event
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -61,7 +64,7 @@ class WatchPage(HttpServer):
 
     def _file(self, path: str) -> Answer:
         if path == "/state.json":
-            body = json.dumps(self._state(), allow_nan=False).encode()
+            body = json.dumps(strict_json(self._state()), allow_nan=False).encode()
             return Answer(200, "application/json", body, HEADERS)
         if path in FILES:
             name, kind = FILES[path]
@@ -69,7 +72,26 @@ class WatchPage(HttpServer):
         return Answer(404, "text/plain; charset=utf-8", b"there is nothing here\n", HEADERS)
 
     def _state(self) -> dict[str, Any]:
-        """Return the data that the page draws."""
-        seen = self._watch.latest().to_dict()
-        events = [{"time": event["time"], "text": describe_event(event)} for event in seen["recent_events"]]
-        return {"overview": seen, "events": events, "history": self._watch.history, "interval": self._interval}
+        """Return the data that the page draws, as text but for the curves."""
+        seen, history = self._watch.latest(), self._watch.history
+        cards = facts(seen)
+        charts = (
+            ("tokens", "traffic", "tokens_per_second", None),
+            ("prefill p95", "traffic", "request_seconds_p95", None),
+            ("density", "attention", "density", None),
+            ("recall", "faithful", "recall", RECALL_LOW),
+        )
+        more = {"dense calls": seen.dense_calls, "fallbacks": seen.fallbacks}
+        return {
+            "interval": self._interval,
+            "model": ", ".join(seen.models) or "a process",
+            "about": about(seen),
+            "concerns": [asdict(concern) for concern in seen.concerns],
+            "charts": [
+                {"title": title, "text": cards[card].pop(title), "values": [p[name] for p in history], "limit": limit}
+                for title, card, name, limit in charts
+            ],
+            "facts": cards | {title: reasons(counts) for title, counts in more.items() if any(counts.values())},
+            "layers": [layer_cells(one) for one in seen.layers],
+            "events": [{"time": event["time"], "text": describe_event(event)} for event in seen.recent_events],
+        }
