@@ -11,6 +11,7 @@ import statistics
 import time
 
 import torch
+from last_query_probe import LastQueryProbe
 
 import dynaxx as dx
 from dynaxx.lab.analyze.capture import visit_attention
@@ -35,7 +36,7 @@ SCORERS = {
     "`MinMax(0.5)`": dx.MinMax(bound=0.5),
     "`MinMax(pool=16)`": dx.MinMax(pool=16),
     "`MinMax(0.75, pool=16)`": dx.MinMax(0.75, pool=16),
-    "`LastQueryProbe()`": dx.LastQueryProbe(),
+    "`LastQueryProbe()`": LastQueryProbe(),
     "`AntiDiagonal()`": dx.AntiDiagonal(),
 }
 RULES = [

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from last_query_probe import LastQueryProbe
 from task_scores import dense_losses, perplexity_rise, shown
 
 import dynaxx as dx
@@ -27,7 +28,7 @@ UNIFORM = {
     "mean query": dx.MeanQuery(),
     "bounds of keys (Quest)": dx.MinMax(),
     "anti-diagonals (XAttention)": dx.AntiDiagonal(),
-    "vertical and slash lines of the last queries (MInference)": dx.LastQueryProbe(),
+    "vertical and slash lines of the last queries (MInference)": LastQueryProbe(),
     TUNE_FORCED: dx.MeanQuery(),
 }
 METHODS = {

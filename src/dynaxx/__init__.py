@@ -42,7 +42,6 @@ _SOURCES = {
     "dynaxx.selection": (
         "AntiDiagonal",
         "Hybrid",
-        "LastQueryProbe",
         "MeanPool",
         "MeanQuery",
         "MinMax",

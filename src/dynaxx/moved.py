@@ -62,7 +62,10 @@ RENAMED = {
     "select_native": "select_nsa",
 }
 # Names of 0.1.0 that are gone, and what serves in their place.
-GONE = {name: "MeanQuery" for name in ("KeyClusters", "SimHash", "TwoStage")} | {"ClusterGlobals": "TopK"}
+GONE = {
+    "ClusterGlobals": "TopK",
+    **dict.fromkeys(("KeyClusters", "LastQueryProbe", "SimHash", "TwoStage"), "MeanQuery"),
+}
 
 
 def moved_name(name: str) -> Any:

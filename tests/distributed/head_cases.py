@@ -30,7 +30,7 @@ def case_layouts_and_rules(ranks: Ranks):
             )
         q, k, v = make_qkv(2, 150, 150, 8, 4, 16, device=ranks.device)
     shards = [split.shard(x, ranks.rank) for x in (q, k, v)]
-    for rule in (dx.Sink(3) | dx.TopK(2), dx.TopK(tuple(range(8)), per="head"), dx.TopK(1, dx.LastQueryProbe(16))):
+    for rule in (dx.Sink(3) | dx.TopK(2), dx.TopK(tuple(range(8)), per="head"), dx.TopK(1, dx.AntiDiagonal(16))):
         out, lse = dxd.sparse_attention_by_heads(*shards, rule, split, ranks.mesh, block_size=32, return_lse=True)
         layout = dx.select_blocks(q, k, rule, block_size=32)
         whole, whole_lse = dx.sparse_attention(q, k, v, layout, return_lse=True)

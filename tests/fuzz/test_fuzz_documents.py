@@ -35,7 +35,7 @@ RULES = (
     dx.LastQueries(64) | dx.LocalBlocks(2) | dx.GlobalTokens(4, symmetric=True),
     dx.SlidingWindow(32) | dx.TopK((0.1, 0.5, 0.2, 1.0), scorer=dx.MinMax(0.5, pool=8), per="head"),
     dx.TopK(3, scorer=dx.MeanQuery(0.5, "int8")),
-    dx.TopP(0.9, scorer=dx.LastQueryProbe(16)),
+    dx.TopP(0.9, scorer=dx.MeanPool(16)),
     dx.Threshold(0.3, "uniform", dx.AntiDiagonal(8)),
     dx.GlobalContent(token_ids=(3, 4), sequences=((5, 6),), span=2) | dx.SlidingWindow(16),
 )

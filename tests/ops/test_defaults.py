@@ -112,7 +112,6 @@ SCORERS = {
     "min max": dx.MinMax(),
     "tile queries": TileQueries(),
     "anti-diagonal": dx.AntiDiagonal(),
-    "probe": dx.LastQueryProbe(),
 }
 
 

@@ -67,7 +67,6 @@ def test_many_sinks_take_no_memory_that_the_grid_does_not():
     [
         dx.TopK,
         lambda n: dx.TopK(1.0, floor=n),
-        lambda n: dx.TopK(2, scorer=dx.LastQueryProbe(n)),
         lambda n: dx.TopK(2, scorer=dx.AntiDiagonal(n)),
         lambda n: dx.TopK(2, scorer=dx.MeanPool(n)),
     ],

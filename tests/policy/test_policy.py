@@ -56,7 +56,7 @@ RULES = [
     dx.TopK(1.0),
     dx.TopK(0.25, scorer=dx.MinMax(), floor=16, per="head"),
     dx.TopK(0.5, scorer=dx.MinMax(bound=0.5)),
-    dx.TopK((0.1, 0.2, 0.3, 0.0, 1.0, 0.5), scorer=dx.LastQueryProbe(32)),
+    dx.TopK((0.1, 0.2, 0.3, 0.0, 1.0, 0.5), scorer=dx.AntiDiagonal(32)),
     dx.TopK((1, 2, 3, 4, 5, 6), scorer=dx.MeanPool(16)),
     dx.TopP(0.9),
     dx.TopP((0.5, 0.6, 0.7, 0.8, 0.9, 1.0), scorer=dx.MinMax()),
@@ -67,7 +67,7 @@ RULES = [
     dx.TopK(0.2, scorer=TileQueries(8, 0.9)),
     dx.TopP(0.9, scorer=dx.MeanQuery(precision="int8")),
     dx.TopK(4, scorer=dx.MeanQuery(0.5, "int8")),
-    (dx.SlidingWindow(32) | dx.Sink(2)) | dx.TopP(0.95, scorer=dx.LastQueryProbe()),
+    (dx.SlidingWindow(32) | dx.Sink(2)) | dx.TopP(0.95, scorer=dx.MeanPool()),
     None,
 ]
 
@@ -187,7 +187,7 @@ SELECTOR = ("rules", 0, "attention", "selector")
         ((*SELECTOR, "share"), [0.5], r"one per covered head \(2\), got 1"),
         ((*SELECTOR, "share"), None, "exactly one of `share` and `blocks`"),
         ((*SELECTOR, "blocks"), 3, "exactly one of `share` and `blocks`"),
-        ((*SELECTOR, "scorer"), {"kind": "last_query_probe", "queries": 0}, "scorer.queries`"),
+        ((*SELECTOR, "scorer"), {"kind": "anti_diagonal", "stride": 0}, "scorer.stride`"),
         (("rules", 0, "attention", "pattern", "window"), 0, "`rules.0.attention.pattern.window`"),
         (("rules", 0, "attention", "pattern"), {"kind": "any_of", "parts": []}, "pattern.parts`"),
         (("rules", 0, "attention", "pattern"), {"kind": "documents", "cu_seqlens": [1, 5]}, "must start at 0"),

@@ -10,7 +10,7 @@ from dynaxx.selection.scorers import Scorer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SCORERS = [
-    dx.MeanPool(), dx.MeanQuery(), dx.AntiDiagonal(), dx.LastQueryProbe(), TileQueries(), dx.MinMax(),
+    dx.MeanPool(), dx.MeanQuery(), dx.AntiDiagonal(), TileQueries(), dx.MinMax(),
 ]  # fmt: skip
 BUDGETS = [lambda scorer, per: dx.TopK(0.3, scorer=scorer, per=per), lambda scorer, per: dx.TopP(0.8, scorer, per),
            lambda scorer, per: dx.Threshold(0.1, scorer=scorer, per=per)]  # fmt: skip

@@ -12,7 +12,6 @@ import dynaxx as dx
 from dynaxx.kernels.selection.cpu import best_blocks
 from dynaxx.selection import (
     AntiDiagonal,
-    LastQueryProbe,
     MeanPool,
     MeanQuery,
     MinMax,
@@ -30,8 +29,6 @@ SCORERS = [
     MeanPool(pool=3),
     MinMax(),
     MinMax(bound=0.5),
-    LastQueryProbe(),
-    LastQueryProbe(queries=1000),
     AntiDiagonal(),
     AntiDiagonal(stride=4),
     TileQueries(),
@@ -201,7 +198,6 @@ def test_memory_budget_matters():
         torch.ones(10)[2:].add_(torch.ones(8))
     assert memory.peak == 4000
     assert memory.live == 0
-    assert peak_bytes(TopK(2, LastQueryProbe(1000)), 64 << 20) > 16 << 20  # what the last test would see without one
     assert peak_bytes(TopP(0.02), 2 << 20) < 2 << 20 < peak_bytes(TopP(0.02), 64 << 20)
 
 
@@ -334,7 +330,6 @@ def test_floor_gives_early_rows_the_share_of_later_ones():
         (lambda q, k: MeanQuery(precision="fp8"), "`precision` must be 'full' or 'int8'"),
         (lambda q, k: MeanPool(pool=0), "`pool` must be >= 1"),
         (lambda q, k: MinMax(bound=1.1), "`bound` must be from"),
-        (lambda q, k: LastQueryProbe(queries=0), "`queries` must be >= 1"),
         (lambda q, k: AntiDiagonal(0), "`stride` must be >= 1"),
         (lambda q, k: TileQueries(0), "`tokens` must be >= 1"),
         (lambda q, k: TileQueries(sharpness=0.0), "`sharpness` must be > 0"),

@@ -108,7 +108,7 @@ def analysis(layers: int = LAYERS, heads: int = HEADS, size: int = 64) -> dict:
             "streaming": rule(0.71, 0.88, 0.93),
             "mean_pool": rule(0.74, 0.88, 0.94),
             "min_max": rule(0.74, 0.9, 0.957),
-            "last_query_probe": rule(0.74, 0.885, 0.942),
+            "mean_query": rule(0.74, 0.885, 0.942),
             "oracle": rule(0.79, 0.93, 0.976),
         },
         "heads": found,

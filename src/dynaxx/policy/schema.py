@@ -169,8 +169,10 @@ _FIXES = {
 }
 _GONE = {  # kinds of policies of 0.1, and the fix
     "cluster_globals": "it is gone; use `top_k`, whose blocks hold more of the attention at the same density",
-    "key_clusters": "it is gone; use `mean_query`, which finds more of the attention in less time",
-    "sim_hash": "it is gone; use `mean_query`, which finds more of the attention in less time",
+    **dict.fromkeys(
+        ("key_clusters", "last_query_probe", "sim_hash"),
+        "it is gone; use `mean_query`, which finds more of the attention in less time",
+    ),
 }
 
 

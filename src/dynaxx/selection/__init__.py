@@ -17,7 +17,6 @@ from dynaxx.selection.budgets import Threshold, TopK, TopP
 from dynaxx.selection.recall import Recall, recall
 from dynaxx.selection.scorers import (
     AntiDiagonal,
-    LastQueryProbe,
     MeanPool,
     MeanQuery,
     MinMax,
@@ -29,7 +28,6 @@ from dynaxx.settings import import_folder
 __all__ = [
     "AntiDiagonal",
     "Hybrid",
-    "LastQueryProbe",
     "MeanPool",
     "MeanQuery",
     "MinMax",

@@ -226,7 +226,7 @@ def test_rules_become_budgets():
     assert dx.PageBudget.of(dx.TopK(8, dx.MeanPool())) == dx.PageBudget(8, bound=0.0)
     assert dx.PageBudget.of(dx.SlidingWindow(64) | dx.GlobalTokens(8)) == dx.PageBudget(0, sinks=8, window=64)
     assert dx.PageBudget.of(dx.Causal()).reads_everything
-    for rule in (dx.Strided(4), dx.TopP(0.9), dx.TopK(0.1, dx.LastQueryProbe()), dx.SlidingWindow((3, 0))):
+    for rule in (dx.Strided(4), dx.TopP(0.9), dx.TopK(0.1, dx.AntiDiagonal()), dx.SlidingWindow((3, 0))):
         with pytest.raises(ValueError, match="decoding supports"):
             dx.PageBudget.of(rule)
 

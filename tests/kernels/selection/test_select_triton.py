@@ -212,7 +212,7 @@ def test_choices_again_are_those_of_their_own_queries_and_keys():
     """From the third selection of one kind, only launches are replayed; they use the queries and keys of that call."""
     torch.manual_seed(0)
     rules = [dx.Sink(16) | dx.TopK(0.1), dx.Sink(16) | dx.TopK(0.3), dx.Sink(16) | dx.TopK((0.1, 0.2, 0.3, 1.0))]
-    rules += [dx.TopK(2, dx.MinMax()), dx.TopK(3, dx.LastQueryProbe(16)), dx.TopP(0.8), dx.TopK(3, dx.MeanPool(16))]
+    rules += [dx.TopK(2, dx.MinMax()), dx.TopK(3, dx.AntiDiagonal(16)), dx.TopP(0.8), dx.TopK(3, dx.MeanPool(16))]
     for attempt in range(5):
         seqlen = 999 if attempt == 3 else 1000
         q, k = torch.randint(-2, 3, (2, seqlen, 4, 64)).float(), torch.randint(-2, 3, (2, seqlen, 2, 64)).float()

@@ -178,7 +178,7 @@ def test_even_attention_is_broad_and_the_oracle_no_better_than_its_density():
 def test_no_rule_of_whole_blocks_beats_the_oracle():
     attention = random_attention(640, seed=3)
     head = analyzed(attention.q, attention.k)
-    for name in ("mean_pool", "min_max", "last_query_probe"):
+    for name in ("mean_pool", "min_max", "mean_query"):
         for density, recall in zip(head.density[name], head.recall[name], strict=True):
             grid = [(d, r) for d, r in zip(head.density["oracle"], head.recall["oracle"], strict=True) if d >= density]
             assert not grid or recall <= grid[0][1] + 1e-4
@@ -222,7 +222,7 @@ def test_result_is_strict_json_and_says_what_it_is_of(tiny):
     assert document["budgets"] == list(BUDGETS)
     assert [(head["layer"], head["head"]) for head in document["heads"]] == [(1, 0), (1, 3)]
     head = document["heads"][0]
-    assert set(head["recall"]) == {"streaming", "mean_pool", "min_max", "last_query_probe", "oracle"}
+    assert set(head["recall"]) == {"streaming", "mean_pool", "min_max", "mean_query", "oracle"}
     assert all(len(shares) == len(BUDGETS) for shares in head["recall"].values())
     assert len(head["mass_by_distance"]["edges"]) == len(head["mass_by_distance"]["mass"]) + 1
     assert head["heatmap"]["size"] <= 64

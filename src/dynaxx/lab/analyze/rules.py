@@ -10,14 +10,14 @@ import torch
 
 from dynaxx.layout import BlockGrid, as_block_size
 from dynaxx.patterns import LocalBlocks, Pattern, Sink, SlidingWindow
-from dynaxx.selection import Hybrid, LastQueryProbe, MeanPool, MinMax, Scorer, TopK
+from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Scorer, TopK
 
 BUDGETS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5)  # shares of the causally visible blocks
-SELECTORS: dict[str, Scorer] = {"mean_pool": MeanPool(), "min_max": MinMax(), "last_query_probe": LastQueryProbe()}
+SELECTORS: dict[str, Scorer] = {"mean_pool": MeanPool(), "min_max": MinMax(), "mean_query": MeanQuery()}
 SCORER_WORDS = {
     "mean_pool": "mean-pooled keys",
     "min_max": "the min/max bound of the keys",
-    "last_query_probe": "the last-query probe",
+    "mean_query": "the mean query",
 }
 
 LOCAL_BLOCKS = 2  # local blocks of every hybrid, besides a block of sinks

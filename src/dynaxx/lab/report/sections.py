@@ -21,7 +21,8 @@ RULE_NAMES = {
     "streaming": "sinks, window",
     "mean_pool": "mean-pooled",
     "min_max": "min/max bound",
-    "last_query_probe": "last-query probe",
+    "mean_query": "mean query",
+    "last_query_probe": "last-query probe",  # of earlier analyses
 }
 MAX_MAPS = 400  # number of heads above which heat maps are reduced, to keep the page small
 

@@ -7,7 +7,6 @@ Shapes: B batch, Hq / Hk q and kv heads, R rows of q blocks, C kv blocks, D head
 from dynaxx.selection.scorers.antidiagonal import AntiDiagonal
 from dynaxx.selection.scorers.base import MEMORY_BUDGET, Scorer, ScoreRows
 from dynaxx.selection.scorers.pooling import MeanPool, MinMax
-from dynaxx.selection.scorers.probe import LastQueryProbe
 from dynaxx.selection.scorers.query import MeanQuery
 from dynaxx.selection.scorers.tile_queries import TileQueries
 from dynaxx.settings import import_folder
@@ -15,7 +14,6 @@ from dynaxx.settings import import_folder
 __all__ = [
     "MEMORY_BUDGET",
     "AntiDiagonal",
-    "LastQueryProbe",
     "MeanPool",
     "MeanQuery",
     "MinMax",
