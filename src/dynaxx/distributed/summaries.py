@@ -21,10 +21,9 @@ from dynaxx.selection.scorers.base import (
     MEMORY_BUDGET,
     Scorer,
     ScoreRows,
-    per_kv_head,
     pooled,
 )
-from dynaxx.selection.scorers.pooling import mean_tiles
+from dynaxx.selection.scorers.pooling import mean_tiles, summary_scores
 from dynaxx.selection.scorers.query import query_kernels
 
 
@@ -51,15 +50,9 @@ class GatheredScorer(Scorer):
         self, q: Tensor, k: Tensor, grid: BlockGrid, scale: float, *, memory_budget: int = MEMORY_BUDGET
     ) -> ScoreRows:
         queries = mean_tiles(q, grid.block_size[0], memory_budget // 4, scale)
-        low, high = (x[:, :, : grid.kv_blocks].transpose(-1, -2) for x in (self.low, self.high))
-        if self.low is self.high:
-            return lambda start, stop: per_kv_head(queries.vectors(start, stop), low)
-
-        def rows(start: int, stop: int) -> Tensor:
-            some = queries.vectors(start, stop)
-            return per_kv_head(some.clamp(min=0), high).add_(per_kv_head(some.clamp(max=0), low))
-
-        return rows
+        high = self.high[:, :, : grid.kv_blocks]
+        low = high if self.low is self.high else self.low[:, :, : grid.kv_blocks]
+        return summary_scores(queries, low, high)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,21 @@ class MeanPool(Scorer, kind="mean_pool"):
         keys = mean_tiles(k, k_size, memory_budget // 4)
         if (q_size, k_size) != grid.block_size:
             return tile_scores(queries, keys, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
-        summary = keys.vectors(0, keys.count).transpose(-1, -2)
-        return lambda start, stop: per_kv_head(queries.vectors(start, stop), summary)
+        means = keys.vectors(0, keys.count)
+        return summary_scores(queries, means, means)
+
+
+def summary_scores(queries: TokenTiles, low: Tensor, high: Tensor) -> ScoreRows:
+    """Multiply negative parts of queries with `low`, positive ones with `high`, each (B, Hk, kv blocks, D)."""
+    low_columns, high_columns = low.transpose(-1, -2), high.transpose(-1, -2)
+    if low is high:
+        return lambda start, stop: per_kv_head(queries.vectors(start, stop), low_columns)
+
+    def rows(start: int, stop: int) -> Tensor:
+        some = queries.vectors(start, stop)
+        return per_kv_head(some.clamp(min=0), high_columns).add_(per_kv_head(some.clamp(max=0), low_columns))
+
+    return rows
 
 
 def mean_tiles(
@@ -91,13 +104,7 @@ class MinMax(Scorer, kind="min_max"):
             bounds = torch.cat([largest, smallest], dim=-1)
             keys = TokenTiles(k_size, bounds.shape[2], lambda a, b: bounds[:, :, a:b])
             return tile_scores(signed, keys, grid, (q.shape[0], q.shape[2]), memory_budget // 2)
-
-        def rows(start: int, stop: int) -> Tensor:
-            some = queries.vectors(start, stop)
-            scores = per_kv_head(some.clamp(min=0), largest.transpose(-1, -2))
-            return scores.add_(per_kv_head(some.clamp(max=0), smallest.transpose(-1, -2)))
-
-        return rows
+        return summary_scores(queries, smallest, largest)
 
     def extremes(self, k: Tensor, k_size: int, memory_budget: int) -> tuple[Tensor, Tensor]:
         """Return the minimum and maximum of every `k_size` keys, mixed with their mean, each (B, Hk, T, D) fp32."""

@@ -24,6 +24,7 @@ from dynaxx.kernels.attention.cpu.forward import attention_forward
 from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.host import on_host
 from dynaxx.trained.nsa.kernels.reference import choose_blocks
+from dynaxx.trained.nsa.kernels.reference_decode import block_scores
 from dynaxx.trained.nsa.spans import NsaSpans
 
 ROWS = 16  # the smallest q block of a layout
@@ -45,7 +46,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor | None, spans: NsaSpans,
                 q[some], keys[:, c : c + visible], lse if lse is None else lse[:, some], spans, some, scale
             )
             blocks = int(spans.num_blocks[some.stop - 1])
-            scores = _block_scores(parts, spans, blocks) if lse is not None else _unscored(parts, blocks)
+            scores = block_scores(parts, spans.sizes, blocks) if lse is not None else _unscored(parts, blocks)
             chosen[some] = choose_blocks(scores.transpose(0, 1), spans.num_blocks[some], spans.sizes)
     return chosen
 
@@ -60,20 +61,6 @@ def _weights(q: Tensor, keys: Tensor, lse: Tensor | None, spans: NsaSpans, some:
         return logits[:, 0].masked_fill_(hidden, torch.finfo(logits.dtype).min)
     shift = lse.masked_fill(lse == -torch.inf, 0.0).unflatten(0, (heads, -1))[..., None]
     return logits.sub_(shift).masked_fill_(hidden, -torch.inf).exp_().sum(1)
-
-
-def _block_scores(weights: Tensor, spans: NsaSpans, blocks: int) -> Tensor:
-    """Pool (Hs, t, l) weights over the strides of each compressed token and each block; return (Hs, t, blocks)."""
-    per_token = spans.sizes.cmp_block // spans.sizes.cmp_stride
-    per_block = spans.sizes.slc_block // spans.sizes.cmp_stride
-    total = blocks * per_block
-    strides = weights.new_zeros(*weights.shape[:2], max(total, weights.shape[2] + per_token - 1))
-    most = spans.sizes.pool == "max"
-    for shift in range(per_token):
-        part = strides[..., shift : shift + weights.shape[2]]
-        torch.maximum(part, weights, out=part) if most else part.add_(weights)
-    by_block = strides[..., :total].unflatten(-1, (blocks, per_block))
-    return by_block.amax(-1) if most else by_block.sum(-1)
 
 
 def _unscored(logits: Tensor, blocks: int) -> Tensor:

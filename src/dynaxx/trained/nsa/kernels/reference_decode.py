@@ -137,15 +137,20 @@ def select_blocks(
     logits = torch.einsum("bhgd,blhd->bhgl", grouped, keys) * scale
     shift = lse.to(dtype).masked_fill(lse == -torch.inf, 0.0).view(*grouped.shape[:3], 1)
     weights = (logits - shift).exp().masked_fill(~visible[:, None, None], 0.0).sum(2)  # (B, Hk, L)
+    return choose_blocks(block_scores(weights, sizes, max_blocks), lengths.blocks, sizes)
+
+
+def block_scores(weights: Tensor, sizes: NsaSizes, blocks: int) -> Tensor:
+    """Pool (.., .., l) weights over the strides of each compressed token and each block; return (.., .., blocks)."""
     per_token, per_block = sizes.cmp_block // sizes.cmp_stride, sizes.slc_block // sizes.cmp_stride
-    strides = weights.new_zeros(*weights.shape[:2], max_blocks * per_block + per_token)
-    for shift_by in range(per_token):  # each token adds its weight to every stride that it covers
-        part = strides[..., shift_by : shift_by + weights.shape[2]]
-        more = weights[..., : part.shape[2]]
-        part.copy_(torch.maximum(part, more) if sizes.pool == "max" else part + more)
-    by_block = strides[..., : max_blocks * per_block].unflatten(-1, (max_blocks, per_block))
-    scores = by_block.amax(-1) if sizes.pool == "max" else by_block.sum(-1)
-    return choose_blocks(scores, lengths.blocks, sizes)
+    total = blocks * per_block
+    strides = weights.new_zeros(*weights.shape[:2], max(total, weights.shape[2] + per_token - 1))
+    most = sizes.pool == "max"
+    for shift in range(per_token):
+        part = strides[..., shift : shift + weights.shape[2]]
+        torch.maximum(part, weights, out=part) if most else part.add_(weights)
+    by_block = strides[..., :total].unflatten(-1, (blocks, per_block))
+    return by_block.amax(-1) if most else by_block.sum(-1)
 
 
 def _windows(cache: PagedCache, sizes: NsaSizes, count: int, skip: int) -> Tensor:
