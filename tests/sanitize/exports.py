@@ -283,7 +283,7 @@ def shared(draw: random.Random) -> None:
         writer.start()
     for _ in range(4):
         wanted = dx.PageBudget(2).wanted(2, torch.device("cpu"))
-        decode.select_and_attend(q, cache, wanted, 1, 1, 4, 0.25)
+        decode.attend_pages(q, cache, *decode.select_pages(q, cache, wanted, 1, 1, 4, 0.25), 0.25)
         decode.summarize_pages(cache, cache.summaries, None)
         layout.derived.clear()
         try:

@@ -107,7 +107,12 @@ def sparse_decode(
                 f"`window_size` must be (-1, -1) if a budget selects pages, got {window_size}; "
                 "a window already reads few pages, so leave `pages` out"
             )
-        out, lse = kernels.select_and_attend(q, cache, *_choice(q, cache, pages), scale, softcap, sinks)
+        choice = (*_choice(q, cache, pages), scale)
+        if kernels.select_and_attend is not None:
+            out, lse = kernels.select_and_attend(q, cache, *choice, softcap, sinks)
+        else:
+            chosen, counts = kernels.select_pages(q, cache, *choice)
+            out, lse = kernels.attend_pages(q, cache, chosen, counts, scale, softcap, sink_logits=sinks)
     else:
         listed = None if isinstance(pages, PageBudget) else pages
         if listed is not None:

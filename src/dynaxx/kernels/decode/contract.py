@@ -6,6 +6,7 @@ Shapes use the letters of `dynaxx.kernels`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,19 +65,9 @@ class DecodeKernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the selected pages (B, Hk, slots) int32, and their counts if the backend computes them."""
 
-    def select_and_attend(
-        self,
-        q: Tensor,
-        cache: PagedCache,
-        wanted: Tensor,
-        sinks: int,
-        window: int,
-        slots: int,
-        scale: float,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return out and lse over the pages that `select_pages` selects."""
+    @property
+    def select_and_attend(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """Return `select_pages` and `attend_pages` over what it selects in one call; None: they are two."""
 
     def summarize_pages(self, cache: PagedCache, summaries: PageSummaries, new_tokens: int | None) -> None:
         """Write the summaries of all pages, or only of those that contain the last `new_tokens` keys."""

@@ -24,6 +24,7 @@ CacheArgs = structure("CacheArgs")
 DecodeArgs = structure("DecodeArgs")
 SummaryArgs = structure("SummaryArgs")
 SelectArgs = structure("SelectArgs")
+select_and_attend = None  # two calls of the core
 
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:
@@ -108,23 +109,6 @@ def select_pages(
     )
     raise_for_status(_library().dynaxx_cpu_select_pages(byref(args)))
     return chosen, None
-
-
-@on_host
-def select_and_attend(
-    q: Tensor,
-    cache: PagedCache,
-    wanted: Tensor,
-    sinks: int,
-    window: int,
-    slots: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse over selected pages, like `kernels.decode.reference`."""
-    pages = select_pages(q, cache, wanted, sinks, window, slots, scale)
-    return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
 @never_traced

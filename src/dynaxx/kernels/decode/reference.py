@@ -16,6 +16,8 @@ from dynaxx.layout.host import without_autocast
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.layout.paging.exact_tokens import ExactTokens
 
+select_and_attend = None  # two steps
+
 
 def unsupported_reasons(problem: DecodeProblem) -> list[str]:
     """Return no reasons: the reference serves every problem. It copies the whole cache; for tests and small inputs."""
@@ -77,22 +79,6 @@ def select_pages(
     ascending = torch.where(chosen, pages, cache.max_pages).sort(-1).values[..., :slots]
     block_indices = torch.where(ascending < cache.max_pages, ascending, -1).int()
     return block_indices, (block_indices >= 0).sum(-1).int()
-
-
-def select_and_attend(
-    q: Tensor,
-    cache: PagedCache,
-    wanted: Tensor,
-    sinks: int,
-    window: int,
-    slots: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse over the pages of `select_pages`; softcap and sink_logits do not affect the selection."""
-    pages = select_pages(q, cache, wanted, sinks, window, slots, scale)
-    return attend_pages(q, cache, *pages, scale, softcap, sink_logits=sink_logits)
 
 
 @without_autocast

@@ -238,4 +238,5 @@ def _update_and_attend(
     cache = PagedCache.contiguous(given.k, given.v, page_size=given.page_size, seqused_k=given.seqused_k)
     cache = replace(cache, summaries=given.summaries)
     kernels.summarize_pages(cache, given.summaries, new_tokens)
+    assert kernels.select_and_attend is not None, "kernels on GPUs have one"
     return (kernels.select_and_attend(q, cache, wanted, sinks, window, slots, scale, softcap, sink_logits)[0],)
