@@ -44,7 +44,7 @@ def export(
     r"""Export a model and its policy to another engine.
 
     onnx: graphs for ONNX Runtime and other engines; needs the extra dynaxx[onnx]. Options: form (auto, portable,
-    custom), logits (last, all), and window (W or LEFT,RIGHT) for an encoder.
+    custom), logits (last, all), weights (fp32, int8), and window (W or LEFT,RIGHT) for an encoder.
 
     openvino: a model for OpenVINO and its policy, with `pip install 'dynaxx[openvino]'`. Options: form (auto, portable,
     custom), logits (last, all), cache (no, yes).

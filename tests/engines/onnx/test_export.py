@@ -20,6 +20,7 @@ from dynaxx.engines.onnx import OnnxModel, export_onnx
 from dynaxx.engines.onnx import export as export_module
 from dynaxx.engines.onnx.command import export_model
 from dynaxx.engines.onnx.operators import _trace_attention
+from dynaxx.engines.onnx.weights import int8_blocks
 from dynaxx.engines.portable.layer import attend_by_rules, bias_of
 from dynaxx.engines.portable.plans import Heads, PortableRules
 from dynaxx.engines.portable.rules import GatherRule
@@ -83,6 +84,34 @@ def test_the_files_say_what_they_are(exported):
     assert (made.folder / "weights.bin").stat().st_size < 1.5 * weights + 4096 * 40  # once for both graphs
 
 
+def test_weights_are_rounded_to_eight_bits_in_blocks():
+    weight = np.random.default_rng(0).standard_normal((45, 7)).astype(np.float32)  # (inputs, outputs)
+    weight[:32, 3] = 0
+    values, scales = int8_blocks(weight)
+    assert values.shape == (7, 2, 32)
+    found = ((values.astype(np.float32) - 128) * scales[..., None]).reshape(7, 64)[:, :45].T
+    assert (abs(found - weight) <= 0.5001 * scales.repeat(32, 1)[:, :45].T).all()
+
+
+@slow
+@pytest.mark.parametrize("form", ["portable", "custom"])
+@torch.no_grad()
+def test_weights_of_eight_bits_compute_nearly_the_same(form, tmp_path):
+    model = llama()
+    model.lm_head.weight = model.model.embed_tokens.weight  # as models with tied embeddings have it
+    made = export_onnx(model, tmp_path / "out", policy_of(model), form=form, weights="int8", all_logits=True)
+    graph = onnx.load(made.folder / f"{made.graphs[0]}.onnx", load_external_data=False)
+    assert [node.op_type for node in graph.graph.node].count("MatMulNBits") == 15  # 7 in each layer, and the last
+    ids = tokens(2, 200)
+    with dx.apply(model, policy_of(model)):
+        want = model(ids).logits.numpy()
+    ran = OnnxModel(made.folder, threads=1)
+    logits, cache = ran.step(ids.numpy()[:, :150])
+    rest, _ = ran.step(ids.numpy()[:, 150:], cache)
+    error = np.linalg.norm(np.concatenate((logits, rest), 1) - want) / np.linalg.norm(want)
+    assert 1e-5 < error < 0.1, "sharp random attention amplifies rounding; a wrong scale or order gives more than 1"
+
+
 @slow
 def test_nothing_is_overwritten_and_nothing_half_written(exported, tmp_path, monkeypatch):
     model, policy, made = exported
@@ -140,9 +169,10 @@ def test_the_guide_runs_as_it_says(tmp_path, monkeypatch):
 
 def test_options_of_the_command_are_checked_before_the_work(tmp_path):
     for options, reason in (
-        ({"shape": "1"}, "must be one of form, logits, window, got shape"),
+        ({"shape": "1"}, "must be one of form, logits, weights, window, got shape"),
         ({"form": "fast"}, "auto, portable or custom"),
         ({"logits": "some"}, "last or all"),
+        ({"weights": "int4"}, "fp32 or int8"),
         ({"window": "1,2,3"}, "W or LEFT,RIGHT"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -16,7 +16,7 @@ from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import Policy
 from dynaxx.storage import check_new_folder
 
-OPTIONS = ("form", "logits", "window")
+OPTIONS = ("form", "logits", "weights", "window")
 
 
 def export_model(folder: Path, policy: Policy | None, out: Path, options: Mapping[str, str]) -> OnnxExport:
@@ -28,11 +28,13 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise ValueError(f"--option must be one of {', '.join(OPTIONS)}, got {unknown[0]}")
-    form, logits = options.get("form", "auto"), options.get("logits", "last")
+    form, logits, weights = (options.get(*each) for each in (("form", "auto"), ("logits", "last"), ("weights", "fp32")))
     if form not in ("auto", "portable", "custom"):
         raise ValueError(f"--option form must be auto, portable or custom, got {form!r}")
     if logits not in ("last", "all"):
         raise ValueError(f"--option logits must be last or all, got {logits!r}")
+    if weights not in ("fp32", "int8"):
+        raise ValueError(f"--option weights must be fp32 or int8, got {weights!r}")
     window = _window(options.get("window"))
     require("onnx", "onnxscript", "onnx_ir", "transformers")
     check_new_folder(out)  # before the model is loaded
@@ -45,6 +47,7 @@ def export_model(folder: Path, policy: Policy | None, out: Path, options: Mappin
         window=window,
         all_logits=logits == "all",
         tokenizer=folder,
+        weights=weights,  # type: ignore[arg-type]
     )
 
 

@@ -22,6 +22,7 @@ from dynaxx.engines.onnx.operators import (
 )
 from dynaxx.engines.onnx.packages import require
 from dynaxx.engines.onnx.plans import OperatorPlan, operator_plans
+from dynaxx.engines.onnx.weights import with_int8_weights
 from dynaxx.engines.portable import PortableModel
 from dynaxx.engines.portable.manifest import MANIFEST
 from dynaxx.engines.portable.plans import PortableRules, is_causal, portable_rules
@@ -32,6 +33,7 @@ from dynaxx.policy import Policy, policy_digest, resolve, save_policy
 from dynaxx.storage import check_new_folder, new_folder
 
 Form = Literal["auto", "portable", "custom"]
+Weights = Literal["fp32", "int8"]
 VERSION = 1  # version of the manifest
 
 
@@ -67,6 +69,7 @@ def export_onnx(
     window: int | tuple[int, int] | None = None,
     all_logits: bool = False,
     tokenizer: str | os.PathLike[str] | None = None,
+    weights: Weights = "fp32",
 ) -> OnnxExport:
     """Export a transformers model and its policy to ONNX, with its KV cache as inputs and outputs.
 
@@ -84,6 +87,8 @@ def export_onnx(
         window: window of an encoder, as in `dynaxx.apply`.
         all_logits: return the logits of every token instead of the last one only.
         tokenizer: the model's folder in Hugging Face's format; its tokenizer and configs are copied beside the graphs.
+        weights: "int8" stores those of linear layers in 8 bits, with a scale for 32 input channels. ONNX Runtime's
+            operator `MatMulNBits` computes with them. Embeddings, inputs and outputs stay in fp32.
 
     Returns:
         The files and settings of the export.
@@ -101,7 +106,7 @@ def export_onnx(
     policy = None if policy is None else without_guard(policy, "ONNX Runtime")
     made = _Export.of(model, policy, form, window)
     with new_folder(Path(out)) as folder:
-        graphs = made.graphs(model, all_logits)
+        graphs = made.graphs(model, all_logits, weights)
         copy_tokenizer(tokenizer, folder)
         save_graphs(graphs, folder)
         for name in graphs:
@@ -118,6 +123,7 @@ def export_onnx(
             "layers": len(Decoder.of(model).layers),
             "causal": made.causal,
             "all_logits": all_logits,
+            "weights": weights,
             "sparse_from": 0 if policy is None else policy.border,
             "policy": None if policy is None else policy_digest(policy),
             "versions": _versions(),
@@ -146,18 +152,18 @@ class _Export(NamedTuple):
             return cls(form, causal, {}, {}, operator_plans(model, policy, window))
         return cls(form, causal, portable_rules(model, policy, window), portable_rules(model, None, window), {})
 
-    def graphs(self, model: nn.Module, all_logits: bool) -> dict[str, Any]:
+    def graphs(self, model: nn.Module, all_logits: bool, weights: Weights) -> dict[str, Any]:
         """Return the graphs by name."""
         custom = self.form == "custom"
         attend = attend_tokens_first if custom and not self.causal else attend_by_operator
         traced = PortableModel(model, last_logits=not all_logits, attend=attend)
-        if not self.causal and custom:
-            return {"model": with_plans(encoder_graph(traced), self.plans)}
-        if not self.causal:
-            return {"model": with_plain_operators(encoder_graph(traced), self.rules, causal=False)}
-        graph = decoder_graph(traced, traced.empty_cache())
+        graph = decoder_graph(traced, traced.empty_cache()) if self.causal else encoder_graph(traced)
+        if weights == "int8":
+            with_int8_weights(graph)
         if custom:
             return {"model": with_plans(graph, self.plans)}
+        if not self.causal:
+            return {"model": with_plain_operators(graph, self.rules, causal=False)}
         return {
             "prefill": with_plain_operators(graph, self.rules, causal=True),
             "decode": with_plain_operators(graph, self.dense, causal=True),
