@@ -19,14 +19,19 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 T = TypeVar("T")
+DISTRIBUTED = "a distributed tensor; pass its to_local() where that has whole sequences, or use dynaxx.distributed"
+COMPUTED = frozenset(
+    (*(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
+     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+)  # fmt: skip
 NESTED = "a nested tensor; pass values() of a jagged one as packed tokens, and its offsets() as cumulative lengths"
 
 
 def typed(target: T) -> T:
     """Decorate a public function or class, so that a call that fails over an argument of a wrong type names it.
 
-    Tensors with a pending sign (`is_neg`, as the imaginary part of a conjugate) are resolved, because kernels read
-    their memory.
+    Tensors with a pending sign (`is_neg`, as the imaginary part of a conjugate) and zeros without memory, as tangents
+    may be, are resolved, because kernels read their memory.
 
     Raises:
         TypeError: an argument does not fit its annotation. It is raised from the error of the call, unless that error
@@ -41,8 +46,8 @@ def typed(target: T) -> T:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return function(*args, **kwargs)
-        if any([isinstance(x, Tensor) and x.is_neg() for x in (*args, *kwargs.values())]):
-            args, kwargs = tuple(map(_signed, args)), {name: _signed(x) for name, x in kwargs.items()}
+        if any([isinstance(x, Tensor) and (x.is_neg() or x._is_zerotensor()) for x in (*args, *kwargs.values())]):
+            args, kwargs = tuple(map(resolved, args)), {name: resolved(x) for name, x in kwargs.items()}
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -54,8 +59,11 @@ def typed(target: T) -> T:
     return cast(T, call)
 
 
-def _signed(x: Any) -> Any:
-    return x.resolve_neg() if isinstance(x, Tensor) else x
+def resolved(x: Any) -> Any:
+    """Return a tensor whose memory has its values, or any other value itself."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.clone() if x._is_zerotensor() else x.resolve_neg()
 
 
 def number(name: str, value: object) -> float:
@@ -117,9 +125,10 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
     except TypeError:  # an argument is missing or unknown, and Python's own error says which
         return None
     hints = _hints(inspect.unwrap(function))
-    nested = next((name for name, x in given.items() if isinstance(x, Tensor) and x.is_nested), None)
-    if nested is not None and NESTED not in str(error):
-        return f"`{nested}` must be a plain tensor, got {NESTED}"
+    for name, x in given.items():
+        kind = _other_kind(x, error) if isinstance(x, Tensor) else None
+        if kind is not None and kind not in str(error):
+            return f"`{name}` must be a plain tensor, got {kind}"
     if isinstance(error, TypeError | ValueError) and any(f"`{name}`" in str(error) for name in given):
         return None
     for name, value in given.items():
@@ -128,6 +137,22 @@ def _complaint(function: Any, error: Exception, args: tuple[Any, ...], kwargs: d
             wanted = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", wanted)
             return f"`{name}` must be {wanted}, got {described(value)}"
     return None
+
+
+def _other_kind(x: Tensor, error: Exception) -> str | None:
+    """Return what a tensor is, if it is of a kind that explains the error of an operation of torch, else None."""
+    if x.is_nested:
+        return NESTED
+    if not isinstance(error, RuntimeError) or "memory" in str(error):
+        return None
+    if isinstance(error, NotImplementedError) and "not implemented for" not in str(error):  # a refusal in words
+        return None
+    kind = type(x)
+    if any(each.__name__ == "DTensor" for each in kind.__mro__):
+        return DISTRIBUTED
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"a {kind.__name__}, which need not have values that can be read"
+    return None if x.dtype in COMPUTED else f"one of {x.dtype}, with which torch does not compute"
 
 
 def _hints(function: Any) -> dict[str, Any]:

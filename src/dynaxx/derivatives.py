@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
+from dynaxx.arguments import resolved
+
 
 def transforms_active() -> bool:
     """Return whether a transform of `torch.func` (grad, vjp, vmap, jvp) is active, so that tensors may be wrapped."""
@@ -108,10 +110,21 @@ def refuse_without_memory(name: str, *tensors: Tensor | None) -> None:
         modes = (torch._C._get_dispatch_mode(key) for key in _NO_MEMORY)
         stands += [type(mode).__name__ for mode in modes if mode is not None]
     if stands:
-        raise NotImplementedError(
-            f"{name} needs tensors with memory of their own, got {stands[0]}; call it outside of FakeTensorMode and "
-            "make_fx, and on the local part of a distributed tensor"
-        )
+        raise _without_memory(name, stands[0])
+
+
+def check_memory(*tensors: Tensor) -> None:
+    """Raise NotImplementedError for a tensor with elements but without memory: the core would read address 0."""
+    for x in tensors:
+        if (type(x) is not Tensor and _dispatches(x)) or not (x.data_ptr() or not x.numel()):
+            raise _without_memory("the CPU core", type(x).__name__)
+
+
+def _without_memory(name: str, kind: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} needs tensors with memory of their own, got {kind}; call it outside of FakeTensorMode and make_fx, "
+        "and on the local part of a distributed tensor"
+    )
 
 
 def _dispatches(x: Tensor) -> bool:
@@ -137,7 +150,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def run(ctx: Any, *given: Tensor | None) -> Any:
-        given = tuple([x if x is None else x.resolve_neg() for x in given])
+        given = tuple(map(resolved, given))
         if not torch.is_grad_enabled():
             return backward(ctx, *given)
         with torch.no_grad():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import dynaxx as dx
 from dynaxx import policy
@@ -269,6 +270,21 @@ class Odd:
     pass
 
 
+class Standing(torch.Tensor):
+    """A tensor that stands for another and has no memory, as distributed and fake ones."""
+
+    @staticmethod
+    def __new__(cls, x):
+        made = torch.Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
+        made.x = x
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, call, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda each: each.x, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, call(*args, **kwargs))
+
+
 ANYTHING = (
     *(None, 3, -1, 0, 3.5, float("nan"), float("inf"), True, 2**70, 1j, b"x", "x", ""),
     *([], [1, "a"], [None], (), (1, 2), (1.5, "a"), {}, {"a": 1}, range(3), Odd(), Odd, len),
@@ -278,6 +294,7 @@ ANYTHING = (
 OTHER_TENSORS = (
     *(lambda x: x[0], lambda x: x[None], lambda x: x.flatten(), lambda x: x.mT if x.ndim > 1 else x),
     *(torch.Tensor.int, torch.Tensor.bool, torch.Tensor.double, lambda x: x.to(torch.complex64)),
+    *(Standing, lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), lambda x: x.to(torch.float8_e4m3fn)),
     *(lambda x: x.to("meta"), torch.Tensor.to_sparse, torch.Tensor.tolist, torch.Tensor.numpy, lambda x: x + 10**6),
     *(lambda x, form=form: torch.nested.nested_tensor([x], layout=form) for form in (torch.strided, torch.jagged)),
     *(lambda x, d=d: x.narrow(d, 0, 0) if d < x.ndim else x for d in range(4)),

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import dynaxx as dx
-from dynaxx.integrations.flash_attn import flash_attn_varlen_func
+from dynaxx.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from dynaxx.layout import ElementMasks, from_block_mask
 from dynaxx.layout.hide_keys import hide_keys
 from dynaxx.ops import column_sums
@@ -357,8 +359,56 @@ def test_operations_that_depend_on_values_refuse_to_be_recorded(call, recorder):
             record(Module(), tuple(inputs(batch=1)))
 
 
+def test_tensors_of_inference_mode_are_measured_outside_it():
+    """A model's activations, as a hook keeps them."""
+    given, weights = inputs(batch=1), torch.ones(1, SEQLEN, 4)
+    with torch.inference_mode():
+        q, k, _ = (x.clone() for x in given)
+        sinks = q[0, 0, :, 0].clone()
+    found = column_sums(q, k, CAUSAL, sinks=sinks)
+    close(found, column_sums(given[0], given[1], CAUSAL, sinks=given[0][0, 0, :, 0]))
+    loss = dx.trained.index_loss(q, k[:, :, 0], weights, q, k).loss
+    close(loss, dx.trained.index_loss(given[0], given[1][:, :, 0], weights, *given[:2]).loss)
+
+
 def test_column_sums_within_a_compiled_function():
     q, k, _ = inputs(batch=1)
     torch._dynamo.reset()
     run = torch.compile(lambda q, k: column_sums(q, k, CAUSAL) + 1, backend="eager")
     close(run(q, k), column_sums(q, k, CAUSAL) + 1)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_no_fake_tensor_reaches_the_core(which):
+    """Its address is 0; torch refuses to mix it with others, whichever it is."""
+    given = inputs()
+    given[which] = FakeTensorMode().from_tensor(given[which])
+    with pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
+        ours(*given)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_parts_without_memory_are_refused():
+    q, k, v = inputs()
+    fake = FakeTensorMode().from_tensor
+    used, sinks = torch.full((2,), SEQLEN, dtype=torch.int32), torch.zeros(4)
+    for call in (
+        lambda: dx.sparse_attention(q, k, v, CAUSAL, sinks=fake(sinks)),
+        lambda: dx.sparse_decode(q[:, :1], dx.PagedCache(fake(k), fake(v), used, page_size=16)),
+        lambda: dx.trained.selected_attention(q, k, v, BLOCKS.expand(2, -1, -1, -1), block_size=16, sinks=fake(sinks)),
+    ):
+        with pytest.raises((NotImplementedError, AssertionError), match=r"memory of their own|convert all Tensors"):
+            call()
+
+
+def test_a_distributed_tensor_is_named():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        given = [DTensor.from_local(x, mesh, [Replicate()]) for x in inputs()]
+        for call in (ours, lambda q, k, v: flash_attn_func(q, k, v, window_size=(5, 3))):
+            with pytest.raises(TypeError, match="`q` must be a plain tensor, got a distributed tensor; pass"):
+                call(*given)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaxx.derivatives import transforms_active, untransformed
+from dynaxx.derivatives import check_memory, transforms_active, untransformed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -148,6 +148,7 @@ def address(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, strided: b
 
     Raises:
         RuntimeError: the tensor has another dtype, shape or device, or is not contiguous. This is a bug of dynaxx.
+        NotImplementedError: the tensor has no memory.
     """
     whole = not x.numel() or ((x.stride()[-1] == 1 or shape[-1] == 1) if strided else x.is_contiguous())
     if x.dtype is not dtype or x.shape != shape or not whole or not x.is_cpu:
@@ -155,6 +156,7 @@ def address(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, strided: b
             f"the CPU core needs {dtype} {tuple(shape)} on the CPU, got {x.dtype} {tuple(x.shape)} on {x.device} with "
             f"strides {x.stride()}; please report this bug"
         )
+    check_memory(x)
     return x.data_ptr() or addressof(_NOTHING)
 
 

@@ -15,7 +15,7 @@ from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
-from dynaxx.layout.host import never_traced
+from dynaxx.layout.host import lasting_copy, never_traced
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, follow_autocast
 from dynaxx.ops.dispatch import backend_for, has_gradient, in_larger_blocks, load_backend, score_options
@@ -174,7 +174,8 @@ def column_sums(
             raise ValueError(f"`{name}` must be (batch, seqlen, heads, head_dim) or packed, got {tuple(x.shape)}")
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[-2] // max(1, k.shape[-2])
-    q, k = q.detach().to(wide), k.detach().to(wide).repeat_interleave(max(1, groups), -2)
+    q, k = lasting_copy(q.detach().to(wide)), lasting_copy(k.detach().to(wide).repeat_interleave(max(1, groups), -2))
+    sinks = lasting_copy(sinks)
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         v = k.new_zeros(*k.shape[:-1], 1, requires_grad=True)
         options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "position_bias": position_bias}
@@ -195,7 +196,7 @@ def _attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Check the inputs, choose a backend, and call it directly, or through its registered op if something traces."""
-    if is_traced(q):
+    if is_traced(q, k, v):
         if torch.compiler.is_compiling():
             refuse_compiled_transforms("`sparse_attention`")
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaxx.arguments import resolved
 from dynaxx.derivatives import no_second_derivative, refuse_forward_mode, transforms_active
 from dynaxx.kernels.sinks import add_sinks, sink_gradient
 from dynaxx.layout import BlockLayout
@@ -96,8 +97,8 @@ def _backward(ctx: Any, saved: Sequence[Any], do: Tensor | None, dlse: Tensor | 
     q, k, v, out, lse, bias, _ = saved
     if ctx.layout.derived.versions_now() != ctx.written:
         raise RuntimeError("`layout` was written to between forward and backward; write to a copy of it instead")
-    do = torch.zeros_like(out) if do is None else do.resolve_neg()
-    dlse = None if dlse is None else dlse.resolve_neg()
+    do = torch.zeros_like(out) if do is None else resolved(do)
+    dlse = resolved(dlse)
     gradients = _Gradients.apply if torch.is_grad_enabled() or transforms_active() else _Gradients.forward
     grads = gradients(do, dlse, q, k, v, out, lse, bias, ctx.layout, of_bias, *ctx.settings)
     return *grads, *(None,) * (8 - len(grads))

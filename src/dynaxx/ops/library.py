@@ -25,15 +25,15 @@ NO_PATTERN = -1  # where a call has a layout
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dbias
 
 
-def is_traced(q: Tensor) -> bool:
+def is_traced(*tensors: Tensor) -> bool:
     """Return whether something other than plain autograd intercepts ops: a compiler, tracer, mode, subclass or meta."""
-    return (
+    if (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
-        or (type(q) is not Tensor and type(q) is not torch.nn.Parameter)
-        or q.is_meta
-    )
+    ):
+        return True
+    return any([(type(x) is not Tensor and type(x) is not torch.nn.Parameter) or x.is_meta for x in tensors])
 
 
 def layout_tensors(layout: BlockLayout, q: Tensor) -> list[Tensor]:

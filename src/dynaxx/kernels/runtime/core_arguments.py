@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.structures import structure
+from dynaxx.derivatives import check_memory
 from dynaxx.kernels.runtime.core_threads import num_threads
 from dynaxx.layout.host import address
 
@@ -59,6 +60,7 @@ def forward_args(
             "the CPU core needs q, k and v that fit each other and the plan of the layout, "
             f"got {q.dtype} {tuple(q.shape)}, {k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
         )
+    check_memory(q, k, v)
     return _FORWARD.pack(
         q.data_ptr(),
         k.data_ptr(),

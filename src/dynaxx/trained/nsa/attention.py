@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.arguments import typed
+from dynaxx.arguments import resolved, typed
 from dynaxx.derivatives import first_derivative_only
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import CuSeqlens
@@ -194,7 +194,7 @@ def native_sparse_attention(
         ValueError, TypeError, UnsupportedInputError: like `selected_attention`.
     """
     spans, packed = pack(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k)
-    k_cmp, v_cmp = (x.resolve_neg() if packed.batch is None else x.resolve_neg().flatten(0, 1) for x in compressed)
+    k_cmp, v_cmp = (x if packed.batch is None else x.flatten(0, 1) for x in map(resolved, compressed))
     wanted = [(spans.ends_cmp[-1], *x.shape[-2:]) for x in (k, v)]
     if [tuple(k_cmp.shape), tuple(v_cmp.shape)] != wanted:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dynaxx.layout.host import lasting_copy
 from dynaxx.trained.tokens.kernels.reference.attention import token_mask
 from dynaxx.trained.tokens.kernels.reference.indexer import index_scores, visible_keys
 from dynaxx.trained.tokens.spans import TokenSpans
@@ -55,7 +56,7 @@ def index_loss(
         needs_grad: whether to compute gradients of index_q, index_k and weights; otherwise none are returned.
     """
     dtype = torch.promote_types(torch.promote_types(q.dtype, index_q.dtype), torch.float32)
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (index_q, index_k, weights)]
+    leaves = [lasting_copy(x.detach().to(dtype)).requires_grad_() for x in (index_q, index_k, weights)]
     grads = [torch.zeros_like(x, dtype=dtype) for x in leaves] if needs_grad else []
     total, covered = (torch.zeros((), dtype=dtype, device=q.device) for _ in range(2))
     for some, keys, own in spans.pieces(4 * (q.shape[1] + 2 * index_q.shape[1]), PIECE_BYTES):
