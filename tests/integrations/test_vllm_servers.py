@@ -117,7 +117,7 @@ def test_openai_clients_get_the_same_answer_in_every_way(llama, tmp_path):
 
 
 def test_no_request_is_lost_while_a_server_changes(llama, tmp_path):
-    """Paused, with a policy that changes, and under the kill switch: each answer comes, whole and in its time."""
+    """Paused, with a new policy, under the kill switch and by the guard: each answer comes, whole and in its time."""
     kill, rule = tmp_path / "kill", dx.Rule.of(dx.Sink(32) | dx.SlidingWindow(64))
     prompts = prompts_of((130, 300, 500, 700, 900), seed=12)
     environment = {"DYNAXX_FOLLOW": "1", "DYNAXX_KILL_FILE": str(kill), "VLLM_SERVER_DEV_MODE": "1"}
@@ -179,6 +179,13 @@ def test_no_request_is_lost_while_a_server_changes(llama, tmp_path):
         until(dense)
         policy.write_text("{")  # a broken file changes nothing
         assert lengths(under_way()) == {100}
+        policy_file(tmp_path, llama, rule)
+        until(sparse)
+
+        guard = {"sample": 1.0, "min_recall": 1.0, "window": 4, "action": "dense"}  # which no sparse rule can keep
+        policy_file(tmp_path, llama, rule, guard=guard)
+        assert lengths(under_way()) == {100}
+        until(dense)
         policy_file(tmp_path, llama, rule)
         until(sparse)
 
