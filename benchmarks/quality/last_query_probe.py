@@ -23,7 +23,7 @@ from dynaxx.settings import Range
 
 
 @dataclass(frozen=True)
-class LastQueryProbe(Scorer, kind="last_query_probe"):
+class LastQueryProbe(Scorer, kind="lines_of_last_queries"):
     """Vertical and slash lines in the attention of the last queries (MInference).
 
     The attention of the last `queries` queries over all keys is summed by key (vertical lines) and by distance (slash
