@@ -10,10 +10,12 @@ import pytest
 
 import dynaxx as dx
 from dynaxx import forks
+from dynaxx.core import cached_library
 from dynaxx.integrations.runtime.background import Background
 from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.runtime.statistics_file import StatisticsFile
+from dynaxx.kernels.attention.triton import tuned_tiles
 from dynaxx.policy import ModelFacts, PolicyFollower, save_policy
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.files import SnapshotFile
@@ -174,3 +176,28 @@ def test_a_stopped_background_stays_stopped_in_a_child():
         background.stop()
 
     assert forked(child) == 0
+
+
+@pytest.mark.parametrize("alone", [lambda folder: cached_library.locked(folder, "compiling-", 600), tuned_tiles._alone])
+def test_a_child_does_not_keep_the_lock_of_a_file_that_its_parent_held(alone, tmp_path):
+    """Such as a child that is forked while a thread compiles the core, and needs the core as well."""
+    folder, held, release = tmp_path / "folder", threading.Event(), threading.Event()
+    folder.mkdir(mode=0o700)
+
+    def hold():
+        with alone(folder):
+            held.set()
+            release.wait(SECONDS)
+
+    def child():
+        with alone(folder):
+            pass
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(SECONDS)
+    timer = threading.Timer(0.3, release.set)
+    timer.start()
+    assert forked(child) == 0
+    timer.join()
+    thread.join()

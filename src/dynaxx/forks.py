@@ -39,6 +39,20 @@ def in_child(owner: Any, renew: Callable[[Any], Any]) -> None:
     _owners[weakref.ref(owner, _forget)] = renew
 
 
+class LockFile:
+    """A descriptor that a forked child closes: the lock of a file lasts as long as any process has its descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        in_child(self, LockFile.close)
+
+    def close(self) -> None:
+        """Close the descriptor, once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 def _forget(reference: weakref.ref[Any]) -> None:
     _owners.pop(reference, None)
 

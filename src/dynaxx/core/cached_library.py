@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from ctypes import CDLL
 from pathlib import Path
 
+from dynaxx.forks import LockFile
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -49,13 +51,14 @@ def locked(folder: Path, temporary: str, patience: float) -> Iterator[None]:
     """
     check_folder(folder)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    file = LockFile(lock)
     try:
         if _acquired(lock, patience):
             for path in folder.glob(f"{temporary}*"):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         yield
     finally:
-        os.close(lock)
+        file.close()
 
 
 def _acquired(lock: int, patience: float) -> bool:

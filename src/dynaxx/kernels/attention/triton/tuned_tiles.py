@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import dynaxx
+from dynaxx.forks import LockFile
 from dynaxx.kernels.device import Gpu
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
@@ -70,11 +71,12 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY)
+    file = LockFile(descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        file.close()
 
 
 def tuned_file(gpu: Gpu) -> Path:
