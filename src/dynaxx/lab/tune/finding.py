@@ -17,7 +17,7 @@ from dynaxx.lab.tune.costs import Costs
 from dynaxx.lab.tune.density.candidates import Candidate, TunedCandidates, UniformCandidates
 from dynaxx.lab.tune.density.guide import FIRST, Guide, Tried
 from dynaxx.lab.tune.density.rises import Rises
-from dynaxx.lab.tune.density.trials import ERRORS, FUTILE, silent
+from dynaxx.lab.tune.density.trials import ERRORS, silent
 from dynaxx.lab.tune.result import HeldOutKind, Trial
 
 SEARCH_STEPS = 10  # trials of budgets per head in one run, at most
@@ -39,7 +39,7 @@ class Finding(Costing):
         """Search the scorer and the budgets of the heads, until the search is done or time is up."""
         task.advance(0, "dense perplexity")
         self._shorten_costs()
-        rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens)
+        rises = Rises(self.options.tolerance, ERRORS, self.trials.tokens, self._text_share)
         with self._leaving_a_trial():
             if not self._has_time(self.trials.seconds()):
                 return
@@ -54,9 +54,8 @@ class Finding(Costing):
         self._run("tuned", self.tuned, SEARCH_STEPS, task)
         if self.time.seconds is None or (self.tuned.done and not self.tuned.hopeless):
             self.uniform = Guide(UniformCandidates(costs, self.scorer, candidates.least), rises.again(), UNIFORM_FINE)
-            limited = self.time.seconds is not None and self.tuned.best is not None
-            below = self.tuned.best.candidate.aim if limited and self.tuned.best else None
-            self._run("uniform", self.uniform, UNIFORM_STEPS, task, only_below=below)
+            best = self.tuned.best if self.time.seconds is not None else None
+            self._run("uniform", self.uniform, UNIFORM_STEPS, task, only_below=best.candidate.aim if best else None)
         if self.options.held_out:
             self.held_out = self._leave_one_out(costs, of_tasks, rises, task)
 
@@ -109,7 +108,7 @@ class Finding(Costing):
                 guide.learn(candidate, trial, bounds=record["layers"] == layers)
 
         def evaluate(candidate: Candidate) -> Trial | None:
-            settled = bool(guide.tried) and guide.unsettled is None
+            settled = bool(guide.tried) and not guide.unsettled
             if only_below is not None and settled and guide.bounds()[1] > only_below:
                 return None
             key = self.trials.key(candidate.budgets, self.scorer)
@@ -125,19 +124,17 @@ class Finding(Costing):
                 self.steps.store(prefix + key, {"budgets": candidate.budgets, "layers": layers})
                 trial = self._evaluated(candidate, kinds, guide)
                 self.trials.say = silent
-            guide.rises.share = 1.0 if guide.best else self._text_share()
             if trial is not None:
                 task.advance(int(kinds is None), f"{name}: {_said(trial)}")
             return trial
 
-        guide.rises.share = self._text_share() if len(guide.tried) < 2 else 1.0
         if only_below is not None:
             start = only_below / math.sqrt(guide.fine)
         guide.run(evaluate, steps, start)
-        self.cut |= guide.unsettled is not None
+        self.cut |= bool(guide.unsettled)
 
     def _text_share(self) -> float:
-        """Return the share of the text that each of the first trials can use in the time left."""
+        """Return the share of the text that each of the next trials can use in the time left."""
         seconds = 2 * TRIALS * len(self.texts.search) * self.trials.pass_seconds
         return 1.0 if seconds <= self.time.left else max(0.0, self.time.left) / seconds
 
@@ -146,8 +143,9 @@ class Finding(Costing):
     ) -> Trial | None:
         """Evaluate a candidate; the densest one of the tuned budgets fails only clearly, since that ends the search."""
         given = (candidate.aim, candidate.budgets, self.costs.layers, self.scorer)
-        futile = ERRORS if guide is not None and guide is self.tuned and guide.is_densest(candidate.aim) else FUTILE
-        return self.trials.evaluate(*given, kinds=kinds, stored=stored, futile=futile)
+        densest = guide is not None and guide is self.tuned and guide.is_densest(candidate.aim)
+        late = guide is not None and guide.best is not None
+        return self.trials.evaluate(*given, kinds=kinds, stored=stored, densest=densest, late=late)
 
     def _leave_one_out(
         self, costs: Mapping[str, Costs], of_tasks: Costs | None, rises: Rises, task: Task

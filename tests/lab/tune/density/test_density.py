@@ -16,6 +16,7 @@ from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.density.search_texts import SearchTexts, Stretch
 from dynaxx.lab.tune.density.trials import Trials, mean_and_error
 from dynaxx.lab.tune.result import KindTrial, Trial
+from slow_clock import SlowClock
 
 FINE, LEAST = 1.1, 0.05
 SCORER = dx.MeanQuery()
@@ -133,8 +134,29 @@ def test_trials_that_an_earlier_run_left_undecided_are_decided_one_by_one():
 
     guide.run(evaluate, 12)
     assert tried[:2] == [0.6, 0.3], "the denser one matters no more"
-    assert guide.unsettled is None
+    assert guide.unsettled == []
     assert guide.done
+
+
+def test_densities_beyond_an_undecided_one_are_next():
+    guide = Guide(Curve(lambda density: 0.002 / density**2), Rises(0.01, 2, {"sample": 1000}), FINE, first=0.6)
+    tried = []
+
+    def evaluate(candidate):
+        tried.append(candidate.aim)
+        decided = not 0.4 < candidate.aim < 0.5
+        return Trial(candidate.aim, 1.0, 1.0, 1e-3, decided and candidate.aim > 0.45, 1000, decided=decided)
+
+    guide.run(evaluate, 12)
+    undecided = [each.candidate.aim for each in guide.unsettled]
+    assert undecided
+    assert len(tried) == len(set(tried)), "no candidate twice"
+    assert 0.5 <= guide.best.candidate.aim < FINE * max(undecided)
+    assert not guide.done, "what is undecided has not failed"
+    stuck = Guide(Curve(lambda density: 1.0), Rises(0.01, 2, {"sample": 1000}), FINE)
+    stuck.run(lambda candidate: Trial(candidate.aim, 1.0, 1.0, 1e-3, False, 1000, decided=False), 12)
+    assert len(stuck.tried) == 1, "while nothing passes, one at a time"
+    assert not stuck.hopeless
 
 
 def test_interpolated_budgets_lie_between_measured_ones():
@@ -207,11 +229,11 @@ def test_the_worst_kind_comes_first_and_ends_a_trial():
     found = trials.trial()
     assert trials.seen == [2], "clear after one stretch"
     assert (found.passed, [row.kind for row in found.kinds]) == (False, ["legal"])
-    undecided = Fixed(kinds, [(0.0, 0.001)] * 2 + [(0.0098, 0.004)] * 2)
+    undecided = Fixed(kinds, [(0.0, 0.001)] * 2 + [(0.0085, 0.004)] * 2)
     found = undecided.trial()
     assert undecided.seen == [0, 2, 3]
     assert [row.passed for row in found.kinds] == [True, False], "undecided at the end of the text does not pass"
-    late = Fixed(kinds, [(0.0, 0.001)] * 2 + [(0.009, 0.004)] * 2, time=TimeBudget(0.0))
+    late = Fixed(kinds, [(0.0, 0.001)] * 2 + [(0.0085, 0.004)] * 2, time=TimeBudget(0.0))
     found = late.trial()
     assert late.seen == [0], "without time, one stretch is read"
     assert (found.passed, found.decided) == (False, False)
@@ -219,6 +241,22 @@ def test_the_worst_kind_comes_first_and_ends_a_trial():
     hopeless = Fixed(kinds, [(0.012, 0.004)] * 2 + [(0.0, 0.0)] * 2)
     found = hopeless.trial()
     assert (hopeless.seen, found.passed, found.decided) == ([0], False, True), "more text would hardly let it pass"
+
+
+def test_a_trial_ends_where_the_rest_of_its_text_could_hardly_let_it_pass():
+    of = lambda mean, **options: Fixed(["sample"] * 6, [(mean, 0.004)] * 6, **options)
+    trials = of(0.0095)  # standard errors of 0.14 % after one stretch, and 0.06 % after all
+    found = trials.trial()
+    assert (trials.seen, found.passed, found.decided) == ([0, 1, 2, 3, 4], False, True), "all: 0.95 % and twice 0.06 %"
+    assert trials.trial(densest=True).tokens == 6 * 512, "a failure that ends the search is clear, or has all its text"
+    assert of(0.008).trial().passed
+    short = TimeBudget(10.0, SlowClock())
+    short.learn("pass", 512, 4.0)  # one more stretch fits, dense and sparse
+    late = of(0.0095, time=short)
+    found = late.trial(late=True)
+    assert (late.seen, found.passed, found.decided) == ([0], False, False), "its time is for another trial"
+    assert late.trial(stored=True) is None
+    assert of(0.008, time=short).trial(late=True).tokens > 512, "one more stretch could decide it"
 
 
 def test_no_rise_is_clear_at_once():

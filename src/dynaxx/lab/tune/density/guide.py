@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dynaxx.lab.tune.costs import Budgets
 from dynaxx.lab.tune.density.candidates import Candidate, Candidates
 from dynaxx.lab.tune.density.rises import Rises
 from dynaxx.lab.tune.result import Trial
@@ -63,23 +64,28 @@ class Guide:
         """Return the trials from dense to sparse."""
         return [each.trial for each in sorted(self.tried, key=lambda each: -each.candidate.aim)]
 
-    def bounds(self) -> tuple[float | None, float]:
-        """Return the highest density that failed below the lowest one that passed, or None, and the latter, or 1."""
+    def bounds(self, decided: bool = True) -> tuple[float | None, float]:
+        """Return the highest density that failed below the lowest one that passed, or None, and the latter, or 1.
+
+        Without `decided`, undecided trials count as failed.
+        """
         passed = 1.0 if self.best is None else self.best.candidate.aim
-        failed = [each for each in self.tried if each.bounds and each.trial.decided and not each.trial.passed]
-        return max((each.candidate.aim for each in failed if each.candidate.aim < passed), default=None), passed
+        failed = [each for each in self.tried if each.bounds and not each.trial.passed]
+        failed = [each for each in failed if each.candidate.aim < passed and (each.trial.decided or not decided)]
+        return max((each.candidate.aim for each in failed), default=None), passed
 
     @property
     def done(self) -> bool:
         """Return whether the interval is small enough."""
-        failed, passed = self.bounds()
-        if self.best is None:
-            return self.hopeless
-        return passed / max(failed or 0.0, self.least, 1e-6) < self.fine
+        return self._is_done()
+
+    def _is_done(self, decided: bool = True) -> bool:
+        failed, passed = self.bounds(decided)
+        return self.hopeless if self.best is None else passed / max(failed or 0.0, self.least, 1e-6) < self.fine
 
     @property
-    def unsettled(self) -> Tried | None:
-        """Return a trial that more text may decide otherwise: an undecided one, or the best if it is not clear.
+    def unsettled(self) -> list[Tried]:
+        """Return the trials that more text may decide otherwise: undecided ones, or the best if it is not clear.
 
         Undecided trials beyond the bounds, as those of another tolerance may be, need no decision.
         """
@@ -88,7 +94,7 @@ class Guide:
         tried = [each for each in tried if (failed or 0.0) < each.candidate.aim < passed]
         if not tried and self.best is not None and not all(row.decided for row in self.best.trial.rows):
             tried = [self.best]
-        return tried[-1] if tried else None
+        return tried
 
     @property
     def hopeless(self) -> bool:
@@ -114,25 +120,30 @@ class Guide:
     ) -> None:
         """Evaluate at most so many candidates, the first at density `start` if one is given.
 
-        The search ends early when it is done, when `evaluate` returns None, and when it leaves a candidate undecided.
+        Trials that earlier runs left undecided come first. What is left undecided then counts as failed. The search
+        ends early when it is done, when `evaluate` returns None, before a candidate is evaluated twice, and when
+        nothing passes and a trial is left undecided.
         """
+        evaluated: list[Budgets] = []
         for _ in range(steps):
-            if self.unsettled is not None:  # time ended within this trial
-                candidate = self.unsettled.candidate
-            elif self.done:
+            undecided = [each.candidate for each in self.unsettled if each.candidate.budgets not in evaluated]
+            if undecided:
+                candidate = undecided[-1]
+            elif self._is_done(decided=False):
                 break
             else:
                 candidate = self.candidates.at(self.next() if start is None or self.tried else max(self.least, start))
-            trial = evaluate(candidate)
+            trial = evaluate(candidate) if candidate.budgets not in evaluated else None
             if trial is None:
                 break
+            evaluated.append(candidate.budgets)
             self.learn(candidate, trial)
-            if self.unsettled is not None and self.unsettled.candidate.budgets == candidate.budgets:
+            if self.best is None and not trial.decided:
                 break
 
     def next(self) -> float:
         """Return a density between the highest that failed and the lowest that passed."""
-        failed, passed = self.bounds()
+        failed, passed = self.bounds(decided=False)
         if failed is None and self.best is None:
             return max(self.least, min(MOST, max(self.first, self._expected(self.least, 1.0))))
         lowest = self.least if failed is None else failed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dynaxx.lab.tune.result import KindTrial
@@ -37,11 +37,13 @@ class Rises:
         tolerance: allowed relative rise of perplexity.
         errors: number of standard errors added to a rise.
         tokens: number of tokens that a trial may use, by kind.
+        share: returns the share of these tokens that a trial is expected to use.
     """
 
-    def __init__(self, tolerance: float, errors: float, tokens: Mapping[str, int]) -> None:
-        self.limit, self._errors, self._tokens = math.log1p(tolerance), errors, dict(tokens)
-        self.share = 1.0  # share of these tokens that a trial is expected to use
+    def __init__(
+        self, tolerance: float, errors: float, tokens: Mapping[str, int], share: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        self.limit, self._errors, self._tokens, self._share = math.log1p(tolerance), errors, dict(tokens), share
         self._points: dict[str, list[Point]] = {}
 
     def again(self) -> Rises:
@@ -50,7 +52,7 @@ class Rises:
 
     def without(self, kind: str) -> Rises:
         """Return a copy without the rises of one kind."""
-        found = Rises(math.expm1(self.limit), self._errors, self._tokens)
+        found = Rises(math.expm1(self.limit), self._errors, self._tokens, self._share)
         found._points = {each: list(points) for each, points in self._points.items() if each != kind}
         return found
 
@@ -89,7 +91,7 @@ class Rises:
         if not points:
             return 0.0
         each = [point.error * math.sqrt(point.tokens / point.predicted) for point in points]
-        return statistics.median(each) * math.sqrt(predicted / max(1.0, self.share * self._tokens.get(kind, 1)))
+        return statistics.median(each) * math.sqrt(predicted / max(1.0, self._share() * self._tokens.get(kind, 1)))
 
 
 def _sums(points: Sequence[Point]) -> tuple[float, float]:

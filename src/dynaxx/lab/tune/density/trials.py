@@ -4,12 +4,14 @@
 A kind of text passes if the rise of its loss plus `ERRORS` standard errors is within the tolerance. The rise is the
 mean difference of the same tokens' losses, dense and sparse. Kinds are evaluated one after the other, the one closest
 to the tolerance first, and stretch by stretch, until a kind passes clearly by `CLEAR` errors, fails, or its text ends.
-Several looks at a growing sample find more by chance than one look, hence the wider margin before the end. A rise above
-the tolerance by `FUTILE` errors would hardly pass with more text, whose errors must still fit below the tolerance.
+Several looks at a growing sample find more by chance than one look, hence the wider margin before the end. A kind fails
+once it could pass only if the rest of its text changed the rise by more than `FUTILE` times what is expected by chance.
+A trial that could pass only by such luck (`LATE`) in the time that is left ends undecided: the time is for another one.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 LAST_QUERIES = 64  # last queries that see everything, which retrieval needs although perplexity does not
 ERRORS = 2  # standard errors added to the rise of perplexity before the comparison with the tolerance
 CLEAR = 3  # standard errors by which a candidate passes before all text is used
-FUTILE = 1  # standard errors by which a candidate fails before all text is used
+FUTILE = 2  # standard deviations of the change that the rest of a text is expected to make; a rise beyond them fails
+LATE = 1  # the same for the part of the rest for which time is left; a trial with a rise beyond them ends undecided
 DENSE = "dense text"  # name of the steps without a policy
 RUN = 512  # neighbouring tokens that count as one observation, because their changes depend on each other
 MIN_RUNS = 8  # observations per stretch, at least
@@ -94,10 +97,11 @@ class Trials:
     def seconds(self, key: str = "") -> float:
         """Return the expected seconds of the first look at each kind in a trial, less what is stored."""
         first = [next(i for i, each in enumerate(self.texts.search) if each.kind == kind) for kind in self.texts.kinds]
-        passes = sum(
-            f"{name} {index}" not in self.steps for index in first for name in ([DENSE, key] if key else [DENSE])
-        )
-        return passes * self.pass_seconds
+        return sum(len(self._missing(key, index)) for index in first) * self.pass_seconds
+
+    def _missing(self, key: str, index: int) -> list[str]:
+        """Return which of the dense results and those of a trial, if there is a key, are not stored for a text."""
+        return [name for name in (DENSE, key) if name and f"{name} {index}" not in self.steps]
 
     def dense(self, index: int) -> Tensor:
         """Return the dense loss of every token of one of the texts."""
@@ -131,13 +135,15 @@ class Trials:
         scorer: Scorer,
         kinds: Sequence[str] | None = None,
         stored: bool = False,
-        futile: float = FUTILE,
+        densest: bool = False,
+        late: bool = False,
     ) -> Trial | None:
         """Evaluate budgets on the texts of these kinds (all by default) until one kind fails.
 
         `density` is the one that the costs predict; the trial has the measured one too. With `stored`, nothing is run:
-        the trial is that of the stored texts, and None if there are none. `futile` is the number of standard errors
-        above the tolerance at which a kind fails before all text is used.
+        the trial is that of the stored texts, and None if there are none. With `densest`, a kind fails early only by
+        `ERRORS` standard errors, since that ends the search. With `late`, the trial ends undecided where the time left
+        can hardly decide it.
         """
         policy, key = self.policy(layers, budgets, scorer), self.key(budgets, scorer)
         asked = [kind for kind in self.texts.kinds if kinds is None or kind in kinds]
@@ -145,7 +151,7 @@ class Trials:
         every: list[Tensor] = []
         rows: dict[str, KindTrial] = {}
         for kind in sorted(asked, key=lambda kind: -self.closeness.get(kind, 0.0)):  # stable
-            row = self._of_kind(kind, policy, key, every, visited, stored, futile)
+            row = self._of_kind(kind, policy, key, every, visited, stored, densest, late and not stored)
             if row is None:
                 break
             rows[kind] = row
@@ -177,7 +183,8 @@ class Trials:
         every: list[Tensor],
         visited: list[float],
         stored: bool,
-        futile: float,
+        densest: bool,
+        late: bool,
     ) -> KindTrial | None:
         """Evaluate a policy on one kind of text, until the result is clear. Add its losses and densities to lists.
 
@@ -186,8 +193,8 @@ class Trials:
         indices = [index for index, stretch in enumerate(self.texts.search) if stretch.kind == kind]
         changes: list[Tensor] = []
         limit, mean, error, decided = math.log1p(self.tolerance), 0.0, math.inf, True
-        for index in indices:
-            missing = [name for name in (DENSE, key) if f"{name} {index}" not in self.steps]
+        for number, index in enumerate(indices, 1):
+            missing = self._missing(key, index)
             if missing and (stored or not self._has_time(len(missing), bool(every))):
                 if DENSE == missing[0] != missing[-1] and not stored and self._has_time(1, bool(every)):
                     self.dense(index)  # which the next run needs
@@ -199,14 +206,24 @@ class Trials:
             changes.append((every[-1] - self.dense(index)).double())
             mean, error = mean_and_error(changes)
             self.say(f"{label(kind)}: {math.expm1(mean):+.2%} on {sum(each.numel() for each in changes):,} tokens")
-            if limit - mean > CLEAR * error or mean - limit > futile * error:
+            excess = (mean - limit) / max(error, 1e-12)
+            if excess < -CLEAR or excess > (ERRORS if densest else _limit(number / len(indices), FUTILE)):
+                break
+            fitting = number + self._fitting(key, indices[number:])
+            if late and missing and fitting < len(indices) and excess > _limit(number / fitting, LATE):
+                decided = False
                 break
         if not changes:
             return None
         self.closeness[kind] = mean + ERRORS * error
         passed = mean + ERRORS * error <= limit
         tokens = sum(change.numel() for change in changes)
-        return KindTrial(kind, math.exp(mean), error, passed, tokens, decided or mean - limit > futile * error)
+        return KindTrial(kind, math.exp(mean), error, passed, tokens, decided)
+
+    def _fitting(self, key: str, indices: Sequence[int]) -> int:
+        """Return how many of the next texts a trial can use in the time left."""
+        passes = itertools.accumulate(len(self._missing(key, index)) for index in indices)
+        return sum(self.time.allows(each * self.pass_seconds) for each in passes)
 
     def _has_time(self, passes: int, begun: bool) -> bool:
         """Return whether so many passes fit. The first passes of a trial are begun by whoever asks for it."""
@@ -252,6 +269,15 @@ class Trials:
             rules=tuple(rules),
             tolerances=Tolerances(perplexity_ratio=1 + self.tolerance),
         )
+
+
+def _limit(share: float, deviations: float) -> float:
+    """Return the largest rise on a share of a text, in its errors above the tolerance, that may pass on the whole text.
+
+    On the whole text, the error is smaller by the square root of the share, and the rise differs by about the square
+    root of the rest, in errors so far.
+    """
+    return deviations * math.sqrt(1 - share) - ERRORS * math.sqrt(share)
 
 
 def mean_and_error(changes: Sequence[Tensor]) -> tuple[float, float]:
