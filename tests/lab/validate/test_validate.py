@@ -111,6 +111,13 @@ def test_a_policy_that_sees_little_fails(model):
     assert found.density < 0.2
 
 
+def test_density_is_that_of_the_length_it_is_said_of(model):
+    rule = dx.Sink(16) | dx.LastQueries(64)  # of one token less, the last 64 queries lie in five blocks instead of four
+    found = check(model, rule, tokens=512, lengths=())
+    assert found.window_tokens == 512
+    assert found.density == pytest.approx(rule.layout(512, causal=True, block_size=16).density())
+
+
 def test_advice_knows_what_a_policy_was_tuned_on():
     values = {"perplexity_ratio on code": 1.0, "perplexity_ratio on legal, tuned without it": 1.0, "tokens": 1}
     policy = SimpleNamespace(evidence=[SimpleNamespace(values=values)])

@@ -97,11 +97,11 @@ class Comparison:
                 break
             some = self.stretch(ids, index * stride, window)
             self.task.advance(0, f"held-out text {index + 1} of {count}: dense")
-            dense = self.hidden(some[:, :-1])
+            dense = self.hidden(some)[:, :-1]  # of the whole stretch, as in the tuner's trials
             self.task.advance(share / count / 2, f"held-out text {index + 1} of {count}: sparse")
             seen: list[float] = []
             with self.applied() as handle, handle.watch(lambda _, layout, seen=seen: seen.append(layout.density())):
-                sparse = self.hidden(some[:, :-1])
+                sparse = self.hidden(some)[:, :-1]
             self.layer_calls = _added(self.layer_calls, handle.stats())
             full = len(full_attention_layers(self.model))
             densities.append((sum(seen) + full - len(seen)) / full)
