@@ -73,9 +73,12 @@ def test_nothing_sparse_stays_only_where_the_densest_candidate_failed():
 
 
 def test_lengths_that_were_not_tuned_are_not_called_tuned():
-    found = outcome(chosen=SPARSE, timings=[LengthTiming(n, 1.0, 1.0 if n < 2048 else 0.5) for n in (1024, 2048, 4096)])
+    timings = [LengthTiming(n, 1.0, 1.0 if n < 2048 else 0.5) for n in (1024, 2048, 4096)]
+    found = outcome(chosen=SPARSE, timings=timings, usual=2048)
     assert (found.verdict, found.border) == ("undecided", None)
-    assert "--tokens 2048" in found.advice
+    assert found.advice == "Tune at a length that would run sparse: --tokens 2048."
+    said = outcome(chosen=SPARSE, timings=timings, usual=4096).advice
+    assert "--tokens 2048; longer texts need fewer blocks: --tokens 4096" in said, "else each advice leads to the next"
     found = outcome(chosen=SPARSE, timings=[LengthTiming(n, 1.0, 1.0 if n < 512 else 0.5) for n in (256, 512, 1024)])
     assert (found.verdict, found.border, found.advice) == ("sparse", 512, "")
 

@@ -97,7 +97,8 @@ def decide(
         return Outcome(ended, _ruled_out(tokens, usual), None, said, longer * (tokens < usual))
     if border > tokens:
         said = f"the policy was tuned at {tokens:,} tokens, and sparse attention is faster here only from {border:,}"
-        return Outcome(ended, "undecided", None, said, f"Tune at a length that would run sparse: --tokens {border}.")
+        fits = f"Tune at a length that would run sparse: --tokens {border}"
+        return Outcome(ended, "undecided", None, said, fits + (f"; {longer.lower()}" if border < usual else "."))
     return Outcome(ended, "sparse", border, found, more)
 
 
