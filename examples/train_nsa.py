@@ -27,6 +27,7 @@ from nsa_trainer import Trainer, cannot_write, check_finite, load, make_folder, 
 from dynaxx.lab.files import write_text
 
 LEARNED = 0.9  # accuracy of a task from which it counts as learned
+SAY_EVERY = 15  # seconds between lines of progress in a log
 ROUND = 10  # steps that a variant trains before the next one does
 FULL = {"context": 4096, "batch": 8, "hidden": 512, "layers": 12, "heads": [8, 2, 64], "window": 512, "cmp": [32, 16],
         "slc_block": 64, "slc_count": 16}  # fmt: skip
@@ -118,7 +119,9 @@ def train(trainers, source, args, settings, at):
     step, steps, begin = at["step"], at["steps"], time.perf_counter()
     if step:
         print(f"goes on from step {step} of {steps}")
-    saved = last = begin
+    saved = last = said = begin
+    tty = sys.stderr.isatty()
+    print(f"training {', '.join(trainers)}, the first {ROUND} steps of each take longest", file=sys.stderr, flush=True)
     batches_held_out = held_out(source, args, args.context)
     while steps is None or step < steps:
         count = ROUND if steps is None else min(ROUND, steps - step)
@@ -135,9 +138,12 @@ def train(trainers, source, args, settings, at):
             round_seconds = time.perf_counter() - last
             left = args.minutes * 60 * 0.85 - (time.perf_counter() - begin)
             steps = step + max(ROUND, int(left / round_seconds) * ROUND)
-        if sys.stderr.isatty() and steps:
-            left = (time.perf_counter() - begin) / (step - at["step"]) * (steps - step)
-            print(f"\r{step}/{steps} steps, about {left:.0f} s to go \r", end="", file=sys.stderr, flush=True)
+        if tty or time.perf_counter() - said > SAY_EVERY:
+            said = time.perf_counter()
+            spent, done = said - begin, step - at["step"]
+            left = spent / done * (steps - step) if steps else args.minutes * 60 - spent
+            line = f"{step}/{steps or '?'} steps, about {left:.0f} s to go "
+            print(f"\r{line}\r" if tty else line, end="" if tty else "\n", file=sys.stderr, flush=True)
         if step % args.eval_every < count or step == steps:
             for variant, trainer in trainers.items():
                 loss, accuracy = trainer.evaluate(batches_held_out)

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -95,6 +96,14 @@ def test_training_goes_on_where_no_checkpoint_can_be_written(example, tmp_path, 
     assert "File too large" in capsys.readouterr().err
     assert (tmp_path / "results.json").exists()
     assert not [path for path in tmp_path.iterdir() if "checkpoint" in path.name]
+
+
+def test_a_run_in_a_log_says_how_far_it_is(example, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(example, "SAY_EVERY", 0.0)
+    example.run(example.arguments([*COMMAND, "--out", str(tmp_path)]))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("training ")
+    assert re.fullmatch(r"10/12 steps, about \d+ s to go ", said[1])
 
 
 def test_a_run_that_is_done_is_measured_again(example, tmp_path):
