@@ -154,7 +154,8 @@ class Layer:
         layout = getattr(metadata, "video_layout", None)
         if layout is None or layout.latent_grid is None or layout.prefix_len is None:
             raise _LeftDense("grid is unknown")
-        grid = Grid(*layout.latent_grid, text=layout.prefix_len, text_first=True, order=self.policy.order)
+        frames, height, width = layout.latent_grid
+        grid = Grid(frames, height, width, text=layout.prefix_len, text_first=True, order=self.policy.order)
         if q.shape[1] != k.shape[1] or q.shape[1] < grid.seqlen or metadata.joint_query is not None:
             raise _LeftDense("not the whole grid")
         if grid.seqlen < self.policy.dense_below:
