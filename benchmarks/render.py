@@ -180,7 +180,8 @@ def rules(base: str) -> Iterator[str]:
     from dynaxx.settings import registered, signature
 
     kind = getattr(video, base, None) or getattr(selection, base, selection.base.Pattern)
-    found = [rule for rule in registered(kind) if base == "GridPattern" or getattr(rule, "stands_alone", True)]
+    own = [rule for rule in registered(kind) if rule.__module__.startswith("dynaxx.")]  # a benchmark has more
+    found = [rule for rule in own if base == "GridPattern" or getattr(rule, "stands_alone", True)]
     rows = [[f"`{signature(rule)}`", " ".join(rule.__doc__.split("\n\n")[0].split())] for rule in found]
     return table([base.lower(), "meaning"], rows)
 
