@@ -7,6 +7,7 @@ The files:
     attention        attention over a grid by a rule
     policy           which rule each layer, head and part of the denoising follows
     diffusers/       policies in the transformers of diffusers
+    vllm_omni        policies in vLLM-Omni
     tune/            the sparsest policy that keeps what a pipeline makes
 """
 

@@ -24,7 +24,8 @@ NAME = "dynaxx-attention"
 FOLDER = NAME.replace("-", "_")
 # The rooms up to `ops`, and FlashAttention's functions over them.
 ROOMS = (
-    *("errors.py", "printable.py", "storage.py", "arguments.py", "settings.py", "lazy.py", "derivatives.py"),
+    *("errors.py", "printable.py", "storage.py", "forks.py", "arguments.py", "settings.py", "lazy.py"),
+    "derivatives.py",
     *("core", "layout", "patterns", "kernels", "selection", "ops", "integrations/flash_attn"),
 )
 
