@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import inspect
 import json
 import re
 import sys
@@ -180,7 +181,7 @@ def rules(base: str) -> Iterator[str]:
     from dynaxx.settings import registered, signature
 
     kind = getattr(video, base, None) or getattr(selection, base, selection.base.Pattern)
-    own = [rule for rule in registered(kind) if rule.__module__.startswith("dynaxx.")]  # a benchmark has more
+    own = [rule for rule in registered(kind) if ROOT / "benchmarks" not in Path(inspect.getfile(rule)).parents]
     found = [rule for rule in own if base == "GridPattern" or getattr(rule, "stands_alone", True)]
     rows = [[f"`{signature(rule)}`", " ".join(rule.__doc__.split("\n\n")[0].split())] for rule in found]
     return table([base.lower(), "meaning"], rows)

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from dynaxx.lab import files
 from dynaxx.lab.resume import Steps
-from dynaxx.storage import new_folder, temporary_folder, write_whole_file
+from dynaxx.storage import new_folder, remove_leftovers, temporary_folder, write_whole_file
 
 KILLED = """
 import os, signal, sys
@@ -48,6 +49,23 @@ def write_folder(target, text):
     with new_folder(target) as folder:
         for i in range(3):
             (folder / str(i)).write_text(text)
+
+
+def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path, monkeypatch):
+    """Between making a folder and holding it, another export to the same path may look for leftovers."""
+    target, plain, taken = tmp_path / "out", Path.mkdir, []
+
+    def mkdir(path, *args, **kwargs):
+        plain(path, *args, **kwargs)
+        if path.suffix == ".tmp" and not taken:
+            taken.append(path)
+            remove_leftovers(target)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with new_folder(target) as folder:
+        (folder / "a").write_text("a")
+    assert not taken[0].exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_two_exports_to_one_path_leave_one_whole_result(tmp_path):

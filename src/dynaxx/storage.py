@@ -142,14 +142,17 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         OSError: the folder cannot be made.
     """
     remove_leftovers(target)
-    descriptor, held = None, False
-    while not held:
+    descriptor = None
+    while descriptor is None:
         temporary = _temporary_name(target)
         temporary.mkdir()
         if fcntl is None:  # Windows cannot open folders
             break
-        descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-        held = _hold(descriptor)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a leftover before it was held
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+            if not _hold(descriptor):
+                os.close(descriptor)
+                descriptor = None
     try:
         yield temporary
     finally:

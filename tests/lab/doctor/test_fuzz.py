@@ -42,7 +42,7 @@ def test_every_pattern_selector_and_scorer_is_drawn():
     alone = {rule.__name__ for rule in registered(dx.Pattern) if rule.stands_alone and not issubclass(rule, Combined)}
     assert kinds["pattern"] == alone - {"GlobalContent"}  # which stands for `GlobalTokens` once resolved
     assert kinds["selector"] == ours(dx.Selector) | {"Hybrid"}
-    assert kinds["scorer"] == ours(Scorer) | {"ClusterRanks"}
+    assert kinds["scorer"] == ours(Scorer)
     assert kinds["dtype"] == {"float16", "bfloat16", "float32", "float64"}
 
 
