@@ -22,7 +22,7 @@ VIDEO_ENV ?= .venv-video
 OMNI_ENV ?= .venv-vllm-omni
 TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 DEMO   ?= demo/smollm2
-BUDGET ?= 450
+BUDGET ?= 475
 BESIDE := "triton>=3.6; platform_system == 'Linux'" numpy transformers onnx onnxruntime matplotlib fonttools mypy \
     mkdocs-material babel jedi debugpy
 
