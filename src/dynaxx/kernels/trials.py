@@ -26,7 +26,7 @@ import torch
 
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
-PROVEN = ("3.6", "3.8", "3.9")  # the GPU tests of the kernels passed on an H200: benchmarks/runs
+PROVEN = ("3.6", "3.7", "3.8", "3.9")  # the GPU tests of the kernels passed on an H200: benchmarks/runs
 INSIDE = "DYNAXX_TRIAL"  # set in the process of a trial, which uses kernels and launchers untried
 MAX_SECONDS = 300.0  # of one trial, most of which compiles
 MAX_BYTES = 1 << 16
