@@ -29,7 +29,7 @@ import dynaxx as dx
 from dynaxx.lab.machine import need_gpu
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.entries import entries_of_block_indices, sorted_entries
-from dynaxx.layout.transpose import transpose
+from dynaxx.layout.layout_tensors import transpose
 
 CALLS, IN_GRAPH = 25, 20
 

@@ -29,9 +29,9 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from dynaxx.engines.onnx import export_onnx
+from dynaxx.engines.onnx.export import with_int8_weights
 from dynaxx.engines.onnx.graph import save_graphs
 from dynaxx.engines.onnx.session import SLOW_FUSIONS
-from dynaxx.engines.onnx.weights import with_int8_weights
 
 
 def fp16(source, target):

@@ -20,8 +20,9 @@ MOVED = {
     },
     **{
         f"integrations.transformers.{name}": f"trained.transformers.{name}"
-        for name in ("indexed_llama", "llama", "nsa_cache", "nsa_llama")
+        for name in ("indexed_llama", "llama", "nsa_llama")
     },
+    "integrations.transformers.nsa_cache": "trained.transformers.nsa_llama",
     "integrations.sequence_parallel": "distributed.transformers",
     "layout.nsa": "trained.nsa.spans",
     "layout.paging.compressed": "trained.nsa.compressed_pages",

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from dynaxx.engines.portable.manifest import read_manifest
-from dynaxx.engines.portable.tokenizer import copy_tokenizer
+from dynaxx.engines.portable.manifest import copy_tokenizer, read_manifest
 
 FIELDS = {"form": str, "sparse_from": int, "graphs": list}
 WHOLE = {"format": "dynaxx.onnx", "version": 1, "form": "portable", "sparse_from": 512, "graphs": ["prefill"]}

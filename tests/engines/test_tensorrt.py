@@ -12,7 +12,7 @@ pytest.importorskip("onnx")
 import dynaxx as dx
 from dynaxx.engines.onnx import export_onnx
 from dynaxx.engines.tensorrt import EngineSettings, build_engines
-from dynaxx.engines.tensorrt.command import export_model
+from dynaxx.engines.tensorrt.engines import export_model
 from dynaxx.integrations.transformers import model_facts
 from tiny import llama
 

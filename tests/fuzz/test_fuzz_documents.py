@@ -17,9 +17,9 @@ import report_documents
 from dynaxx.lab.report.run import write_report
 from dynaxx.lab.resume import Steps
 from dynaxx.policy import ModelFacts, Policy, Rule, load_profile, parse_policy, policy_text, resolve
-from dynaxx.policy.decode import resolve_decode
 from dynaxx.policy.diff import diff
 from dynaxx.policy.profile import BINS, LADDER
+from dynaxx.policy.resolve import resolve_decode
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry.files import read_snapshot
 from dynaxx.telemetry.overview import Watch

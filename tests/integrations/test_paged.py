@@ -18,8 +18,8 @@ from dynaxx.integrations.runtime.paged import (
 from dynaxx.integrations.runtime.paged_graph import LayerLimits
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
 from dynaxx.policy import resolve
-from dynaxx.policy.decode import DecodePlan
 from dynaxx.policy.guard import FAILURES_IN_A_ROW
+from dynaxx.policy.resolve import DecodePlan
 from dynaxx.testing import oracle_attention
 
 

@@ -18,7 +18,7 @@ from dynaxx.integrations.runtime.measure import dense_rows, measure
 from dynaxx.policy import Guard, load_profile, resolve
 from dynaxx.policy.drift import Drift
 from dynaxx.policy.guard import FAILURES_IN_A_ROW, REST_CALLS, Breaker, LayerGuard, Level, Monitor, failure_reason
-from dynaxx.policy.scale import scaled, scaled_plan
+from dynaxx.policy.plan import scaled, scaled_plan
 from dynaxx.testing import make_qkv, oracle_attention
 from tiny import llama, tokens
 

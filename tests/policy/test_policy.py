@@ -29,7 +29,7 @@ from dynaxx.policy import (
     save_policy,
     to_spec,
 )
-from dynaxx.policy.decode import resolve_decode
+from dynaxx.policy.resolve import resolve_decode
 from dynaxx.selection import TileQueries
 from dynaxx.testing import make_qkv
 

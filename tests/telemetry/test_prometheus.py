@@ -17,7 +17,7 @@ prometheus_client = pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from dynaxx.telemetry import prometheus  # noqa: E402
-from dynaxx.telemetry.multiprocess import FOLDER  # noqa: E402
+from dynaxx.telemetry.prometheus import FOLDER  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from dynaxx import UnsupportedInputError
 from dynaxx.cli import app
 from dynaxx.trained.nsa.decode import compress_pages
 from dynaxx.trained.nsa.spans import NsaSizes
-from dynaxx.trained.transformers import nsa_cache, nsa_llama
+from dynaxx.trained.transformers import nsa_llama
 from dynaxx.trained.transformers.nsa_llama import NsaLlamaForCausalLM, convert_to_nsa
 from example_scripts import import_example
 from tiny import TEXT, save_tiny_model
@@ -97,7 +97,7 @@ def test_compressed_tokens_follow_the_cache(dense, ids, how, monkeypatch):
             torch.nn.init.normal_(parameter, std=0.3)
     counts = []
     monkeypatch.setattr(
-        nsa_cache, "compress_pages",
+        nsa_llama, "compress_pages",
         lambda *args, **named: counts.append(named.get("new_tokens")) or compress_pages(*args, **named),
     )  # fmt: skip
     options = {"greedy": {}, "beams": {"num_beams": 3}, "assisted": {"prompt_lookup_num_tokens": 3}}[how]
@@ -112,7 +112,7 @@ def test_compressed_tokens_follow_the_cache(dense, ids, how, monkeypatch):
         assert counts[: 39 * layers] == [None] * layers + [1] * (38 * layers)
 
 
-class Forgetful(nsa_cache.NsaMemory):
+class Forgetful(nsa_llama.NsaMemory):
     """Remember nothing of earlier steps."""
 
     def __init__(self, *args):

@@ -17,14 +17,13 @@ from dynaxx.cli.cache import cache
 from dynaxx.cli.diff import diff
 from dynaxx.cli.doctor import doctor
 from dynaxx.cli.export import export
+from dynaxx.cli.options import with_short_help
 from dynaxx.cli.profile import profile
 from dynaxx.cli.report import report
 from dynaxx.cli.retune import retune
-from dynaxx.cli.serve_metrics import serve_metrics
-from dynaxx.cli.short_help import with_short_help
 from dynaxx.cli.tune import MAIN_OPTIONS, tune
 from dynaxx.cli.validate import validate
-from dynaxx.cli.watch import watch
+from dynaxx.cli.watch import serve_metrics, watch
 
 
 def _help(command: Callable[..., Any]) -> str:

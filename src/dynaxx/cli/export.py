@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 # The module of `dynaxx.engines` for each format; it defines `export_model(folder, policy, out, options)`.
 FORMATS = {
-    "onnx": "onnx.command",
+    "onnx": "onnx.export",
     "openvino": "openvino.export",
-    "tensorrt": "tensorrt.command",
+    "tensorrt": "tensorrt.engines",
     "tensorrt_llm": "tensorrt_llm.checkpoint",
     "triton": "triton_server.repository",
 }

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     import torch
+
 
 MAX_IN_A_RANGE = 10_000  # more layers or heads than any model has
 MAX_DIGITS = 12
@@ -128,3 +131,38 @@ def seconds(option: str, text: str) -> float | None:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{option} must be a time like 90, 10m or 2h, got {text!r}")
     return seconds
+
+
+def with_short_help(main: Collection[str]) -> type[TyperCommand]:
+    """Return a class of commands whose `--help` shows only the options with these names of parameters.
+
+    The command needs a parameter of type `HelpAllOption`.
+    """
+
+    class ShortHelp(TyperCommand):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _hide_options(self, shown=(*main, "help_all"))
+            self.epilog = "More options with --help-all."
+
+    return ShortHelp
+
+
+def _hide_options(command: Any, shown: Collection[str] | None) -> None:
+    """Hide the options that are not shown; None shows all."""
+    for each in command.params:
+        if each.param_type_name == "option":
+            each.hidden = shown is not None and each.name not in shown
+
+
+def _show_all(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        _hide_options(context.command, shown=None)
+        context.command.epilog = None
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+HelpAllOption = Annotated[
+    bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options and exit.")
+]

@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from dynaxx.cli import options
+from dynaxx.cli.options import HelpAllOption
 from dynaxx.cli.running import (
     INTERRUPTED,
     UNDECIDED,
@@ -22,7 +23,6 @@ from dynaxx.cli.running import (
     running,
     seconds_since_start,
 )
-from dynaxx.cli.short_help import HelpAllOption
 from dynaxx.cli.tune_pipeline import (
     FramesOption,
     PipelineOptions,

@@ -25,7 +25,7 @@ from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.entries import joined_entries
 from dynaxx.patterns.base import Pattern
 from dynaxx.patterns.runs import Visited
-from dynaxx.policy.rule_parts import budget_of, for_heads, parts
+from dynaxx.policy.specs import budget_of, for_heads, parts
 from dynaxx.selection import Hybrid, MeanPool, MeanQuery, MinMax, Selector, Threshold, TopK, TopP, select_blocks
 
 Rule = Pattern | Selector | Hybrid

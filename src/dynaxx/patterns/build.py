@@ -15,9 +15,8 @@ from dynaxx.layout import EMPTY, FULL, BlockGrid, BlockLayout, ElementMasks
 from dynaxx.layout.host import on_device
 from dynaxx.layout.host_metadata import attach
 from dynaxx.layout.masks import bands_of
-from dynaxx.patterns.compiled import layout_tensors
+from dynaxx.patterns.compiled import Rule, layout_tensors
 from dynaxx.patterns.kinds import Blocks, Words, element_masks
-from dynaxx.patterns.rule import Rule
 from dynaxx.patterns.runs import Ints, Runs, checked_visited, concatenated, without
 
 

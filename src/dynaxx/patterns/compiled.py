@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from ctypes import byref, c_int64, c_void_p
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,28 @@ from dynaxx.core.library import present_library
 from dynaxx.core.status import raise_for_status
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.host import address, dense_views, never_traced
-from dynaxx.patterns.rule import Rule
+from dynaxx.patterns.kinds import Blocks, Kinds
+from dynaxx.patterns.runs import Visited
+
+
+class Rule(Protocol):
+    """A pattern; `Pattern` documents the methods."""
+
+    @property
+    def by_distance(self) -> bool:
+        """Return whether the visibility of a pair depends only on the distance from key to query."""
+
+    def within_causality(self, grid: BlockGrid) -> Rule:
+        """Return this rule without the pairs that a causal grid hides."""
+
+    def program(self, grid: BlockGrid) -> list[int] | None:
+        """Return this rule as numbers for the compiled core."""
+
+    def visited(self, grid: BlockGrid) -> Visited:
+        """Return runs of blocks that hold every visible pair."""
+
+    def kinds(self, blocks: Blocks) -> Kinds:
+        """Return the element masks of some blocks."""
 
 
 @never_traced

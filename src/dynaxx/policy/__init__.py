@@ -4,9 +4,9 @@
 The files:
 
     schema, document, facts, files  the document and its file
-    rule, rule_parts, scale, specs  rules as data
-    resolve, plan, decode           what each layer does
-    rollout, length, kill, reload   which requests follow a policy, and which policy
+    rule, specs                     rules as data
+    resolve, plan                   what each layer does
+    rollout, kill, reload           which requests follow a policy, and which policy
     guard, drift, profile           measurements on running traffic
     renew, diff                     new policies from old ones
 
@@ -28,12 +28,11 @@ from dynaxx.policy.files import (
 )
 from dynaxx.policy.guard import Guard
 from dynaxx.policy.kill import KILL_SWITCH, KillSwitch
-from dynaxx.policy.length import LengthSwitch
 from dynaxx.policy.plan import HeadGroup, LayerPlan
 from dynaxx.policy.profile import LayerProfile, Profile
 from dynaxx.policy.reload import PolicyFollower
 from dynaxx.policy.resolve import resolve
-from dynaxx.policy.rollout import Rollout, request
+from dynaxx.policy.rollout import LengthSwitch, Rollout, request
 from dynaxx.policy.rule import Rule
 from dynaxx.policy.schema import Policy
 from dynaxx.policy.specs import to_spec

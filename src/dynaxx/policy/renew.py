@@ -12,12 +12,11 @@ import torch
 from dynaxx.errors import PolicyError
 from dynaxx.policy.facts import Evidence
 from dynaxx.policy.files import rules_digest
+from dynaxx.policy.plan import scaled
 from dynaxx.policy.profile import LADDER, LayerProfile, Profile, midpoints
 from dynaxx.policy.rule import Rule
-from dynaxx.policy.rule_parts import budget_of, parts, rule_of, with_budget
-from dynaxx.policy.scale import scaled
 from dynaxx.policy.schema import Policy
-from dynaxx.policy.specs import AttentionRule
+from dynaxx.policy.specs import AttentionRule, budget_of, parts, rule_of, with_budget
 from dynaxx.selection import Selector, TopK, TopP
 
 ENOUGH = 0.01  # recall may miss its goal by this much before a budget changes

@@ -9,17 +9,19 @@ selection and one attention call. With `per="group"`, the heads of a kv head tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynaxx.arguments import typed
+from dynaxx.errors import PolicyError
 from dynaxx.layout import as_block_size
 from dynaxx.patterns import Causal, Full, Pattern
 from dynaxx.policy.plan import HeadGroup, LayerPlan
-from dynaxx.policy.rule import Phase, head_values
-from dynaxx.policy.rule_parts import budget_of, parts, rule_of, with_budget
+from dynaxx.policy.rule import Phase, as_page_size, head_values
 from dynaxx.policy.schema import Policy
-from dynaxx.policy.specs import AttentionRule
+from dynaxx.policy.specs import AttentionRule, budget_of, parts, rule_of, with_budget
 from dynaxx.selection import Selector
+from dynaxx.selection.pages import PageBudget
 
 
 @typed
@@ -97,3 +99,76 @@ def _head_budget(rule: AttentionRule | None, family: Selector) -> float:
         return family.everything
     _, selector = parts(rule)
     return family.nothing if selector is None else budget_of(selector)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The decode rule of one layer."""
+
+    budget: PageBudget
+    page_size: int
+
+    def shard(self, rank: int, ranks: int) -> DecodePlan:
+        """Return the plan for one of `ranks` equal shares of the heads, split as in `LayerPlan.shard`.
+
+        If ranks share a kv head, each rank chooses its pages by its own q heads.
+        """
+        if not isinstance(self.budget.budget, tuple):
+            return self
+        kv_heads = len(self.budget.budget)
+        first = rank * kv_heads // ranks
+        own = self.budget.budget[first : first + max(1, kv_heads // ranks)]
+        return replace(self, budget=replace(self.budget, budget=own))
+
+
+def resolve_decode(policy: Policy) -> dict[int, DecodePlan]:
+    """Return a plan for every layer that a decode rule covers.
+
+    The q heads of a kv head read the same pages, with the widest of their sinks and windows and the largest of their
+    budgets. If no rule covers a q head, its kv head is dense.
+
+    Raises:
+        PolicyError: heads of a layer score pages in different ways, or count them in different units.
+    """
+    facts, plans = policy.model, {}
+    group = facts.q_heads // facts.kv_heads
+    for layer, heads in sorted(head_rules(policy, "decode").items()):
+        rules = [heads.get(head) for head in range(facts.q_heads)]
+        budgets = [PageBudget(1.0) if rule is None else PageBudget.of(rule) for rule in rules]
+        choosing = [each for each in budgets if each.budget not in (0, 1.0)]
+        bounds = {each.bound for each in choosing}
+        if len(bounds) > 1:
+            raise PolicyError(f"decode rules of layer {layer} must score pages in one way, got bounds {sorted(bounds)}")
+        by_kv_head = [budgets[start : start + group] for start in range(0, facts.q_heads, group)]
+        amounts = tuple(_largest(layer, members) for members in by_kv_head)
+        plans[layer] = DecodePlan(
+            PageBudget(
+                amounts[0] if len(set(map(repr, amounts))) == 1 else amounts,
+                sinks=max(each.sinks for each in budgets),
+                window=max(each.window for each in budgets),
+                bound=bounds.pop() if bounds else 1.0,
+            ),
+            _page_size(policy, layer),
+        )
+    return plans
+
+
+def _largest(layer: int, budgets: list[PageBudget]) -> int | float:
+    """Return the largest budget of the q heads that share one kv head."""
+    amounts = [amount for each in budgets for amount in each.budgets if amount != 0]
+    if any(isinstance(amount, float) and amount == 1 for amount in amounts):
+        return 1.0
+    if len({type(amount) for amount in amounts}) > 1:
+        raise PolicyError(
+            f"decode rules of layer {layer} must give the heads of one kv head shares or counts of pages, got {amounts}"
+        )
+    return max(amounts, default=0)
+
+
+def _page_size(policy: Policy, layer: int) -> int:
+    sizes = [
+        as_page_size(policy.block_size if rule.block_size is None else rule.block_size)
+        for rule in policy.rules
+        if rule.phase == "decode" and layer in rule.layer_list(policy.model.layers)
+    ]
+    return sizes[0]

@@ -9,8 +9,7 @@ from pydantic import AfterValidator, model_validator
 
 from dynaxx.layout import as_block_size
 from dynaxx.policy.document import Document, Indices, Int
-from dynaxx.policy.rule_parts import budget_of, parts
-from dynaxx.policy.specs import AttentionRule, AttentionSpec, Spec, to_spec
+from dynaxx.policy.specs import AttentionRule, AttentionSpec, Spec, budget_of, parts, to_spec
 from dynaxx.selection.pages import PageBudget
 
 SMALLEST_PAGE = 8  # tokens; pages of decode rules may be smaller than the blocks of a layout

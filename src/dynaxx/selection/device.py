@@ -23,8 +23,7 @@ from dynaxx.layout.host import moved_together
 from dynaxx.layout.host_metadata import set_form
 from dynaxx.layout.paging import SequenceKeys
 from dynaxx.patterns.base import Pattern
-from dynaxx.selection.choice import Choice
-from dynaxx.selection.groups import count_heads_per_choice
+from dynaxx.selection.choice import Choice, count_heads_per_choice
 from dynaxx.selection.scorers.base import GPU_MEMORY_BUDGET, Scorer, pieces
 from dynaxx.selection.static import static_part
 

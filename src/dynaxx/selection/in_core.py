@@ -17,8 +17,7 @@ from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.layout.masks import causal_mask_ids
 from dynaxx.patterns.base import Pattern
-from dynaxx.selection.choice import Choice, ChoiceSettings
-from dynaxx.selection.groups import count_heads_per_choice
+from dynaxx.selection.choice import Choice, ChoiceSettings, count_heads_per_choice
 from dynaxx.selection.static import static_part
 
 BITS_PER_BYTE = 8

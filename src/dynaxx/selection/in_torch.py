@@ -11,8 +11,7 @@ from torch import Tensor
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_mask_ids
 from dynaxx.patterns import Pattern
-from dynaxx.selection.choice import Choice
-from dynaxx.selection.groups import count_heads_per_choice, shared_ranks, shared_scores
+from dynaxx.selection.choice import Choice, count_heads_per_choice, shared_ranks, shared_scores
 from dynaxx.selection.scorers.base import pieces
 from dynaxx.selection.static import static_part
 

@@ -4,8 +4,8 @@
 The files:
 
     recorder, store, snapshot, catalog  the numbers, and every metric by name
-    probe, samples, clocks, caches      what integrations measure
-    prometheus, otel, multiprocess, files, logging  exporters
+    probe, samples, caches              what integrations measure
+    prometheus, otel, files, logging    exporters
     dashboard                           the Grafana dashboard, made from the catalog
     sources, overview, facts, terminal, web, background_watch, http  `dynaxx watch`
 """

@@ -19,9 +19,8 @@ from torch import Tensor
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
 from dynaxx.ops.dispatch import choose_backend
-from dynaxx.telemetry.clocks import Clock, HostClock, clock_of
 from dynaxx.telemetry.recorder import Recorder, recorder
-from dynaxx.telemetry.samples import HostSlots, Sample, count_blocks
+from dynaxx.telemetry.samples import Clock, HostClock, HostSlots, Sample, clock_of, count_blocks
 
 SAMPLE_RATE = 1 / 32
 SPACING = 0.2  # smallest time in seconds between measured calls; one takes up to 0.5 ms of the host, 0.3 % of it

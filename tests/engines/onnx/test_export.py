@@ -18,9 +18,8 @@ from transformers import BertConfig, BertModel
 import dynaxx as dx
 from dynaxx.engines.onnx import OnnxModel, export_onnx
 from dynaxx.engines.onnx import export as export_module
-from dynaxx.engines.onnx.command import export_model
+from dynaxx.engines.onnx.export import export_model, int8_blocks
 from dynaxx.engines.onnx.operators import _trace_attention
-from dynaxx.engines.onnx.weights import int8_blocks
 from dynaxx.engines.portable.layer import attend_by_rules, bias_of
 from dynaxx.engines.portable.plans import Heads, PortableRules
 from dynaxx.engines.portable.rules import GatherRule

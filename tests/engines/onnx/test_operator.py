@@ -12,8 +12,9 @@ from onnx import TensorProto, helper
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
 import dynaxx as dx
-from dynaxx.engines.onnx import OnnxModel, export_onnx, library, packages
+from dynaxx.engines.onnx import OnnxModel, export_onnx, packages
 from dynaxx.engines.onnx.plans import _plan, operator_plans
+from dynaxx.engines.onnx.session import library_path
 from dynaxx.engines.portable import PortableModel
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers import model_facts
@@ -56,7 +57,7 @@ def operator(plan=(), sparse_from=0, always=0, scale=0.125, threads=2, **others)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("dynaxx", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(library.library_path()))
+    options.register_custom_ops_library(str(library_path()))
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
     return onnxruntime.InferenceSession(model.SerializeToString(), options)

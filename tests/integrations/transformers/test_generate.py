@@ -212,7 +212,7 @@ def test_summaries_survive_only_what_they_describe(model):
 
 def test_per_head_budgets_and_uncovered_heads(model):
     covered = dx.Rule.of(dx.TopK((0.1, 0.2, 0.3), dx.MinMax()), heads=(0, 1, 2), phase="decode", block_size=16)
-    from dynaxx.policy.decode import resolve_decode
+    from dynaxx.policy.resolve import resolve_decode
 
     plans = resolve_decode(dx.Policy(model=model_facts(model), rules=(covered,)))
     assert plans[0].budget == dx.PageBudget((0.3, 1.0))

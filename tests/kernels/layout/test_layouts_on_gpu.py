@@ -7,8 +7,8 @@ import torch
 import dynaxx as dx
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.form import form_of
+from dynaxx.layout.layout_tensors import transpose
 from dynaxx.layout.masks import causal_masks
-from dynaxx.layout.transpose import transpose
 from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 CASES = [  # batch, heads, seqlen_q, seqlen_k, block_size, slots, causal

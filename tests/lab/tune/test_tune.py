@@ -21,7 +21,7 @@ from dynaxx.lab.tune.allocation import Allocator, lower_hull
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, lengths_of, time_lengths, within
 from dynaxx.lab.tune.density import trials as trials_module
 from dynaxx.lab.tune.run import TuneOptions, tune
-from dynaxx.policy.decode import resolve_decode
+from dynaxx.policy.resolve import resolve_decode
 from slow_clock import SlowClock
 from tiny import TEXT, save_tiny_model
 

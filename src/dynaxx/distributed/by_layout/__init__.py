@@ -3,7 +3,6 @@
 
 The files:
 
-    forward   the forward pass: inner rows and own tokens while keys and values are in transit
+    forward   the forward pass: inner rows and own tokens in transit; edge rows, which visit blocks of other ranks
     backward  the backward pass, which also returns gradients to the owners of keys and values
-    edges     edge rows, which visit blocks of other ranks
 """

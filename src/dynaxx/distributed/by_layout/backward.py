@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dynaxx.distributed.by_layout.edges import edge_part, has_edges
-from dynaxx.distributed.by_layout.forward import PlannedCall
+from dynaxx.distributed.by_layout.forward import PlannedCall, edge_part, has_edges
 from dynaxx.distributed.exchange import Buffers, Gathering, Returning
 from dynaxx.distributed.plan import Stage
 from dynaxx.distributed.streams import Lanes, exchanges_go_first, in_returning_stages

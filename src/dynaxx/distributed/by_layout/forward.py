@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynaxx.distributed.by_layout.edges import edge_part, has_edges
 from dynaxx.distributed.call import Call
 from dynaxx.distributed.exchange import Buffers, Gathering
 from dynaxx.distributed.peer_memory import stage_buffers
@@ -192,3 +191,15 @@ def _edge_rows(
     else:
         lse[:, :, stage.run] = edge_lse
     return lse
+
+
+def has_edges(stage: Stage) -> bool:
+    """Return whether some rows visit blocks of other ranks."""
+    return stage.rows is not None and bool(stage.rows.numel())
+
+
+def edge_part(x: Tensor, stage: Stage, dim: int) -> Tensor:
+    """Return the edge rows of x along a dimension, without a copy where they are neighbours."""
+    assert stage.rows is not None, "called for stages with inner rows"
+    run = stage.run
+    return x.index_select(dim, stage.rows) if run is None else x.narrow(dim, run.start, run.stop - run.start)

@@ -28,8 +28,7 @@ from dynaxx.integrations.transformers.decoder import Decoder, implementation, wi
 from dynaxx.integrations.transformers.masks.lazy import LazyMask
 from dynaxx.integrations.transformers.masks.rules import read_rule
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, resolve
-from dynaxx.policy.length import is_long
-from dynaxx.policy.rollout import Rollout
+from dynaxx.policy.rollout import Rollout, is_long
 
 logger = logging.getLogger("dynaxx")
 

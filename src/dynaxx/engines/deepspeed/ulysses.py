@@ -28,7 +28,7 @@ from dynaxx.integrations.transformers.handle import Handle
 from dynaxx.integrations.transformers.masks.lazy import LazyMask, mask_maker
 from dynaxx.policy import Policy
 from dynaxx.policy.resolve import head_rules
-from dynaxx.policy.rule_parts import parts
+from dynaxx.policy.specs import parts
 
 _LOCAL_MASK = "dynaxx_local_mask"  # how the mask of a rank's own tokens passes DeepSpeed's wrapper
 

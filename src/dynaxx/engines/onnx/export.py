@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import dynaxx
@@ -22,15 +25,71 @@ from dynaxx.engines.onnx.operators import (
 )
 from dynaxx.engines.onnx.packages import require
 from dynaxx.engines.onnx.plans import OperatorPlan, operator_plans
-from dynaxx.engines.onnx.weights import with_int8_weights
 from dynaxx.engines.portable import PortableModel
-from dynaxx.engines.portable.manifest import MANIFEST
+from dynaxx.engines.portable.manifest import MANIFEST, copy_tokenizer
 from dynaxx.engines.portable.plans import PortableRules, is_causal, portable_rules
-from dynaxx.engines.portable.tokenizer import copy_tokenizer
 from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
+from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import Policy, policy_digest, resolve, save_policy
 from dynaxx.storage import check_new_folder, new_folder
+
+DOMAIN, OPERATOR = "com.microsoft", "MatMulNBits"
+BLOCK = 32  # input channels that share a scale
+ZERO = 128  # stored value of a weight of 0
+INT8 = 4  # the operator's `accuracy_level` at which inputs are rounded to 8 bits, and products are those of integers
+
+
+def with_int8_weights(graph: Any) -> Any:
+    """Store the weights of a traced graph's linear layers in 8 bits, in place, and return the graph.
+
+    Embeddings, norms and attention stay in fp32. An embedding that the last layer shares is stored both ways.
+    """
+    import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    main = graph.graph
+    for node in list(main):
+        weight = _weight(node)
+        if weight is None:
+            continue
+        inputs, outputs = weight.shape
+        parts = dict(zip(("int8", "scales"), int8_blocks(weight), strict=True))
+        stored = [ir.Value(name=f"{node.name}.{name}", const_value=ir.tensor(part)) for name, part in parts.items()]
+        for value in stored:
+            main.register_initializer(value)
+        sizes = {"K": inputs, "N": outputs, "bits": 8, "block_size": BLOCK, "accuracy_level": INT8}
+        made = ir.node(OPERATOR, [node.inputs[0], *stored], sizes, domain=DOMAIN, name=node.name)
+        ir.convenience.replace_nodes_and_values(main, node, [node], [made], node.outputs, made.outputs)
+    main.opset_imports[DOMAIN] = 1
+    RemoveUnusedNodesPass()(graph)  # with the weights in fp32 that nothing reads any more
+    return graph
+
+
+def _weight(node: Any) -> NDArray[Any] | None:
+    """Return the weight (inputs, outputs) of a linear layer, or None for other nodes."""
+    if node.op_type != "MatMul":
+        return None
+    value = node.inputs[1]
+    transpose = value.producer() if value.producer() is not None and value.producer().op_type == "Transpose" else None
+    constant = (value if transpose is None else transpose.inputs[0]).const_value
+    if constant is None or len(constant.shape) != 2:
+        return None
+    weight: NDArray[Any] = constant.numpy()
+    return weight if transpose is None else weight.T
+
+
+def int8_blocks(weight: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return a weight (K, N) fp32 in blocks of its input channels: values (N, blocks, 32) uint8 and scales (N, blocks).
+
+    `weight[k, n] = (values[n, k // 32, k % 32] - 128) * scales[n, k // 32]`, rounded. The last block is filled with 0.
+    """
+    inputs, outputs = weight.shape
+    padded = np.pad(weight, ((0, -inputs % BLOCK), (0, 0))).T.reshape(outputs, -1, BLOCK)
+    scales = np.abs(padded).max(-1) / 127
+    values = np.rint(padded / np.where(scales == 0, 1, scales)[..., None]) + ZERO
+    return values.astype(np.uint8), scales.astype(np.float32)
+
 
 Form = Literal["auto", "portable", "custom"]
 Weights = Literal["fp32", "int8"]
@@ -188,3 +247,57 @@ def _versions() -> dict[str, str]:
 
     packages = (torch, transformers, onnx, onnxscript)
     return {"dynaxx": dynaxx.__version__, **{each.__name__: str(each.__version__) for each in packages}}
+
+
+OPTIONS = ("form", "logits", "weights", "window")
+
+
+def export_model(folder: Path, policy: Policy | None, out: Path, options: Mapping[str, str]) -> OnnxExport:
+    """Export the model in a folder of Hugging Face's format.
+
+    Raises:
+        ValueError: an option is unknown or invalid; also see `export_onnx`.
+    """
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise ValueError(f"--option must be one of {', '.join(OPTIONS)}, got {unknown[0]}")
+    form, logits, weights = (options.get(*each) for each in (("form", "auto"), ("logits", "last"), ("weights", "fp32")))
+    if form not in ("auto", "portable", "custom"):
+        raise ValueError(f"--option form must be auto, portable or custom, got {form!r}")
+    if logits not in ("last", "all"):
+        raise ValueError(f"--option logits must be last or all, got {logits!r}")
+    if weights not in ("fp32", "int8"):
+        raise ValueError(f"--option weights must be fp32 or int8, got {weights!r}")
+    window = _window(options.get("window"))
+    require("onnx", "onnxscript", "onnx_ir", "transformers")
+    check_new_folder(out)  # before the model is loaded
+    model = _load(folder)
+    return export_onnx(
+        model,
+        out,
+        policy,
+        form=form,  # type: ignore[arg-type]
+        window=window,
+        all_logits=logits == "all",
+        tokenizer=folder,
+        weights=weights,  # type: ignore[arg-type]
+    )
+
+
+def _window(given: str | None) -> int | tuple[int, int] | None:
+    if given is None:
+        return None
+    sides = given.split(",")
+    if not 1 <= len(sides) <= 2 or not all(side.isascii() and side.isdecimal() for side in sides):
+        raise ValueError(f"--option window must be W or LEFT,RIGHT, got {given!r}")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+
+
+def _load(folder: Path) -> nn.Module:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    config = from_folder(AutoConfig, folder)
+    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
+    kind: Any = AutoModelForCausalLM if causal else AutoModel
+    model: nn.Module = from_folder(kind, folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval()

@@ -16,7 +16,7 @@ from dynaxx.layout import BlockGrid
 from dynaxx.patterns import Pattern, SlidingWindow
 from dynaxx.patterns.program import Op
 from dynaxx.policy import LayerPlan, Policy, resolve
-from dynaxx.policy.rule_parts import budget_of, parts
+from dynaxx.policy.specs import budget_of, parts
 from dynaxx.selection import MeanPool, MeanQuery, MinMax, Selector, TopK
 
 BLOCK = (64, 64)  # block size of the model's own windows

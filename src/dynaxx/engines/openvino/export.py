@@ -24,8 +24,7 @@ from dynaxx.engines.openvino.packages import openvino
 from dynaxx.engines.openvino.running import OpenVinoHandle
 from dynaxx.engines.portable import PortableModel
 from dynaxx.engines.portable.attention import CHUNK
-from dynaxx.engines.portable.manifest import MANIFEST, read_manifest
-from dynaxx.engines.portable.tokenizer import copy_tokenizer
+from dynaxx.engines.portable.manifest import MANIFEST, copy_tokenizer, read_manifest
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import Policy, load_policy, policy_digest, save_policy

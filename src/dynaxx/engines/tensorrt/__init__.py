@@ -8,7 +8,7 @@ from dynaxx.lazy import load_at_first_use
 if TYPE_CHECKING:
     from dynaxx.engines.tensorrt.engines import EngineSettings, build_engines
     from dynaxx.engines.tensorrt.plugin import add_policy_attention, add_sparse_attention, register_plugins
-    from dynaxx.engines.tensorrt.plugin_layouts import LAYOUT_INPUTS, layout_tensors
+    from dynaxx.engines.tensorrt.plugin_policy import LAYOUT_INPUTS, layout_tensors
 
 ENGINES = ("EngineSettings", "build_engines")
 PLUGINS = ("add_policy_attention", "add_sparse_attention", "register_plugins")
@@ -23,4 +23,4 @@ __all__ = [
     "register_plugins",
 ]
 
-__getattr__ = load_at_first_use(__name__, {"engines": ENGINES, "plugin": PLUGINS, "plugin_layouts": LAYOUTS})
+__getattr__ = load_at_first_use(__name__, {"engines": ENGINES, "plugin": PLUGINS, "plugin_policy": LAYOUTS})

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dynaxx.arguments import typed
-from dynaxx.engines.portable.manifest import MANIFEST, read_manifest
-from dynaxx.engines.portable.tokenizer import copy_tokenizer
+from dynaxx.engines.portable.manifest import MANIFEST, copy_tokenizer, read_manifest
 from dynaxx.errors import UnsupportedInputError
+from dynaxx.policy import Policy
 from dynaxx.storage import check_new_folder, new_folder
 
 CARDS = {"7.5": "SM75", "8.0": "SM80", "8.6": "SM86", "8.9": "SM89", "12.0": "SM120", "12.1": "SM121"}
@@ -163,3 +166,32 @@ def _log_of(trt: Any) -> Any:
                 self.errors.append(message)
 
     return Log()
+
+
+NUMBERS = ("max_batch", "max_prompt", "max_cache")
+
+
+def export_model(folder: Path, policy: Policy | None, out: Path, options: Mapping[str, str]) -> dict[str, Any]:
+    """Build engines for the model in a folder of Hugging Face's format.
+
+    Raises:
+        ValueError: an option that is not there, or has another form; else as `export_onnx` and `build_engines`.
+    """
+    from dynaxx.engines.onnx.export import export_model as export_onnx_model
+
+    unknown = sorted(set(options) - {"compute_capability", *NUMBERS})
+    if unknown:
+        raise ValueError(f"--option {unknown[0]} is not one of {', '.join(('compute_capability', *NUMBERS))}")
+    given: dict[str, Any] = {}
+    for name, text in options.items():
+        if name == "compute_capability":
+            given[name] = tuple(text.split(","))
+        elif re.fullmatch(r"\d{1,9}", text, flags=re.ASCII):
+            given[name] = int(text)
+        else:
+            raise ValueError(f"--option {name} must be a number, got {text!r}")
+    settings = EngineSettings(**given)
+    with tempfile.TemporaryDirectory() as temporary:
+        graphs = Path(temporary) / "onnx"
+        export_onnx_model(folder, policy, graphs, {"form": "portable"})
+        return build_engines(graphs, out, settings)

@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dynaxx.arguments import typed
-from dynaxx.engines.tensorrt.plugin_layouts import LAYOUT_INPUTS
-from dynaxx.engines.tensorrt.plugin_policy import rules_of
+from dynaxx.engines.tensorrt.plugin_policy import LAYOUT_INPUTS, rules_of
 from dynaxx.integrations.runtime.unguarded import without_guard
 from dynaxx.policy import Policy, policy_text
 

@@ -17,8 +17,7 @@ from tensorrt.plugin import TensorDesc as Desc
 from torch import Tensor
 
 from dynaxx.engines.tensorrt.plugin_kernel import KernelShape, compile_kernel
-from dynaxx.engines.tensorrt.plugin_layouts import LAYOUT_INPUTS
-from dynaxx.engines.tensorrt.plugin_policy import attend_by_policy
+from dynaxx.engines.tensorrt.plugin_policy import LAYOUT_INPUTS, attend_by_policy
 from dynaxx.kernels.device import gpu_of
 
 NAMESPACE = "dynaxx"

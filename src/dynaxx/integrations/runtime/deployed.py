@@ -11,10 +11,9 @@ from dynaxx.integrations.runtime.routing import DenseReason, LayerRules, PassSta
 from dynaxx.ops.prepared.layer import Prepared
 from dynaxx.ops.prepared.step import PreparedStep
 from dynaxx.policy import LayerPlan, Policy, resolve
-from dynaxx.policy.decode import DecodePlan, resolve_decode
 from dynaxx.policy.guard import Breaker, Level
-from dynaxx.policy.length import is_long
-from dynaxx.policy.rollout import open_feature
+from dynaxx.policy.resolve import DecodePlan, resolve_decode
+from dynaxx.policy.rollout import is_long, open_feature
 from dynaxx.telemetry import Recorder
 
 WATCHED = (

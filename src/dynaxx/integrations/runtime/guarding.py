@@ -23,8 +23,8 @@ from dynaxx.integrations.runtime.measure import CallMeasure, dense_rows, measure
 from dynaxx.policy import DriftDetector, Guard, LayerPlan, Policy, Profile, rules_digest
 from dynaxx.policy.drift import HeadDrift, LayerDrift
 from dynaxx.policy.guard import LayerGuard, Level
+from dynaxx.policy.plan import scaled_plan
 from dynaxx.policy.profile import LADDER, LayerRecord
-from dynaxx.policy.scale import scaled_plan
 from dynaxx.telemetry import Recorder
 
 MAX_BYTES = {"cpu": 256 * 1024 * 1024, "cuda": 1024 * 1024 * 1024}  # limit on a copied call; larger calls are skipped

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynaxx.integrations.runtime.paged import Pages, SequenceRow, Sequences, Softmax
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
-from dynaxx.policy.decode import DecodePlan
+from dynaxx.policy.resolve import DecodePlan
 
 
 class LivingSummaries:

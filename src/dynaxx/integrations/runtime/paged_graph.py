@@ -19,7 +19,7 @@ from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.layout.paging import PageSummaries
 from dynaxx.ops.decode import sparse_decode
 from dynaxx.policy import Policy
-from dynaxx.policy.decode import DecodePlan
+from dynaxx.policy.resolve import DecodePlan
 
 NEVER = 2**31 - 1  # more keys than any sequence has
 ALIGNED = 4  # int32 in 16 bytes

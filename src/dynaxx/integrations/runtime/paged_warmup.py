@@ -27,7 +27,7 @@ from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLay
 from dynaxx.layout.paging import PagedCache, SequenceKeys
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan
-from dynaxx.policy.decode import DecodePlan
+from dynaxx.policy.resolve import DecodePlan
 from dynaxx.telemetry import Recorder
 
 logger = logging.getLogger("dynaxx")

@@ -11,8 +11,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from dynaxx.policy.length import is_long
-from dynaxx.policy.rollout import ASKED_DENSE, NOT_CHOSEN, Rollout
+from dynaxx.policy.rollout import ASKED_DENSE, NOT_CHOSEN, Rollout, is_long
 
 MAX_QUERIES = 16  # a call with more queries is a chunk of a prompt, not a decoding step
 

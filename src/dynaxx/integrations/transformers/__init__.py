@@ -14,7 +14,7 @@ The files:
     next_token                 compares requests with the dense model, for the guard
     compiled, recordings       models under `torch.compile`, and what their training keeps
     batching, batches/         continuous batching
-    llama, *_llama, nsa_cache  Llamas whose attention was converted
+    llama, *_llama             Llamas whose attention was converted
 
 Unless a docstring says otherwise, tensors have transformers' order: q (B, Hq, Lq, D), k (B, Hk, Lk, D), v
 (B, Hk, Lk, E), masks (B | 1, 1, Lq, Lk), results (B, Lq, Hq, E). dynaxx's own functions take tokens before heads,

@@ -37,7 +37,7 @@ from dynaxx.policy import (
     load_policy,
     policy_digest,
 )
-from dynaxx.policy.decode import DecodePlan
+from dynaxx.policy.resolve import DecodePlan
 from dynaxx.telemetry import Recorder, recorder
 from dynaxx.telemetry.snapshot import Snapshot
 

@@ -27,7 +27,7 @@ def pattern_pictures(document: dict[str, Any]) -> list[dict[str, str]]:
     """
     from dynaxx.patterns import Causal, Full, Pattern
     from dynaxx.policy import Policy
-    from dynaxx.policy.rule_parts import parts
+    from dynaxx.policy.specs import parts
 
     try:
         policy = Policy.model_validate(document)

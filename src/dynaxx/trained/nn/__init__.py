@@ -5,11 +5,9 @@ from dynaxx.lazy import renamed
 from dynaxx.trained.nn.cache import LayerCache
 from dynaxx.trained.nn.compression import MeanCompression, MlpCompression, WeightedCompression
 from dynaxx.trained.nn.indexed import IndexedSparseAttention, Indexer, IndexerOutput
-from dynaxx.trained.nn.moba import MixtureOfBlockAttention
 from dynaxx.trained.nn.nsa import NativeSparseAttention
 from dynaxx.trained.nn.projection import ProjectedAttention, rotate
-from dynaxx.trained.nn.sparse import SparseAttention
-from dynaxx.trained.nn.switchable import SwitchableAttention
+from dynaxx.trained.nn.sparse import MixtureOfBlockAttention, SparseAttention, SwitchableAttention
 from dynaxx.trained.nsa.spans import NsaSizes
 
 __all__ = [

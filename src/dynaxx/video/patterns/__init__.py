@@ -1,18 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patterns over the positions of a grid, one per file.
-
-The files:
-
-    base, bind             what they share, and `on_grid`, which binds any rule to a grid
-    window, radial, first  the patterns
-"""
+"""Patterns over the positions of a grid; a file that is added here is found by itself."""
 
 from dynaxx.settings import import_folder
 from dynaxx.video.patterns.base import GridPattern
-from dynaxx.video.patterns.bind import on_grid
-from dynaxx.video.patterns.first import FirstFrames
-from dynaxx.video.patterns.radial import RadialDecay
-from dynaxx.video.patterns.window import GridWindow
+from dynaxx.video.patterns.window import FirstFrames, GridWindow, RadialDecay, on_grid
 
 __all__ = ["FirstFrames", "GridPattern", "GridWindow", "RadialDecay", "on_grid"]
 

@@ -20,7 +20,7 @@ from dynaxx.integrations.runtime.routing import DenseReason
 from dynaxx.integrations.transformers.batches.step import BatchRow, BatchStep, CachedRequests
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
-from dynaxx.policy.decode import DecodePlan
+from dynaxx.policy.resolve import DecodePlan
 
 
 class BatchMemory:

@@ -23,7 +23,7 @@ from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.ops.prepared.step import PreparedStep, StepReplay, prepare_step
-from dynaxx.policy.decode import DecodePlan
+from dynaxx.policy.resolve import DecodePlan
 
 MAX_STEPS = 256  # prepared steps of a policy
 SPARE_PAGES = 64  # pages by which summaries grow at a time
