@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node of ComfyUI that runs a video policy in Wan's transformers.
+
+    cp examples/comfyui_node.py ComfyUI/custom_nodes/dynaxx_node.py
+
+ComfyUI calls an attention override in place of each attention function, and says which block and which step it is in.
+"""
+
+import math
+from collections import Counter
+
+from dynaxx.video import Grid, load_policy
+from dynaxx.video.attention import attend
+
+
+class SparseAttention:
+    """An attention override that follows a policy where it covers a call. `counts` says how the calls ran."""
+
+    def __init__(self, policy):
+        self.policy, self.counts = policy, Counter()
+        self.plans = {start: policy.plans(start) for start in policy.starts}
+
+    def __call__(self, dense, q, k, v, heads, mask=None, *rest, transformer_options, **more):
+        """Return attention of (batch, seqlen, heads * head_dim): by the policy, or ComfyUI's own."""
+        shape = transformer_options.get("grid_sizes", ())
+        facts, tokens = self.policy.model, math.prod(shape)
+        if (heads, q.shape[-1]) != (facts.q_heads, facts.q_heads * facts.head_dim):
+            raise ValueError(f"the policy is for {facts.q_heads} heads of {facts.head_dim}")
+        plan = None
+        if len(shape) == 3 and q.shape[1] == k.shape[1] == tokens >= self.policy.dense_below and mask is None:
+            plan = self.plans[self.start(transformer_options)].get(transformer_options["block_index"])
+        if plan is None:  # cross-attention too
+            self.counts["dense"] += 1
+            return dense(q, k, v, heads, mask, *rest, transformer_options=transformer_options, **more)
+        self.counts["sparse"] += 1
+        q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
+        return attend(q, k, v, Grid(*shape, order=self.policy.order), plan)[0].flatten(-2)
+
+    def start(self, options):
+        """Return the share of the sampler's steps from which the rules of the current one apply."""
+        if not self.policy.depends_on_step:
+            return 0.0
+        sigmas = options["sample_sigmas"]  # of all steps, and the last one's end
+        step = int((sigmas[:-1] - options["sigmas"].max().to(sigmas)).abs().argmin())
+        return max(start for start in self.policy.starts if start <= step / (len(sigmas) - 1))
+
+
+class DynaxxPolicy:
+    """The node: a model goes in, and comes out with the policy of a file."""
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "dynaxx"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        """Return the inputs of the node."""
+        return {"required": {"model": ("MODEL",), "policy": ("STRING", {"default": "wan.json"})}}
+
+    def patch(self, model, policy):
+        """Return a clone of the model whose attention follows the policy."""
+        patched = model.clone()
+        options = patched.model_options["transformer_options"]
+        options["optimized_attention_override"] = SparseAttention(load_policy(policy))
+        return (patched,)
+
+
+NODE_CLASS_MAPPINGS = {"DynaxxPolicy": DynaxxPolicy}
+NODE_DISPLAY_NAME_MAPPINGS = {"DynaxxPolicy": "Sparse attention (dynaxx)"}
