@@ -10,6 +10,7 @@ import dynaxx
 from command_line import CHECKED, FACTS, Validation, dynaxx_, stand_in
 from dynaxx.lab.about import about
 from dynaxx.lab.doctor import run as doctor
+from dynaxx.lab.profile import run as profile
 from dynaxx.policy import save_policy
 from tiny import TEXT
 
@@ -37,6 +38,32 @@ def test_profile(tiny, tmp_path):
     human = dynaxx_(*args, "--quiet", "--out", tmp_path)
     assert "attention's share of prefill" in human.stdout
     assert f"wrote {tmp_path / 'profile.json'}" in human.stdout
+
+
+def test_a_stopped_profile_goes_on(tiny, tmp_path, monkeypatch):
+    measure, seen = profile._measure, []
+
+    def stopped_at(stop):
+        def run(model, ids, clock):
+            seen.append(ids.shape[1])
+            if ids.shape[1] == stop:
+                raise KeyboardInterrupt
+            return measure(model, ids, clock)
+
+        return run
+
+    monkeypatch.setattr("dynaxx.lab.time_budget.watch_others", lambda: lambda: False)
+    args = ("profile", tiny, "--text", tiny.parent / "text.txt", "--lengths", "32,64,96", "--out", tmp_path)
+    monkeypatch.setattr(profile, "_measure", stopped_at(64))
+    shown = dynaxx_(*args)
+    assert shown.exit_code == 130
+    assert shown.stderr.endswith("stopped; run the same command again to continue\n")
+    monkeypatch.setattr(profile, "_measure", stopped_at(None))
+    assert dynaxx_(*args).exit_code == 0
+    assert seen == [32, 64, 64, 96]
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.json"}
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert ([row["seqlen"] for row in found["lengths"]], found["ended"]) == ([32, 64, 96], "done")
 
 
 def test_analyze(tools, tiny, tmp_path):

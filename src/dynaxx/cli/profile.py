@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli import options
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
+from dynaxx.cli.running import (
+    check_targets,
+    document_of,
+    load,
+    progress_of,
+    read_text,
+    renewed_report,
+    running,
+    state_of,
+    write_result,
+)
 
 
 def profile(
@@ -41,14 +51,14 @@ def profile(
       dynaxx profile ./my-model --text prompts.txt --lengths 2048,8192,32768 --price-per-hour 2.50
       dynaxx profile smollm2 --lengths 4096 --trace trace.json
     """
-    with running(as_json, threads, seed) as finish:
-        from dynaxx.lab.files import write_json
+    result = out and out / "profile.json"
+    with running(as_json, threads, seed, resumes=result is not None) as finish:
         from dynaxx.lab.models import model_name
         from dynaxx.lab.profile.run import default_lengths, write_trace
         from dynaxx.lab.profile.run import profile as run_profile
 
         progress = progress_of(quiet)
-        check_targets(out and out / "profile.json", trace)
+        check_targets(result, trace)
         sample, asked = read_text(text), options.numbers("--lengths", lengths)
         loaded = load(model, device, dtype, progress)
         asked = asked or default_lengths(loaded.model)
@@ -60,9 +70,10 @@ def profile(
             threshold=threshold,
             price_per_hour=price_per_hour,
             progress=progress,
+            state=result and state_of(result),
         )
         document = document_of(found, loaded.model, sample)
-        write = [lambda: write_json(out / "profile.json", document), *renewed_report(out)] if out else []
+        write = [lambda: write_result(result, document), *renewed_report(result.parent)] if result else []
         if trace:
             write.append(lambda: write_trace(*loaded, sample, max(asked), trace))
         finish(document, found.summary(), write=write)

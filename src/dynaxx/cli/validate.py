@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynaxx.cli import options
-from dynaxx.cli.running import check_targets, document_of, load, progress_of, read_text, renewed_report, running
+from dynaxx.cli.running import (
+    check_targets,
+    document_of,
+    load,
+    progress_of,
+    read_text,
+    renewed_report,
+    running,
+    state_of,
+    write_result,
+)
 
 if TYPE_CHECKING:
     from dynaxx.lab.tasks.run import SuitePlan
@@ -64,8 +74,7 @@ def validate(
       dynaxx validate smollm2 run/policy.json --kinds all
       dynaxx validate smollm2 run/policy.json --suite ruler --task-lengths 1024,4096 --task-samples 10
     """
-    with running(as_json, threads, seed) as finish:
-        from dynaxx.lab.files import write_json
+    with running(as_json, threads, seed, resumes=True) as finish:
         from dynaxx.lab.kinds import kinds_of
         from dynaxx.lab.validate.run import check_sparse
         from dynaxx.lab.validate.run import validate as run_validation
@@ -73,8 +82,8 @@ def validate(
 
         chosen = load_policy(policy)
         check_sparse(chosen)
-        progress, folder = progress_of(quiet), out or policy.parent
-        check_targets(folder / "validation.json")
+        progress, result = progress_of(quiet), (out or policy.parent) / "validation.json"
+        check_targets(result)
         sample, asked = read_text(text), options.numbers("--lengths", lengths)
         plan = _plan(suite, options.numbers("--task-lengths", task_lengths), task_samples)
         others = kinds_of(options.names(kinds))
@@ -89,9 +98,10 @@ def validate(
             suite=plan,
             seed=seed,
             progress=progress,
+            state=state_of(result),
         )
         document = document_of(found, loaded.model, sample, chosen)
-        write = [lambda: write_json(folder / "validation.json", document), *renewed_report(folder)]
+        write = [lambda: write_result(result, document), *renewed_report(result.parent)]
         finish(document, found.summary(), ok=found.passed, write=write)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from dynaxx import __version__
@@ -69,39 +70,39 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 class Steps:
-    """Results of finished steps by name, in a file of JSON lines to which each step adds one.
+    """Results of finished steps by name, in a file of JSON lines to which each step adds one, or in memory alone.
 
     The first line has the format and the fingerprint. A file of another format or fingerprint (another model, text or
     setting) is logged and replaced. So is everything from the first line on that is cut off or was modified.
     """
 
-    def __init__(self, path: Path, key: str, resume: bool = True) -> None:
+    def __init__(self, path: Path | None, key: str = "", resume: bool = True) -> None:
         self._path, self._key = path, key
         self._results: dict[str, Any] = {}
         self._whole = False  # whether the file ends with a whole line, so that another may follow
         self.seconds = 0.0  # seconds of earlier runs
         self._since = time.monotonic()
-        if resume:
-            self._load()
+        if resume and path is not None:
+            self._load(path)
 
-    def _load(self) -> None:
-        older = self._path.with_suffix(".json")
-        if not self._path.exists():
-            if older != self._path and older.exists():
+    def _load(self, path: Path) -> None:
+        older = path.with_suffix(".json")
+        if not path.exists():
+            if older != path and older.exists():
                 logger.warning("%s was written by another version of dynaxx; starting over", older)
             return
         try:
-            text = read_regular_file(self._path, MAX_BYTES).decode()
+            text = read_regular_file(path, MAX_BYTES).decode()
             head, *lines = text.split("\n")
             found = parse_json(head)
             if found["format"] != FORMAT:
                 raise ValueError(f"format {FORMAT} is expected")
             key = found["key"]
         except (ValueError, KeyError, TypeError, OSError):
-            logger.warning("%s cannot be read, or is of another version of dynaxx; starting over", self._path)
+            logger.warning("%s cannot be read, or is of another version of dynaxx; starting over", path)
             return
         if key != self._key:
-            logger.warning("%s belongs to another model, text or setting; starting over", self._path)
+            logger.warning("%s belongs to another model, text or setting; starting over", path)
             return
         for index, line in enumerate(lines):
             if index == len(lines) - 1 and not line:
@@ -113,7 +114,7 @@ class Steps:
                     raise ValueError("changed since it was written")
                 self._results[step["name"]], self.seconds = step["result"], float(step["seconds"])
             except (ValueError, KeyError, TypeError):
-                logger.warning("%s cannot be read from line %d on; going on from there", self._path, index + 2)
+                logger.warning("%s cannot be read from line %d on; going on from there", path, index + 2)
                 break
 
     def __contains__(self, name: str) -> bool:
@@ -134,17 +135,31 @@ class Steps:
             self.store(name, compute())
         return self._results[name]
 
+    def remember_as(
+        self, kind: Any, name: str, compute: Callable[[], Any], keep: Callable[[Any], bool] = lambda found: True
+    ) -> Any:
+        """Return a step's result of a type, from the file or computed. It is stored if `keep` returns True for it."""
+        form: TypeAdapter[Any] = TypeAdapter(kind)
+        if name in self._results:
+            return form.validate_python(self._results[name])
+        found = compute()
+        if keep(found):
+            self.store(name, form.dump_python(found, mode="json"))
+        return found
+
     def store(self, name: str, result: Any) -> None:
         """Store the JSON result of a step, in place of an earlier one."""
         self._results[name] = result
+        if self._path is None:
+            return
         if self._whole:
-            self._append(self._line(name).encode())
+            self._append(self._path, self._line(name).encode())
         else:
             head = json.dumps({"format": FORMAT, "key": self._key}) + "\n"
             write_text(self._path, head + "".join(self._line(each) for each in self._results))
             self._whole = True
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, path: Path, line: bytes) -> None:
         """Add a line to the file, or nothing: then the next step writes the file anew, with this one.
 
         Raises:
@@ -152,7 +167,7 @@ class Steps:
             OSError: the file cannot be written.
         """
         self._whole = False
-        with explain_full_disk(self._path), self._path.open("ab", buffering=0) as file:
+        with explain_full_disk(path), path.open("ab", buffering=0) as file:
             before = file.tell()
             try:
                 while line:

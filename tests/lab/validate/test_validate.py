@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from dynaxx.lab import prefill_speed
 from dynaxx.lab.about import policy_digest
 from dynaxx.lab.kinds import digest_of, text_of
 from dynaxx.lab.progress import SilentProgress
+from dynaxx.lab.tasks import run as tasks
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.tasks.score import answer_task
 from dynaxx.lab.texts import pydoc_text, split_text
@@ -99,6 +101,35 @@ def test_a_policy_that_keeps_everything_passes(model):
     }  # fmt: skip
     assert document["speed"][0]["dense_peak_mb"] > 0
     assert "pass  perplexity +0.00 % (limit +1.00 %) on held-out text of the sample" in found.summary()
+
+
+@pytest.mark.parametrize("suite", [None, SuitePlan(("niah_single_1",), (900,), 2)])
+def test_a_stopped_validation_goes_on(model, monkeypatch, tmp_path, suite):
+    policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(64)),))
+    text = pydoc_text() if suite else TEXT
+    run = partial(validate, model, Letters(), policy, text, lengths=(300,), tokens=800, suite=suite)
+    monkeypatch.setattr(prefill_speed, "watch_others", lambda: lambda: False)
+    expected, state, measured = run(), tmp_path / "validation_state.jsonl", []
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    def noted(name):
+        real = getattr(comparison.Comparison, name)
+        monkeypatch.setattr(comparison.Comparison, name, lambda *args: measured.append(name) or real(*args))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "time_prefill", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(state=state)
+    for name in ("_text", "_retrieval", "_repetition"):
+        noted(name)
+    monkeypatch.setattr(tasks, "_answers", stop)
+    found = run(state=state)
+    assert measured == []
+    for name in ("logits", "perplexity", "noise", "tasks", "repetition", "suite", "density", "layer_calls"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert found.to_dict()["ended"] == "done"
 
 
 def test_a_policy_that_sees_little_fails(model):
@@ -337,7 +368,7 @@ def test_a_later_border_keeps_what_ran_the_same_blocks(model, monkeypatch):
     first = validate(model, Letters(), policy, TEXT, **options)
     later = policy.replace(dense_below=400, sparse_from=400)
     whole = validate(model, Letters(), later, TEXT, **options)
-    monkeypatch.setattr(comparison.Comparison, "compare_text", lambda *_, **__: pytest.fail("compared"))
+    monkeypatch.setattr(comparison.Comparison, "text", lambda *_, **__: pytest.fail("compared"))
     monkeypatch.setattr(comparison.Comparison, "retrieval", lambda *_, **__: pytest.fail("asked twice"))
     kept = validate(model, Letters(), later, TEXT, **options, earlier=first)
     assert (kept.logits, kept.perplexity, kept.tasks) == (whole.logits, whole.perplexity, whole.tasks)

@@ -129,6 +129,7 @@ class ProfileResult:
             "load": self.load,
             "busy": self.busy,
             "left_out": list(self.left_out),
+            "ended": "time" if self.left_out else "done",
             "model": self.model,
             "ceilings": self.ceilings.to_dict(),
             "lengths": [

@@ -29,6 +29,7 @@ from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.profile.clock import PartClock, find_parts, instrumented
 from dynaxx.lab.profile.result import Decode, LengthProfile, ProfileResult, Seconds
 from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.texts import encode
 from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.decode_speed import NO_PLANS
@@ -53,6 +54,7 @@ def profile(
     trace: Path | None = None,
     progress: Progress | None = None,
     time: TimeBudget | None = None,
+    state: Path | None = None,
 ) -> ProfileResult:
     """Measure prefill and decode at each length, batch 1.
 
@@ -68,6 +70,7 @@ def profile(
         progress: reports each length.
         time: the time budget. The shortest length is always measured, and each longer one if it takes little of the
             time that is left.
+        state: file that keeps each finished length, from which a stopped run continues.
 
     Raises:
         ValueError: there are no lengths, or one is below 2 or beyond the model's positions.
@@ -82,6 +85,7 @@ def profile(
     slowed, brief = time.clock.watch(), BRIEF if time.seconds is not None else 1.0
     refused = refusals(model)
     ids = _prompt(tokenizer, text, lengths[-1]).to(device)
+    steps = Steps(state, "" if state is None else fingerprint(model, ids, machine=machine_facts(), device=device))
     with progress.task("Profiling", total=1 + sum(lengths)) as task, torch.inference_mode(), evaluating(model):
         ceilings = measure_ceilings(device, model.dtype, seconds=brief)
         task.advance(1, f"machine reaches {ceilings.gemm_gflops:,.0f} GFLOP/s")
@@ -92,7 +96,8 @@ def profile(
             for length in lengths:
                 if measured and time.expects(PASS, length) > SHARE_OF_TIME * time.left:
                     break
-                measured.append(_measure(model, ids[:, :length], clock))
+                run, quiet = partial(_measure, model, ids[:, :length], clock), _watch_quiet(time)
+                measured.append(steps.remember_as(_Measured, f"{length}", run, quiet))
                 seconds = measured[-1].seconds
                 time.learn(PASS, length, seconds.total)
                 task.advance(length, f"{length:,} tokens: attention {seconds.attention / seconds.total:.0%}")
@@ -106,6 +111,12 @@ def profile(
     return ProfileResult(
         machine_facts(), name, ceilings, found, threshold, price_per_hour, load, said, slowed(), left_out
     )
+
+
+def _watch_quiet(time: TimeBudget) -> Callable[[object], bool]:
+    """Return a function of a result that says whether the machine was quiet since now."""
+    slowed = time.clock.watch()
+    return lambda _: not slowed()
 
 
 def write_trace(model: Any, tokenizer: Any, text: str, seqlen: int, path: Path) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from dynaxx.lab.tasks.haystack import Haystack
@@ -84,6 +85,7 @@ def run_suite(
     seed: int = 0,
     dense: DenseAnswers | None = None,
     say: Callable[[float, str], None] = lambda share, note: None,
+    remember: Callable[[str, Callable[[], Any]], Any] = lambda name, compute: compute(),
 ) -> SuiteResult:
     """Compare a model with itself under a policy on every task and length of a plan.
 
@@ -97,6 +99,7 @@ def run_suite(
         seed: seed of the samples.
         dense: cache of the dense model's answers.
         say: callback with the completed share of the work and a note.
+        remember: function that stores the figures of a task and a length by name.
     """
     haystack, dense = Haystack(text), DenseAnswers() if dense is None else dense
     rows: list[TaskRow] = []
@@ -110,32 +113,30 @@ def run_suite(
                 skipped.append(str(error))
                 say(1 / plan.rows, "")
                 continue
-            rows.append(_row(model, tokenizer, applied, made, plan, limit, seed, dense))
+            answer = partial(_answers, model, tokenizer, applied, made, plan, seed, dense)
+            rows.append(judged(task, tokens, **remember(f"{task} at {tokens} tokens", answer), limit=limit))
             say(1 / plan.rows, f"{task}, {tokens:,} tokens: {rows[-1].verdict}")
     return SuiteResult(tuple(rows), limit, seed, tuple(skipped))
 
 
-def _row(
+def _answers(
     model: Any,
     tokenizer: Any,
     applied: Callable[[], AbstractContextManager[Any]],
     made: Sequence[TaskSample],
     plan: SuitePlan,
-    limit: float | None,
     seed: int,
     dense: DenseAnswers,
-) -> TaskRow:
+) -> dict[str, Any]:
+    """Return the figures that `judged` takes, as plain data."""
     before = [dense.of(model, tokenizer, made, seed, index, plan.generate) for index in range(len(made))]
     with applied() as handle:
         after = [answer_task(model, tokenizer, sample, generate=plan.generate) for sample in made]
         ran_sparse = handle is None or handle.stats()["sparse_calls"] > 0
-    return judged(
-        made[0].task,
-        made[0].tokens,
-        [(each.answer.logprob, each.answer.match) for each in before],
-        [(each.logprob, each.match) for each in after],
-        [each.closed_book for each in before],
-        limit,
-        others=[each.answer.others for each in before],
-        ran_sparse=ran_sparse,
-    )
+    return {
+        "dense": [(each.answer.logprob, each.answer.match) for each in before],
+        "sparse": [(each.logprob, each.match) for each in after],
+        "known": [each.closed_book for each in before],
+        "others": [each.answer.others for each in before],
+        "ran_sparse": ran_sparse,
+    }

@@ -7,7 +7,7 @@ import contextlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from dynaxx.lab.finite import check_finite
 from dynaxx.lab.kinds import digest_of, label, text_of
 from dynaxx.lab.perplexity import ROWS, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
+from dynaxx.lab.resume import Steps
 from dynaxx.lab.tasks.run import SuitePlan, run_suite
 from dynaxx.lab.tasks.score import answer_task
 from dynaxx.lab.texts import with_start
@@ -27,7 +28,6 @@ from dynaxx.lab.validate.tasks import TASKS
 
 if TYPE_CHECKING:
     from dynaxx.lab.tasks.result import SuiteResult
-    from dynaxx.lab.validate.result import ValidationResult
     from dynaxx.policy import Policy
 
 WINDOWS = 3  # stretches of held-out text
@@ -36,28 +36,41 @@ NGRAM = 4
 PAIR = 2  # passes of a timed pair
 
 
+class TextFigures(NamedTuple):
+    """Held-out text, dense and under the policy."""
+
+    logits: LogitErrors
+    perplexity: Perplexities
+    density: float  # of the layouts, including dense layers
+    layer_calls: dict[str, Any]  # counts, as in `Handle.stats`
+    first: list[float] = []  # dense loss of each token of the first stretch  # noqa: RUF012
+    stretches: list[float] = []  # mean dense loss of each stretch  # noqa: RUF012
+
+
 class Comparison:
     """The measurements, dense and sparse. Each step advances `task` by `share` percent.
 
+    What `steps` holds is not measured again.
+
     Attributes:
-        density: density of the layouts on held-out text, including dense layers.
-        layer_calls: counts of layer calls on held-out text, as in `Handle.stats`.
         skipped: what was left out for lack of time.
     """
 
     def __init__(
-        self, model: Any, policy: Policy, task: Any, start: Sequence[int] = (), time: TimeBudget | None = None
+        self,
+        model: Any,
+        policy: Policy,
+        task: Any,
+        start: Sequence[int] = (),
+        time: TimeBudget | None = None,
+        steps: Steps | None = None,
     ) -> None:
-        self.time = time or TimeBudget()
+        self.time, self.steps = time or TimeBudget(), steps or Steps(None)
         self.skipped: list[str] = []
         self.model = model
         self.policy = policy
         self.task = task
         self.start = start  # tokens that begin each text
-        self.density = 1.0
-        self.layer_calls: dict[str, Any] = {}
-        self.first: tuple[Tensor, Tensor] | None = None  # ids and dense losses of the first stretch of text
-        self.stretches: list[float] = []  # mean dense loss of every stretch
 
     def has_time(self, what: str, passes: float, tokens: int) -> bool:
         """Return whether so many passes over texts of this length fit; if not, note what is skipped."""
@@ -85,13 +98,18 @@ class Comparison:
         check_finite(out, "hidden states")
         return out
 
-    def compare_text(self, ids: list[int], window: int, share: float) -> tuple[LogitErrors, Perplexities]:
+    def text(self, ids: list[int], window: int, share: float) -> TextFigures:
         """Compare logits and loss on stretches of text, dense and sparse."""
+        run, whole = partial(self._text, ids, window, share), lambda _: not self.skipped
+        found: TextFigures = self.steps.remember_as(TextFigures, "held-out text", run, keep=whole)
+        return found
+
+    def _text(self, ids: list[int], window: int, share: float) -> TextFigures:
         from dynaxx.integrations.transformers.apply_policy import full_attention_layers
 
         count = max(1, min(WINDOWS, len(ids) // window))
         stride = (len(ids) - window) // max(1, count - 1) if count > 1 else 0
-        found, densities = [], []
+        found, densities, calls = [], [], dict[str, Any]()
         for index in range(count):
             if index and not self.has_time(f"stretches {index + 1} to {count} of held-out text", 2, window):
                 break
@@ -102,17 +120,14 @@ class Comparison:
             seen: list[float] = []
             with self.applied() as handle, handle.watch(lambda _, layout, seen=seen: seen.append(layout.density())):
                 sparse = self.hidden(some)[:, :-1]
-            self.layer_calls = _added(self.layer_calls, handle.stats())
+            calls = _added(calls, handle.stats())
             full = len(full_attention_layers(self.model))
             densities.append((sum(seen) + full - len(seen)) / full)
             found.append(_compare_rows(self.model, dense, sparse, some))
             self.task.advance(share / count / 2)
-        self.density = statistics.mean(densities)
-        if not self.layer_calls["sparse_calls"] and has_sparse_rule(self.policy):
-            raise ValueError(f"no layer ran sparse, so nothing can be validated: {self.layer_calls['dense_calls']}")
+        if not calls["sparse_calls"] and has_sparse_rule(self.policy):
+            raise ValueError(f"no layer ran sparse, so nothing can be validated: {calls['dense_calls']}")
         losses_dense, losses_sparse = (torch.stack([each[i] for each in found]).double() for i in (0, 1))
-        self.first = self.stretch(ids, 0, window), losses_dense[0]
-        self.stretches += losses_dense.mean(1).tolist()
         change = losses_sparse - losses_dense
         errors = torch.stack([each[2] for each in found])
         logits = LogitErrors(
@@ -121,7 +136,7 @@ class Comparison:
             top1_agreement=float(errors[:, 2].mean()),
             kl=float(errors[:, 3].mean()),
         )
-        return logits, Perplexities(
+        perplexities = Perplexities(
             dense=perplexity(losses_dense),
             sparse=perplexity(losses_sparse),
             ratio=float(change.mean().exp()),
@@ -130,45 +145,54 @@ class Comparison:
             loss_sparse=float(losses_sparse.mean()),
             tokens=losses_dense.numel(),
         )
+        first, stretches = losses_dense[0].tolist(), losses_dense.mean(1).tolist()
+        return TextFigures(logits, perplexities, statistics.mean(densities), calls, first, stretches)
 
-    def compare_kinds(self, kinds: Sequence[tuple[str, Tensor]], share: float) -> tuple[KindRow, ...]:
+    def kinds(self, kinds: Sequence[tuple[str, Tensor]], share: float) -> tuple[KindRow, ...]:
         """Compare the loss on one stretch of each kind of text, (1, tokens) ids by name."""
         rows = []
         for kind, ids in kinds:
             if not self.has_time(label(kind), 2, ids.shape[1]):
                 continue
             self.task.advance(0, f"{label(kind)}: dense and sparse")
-            dense = token_losses(self.model, ids)[0].double()
-            with self.applied():
-                change = token_losses(self.model, ids)[0].double() - dense
-            ratio, error = float(change.mean().exp()), float(change.std() / change.numel() ** 0.5)
-            known = digest_of(text_of(kind))
-            rows.append(KindRow(kind, label(kind), change.numel(), known, perplexity(dense), ratio, error))
-            self.task.advance(share / len(kinds), f"{label(kind)}: perplexity {ratio - 1:+.2%}")
+            row: KindRow = self.steps.remember_as(KindRow, f"kind {kind}", partial(self._kind, kind, ids))
+            rows.append(row)
+            self.task.advance(share / len(kinds), f"{label(kind)}: perplexity {row.ratio - 1:+.2%}")
         return tuple(rows)
 
-    def keep(self, earlier: ValidationResult, share: float) -> None:
-        """Take density and calls of an earlier validation whose texts ran the same blocks."""
-        self.density, self.layer_calls = earlier.density, earlier.layer_calls
-        self.task.advance(share, "the same blocks as before on the same text")
+    def _kind(self, kind: str, ids: Tensor) -> KindRow:
+        dense = token_losses(self.model, ids)[0].double()
+        with self.applied():
+            change = token_losses(self.model, ids)[0].double() - dense
+        ratio, error = float(change.mean().exp()), float(change.std() / change.numel() ** 0.5)
+        known = digest_of(text_of(kind))
+        return KindRow(kind, label(kind), change.numel(), known, perplexity(dense), ratio, error)
 
-    def noise(self, share: float) -> Noise | None:
-        """Measure the dense model's own differences, after `compare_text`."""
+    def noise(self, ids: list[int], text: TextFigures) -> Noise | None:
+        """Measure the dense model's own differences on the first stretch of text."""
+        tokens = len(text.first) + 1
+        if not self.has_time("the dense model's own noise", 1, tokens):
+            return None
         self.task.advance(0, "the dense model's own noise")
-        found = None
-        if self.first is not None and self.has_time("the dense model's own noise", 1, self.first[0].shape[1]):
-            found = measure_noise(self.model, *self.first, self.stretches)
-        self.task.advance(share)
+        dense = torch.tensor(text.first, dtype=torch.float64, device="cpu")
+        given = (self.model, self.stretch(ids, 0, tokens), dense, text.stretches)
+        found: Noise = self.steps.remember_as(Noise, "noise", partial(measure_noise, *given))
         return found
 
     def suite(self, tokenizer: Any, text: str, plan: SuitePlan, seed: int, share: float) -> SuiteResult:
         """Run long-context tasks dense and sparse."""
         limit = self.policy.tolerances.task_logprob_drop
         say = lambda part, note: self.task.advance(part * share, note)
-        return run_suite(self.model, tokenizer, self.applied, text, plan, limit=limit, seed=seed, say=say)
+        given = (self.model, tokenizer, self.applied, text, plan)
+        return run_suite(*given, limit=limit, seed=seed, say=say, remember=self.steps.remember)
 
     def retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
         """Score every task, dense and sparse."""
+        run, form = partial(self._retrieval, samples, share), tuple[TaskScore, ...]
+        found: tuple[TaskScore, ...] = self.steps.remember_as(form, "retrieval", run)
+        return found
+
+    def _retrieval(self, samples: Sequence[Any], share: float) -> tuple[TaskScore, ...]:
         scores: dict[str, list[tuple[float, float, float, float]]] = {}
         for sample in samples:
             self.task.advance(0, f"retrieval: {sample.task}")
@@ -189,6 +213,11 @@ class Comparison:
 
     def repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
         """Generate greedy continuations of held-out text, dense and sparse."""
+        run = partial(self._repetition, ids, prompt_tokens, share)
+        found: Repetition = self.steps.remember_as(Repetition, "repetition", run)
+        return found
+
+    def _repetition(self, ids: list[int], prompt_tokens: int, share: float) -> Repetition:
         count = max(1, min(PROMPTS, len(ids) // prompt_tokens))
         stride = (len(ids) - prompt_tokens) // max(1, count - 1) if count > 1 else 0
         prompts = torch.cat([self.stretch(ids, i * stride, prompt_tokens) for i in range(count)])
@@ -240,7 +269,8 @@ class Comparison:
                     self.task.advance(0, f"prefill of {seqlen:,} tokens: time and memory")
                     prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
                     limit = self.policy.tolerances.slowdown or 1.0
-                    row = time_prefill(self.model, prompt, self.applied, limit, self.time)
+                    run = partial(time_prefill, self.model, prompt, self.applied, limit, self.time)
+                    row = self.steps.remember_as(SpeedRow, f"speed {seqlen}", run, keep=lambda row: not row.busy)
             rows.append(row)
             self.task.advance(share * seqlen / sum(lengths))
         return tuple(sorted(rows, key=lambda row: row.seqlen))

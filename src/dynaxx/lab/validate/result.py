@@ -164,7 +164,8 @@ class ValidationResult:
         """Return the fields for JSON."""
         checks = [{**asdict(each), "unclear": each.unclear, "said": each.to_text()} for each in self.checks]
         suite = None if self.suite is None else self.suite.to_dict()
-        return {**asdict(self), "checks": checks, "suite": suite, "advice": self.advice(), "busy": self.busy}
+        said = {"ended": "time" if self.skipped else "done", "advice": self.advice(), "busy": self.busy}
+        return {**asdict(self), "checks": checks, "suite": suite, **said}
 
     def advice(self) -> list[str]:
         """Return one sentence per failed check with its remedy."""

@@ -8,22 +8,27 @@ perplexity, retrieval, repetition in generated text, and time and memory of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from dynaxx.lab.about import policy_digest
 from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.kinds import kinds_of, label, text_of
+from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.run import SuitePlan
 from dynaxx.lab.texts import encode, split_text, start_of, started
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.tune.crossover import within
 from dynaxx.lab.tune.evidence import RATIO_ON
-from dynaxx.lab.validate.comparison import Comparison, has_sparse_rule
+from dynaxx.lab.validate.comparison import Comparison, TextFigures, has_sparse_rule
 from dynaxx.lab.validate.limits import checks_of
 from dynaxx.lab.validate.result import Repetition, TaskScore, ValidationResult
 from dynaxx.lab.validate.tasks import make_samples
@@ -53,6 +58,7 @@ def validate(
     seed: int = 0,
     progress: Progress | None = None,
     time: TimeBudget | None = None,
+    state: Path | None = None,
 ) -> ValidationResult:
     """Compare a model under a policy with the dense model.
 
@@ -72,6 +78,7 @@ def validate(
         seed: seed of the tasks.
         progress: reports each step.
         time: the time budget. One stretch of text is always compared; what does not fit is left out, and named.
+        state: file that keeps each finished measurement, from which a stopped run continues.
 
     Raises:
         ValueError: the text is too short, or the policy has no sparse rule or is dense at all possible lengths, so that
@@ -83,20 +90,22 @@ def validate(
     setup = _set_up(model, tokenizer, policy, text, lengths, tokens, kinds, suite, seed)
     known = earlier if earlier is not None and setup.covers(earlier) else None
     ids = setup.ids
+    steps = Steps(state, "" if state is None else _key(model, policy, setup, suite))
     with evaluating(model), progress.task("Validating", 100) as task:
-        run = Comparison(model, policy, task, start_of(tokenizer), time)
+        run = Comparison(model, policy, task, start_of(tokenizer), time, steps)
         with run.applied():  # refuse a policy for another model before long work
             pass
         timed = {} if known is None else {row.seqlen: row for row in known.speed if row.seqlen >= setup.border}
         to_time = [each for each in setup.lengths if each <= setup.window and each not in timed]
         with fast_linears(model), time.reserving(lambda: run.speed_seconds(to_time)):
             if known is not None:
-                run.keep(known, share=35)
-                logits, perplexity, noise, rows = known.logits, known.perplexity, known.noise, known.kinds
+                task.advance(35, "the same blocks as before on the same text")
+                of_text = TextFigures(known.logits, known.perplexity, known.density, known.layer_calls)
+                noise, rows = known.noise, known.kinds
             else:
-                logits, perplexity = run.compare_text(ids, setup.window, share=35)
-                rows = run.compare_kinds(setup.kinds, share=0)
-                noise = run.noise(share=0)
+                of_text = run.text(ids, setup.window, share=35)
+                rows = run.kinds(setup.kinds, share=0)
+                noise = run.noise(ids, of_text)
             tasks: tuple[TaskScore, ...] = ()
             answered = None
             if suite is not None:
@@ -112,17 +121,18 @@ def validate(
             elif run.has_time("generated text", GENERATING, prompt):
                 repetition = run.repetition(ids, prompt, share=15)
         speed = run.speed(ids, setup.lengths, share=30, timed=timed)
-    checks = checks_of(policy.tolerances, logits, perplexity, tasks, repetition, speed, rows, answered)
+    perplexity = of_text.perplexity
+    checks = checks_of(policy.tolerances, of_text.logits, perplexity, tasks, repetition, speed, rows, answered)
     return ValidationResult(
         passed=all(check.passed for check in checks),
         checks=checks,
-        logits=logits,
+        logits=of_text.logits,
         perplexity=perplexity,
         tasks=tasks,
         repetition=repetition,
         speed=speed,
-        density=run.density,
-        layer_calls=run.layer_calls,
+        density=of_text.density,
+        layer_calls=of_text.layer_calls,
         windows=perplexity.tokens // max(1, setup.window - 1),
         window_tokens=setup.window,
         seed=seed,
@@ -133,6 +143,14 @@ def validate(
         tuned_kinds=_tuned_kinds(policy),
         skipped=tuple(run.skipped),
     )
+
+
+def _key(model: Any, policy: Policy, setup: _Setup, suite: SuitePlan | None) -> str:
+    """Return an identity of what is measured and of the machine that measures it."""
+    ids = torch.cat([torch.tensor(setup.ids, dtype=torch.int64), *(ids[0] for _, ids in setup.kinds)])
+    settings = dict(window=setup.window, tasks=setup.task_tokens, seed=setup.seed, suite=suite)
+    on = dict(machine=machine_facts(), device=model.device)
+    return fingerprint(model, ids, policy=policy_digest(policy), **settings, **on)
 
 
 class _Setup(NamedTuple):
