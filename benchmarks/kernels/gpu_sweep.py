@@ -26,8 +26,8 @@ import torch
 import dynaxx
 from dynaxx.lab.machine import need_gpu
 from dynaxx.ops.dispatch import unsupported_reasons
+from dynaxx.testing.drawing import MEMORY
 from dynaxx.testing.expected import Expected
-from dynaxx.testing.memory import MEMORY
 from dynaxx.testing.problems import random_problem
 
 BLOCKS = (16, 32, 64, 128)

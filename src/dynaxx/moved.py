@@ -53,7 +53,7 @@ NAMES = {
     "patterns.compressed": ("Compressed",),
     "selection": ("TileQueries",),
     "selection.packed": ("select_packed_blocks",),
-    "selection.page_plan": ("PagePlan",),
+    "selection.pages": ("PagePlan",),
 }
 # Names of 0.1.0 that have changed since.
 RENAMED = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dynaxx.core.library import active_library
-from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK, raise_for_status
+from dynaxx.core.structures import BAD_INPUT, FAILED, NO_MEMORY, OK, raise_for_status
 
 pytestmark = pytest.mark.skipif(active_library() is None, reason="needs the C++ core")
 

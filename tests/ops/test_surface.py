@@ -21,7 +21,7 @@ from dynaxx.ops.buckets import Bucket, attend_in_buckets, bucket_by_length
 from dynaxx.patterns.base import Combined
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.selection.packed import select_packed_blocks
-from dynaxx.selection.page_plan import PagePlan
+from dynaxx.selection.pages import PagePlan
 from dynaxx.settings import Configured, registered, settings_of
 from dynaxx.testing import make_qkv
 from dynaxx.trained import nn

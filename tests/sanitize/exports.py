@@ -21,7 +21,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.core.library import active_library
-from dynaxx.core.status import BAD_INPUT, FAILED, NO_MEMORY, OK
+from dynaxx.core.structures import BAD_INPUT, FAILED, NO_MEMORY, OK
 from dynaxx.kernels.attention import cpu
 from dynaxx.kernels.attention.cpu.plan import plan_of
 from dynaxx.kernels.decode import cpu as decode

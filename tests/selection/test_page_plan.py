@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.selection.page_plan import PagePlan
+from dynaxx.selection.pages import PagePlan
 from interpreter import on_gpu
 
 RULES = (

@@ -16,10 +16,9 @@ import pytest
 
 from dynaxx.telemetry import Recorder
 from dynaxx.telemetry import http as server_module
-from dynaxx.telemetry.background_watch import BackgroundWatch
 from dynaxx.telemetry.files import SnapshotFile, read_snapshot, read_snapshots, write_snapshot
 from dynaxx.telemetry.http import Answer, HttpServer, is_loopback
-from dynaxx.telemetry.overview import Watch
+from dynaxx.telemetry.overview import BackgroundWatch, Watch
 from dynaxx.telemetry.snapshot import Snapshot
 from dynaxx.telemetry.sources import parse_text, read_endpoint, read_files, source_of
 from dynaxx.telemetry.store import MAX_SERIES, OTHER
@@ -125,7 +124,7 @@ def test_sums_that_overflow_and_levels_that_no_guard_has_are_shown(telemetry):
 
 
 def test_a_source_that_hangs_shows_its_age(telemetry, monkeypatch):
-    monkeypatch.setattr("dynaxx.telemetry.background_watch.LATE_SECONDS", 0.05)
+    monkeypatch.setattr("dynaxx.telemetry.overview.LATE_SECONDS", 0.05)
     hang, looked = threading.Event(), threading.Event()
 
     def read():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dynaxx.telemetry import CATALOG, EVENTS, Metric, Recorder, recorder, use
-from dynaxx.telemetry.caches import CacheMeter
+from dynaxx.telemetry.samples import CacheMeter
 from dynaxx.telemetry.store import MAX_SERIES
 
 CALLS = "dynaxx_layer_calls_total"

@@ -17,9 +17,8 @@ from dynaxx.distributed.group import Mesh, group_of, peer_errors
 from dynaxx.kernels.decode.reference import page_range, page_scores
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache
-from dynaxx.ops.attention import SparseAttentionOutput
+from dynaxx.ops.attention import SparseAttentionOutput, merge_states
 from dynaxx.ops.decode import sparse_decode as decode_on_one_device
-from dynaxx.ops.merge import merge_states
 from dynaxx.selection.pages import PageBudget
 
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.distributed.group import peer_errors
-from dynaxx.distributed.rows import split_columns, split_rows, with_columns
-from dynaxx.distributed.sharded import ShardedLayout
+from dynaxx.distributed.sharded import ShardedLayout, split_columns, split_rows, with_columns
 from dynaxx.layout import BlockLayout
 
 MAX_STAGES, STAGE_BYTES = 8, 16 << 20

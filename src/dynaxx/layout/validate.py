@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.library import present_library
-from dynaxx.core.status import OK
+from dynaxx.core.structures import OK
 from dynaxx.derivatives import transforms_active
 from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.grid import as_block_size

@@ -5,14 +5,13 @@ The files:
 
     attention                         `sparse_attention`; `checks`, `dispatch` and `autograd` are its steps
     position_bias                     biases of its scores by position
-    decode                            `sparse_decode`; `decode_checks` and `decode_dispatch` are its steps
-    merge, buckets, autotune, explain results, requests, tile sizes and backends
+    decode                            `sparse_decode`; `decode_checks` checks and dispatches
+    buckets, autotune, explain        requests, tile sizes and backends
     library, flops                    compilers, tracers and counters
     prepared/                         calls that are checked once and replayed
 """
 
-from dynaxx.ops.attention import SparseAttentionOutput, column_sums, sparse_attention
+from dynaxx.ops.attention import SparseAttentionOutput, column_sums, merge_states, sparse_attention
 from dynaxx.ops.explain import explain
-from dynaxx.ops.merge import merge_states
 
 __all__ = ["SparseAttentionOutput", "column_sums", "explain", "merge_states", "sparse_attention"]

@@ -14,8 +14,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks, check_softcap
-from dynaxx.ops.decode_checks import check_block_indices, check_cache, keys_before
-from dynaxx.ops.decode_dispatch import kernels_for, serving
+from dynaxx.ops.decode_checks import check_block_indices, check_cache, kernels_for, keys_before, serving
 from dynaxx.ops.flops import count, decode_flops, is_counting
 from dynaxx.selection.pages import PageBudget
 

@@ -18,8 +18,7 @@ from dynaxx.kernels.selection.contract import SelectionProblem
 from dynaxx.layout import BlockLayout, PackedLayout
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import check_inputs, check_packed
-from dynaxx.ops.decode_checks import check_cache, check_queries
-from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.decode_checks import check_cache, check_queries, decode_problem
 from dynaxx.ops.dispatch import with_bias
 from dynaxx.ops.position_bias import PositionBias, bias_by_distance
 from dynaxx.selection.base import Hybrid, Selector, selection_grid

@@ -26,11 +26,10 @@ from dynaxx.layout import BlockGrid, BlockLayout, as_block_size
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.patterns import program
-from dynaxx.patterns.bands import band, clipped
 from dynaxx.patterns.build import build_layout
 from dynaxx.patterns.kinds import Blocks, Kinds, by_distance, distinct, met, packed
 from dynaxx.patterns.program import Op
-from dynaxx.patterns.runs import Ints, Runs, Visited, all_of, any_of, checked_visited
+from dynaxx.patterns.runs import Ints, Runs, Visited, all_of, any_of, band, checked_visited, clipped
 from dynaxx.settings import Configured, registered
 
 LARGEST = (128, 128)  # block size

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.library import present_library
-from dynaxx.core.status import raise_for_status
+from dynaxx.core.structures import raise_for_status
 from dynaxx.layout import BlockGrid
 from dynaxx.layout.host import address, dense_views, never_traced
 from dynaxx.patterns.kinds import Blocks, Kinds

@@ -12,9 +12,8 @@ from typing_extensions import override
 
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns import program
-from dynaxx.patterns.bands import band, beyond, clipped
 from dynaxx.patterns.base import DistanceRule
-from dynaxx.patterns.runs import Ints, Runs, Visited
+from dynaxx.patterns.runs import Ints, Runs, Visited, band, beyond, clipped
 from dynaxx.settings import Positive, Range
 
 Side = Annotated[int, Range(-1)]  # keys on one side of the query; -1 for all

@@ -8,7 +8,7 @@ The files:
     scorers/                   estimates of attention, one method per file
     in_torch, in_core, device  the same choice in torch, in the C++ core and on a GPU
     static                     the blocks that a hybrid's pattern always shows
-    pages, page_plan           which pages of a cache a decoding step reads
+    pages                      which pages of a cache a decoding step reads
     packed, recall             packed batches, and how much attention a choice keeps
 """
 

@@ -4,10 +4,10 @@
 The files:
 
     recorder, store, snapshot, catalog  the numbers, and every metric by name
-    probe, samples, caches              what integrations measure
+    probe, samples                      what integrations measure
     prometheus, otel, files, logging    exporters
     dashboard                           the Grafana dashboard, made from the catalog
-    sources, overview, facts, terminal, web, background_watch, http  `dynaxx watch`
+    sources, overview, facts, terminal, web, http  `dynaxx watch`
 """
 
 from dynaxx.telemetry.catalog import CATALOG, EVENTS, Metric

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import cycle
 from random import Random
@@ -216,3 +218,33 @@ def _shared_by_neighbours(layout: BlockLayout, random: Random) -> Tensor:
     visited.scatter_(1, cols, True)
     a, c = visited[:-1, :-1], visited[1:, :-1]
     return torch.stack([(a & c).sum(dtype=torch.int32), (a | c).sum(dtype=torch.int32)])
+
+
+class CacheMeter:
+    """Set `dynaxx_kv_cache_bytes` to the memory of the live caches whenever metrics are read, until it is collected.
+
+    Args:
+        numbers: the recorder to write to.
+        caches: a method that returns the caches; it is referenced weakly.
+    """
+
+    def __init__(self, numbers: Recorder, caches: Callable[[], Iterable[Any]]) -> None:
+        self._numbers = numbers
+        self._caches = weakref.WeakMethod(caches)
+        numbers.add_source(self)
+
+    def flush(self) -> None:
+        """Measure the caches now."""
+        caches = self._caches()
+        if caches is None:
+            return
+        try:
+            self._numbers.set("dynaxx_kv_cache_bytes", sum(map(cache_bytes, caches())))
+        except RuntimeError:  # a request started or ended meanwhile; the next reading counts it
+            return
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of the keys and values in the filled layers of a transformers cache."""
+    tensors = (getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values"))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))

@@ -13,9 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dynaxx.telemetry.background_watch import BackgroundWatch
 from dynaxx.telemetry.facts import LAYER_COLUMNS, about, facts, layer_cells, reasons
-from dynaxx.telemetry.overview import LayerEstimates, Overview, Watch, describe_event
+from dynaxx.telemetry.overview import BackgroundWatch, LayerEstimates, Overview, Watch, describe_event
 
 MAX_LAYERS, MAX_EVENTS = 8, 5
 STYLE = {"bad": "bold red", "warn": "yellow"}

@@ -15,10 +15,9 @@ from typing import Any
 from typing_extensions import override
 
 from dynaxx.storage import strict_json
-from dynaxx.telemetry.background_watch import BackgroundWatch
 from dynaxx.telemetry.facts import about, facts, layer_cells, reasons
 from dynaxx.telemetry.http import Answer, HttpServer
-from dynaxx.telemetry.overview import RECALL_LOW, Watch, describe_event
+from dynaxx.telemetry.overview import RECALL_LOW, BackgroundWatch, Watch, describe_event
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),

@@ -15,7 +15,7 @@ from test_launcher import started  # noqa: E402, F401
 import dynaxx as dx  # noqa: E402
 from dynaxx.kernels.runtime import launch_cache  # noqa: E402
 from dynaxx.kernels.support import triton as support  # noqa: E402
-from dynaxx.ops import decode_checks, decode_dispatch  # noqa: E402
+from dynaxx.ops import decode_checks  # noqa: E402
 from dynaxx.trained.nsa import decode as nsa_decode  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def test_only_launches_are_left(standin, kept, monkeypatch, page_size):  # noqa:
     """Compare the grids of kernels with a first call's, in order. Nothing runs, so no value is read."""
     monkeypatch.setattr(support, "decode_reasons", lambda problem: [])
     monkeypatch.setattr(decode_checks, "looks_at_values", lambda device: False)
-    monkeypatch.setattr(decode_dispatch, "_known", {})
+    monkeypatch.setattr(decode_checks, "_known", {})
     calls, replays = [], []
     for seed in range(4):
         given = inputs(seed, page_size=page_size)

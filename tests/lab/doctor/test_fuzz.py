@@ -13,8 +13,7 @@ from dynaxx.patterns.base import Combined
 from dynaxx.selection import Scorer
 from dynaxx.settings import registered
 from dynaxx.testing import drawing, random_problem
-from dynaxx.testing.drawing import Draw
-from dynaxx.testing.memory import MEMORY
+from dynaxx.testing.drawing import MEMORY, Draw
 from isas import FASTEST
 
 

@@ -6,7 +6,7 @@ import torch
 
 import dynaxx as dx
 from dynaxx.trained import nn
-from dynaxx.trained.nn.index_start import _places
+from dynaxx.trained.nn.indexed import _places
 
 
 def make(kv_heads=3, dim=48, heads=8, dtype=torch.float32):

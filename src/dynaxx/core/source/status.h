@@ -8,7 +8,7 @@
 
 namespace dynaxx {
 
-enum Status : int {  // equal to those in core/status.py
+enum Status : int {  // equal to those in core/structures.py
   OK = 0,
   NO_MEMORY = 1,
   BAD_INPUT = 2,  // arguments contradict one another or exceed the limits of the core

@@ -15,7 +15,7 @@ from dynaxx.distributed.plan import ExchangePlan, Stage
 from dynaxx.distributed.streams import BESIDE_COPIES, BESIDE_NCCL, Early, Stages, in_stages
 from dynaxx.kernels.schedule.waves import Sharing, share_multiprocessors
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.merge import merge_states
+from dynaxx.ops.attention import merge_states
 
 FEW_LEFT = 1 << 17  # tokens of a stage whose kernels take so long that copies need few multiprocessors
 

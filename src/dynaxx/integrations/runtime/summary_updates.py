@@ -16,7 +16,7 @@ from dynaxx.integrations.runtime.paged import Pages, Part, Sequences
 from dynaxx.kernels.registry import DECODE
 from dynaxx.layout.paging import PageSummaries
 from dynaxx.ops.decode import summarize_pages
-from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.decode_checks import decode_problem
 
 MAX_SETS = 16  # sets of waiting layers whose places are kept
 

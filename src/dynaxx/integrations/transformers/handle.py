@@ -28,7 +28,7 @@ from dynaxx.integrations.transformers.passes import Passes, Watcher
 from dynaxx.policy import KILL_SWITCH, KillSwitch, LayerPlan, Policy, PolicyFollower, Profile, request
 from dynaxx.policy.drift import HeadDrift
 from dynaxx.telemetry import recorder
-from dynaxx.telemetry.caches import CacheMeter
+from dynaxx.telemetry.samples import CacheMeter
 
 logger = logging.getLogger("dynaxx")
 

@@ -20,10 +20,9 @@ from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.patterns import program
-from dynaxx.patterns.bands import band, clipped
 from dynaxx.patterns.base import DistanceRule
 from dynaxx.patterns.packed import packed_layout
-from dynaxx.patterns.runs import Ints, Visited
+from dynaxx.patterns.runs import Ints, Visited, band, clipped
 
 
 @dataclass(frozen=True)

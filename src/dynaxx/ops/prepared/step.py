@@ -22,7 +22,7 @@ from dynaxx.layout.form import Form, form_of
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.layout.paging.pages import PageStrides
 from dynaxx.ops.checks import check_softcap, looks_at_values
-from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.decode_checks import decode_problem
 from dynaxx.ops.library import is_traced
 from dynaxx.ops.prepared.layer import form_of_call
 from dynaxx.selection.pages import PageBudget

@@ -15,8 +15,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache
 from dynaxx.layout.paging.pages import SCALED_DTYPES
 from dynaxx.ops.decode import sparse_decode
-from dynaxx.ops.decode_checks import check_cache
-from dynaxx.ops.decode_dispatch import serving
+from dynaxx.ops.decode_checks import check_cache, serving
 from dynaxx.trained.nsa.compressed_pages import CompressedPages, compressed_of
 from dynaxx.trained.nsa.kernels.contract import NsaDecodeKernels
 from dynaxx.trained.nsa.spans import NsaSizes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
-from dynaxx.core.status import raise_for_status
+from dynaxx.core.structures import raise_for_status
 from dynaxx.kernels.attention.cpu import gather
 from dynaxx.kernels.attention.cpu.plan import plan_of
 from dynaxx.kernels.bias import table_of

@@ -12,7 +12,7 @@ from ctypes import CDLL, pointer
 import torch
 from torch import Tensor
 
-from dynaxx.core.status import BAD_INPUT, raise_for_status
+from dynaxx.core.structures import BAD_INPUT, raise_for_status
 from dynaxx.kernels.runtime.core_arguments import PANEL, WorkPlan
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.derived import PerLayout

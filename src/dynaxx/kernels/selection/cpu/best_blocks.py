@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.core.library import active_library
-from dynaxx.core.status import raise_for_status
-from dynaxx.core.structures import structure
+from dynaxx.core.structures import raise_for_status, structure
 from dynaxx.kernels.runtime.core_threads import num_threads
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.host import address, never_traced, on_host

@@ -16,8 +16,7 @@ from dynaxx.layout.entries import has_duplicates
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import looks_at_values
-from dynaxx.ops.decode_checks import check_cache, check_queries, check_values
-from dynaxx.ops.decode_dispatch import decode_problem
+from dynaxx.ops.decode_checks import check_cache, check_queries, check_values, decode_problem
 from dynaxx.ops.flops import count
 from dynaxx.ops.library import empty_results
 from dynaxx.trained.registry import TOKEN_DECODE

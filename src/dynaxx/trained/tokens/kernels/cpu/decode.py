@@ -9,8 +9,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from dynaxx.core.status import raise_for_status
-from dynaxx.core.structures import structure
+from dynaxx.core.structures import raise_for_status, structure
 from dynaxx.kernels.decode.cpu import _cache_args, _exact_args, _library
 from dynaxx.kernels.runtime.core_arguments import ELEMENTS, readable, strides
 from dynaxx.layout.host import address, never_traced, on_host

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dynaxx.core.library import active_library
-from dynaxx.core.status import raise_for_status
-from dynaxx.core.structures import structure
+from dynaxx.core.structures import raise_for_status, structure
 from dynaxx.kernels.rounding import to_fp8, to_int8
 from dynaxx.layout.host import address, never_traced, on_host
 from dynaxx.trained.tokens.kernels.contract import IndexerProblem
