@@ -44,11 +44,11 @@ def test_a_stopped_profile_goes_on(tiny, tmp_path, monkeypatch):
     measure, seen = profile._measure, []
 
     def stopped_at(stop):
-        def run(model, ids, clock):
+        def run(model, ids, *given):
             seen.append(ids.shape[1])
             if ids.shape[1] == stop:
                 raise KeyboardInterrupt
-            return measure(model, ids, clock)
+            return measure(model, ids, *given)._replace(busy=ids.shape[1] == 32)
 
         return run
 
@@ -64,6 +64,7 @@ def test_a_stopped_profile_goes_on(tiny, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"profile.json"}
     found = json.loads((tmp_path / "profile.json").read_text())
     assert ([row["seqlen"] for row in found["lengths"]], found["ended"]) == ([32, 64, 96], "done")
+    assert found["busy"], "also of what an earlier run timed"
 
 
 def test_analyze(tools, tiny, tmp_path):

@@ -135,17 +135,10 @@ class Steps:
             self.store(name, compute())
         return self._results[name]
 
-    def remember_as(
-        self, kind: Any, name: str, compute: Callable[[], Any], keep: Callable[[Any], bool] = lambda found: True
-    ) -> Any:
-        """Return a step's result of a type, from the file or computed. It is stored if `keep` returns True for it."""
+    def remember_as(self, kind: Any, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the result of a step as an object of a type, from the file, or compute and store it."""
         form: TypeAdapter[Any] = TypeAdapter(kind)
-        if name in self._results:
-            return form.validate_python(self._results[name])
-        found = compute()
-        if keep(found):
-            self.store(name, form.dump_python(found, mode="json"))
-        return found
+        return form.validate_python(self.remember(name, lambda: form.dump_python(compute(), mode="json")))
 
     def store(self, name: str, result: Any) -> None:
         """Store the JSON result of a step, in place of an earlier one."""

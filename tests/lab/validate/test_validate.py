@@ -108,7 +108,6 @@ def test_a_stopped_validation_goes_on(model, monkeypatch, tmp_path, suite):
     policy = dx.Policy(model=model_facts(model), block_size=16, rules=(dx.Rule.of(dx.SlidingWindow(64)),))
     text = pydoc_text() if suite else TEXT
     run = partial(validate, model, Letters(), policy, text, lengths=(300,), tokens=800, suite=suite)
-    monkeypatch.setattr(prefill_speed, "watch_others", lambda: lambda: False)
     expected, state, measured = run(), tmp_path / "validation_state.jsonl", []
 
     def stop(*args):

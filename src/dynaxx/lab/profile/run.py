@@ -70,7 +70,7 @@ def profile(
         progress: reports each length.
         time: the time budget. The shortest length is always measured, and each longer one if it takes little of the
             time that is left.
-        state: file that keeps each finished length, from which a stopped run continues.
+        state: file that keeps each finished length, from which a stopped run continues; also times of a busy machine.
 
     Raises:
         ValueError: there are no lengths, or one is below 2 or beyond the model's positions.
@@ -96,8 +96,8 @@ def profile(
             for length in lengths:
                 if measured and time.expects(PASS, length) > SHARE_OF_TIME * time.left:
                     break
-                run, quiet = partial(_measure, model, ids[:, :length], clock), _watch_quiet(time)
-                measured.append(steps.remember_as(_Measured, f"{length}", run, quiet))
+                run = partial(_measure, model, ids[:, :length], clock, time.clock.watch())
+                measured.append(steps.remember_as(_Measured, f"{length}", run))
                 seconds = measured[-1].seconds
                 time.learn(PASS, length, seconds.total)
                 task.advance(length, f"{length:,} tokens: attention {seconds.attention / seconds.total:.0%}")
@@ -106,17 +106,9 @@ def profile(
     if trace is not None:
         write_trace(model, tokenizer, text, lengths[-1], trace)
     found = tuple(run.against(ceilings) for run in measured)
-    said = "; ".join(refused)
+    said, busy = "; ".join(refused), slowed() or any(run.busy for run in measured)
     left_out = tuple(lengths[len(found) :])
-    return ProfileResult(
-        machine_facts(), name, ceilings, found, threshold, price_per_hour, load, said, slowed(), left_out
-    )
-
-
-def _watch_quiet(time: TimeBudget) -> Callable[[object], bool]:
-    """Return a function of a result that says whether the machine was quiet since now."""
-    slowed = time.clock.watch()
-    return lambda _: not slowed()
+    return ProfileResult(machine_facts(), name, ceilings, found, threshold, price_per_hour, load, said, busy, left_out)
 
 
 def write_trace(model: Any, tokenizer: Any, text: str, seqlen: int, path: Path) -> Path:
@@ -149,6 +141,7 @@ class _Measured(NamedTuple):
     decode_seconds: float
     decode_attention_share: float
     decode_bytes: int  # weights, keys and values, read once per token
+    busy: bool  # whether other processes slowed the machine meanwhile
 
     def against(self, ceilings: Ceilings) -> LengthProfile:
         attention = self.attention_flops / max(self.seconds.attention, 1e-9) / 1e9
@@ -164,7 +157,7 @@ class _Measured(NamedTuple):
         )
 
 
-def _measure(model: Any, ids: Tensor, clock: PartClock) -> _Measured:
+def _measure(model: Any, ids: Tensor, clock: PartClock, slowed: Callable[[], bool]) -> _Measured:
     """Run one to three prefills in about six seconds, take the median, then run some decode steps."""
     runs: list[Seconds] = []
     started, cache = perf_counter(), None
@@ -182,7 +175,7 @@ def _measure(model: Any, ids: Tensor, clock: PartClock) -> _Measured:
     decode_seconds, share, read = _measure_decode(model, ids, cache, clock)
     middle = sorted(runs, key=lambda run: run.total)[len(runs) // 2]
     linear = 2 * _linear_weights(model) * ids.shape[1]
-    return _Measured(ids.shape[1], middle, len(runs), flops, linear, decode_seconds, share, read)
+    return _Measured(ids.shape[1], middle, len(runs), flops, linear, decode_seconds, share, read, slowed())
 
 
 def _measure_decode(model: Any, ids: Tensor, cache: Any, clock: PartClock) -> tuple[float, float, int]:

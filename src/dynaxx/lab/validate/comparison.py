@@ -100,8 +100,8 @@ class Comparison:
 
     def text(self, ids: list[int], window: int, share: float) -> TextFigures:
         """Compare logits and loss on stretches of text, dense and sparse."""
-        run, whole = partial(self._text, ids, window, share), lambda _: not self.skipped
-        found: TextFigures = self.steps.remember_as(TextFigures, "held-out text", run, keep=whole)
+        run = partial(self._text, ids, window, share)
+        found: TextFigures = self.steps.remember_as(TextFigures, "held-out text", run)
         return found
 
     def _text(self, ids: list[int], window: int, share: float) -> TextFigures:
@@ -270,7 +270,7 @@ class Comparison:
                     prompt = torch.tensor([ids[:seqlen]], dtype=torch.int64, device="cpu")
                     limit = self.policy.tolerances.slowdown or 1.0
                     run = partial(time_prefill, self.model, prompt, self.applied, limit, self.time)
-                    row = self.steps.remember_as(SpeedRow, f"speed {seqlen}", run, keep=lambda row: not row.busy)
+                    row = self.steps.remember_as(SpeedRow, f"speed {seqlen}", run)
             rows.append(row)
             self.task.advance(share * seqlen / sum(lengths))
         return tuple(sorted(rows, key=lambda row: row.seqlen))

@@ -78,7 +78,7 @@ def validate(
         seed: seed of the tasks.
         progress: reports each step.
         time: the time budget. One stretch of text is always compared; what does not fit is left out, and named.
-        state: file that keeps each finished measurement, from which a stopped run continues.
+        state: file that keeps each finished measurement, from which a stopped run without a time budget continues.
 
     Raises:
         ValueError: the text is too short, or the policy has no sparse rule or is dense at all possible lengths, so that
