@@ -140,20 +140,20 @@ def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
     """Time the attention call of a second layer within a pass, as transformers makes it, after two equal passes."""
     from transformers import AttentionInterface
 
-    from dynaxx.integrations.transformers.calls import border, interface
+    from dynaxx.integrations.transformers.calls import interface, own_planning
     from dynaxx.integrations.transformers.decoder import NAME
 
     sdpa = AttentionInterface()["sdpa"]
     ids = torch.randint(0, 49152, (1, tokens), device="cuda")
     found: dict[str, float] = {}
-    borders, all_served = border.BORDERS["cuda"], {"causal": None, "masked": 1, "eager": 1}
+    borders, all_served = own_planning.BORDERS["cuda"], {"causal": None, "masked": 1, "eager": 1}
     for name, window, dense_below in (
         ("rule", 0, 0),
         ("below the border", 0, 1 << 20),
         ("own window", tokens // 4, None),
     ):
         model = small_model(2, window=window)
-        border.BORDERS["cuda"] = all_served if window else borders  # a window of a short prompt is served, too
+        own_planning.BORDERS["cuda"] = all_served if window else borders  # a window of a short prompt is served, too
         handle = dx.apply(model) if dense_below is None else dx.apply(model, policy_for(model, dense_below=dense_below))
 
         def timed(module, q, k, v, mask, name=name, **kwargs):  # type: ignore[no-untyped-def]
@@ -168,7 +168,7 @@ def layer_times(tokens: int) -> Iterator[tuple[str, float]]:
             model(ids, logits_to_keep=1, use_cache=False)
         AttentionInterface.register(NAME, interface.attention)
         handle.remove()
-    border.BORDERS["cuda"] = borders
+    own_planning.BORDERS["cuda"] = borders
     yield from found.items()
 
 

@@ -5,7 +5,7 @@
 
 With --wide, only Gemma 4's global layer, forward and backward too, beside SDPA over repeated keys, its fastest form.
 bf16, batch of one, in turns in one process; medians of GPU times, without the host's. The border is `BORDERS` in
-integrations/transformers/calls/border.py.
+integrations/transformers/calls/own_planning.py.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ import torch
 import transformers
 
 import dynaxx as dx
-from dynaxx.integrations.transformers.calls import border
 from dynaxx.integrations.transformers.calls import layer as ours
+from dynaxx.integrations.transformers.calls import own_planning
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 BUSY_CYCLES = 4_000_000  # 2 ms of other work on the GPU before a timed call, so that the host is ahead, as in a model
@@ -242,7 +242,7 @@ def model_row(name, layers, seqlen, trains, device, turns):
 def border_rows(name, device, turns):
     """Time short prompts of a model of two layers without dynaxx, with the border, and with dynaxx at every length."""
     model, rows = SHAPES[name].build(2, SLIDING, device=device), []
-    own, table = model.config._attn_implementation, border.BORDERS[device]
+    own, table = model.config._attn_implementation, own_planning.BORDERS[device]
     for kind in ("window", "full") if SHAPES[name].full_every else ("window",):
         for seqlen in SHORT if device == "cuda" else SHORT[:3]:
             ids = torch.randint(0, 32_000, (1, seqlen), device=device)
@@ -254,13 +254,13 @@ def border_rows(name, device, turns):
 
             for _ in range(turns):
                 for how, least in ((own, None), ("border", table), ("always", dict.fromkeys(table, 1))):
-                    border.BORDERS[device] = least or table
+                    own_planning.BORDERS[device] = least or table
                     handle = dx.apply(model) if least else None
                     run()
                     taken.setdefault(how, []).append(min(timed(run, device) for _ in range(3)))
                     if handle is not None:
                         handle.remove()
-            border.BORDERS[device] = table
+            own_planning.BORDERS[device] = table
             rows.append({"model": name, "layers": kind, "tokens": seqlen,
                          "ms": {how: round(statistics.median(t), 4) for how, t in taken.items()}})  # fmt: skip
         if SHAPES[name].full_every:

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
-from dynaxx.integrations.runtime import paged_write
+from dynaxx.integrations.runtime import summary_updates
 from dynaxx.integrations.runtime.paged import FP8, Pages, write
 from dynaxx.integrations.runtime.paged_warmup import LayerShape, Softmax, run_write
-from dynaxx.integrations.runtime.paged_write import write_chunk
+from dynaxx.integrations.runtime.summary_updates import write_chunk
 from interpreter import DEVICE, run_interpreted, runs_here, starts_interpreter
 
 
@@ -29,7 +29,7 @@ def pages_of(layout, page_size, dim, dtype):
 @pytest.mark.parametrize("layout", ["heads first", "tokens first", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_chunk_lies_in_its_pages(layout, dtype, monkeypatch):
-    monkeypatch.setattr(paged_write, "FEWEST", 1)
+    monkeypatch.setattr(summary_updates, "FEWEST", 1)
     draw = torch.Generator().manual_seed(0)
     for page_size, dim, tokens in ((16, 16, 100), (32, 24, 33), (128, 64, 1), (64, 8, 500)):
         both = torch.randn(tokens + 3, 5 + 6, dim, generator=draw).to(DEVICE, dtype)
@@ -50,7 +50,7 @@ def test_chunks_that_the_engine_must_write(monkeypatch):
     pages = pages_of("heads first", 16, 16, torch.float32)
     before = pages.memory.clone()
     scale = torch.ones((), device=DEVICE)
-    assert not write_chunk(pages, k, k, slots[: paged_write.FEWEST - 1])
+    assert not write_chunk(pages, k, k, slots[: summary_updates.FEWEST - 1])
     assert not write_chunk(Pages(pages.memory.to(FP8), scale, scale), k, k, slots)
     assert not write_chunk(pages, k.half(), k.half(), slots)
     assert not write_chunk(pages, k.transpose(1, 2).contiguous().transpose(1, 2), k, slots)

@@ -13,14 +13,12 @@ import typer
 import dynaxx
 from dynaxx.cli.analyze import analyze
 from dynaxx.cli.bench import bench
-from dynaxx.cli.cache import cache
-from dynaxx.cli.diff import diff
-from dynaxx.cli.doctor import doctor
+from dynaxx.cli.doctor import cache, doctor
 from dynaxx.cli.export import export
 from dynaxx.cli.options import with_short_help
 from dynaxx.cli.profile import profile
 from dynaxx.cli.report import report
-from dynaxx.cli.retune import retune
+from dynaxx.cli.retune import diff, retune
 from dynaxx.cli.tune import MAIN_OPTIONS, tune
 from dynaxx.cli.validate import validate
 from dynaxx.cli.watch import serve_metrics, watch

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dynaxx.cli import options
+from dynaxx.cli.options import JsonOption
 from dynaxx.cli.running import check_targets, command_line, load, progress_of, read_text, running
 
 PolicyArgument = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy file in use.")]
@@ -74,3 +75,22 @@ def retune(
         )
         said = found.summary() if out else f"{found.summary()}\nno file was written; pass --out FILE to write one"
         finish(found, said, write=[lambda: save_policy(found.policy, out) or out] if out else [])
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A policy file.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Another policy file.")],
+    as_json: JsonOption = False,
+) -> None:
+    r"""Show the differences between two policies.
+
+    \b
+    Example:
+      dynaxx diff policy.json new.json
+    """
+    with running(as_json) as finish:
+        from dynaxx.policy import load_policy
+        from dynaxx.policy.diff import diff as compare
+
+        found = compare(load_policy(old), load_policy(new))
+        finish(found, found.summary())

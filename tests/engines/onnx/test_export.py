@@ -20,7 +20,7 @@ from dynaxx.engines.onnx import OnnxModel, export_onnx
 from dynaxx.engines.onnx import export as export_module
 from dynaxx.engines.onnx.export import export_model, int8_blocks
 from dynaxx.engines.onnx.operators import _trace_attention
-from dynaxx.engines.portable.layer import attend_by_rules, bias_of
+from dynaxx.engines.portable.attention import attend_by_rules, bias_of
 from dynaxx.engines.portable.plans import Heads, PortableRules
 from dynaxx.engines.portable.rules import GatherRule
 from dynaxx.integrations.transformers import model_facts

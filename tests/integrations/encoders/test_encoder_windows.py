@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.integrations.transformers.calls import border
+from dynaxx.integrations.transformers.calls import own_planning
 from dynaxx.testing import oracle_attention
 
 transformers = pytest.importorskip("transformers")
@@ -20,7 +20,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def short_border(monkeypatch):
-    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+    monkeypatch.setitem(own_planning.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
 
 
 def modernbert():

@@ -19,7 +19,7 @@ from dynaxx.derivatives import is_exporting
 from dynaxx.integrations.transformers import compiled as compiled_calls
 from dynaxx.integrations.transformers import forward_context
 from dynaxx.integrations.transformers.calls import interface, layer
-from dynaxx.integrations.transformers.calls.border import BORDERS
+from dynaxx.integrations.transformers.calls.own_planning import BORDERS
 from dynaxx.integrations.transformers.decoder import with_cache
 from dynaxx.integrations.transformers.masks import lazy
 from dynaxx.integrations.transformers.masks.runs import MaskRun, read_window

@@ -6,8 +6,8 @@ import torch
 from small_models import INPUTS, SPARSE, close, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
-from dynaxx.integrations.transformers.calls import border
 from dynaxx.integrations.transformers.calls import layer as layers
+from dynaxx.integrations.transformers.calls import own_planning
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,7 +102,7 @@ def test_a_prefix_is_shared_exactly():
 @pytest.mark.parametrize("rule", [None, dx.SlidingWindow(16)])
 def test_forward_mode_derivatives_are_those_of_the_models_attention(rule, monkeypatch):
     """A kernel's refusal counted as a failure, which made the layer rest."""
-    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+    monkeypatch.setitem(own_planning.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
     model, ids = llama(), tokens(1, 40)
     model.set_attn_implementation("eager")
     start = model.model.embed_tokens(ids).detach()
@@ -179,7 +179,7 @@ def test_scores_that_sdpa_drops_are_planned(planned):
     [(32, 8, 128, 16384), (32, 32, 128, 32768), (16, 8, 256, 32768), (16, 2, 512, 2048)],
 )
 def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv_heads, head_dim, border):
-    from dynaxx.integrations.transformers.calls.border import causal_kind, wins
+    from dynaxx.integrations.transformers.calls.own_planning import causal_kind, wins
 
     q, k = (torch.Size((1, heads, 1, head_dim)) for heads in (q_heads, kv_heads))
     assert wins("cuda", causal_kind(q, k), border)
@@ -189,7 +189,7 @@ def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv
 
 def test_equal_dense_calls_of_an_uncertain_pass_are_planned_once(planned, monkeypatch):
     """A pass whose length is beyond the border of masked calls alone is not certain to be dense."""
-    monkeypatch.setitem(border.BORDERS, "cpu", {"causal": 1000, "masked": 64, "eager": 64})
+    monkeypatch.setitem(own_planning.BORDERS, "cpu", {"causal": 1000, "masked": 64, "eager": 64})
     model, ids = llama(), tokens(2, 100)
     padding = torch.ones(2, 100, dtype=torch.int64)
     padding[1, :20] = 0

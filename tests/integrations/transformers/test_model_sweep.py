@@ -24,7 +24,7 @@ from torch import nn
 
 import dynaxx as dx
 from dynaxx.integrations.transformers import attention_layers, model_facts
-from dynaxx.integrations.transformers.calls import border
+from dynaxx.integrations.transformers.calls import own_planning
 from dynaxx.integrations.transformers.calls.dense_fallback import attention_of
 from dynaxx.integrations.transformers.decoder import window_of, with_cache
 from families import family_named
@@ -328,7 +328,7 @@ def check(case: Case) -> bool:
 
 
 def test_random_models(monkeypatch, caplog):
-    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+    monkeypatch.setitem(own_planning.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
     until, seed, checked = time.monotonic() + SECONDS, int(SEED or 0), 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ import torch
 
 import dynaxx as dx
 import families
-from dynaxx.integrations.transformers.calls import border
+from dynaxx.integrations.transformers.calls import own_planning
 from dynaxx.integrations.transformers.calls.own_pattern import parts_of_mask
 from dynaxx.integrations.transformers.masks import lazy, rules
 from dynaxx.integrations.transformers.masks.runs import causal_runs, read_mask
@@ -31,7 +31,7 @@ SERVED = [pytest.param(each, id=each.name, marks=() if each.name in QUICK else p
 @pytest.fixture(autouse=True)
 def short_border(monkeypatch):
     """Lower the border, because the prompts of tests are short."""
-    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+    monkeypatch.setitem(own_planning.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
 
 
 def ids_of(batch, seqlen, seed=1):
@@ -325,7 +325,7 @@ def test_a_failing_kernel_leaves_the_models_attention(monkeypatch):
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 3", "Gemma 4", "gpt-oss", "Llama 4", "DeepSeek-V3"])
 def test_on_a_gpu(monkeypatch, name):
     """Logits and gradients on a GPU agree with eager attention in fp32."""
-    monkeypatch.setitem(border.BORDERS, "cuda", dict.fromkeys(("causal", "masked", "eager"), 32))
+    monkeypatch.setitem(own_planning.BORDERS, "cuda", dict.fromkeys(("causal", "masked", "eager"), 32))
     family = family_named(name)
     heads = {} if name == "DeepSeek-V3" else {"head_dim": 32}
     heads |= {"global_head_dim": 64} if name == "Gemma 4" else {}

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dynaxx as dx
-from dynaxx.integrations.transformers.calls import border
+from dynaxx.integrations.transformers.calls import own_planning
 from families import family_named, older_transformers
 from tiny import save_tiny_model
 
@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def short_border(monkeypatch):
     """Lower the border, because the prompts of tests are short."""
-    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+    monkeypatch.setitem(own_planning.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
 
 
 def ids_of(batch, seqlen, seed=1):

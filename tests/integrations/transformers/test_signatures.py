@@ -9,7 +9,7 @@ import torch
 from small_models import KEEP_ALL, close, gemma3, llama, logits, policy_for, tokens
 
 import dynaxx as dx
-from dynaxx.integrations.transformers.calls import border
+from dynaxx.integrations.transformers.calls import own_planning
 from dynaxx.integrations.transformers.calls.dense_fallback import attention_of, names_read
 from dynaxx.integrations.transformers.decoder import COMPILERS_READ_NAMES
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(autouse=True)
 def short_border(monkeypatch):
-    monkeypatch.setitem(border.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
+    monkeypatch.setitem(own_planning.BORDERS, "cpu", dict.fromkeys(("causal", "masked", "eager"), 32))
 
 
 def applied(model, *rules):

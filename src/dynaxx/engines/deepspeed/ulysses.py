@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.runtime.unguarded import without_guard
+from dynaxx.integrations.runtime.policy_events import without_guard
 from dynaxx.integrations.transformers import apply, attention_layers
 from dynaxx.integrations.transformers.calls.interface import LAYERS, attention
 from dynaxx.integrations.transformers.decoder import NAME

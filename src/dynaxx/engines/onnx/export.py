@@ -28,7 +28,7 @@ from dynaxx.engines.onnx.plans import OperatorPlan, operator_plans
 from dynaxx.engines.portable import PortableModel
 from dynaxx.engines.portable.manifest import MANIFEST, copy_tokenizer
 from dynaxx.engines.portable.plans import PortableRules, is_causal, portable_rules
-from dynaxx.integrations.runtime.unguarded import without_guard
+from dynaxx.integrations.runtime.policy_events import without_guard
 from dynaxx.integrations.transformers.decoder import Decoder
 from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.policy import Policy, policy_digest, resolve, save_policy

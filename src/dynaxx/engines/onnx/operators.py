@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dynaxx.engines.onnx.graph import trace
 from dynaxx.engines.onnx.plans import OperatorPlan
-from dynaxx.engines.portable.layer import Known, attend_by_rules, bias_of
+from dynaxx.engines.portable.attention import Known, attend_by_rules, bias_of
 from dynaxx.engines.portable.plans import PortableRules
 from dynaxx.engines.portable.rules import GatherRule
 

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from dynaxx.engines.openvino.convert import to_openvino
     from dynaxx.engines.openvino.export import export_openvino, load_openvino
     from dynaxx.engines.openvino.genai import GenAiSparseAttention, sparse_attention_config
-    from dynaxx.engines.openvino.insert import insert_policy
-    from dynaxx.engines.openvino.prompts import OpenVinoPrompts
+    from dynaxx.engines.openvino.insert import OpenVinoPrompts, insert_policy
     from dynaxx.engines.openvino.running import OpenVinoHandle, cpu_config
 
 __all__ = [
@@ -34,8 +33,7 @@ __getattr__ = load_at_first_use(
         "convert": ("to_openvino",),
         "export": ("export_openvino", "load_openvino"),
         "genai": ("GenAiSparseAttention", "sparse_attention_config"),
-        "insert": ("insert_policy",),
-        "prompts": ("OpenVinoPrompts",),
+        "insert": ("OpenVinoPrompts", "insert_policy"),
         "running": ("OpenVinoHandle", "cpu_config"),
     },
 )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dynaxx.engines.portable.layer import Known, attend_by_rules
+from dynaxx.engines.portable.attention import Known, attend_by_rules
 from dynaxx.engines.portable.plans import PortableRules, is_causal, own_window, portable_rules
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.integrations.transformers.decoder import Decoder, cache_name

@@ -15,7 +15,7 @@ from typing import Any
 
 from dynaxx.arguments import typed
 from dynaxx.engines.tensorrt.plugin_policy import LAYOUT_INPUTS, rules_of
-from dynaxx.integrations.runtime.unguarded import without_guard
+from dynaxx.integrations.runtime.policy_events import without_guard
 from dynaxx.policy import Policy, policy_text
 
 

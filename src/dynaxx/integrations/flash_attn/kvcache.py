@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dynaxx.arguments import typed
 from dynaxx.derivatives import refuse_transforms
-from dynaxx.integrations.flash_attn.arguments import arguments_named, check_window, refuse, softcap_of
+from dynaxx.integrations.flash_attn.attention import arguments_named, check_window, refuse, softcap_of
 from dynaxx.layout.paging import PagedCache
 from dynaxx.ops.checks import looks_at_values
 from dynaxx.ops.decode import sparse_decode

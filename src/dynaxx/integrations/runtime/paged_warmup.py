@@ -21,9 +21,8 @@ from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.in_place import attend_in_place, serves_in_place
 from dynaxx.integrations.runtime.paged import FP8, Pages, Part, Sequences, Softmax
 from dynaxx.integrations.runtime.paged_layer import PagedLayer, Step
-from dynaxx.integrations.runtime.paged_write import FEWEST, write_chunk
 from dynaxx.integrations.runtime.routing import MAX_QUERIES
-from dynaxx.integrations.runtime.summary_updates import JointUpdates, WaitingLayer, joined, update
+from dynaxx.integrations.runtime.summary_updates import FEWEST, JointUpdates, WaitingLayer, joined, update, write_chunk
 from dynaxx.layout.paging import PagedCache, SequenceKeys
 from dynaxx.ops.decode import sparse_decode, summarize_pages
 from dynaxx.policy import LayerPlan

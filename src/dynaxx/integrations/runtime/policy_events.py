@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from dynaxx.integrations.runtime.deployed import Deployed
-from dynaxx.policy import policy_digest
+from dynaxx.policy import Policy, policy_digest
 from dynaxx.telemetry import Recorder
 
 
@@ -54,3 +55,17 @@ class PolicyEvents:
             if (before is None) != (by is None):
                 self._numbers.event("kill_switch_off" if by is None else "kill_switch_on", reason=str(by or before))
         return by is not None
+
+
+logger = logging.getLogger("dynaxx")
+
+
+def without_guard(policy: Policy, engine: str) -> Policy:
+    """Return the policy without its guard, and warn that nothing measures its errors in this engine.
+
+    Tuned policies have a guard. Refusing them would keep them out of engines whose attention they can run.
+    """
+    if policy.guard is None:
+        return policy
+    logger.warning("the policy's guard does not run in %s: nothing measures the policy's errors there", engine)
+    return policy.replace(guard=None)

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from dynaxx.derivatives import is_exporting
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, sinks_of
-from dynaxx.integrations.transformers.calls.border import lowest_border
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.layer import Layer
+from dynaxx.integrations.transformers.calls.own_planning import lowest_border
 from dynaxx.integrations.transformers.calls.signature import ScoreOptions
 from dynaxx.integrations.transformers.decoder import DENSE
-from dynaxx.integrations.transformers.masks.lazy import lazy_mask, plain_mask
-from dynaxx.integrations.transformers.masks.traced import CausalParts, parts_of
+from dynaxx.integrations.transformers.masks.lazy import CausalParts, lazy_mask, parts_of, plain_mask
 from dynaxx.integrations.transformers.recordings import Recording, Recordings
 from dynaxx.ops.checks import follow_autocast
 

@@ -26,9 +26,8 @@ from dynaxx.integrations.runtime.policy_events import PolicyEvents
 from dynaxx.integrations.transformers.batches.decode import BatchMemories
 from dynaxx.integrations.transformers.calls.decode import CacheMemories
 from dynaxx.integrations.transformers.decoder import NAME, Decoder
-from dynaxx.integrations.transformers.forward_context import ForwardContext
+from dynaxx.integrations.transformers.forward_context import UNKNOWN, ForwardContext, RequestTokens, TokenReader
 from dynaxx.integrations.transformers.next_token import COMPARISON, compare_later, comparing
-from dynaxx.integrations.transformers.request import UNKNOWN, RequestTokens, TokenReader
 from dynaxx.layout import BlockLayout
 from dynaxx.policy import KillSwitch
 from dynaxx.policy.rollout import ALL, ChosenRequests, DeclaredRequests, choose, current_request

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.integrations.runtime.paged_layer import Step
-from dynaxx.integrations.runtime.paged_write import write_chunk
+from dynaxx.integrations.runtime.summary_updates import write_chunk
 from dynaxx.integrations.vllm import contract as vllm_contract
 from dynaxx.integrations.vllm.backend import STEP, DenseCall, PolicyBuilder, PolicyImpl, pages_of, some_rows
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,53 @@ from torch.utils._pytree import tree_map
 from dynaxx.derivatives import is_exporting
 from dynaxx.integrations.transformers.decoder import before_of
 from dynaxx.integrations.transformers.masks.rules import MaskRule, read_rule
-from dynaxx.integrations.transformers.masks.traced import CausalParts, traced_mask
+
+ATTRIBUTE = "dynaxx_parts"
+
+
+class CausalParts(NamedTuple):
+    """The parts of a causal mask: queries see the keys up to their own that are not padding."""
+
+    padding: Tensor | None  # (batch, seqlen_k or fewer) bool, False for padding; None without padding
+    start: Tensor | None  # the column of the first query's own key, if only the device knows it: (), int64
+    offset: int  # the same if the host knows it, otherwise 0
+
+
+def traced_mask(mask: Tensor | None, request: dict[str, Any], *, causal: bool) -> Tensor | None:
+    """Return a mask that is made once, or one with parts if the mask function of the request is the causal one.
+
+    Args:
+        mask: the mask that transformers made; None without one.
+        request: the arguments of the call of `AttentionMaskInterface`.
+        causal: whether its mask function is that of causal masks.
+    """
+    if mask is None or request["q_length"] == 1:
+        return mask
+    if not causal or request.get("use_vmap") or request.get("kv_offset", 0) != 0:
+        return made_once(mask)
+    padding, start = request.get("attention_mask"), request.get("q_offset", 0)
+    padding = None if padding is None else made_once(padding)
+    parts = (
+        CausalParts(padding, made_once(start), 0) if isinstance(start, Tensor) else CausalParts(padding, None, start)
+    )
+    setattr(mask, ATTRIBUTE, parts)
+    return mask
+
+
+@torch.library.custom_op("dynaxx::made_once", mutates_args=())
+def made_once(x: Tensor) -> Tensor:
+    """Return a contiguous copy, which the compiler cannot compute again in another place."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@made_once.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def parts_of(mask: Tensor | None) -> CausalParts | None:
+    """Return the parts of a traced mask, or None if it has none."""
+    return None if mask is None else getattr(mask, ATTRIBUTE, None)
 
 
 class LazyMask(Tensor):
