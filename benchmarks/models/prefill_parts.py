@@ -20,8 +20,8 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import apply, model_facts
-from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
+from dynaxx.lab.perplexity import evaluating
 from dynaxx.lab.texts import encode, load_text
 from dynaxx.lab.tune.costs import rule_of
 from dynaxx.selection import in_core, select_blocks

@@ -17,8 +17,8 @@ import torch
 
 import dynaxx as dx
 from dynaxx.integrations.transformers.apply_policy import apply, model_facts
-from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
+from dynaxx.lab.perplexity import evaluating
 from dynaxx.lab.texts import encode, load_text, started
 
 

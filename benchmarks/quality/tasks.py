@@ -36,8 +36,8 @@ from task_scores import dense_losses, perplexity_rise, scored, shown
 from task_tables import by_text, side_by_side, stored_rows
 
 import dynaxx as dx
-from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.models import load_model
+from dynaxx.lab.perplexity import evaluating
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
 from dynaxx.lab.tasks.result import judged

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dynaxx.integrations.onednn import OneDnnLinear, use_onednn
-from dynaxx.lab import fast_linears as module
-from dynaxx.lab.fast_linears import fast_linears
+from dynaxx.lab import perplexity as module
+from dynaxx.lab.perplexity import fast_linears
 
 
 class Model(nn.Sequential):

@@ -24,7 +24,7 @@ import torch
 from dynaxx.core.library import cache_directory
 from dynaxx.integrations.transformers.loading import from_folder
 from dynaxx.lab.files import explain_full_disk
-from dynaxx.lab.finite import check_weights
+from dynaxx.lab.perplexity import check_weights
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.storage import remove_leftovers, sync_tree, temporary_folder
 

@@ -3,15 +3,67 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynaxx.lab.attention_route import evaluating
-from dynaxx.lab.finite import check_finite
+from dynaxx.integrations.onednn import use_onednn
 from dynaxx.lab.texts import encode
 from dynaxx.lab.time_budget import PASS, TimeBudget
+
+
+@contextmanager
+def routed(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+    """Let `attend` compute attention within the block, and restore the model's attention afterwards.
+
+    Args:
+        model: a transformers model.
+        name: the name under which the function is registered in `AttentionInterface`, and in `AttentionMaskInterface`
+            with SDPA's masks. Without the latter, masks would arrive as None.
+        attend: a function (module, query, key, value, attention_mask, **kwargs) -> (out, None).
+    """
+    modeling = importlib.import_module("transformers.modeling_utils")
+    masking = importlib.import_module("transformers.masking_utils")
+    modeling.AttentionInterface.register(name, attend)
+    masking.AttentionMaskInterface.register(name, masking.sdpa_mask)
+    own = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put the model in eval mode within the block, and restore its mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@torch.no_grad()
+def check_weights(model: Any, name: str) -> None:
+    """Raise ValueError if a parameter or buffer has NaN or infinity. The message names it and the model `name`."""
+    for key, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.is_floating_point() and weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+            raise ValueError(f"{name} has NaN or infinity in {key}; its weights are broken, load another copy")
+
+
+def check_finite(x: Tensor, what: str) -> None:
+    """Raise ValueError if the activations `what` are not finite, usually because their dtype is too narrow."""
+    if not x.isfinite().all():
+        dtype = str(x.dtype).removeprefix("torch.")
+        fix = "try --dtype bfloat16 or float32" if x.dtype is torch.float16 else "check its weights and its config"
+        raise ValueError(f"{what} are not finite in {dtype}; {fix}")
+
 
 ROWS = 512  # tokens per chunk of logits
 PACE_TOKENS = 64  # tokens of the text whose pass is timed first
@@ -57,3 +109,20 @@ def measure_pace(model: Any, tokenizer: Any, text: str, time: TimeBudget) -> Non
         token_losses(model, ids[:, :2])  # the first pass reads the weights from disk
         with time.work(PASS, ids.shape[1]):
             token_losses(model, ids)
+
+
+MIN_PARAMETERS = 10_000_000  # smaller models gain little, and their layers are too small to time well
+
+
+@contextmanager
+def fast_linears(model: Any) -> Iterator[None]:
+    """Run fp32 linear layers on oneDNN within the block where it is faster on this CPU, see `use_onednn`.
+
+    Results differ from torch's default by rounding. Never use it where times of the model are measured.
+    """
+    small = sum(parameter.numel() for parameter in model.parameters()) < MIN_PARAMETERS
+    if small or model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        yield
+        return
+    with use_onednn(model):
+        yield

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.lab.load import watch_others
-from dynaxx.lab.machine import synchronize
+from dynaxx.lab.machine import synchronize, watch_others
 from dynaxx.lab.time_budget import TimeBudget
 from dynaxx.lab.validate.result import PAIRS_TO_FAIL, SpeedRow
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dynaxx.lab.load import watch_others
+from dynaxx.lab.machine import watch_others
 
 PASS = "pass"  # kind of work: a forward pass over one text
 GROWTH = 1.25  # exponent of the seconds of work over tokens, for longer texts than measured; for shorter ones it is 1

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dynaxx as dx
 from dynaxx.lab.analyze import capture, maps
 from dynaxx.lab.analyze.bertviz_view import write_bertviz
+from dynaxx.lab.analyze.recommendation import BUDGETS, candidates
 from dynaxx.lab.analyze.result import encode_heatmap
-from dynaxx.lab.analyze.rules import BUDGETS, candidates
 from dynaxx.lab.analyze.run import _analyze_layer, analyze
 from dynaxx.lab.models import load_model
 from dynaxx.lab.progress import SilentProgress

@@ -15,13 +15,12 @@ import pytest
 
 import dynaxx as dx
 import report_documents as made
-from dynaxx.lab.report import charts, images
+from dynaxx.lab.report import charts
+from dynaxx.lab.report import svg as pictures
 from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
-from dynaxx.lab.report.images import pattern_pictures
-from dynaxx.lab.report.matching import mismatches
-from dynaxx.lab.report.run import write_report
+from dynaxx.lab.report.run import mismatches, write_report
 from dynaxx.lab.report.sections import tuning_section
-from dynaxx.lab.report.svg import CHAR
+from dynaxx.lab.report.svg import CHAR, pattern_pictures
 from dynaxx.lab.report.verdict import change, percent, times, verdict
 from report_documents import DOCUMENTS, write_documents
 
@@ -431,7 +430,7 @@ def test_a_file_that_lacks_any_one_field_never_breaks_the_page(tmp_path, name):
 
 
 def test_heatmaps_are_small_pngs_of_the_right_pixels():
-    uri = images.heatmap_uri(bytes([0, 1, 255, 160]), 2)
+    uri = pictures.heatmap_uri(bytes([0, 1, 255, 160]), 2)
     png = base64.b64decode(uri.split(",")[1])
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
     chunks, at = {}, 8
@@ -445,9 +444,9 @@ def test_heatmaps_are_small_pngs_of_the_right_pixels():
     assert rows[0] == rows[3] == 0, "filter bytes"
     empty, faint, full, half = rows[1], rows[2], rows[4], rows[5]
     assert empty == faint == 0
-    assert 0 < half < full == images.LEVELS - 1
+    assert 0 < half < full == pictures.LEVELS - 1
     assert chunks[b"tRNS"][0] == 0
-    assert len(chunks[b"PLTE"]) == 3 * len(chunks[b"tRNS"]) == 3 * images.LEVELS
+    assert len(chunks[b"PLTE"]) == 3 * len(chunks[b"tRNS"]) == 3 * pictures.LEVELS
 
 
 def test_line_charts_with_little_in_them():

@@ -6,7 +6,7 @@ The files:
     apply_policy, handle       what users call
     loading                    loads from folders without running their code
     decoder                    reads a model: its config, its layers, and why it cannot be served
-    hooks, passes              start and end a forward pass; `request` reads its token ids
+    hooks, passes              start and end a forward pass
     forward_context            what the calls of a pass share
     calls/                     one attention call: planned, then run by a rule, by the model's own pattern, or dense
     masks/                     which sequences a mask shows

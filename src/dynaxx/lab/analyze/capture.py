@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.lab.attention_route import evaluating, routed
-from dynaxx.lab.finite import check_finite
+from dynaxx.lab.perplexity import check_finite, evaluating, routed
 
 CAPTURE = "dynaxx_capture"  # name in transformers' AttentionInterface
 HIDDEN = -1e4  # score of a hidden pair; its exp is 0, and 0 * score is 0

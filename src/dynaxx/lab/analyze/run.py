@@ -21,9 +21,8 @@ from torch import Tensor
 
 from dynaxx.lab.analyze import maps
 from dynaxx.lab.analyze.capture import LayerAttention, visit_attention
-from dynaxx.lab.analyze.recommendation import LINES, recommend
+from dynaxx.lab.analyze.recommendation import BUDGETS, LINES, Candidate, candidates, recommend
 from dynaxx.lab.analyze.result import AnalysisResult, HeadAnalysis, MassByDistance, Recommendation, RuleAtBudgets
-from dynaxx.lab.analyze.rules import BUDGETS, Candidate, candidates
 from dynaxx.lab.progress import Progress, SilentProgress, Task
 from dynaxx.lab.texts import check_tokens
 from dynaxx.layout import as_block_size

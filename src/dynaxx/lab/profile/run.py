@@ -22,10 +22,10 @@ from torch.nn.attention import sdpa_kernel
 
 from dynaxx.integrations.transformers.apply_policy import refusals
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
-from dynaxx.lab.attention_route import evaluating
 from dynaxx.lab.files import explain_full_disk
 from dynaxx.lab.machine import Ceilings, load_average, machine_facts, measure_ceilings, synchronize
 from dynaxx.lab.models import longest_prompt
+from dynaxx.lab.perplexity import evaluating
 from dynaxx.lab.profile.clock import PartClock, find_parts, instrumented
 from dynaxx.lab.profile.result import Decode, LengthProfile, ProfileResult, Seconds
 from dynaxx.lab.progress import Progress, SilentProgress

@@ -13,7 +13,7 @@ from typing import Any
 from dynaxx.lab.kinds import label
 from dynaxx.lab.report import charts
 from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
-from dynaxx.lab.report.images import TOKENS, heatmap_uri, pattern_pictures
+from dynaxx.lab.report.svg import TOKENS, heatmap_uri, pattern_pictures
 from dynaxx.lab.report.verdict import change, duration, is_busy, percent, times
 
 RULE_NAMES = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from dynaxx.lab.load import watch_others
+from dynaxx.lab.machine import watch_others
 from dynaxx.lab.models import longest_prompt
 from dynaxx.lab.tune.crossover import REPEATS, LengthTiming, Turns, within
 from dynaxx.layout.paging import PagedCache

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynaxx.lab.attention_route import evaluating
+from dynaxx.lab.perplexity import evaluating
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.texts import start_of, with_start
 from dynaxx.policy import Guard, Policy, Profile

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynaxx.lab.about import about
-from dynaxx.lab.attention_route import evaluating
-from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.models import LoadedModel, longest_prompt
-from dynaxx.lab.perplexity import measure_pace
-from dynaxx.lab.progress import Task
+from dynaxx.lab.perplexity import evaluating, fast_linears, measure_pace
+from dynaxx.lab.progress import Progress, Task
+from dynaxx.lab.resume import Steps
 from dynaxx.lab.texts import split_text
+from dynaxx.lab.time_budget import PASS, TimeBudget
 from dynaxx.lab.tune.crossover import LengthTiming, dense_below, is_faster, lengths_of, time_lengths
 from dynaxx.lab.tune.decode import DecodeResult, tune_decode
 from dynaxx.lab.tune.density.guide import Guide, Tried
@@ -28,13 +28,63 @@ from dynaxx.lab.tune.evidence import with_decode_rules, with_evidence
 from dynaxx.lab.tune.finding import SEARCH_STEPS, UNIFORM_STEPS, Finding
 from dynaxx.lab.tune.options import TuneOptions
 from dynaxx.lab.tune.outcome import Outcome, decide
-from dynaxx.lab.tune.reference import with_reference
 from dynaxx.lab.tune.result import Ended, TuneResult
 from dynaxx.layout import as_block_size
 from dynaxx.policy import rules_digest
 
 if TYPE_CHECKING:
     from dynaxx.policy import Policy
+if TYPE_CHECKING:
+    from dynaxx.policy import Profile
+
+
+SHARE = 0.25  # largest time of the recording, as a share of the time spent so far
+
+
+def with_reference(
+    result: TuneResult,
+    loaded: LoadedModel,
+    text: str,
+    command: str,
+    seed: int,
+    steps: Steps,
+    time: TimeBudget,
+    progress: Progress,
+) -> TuneResult:
+    """Return the result with a policy that has a guard and a reference.
+
+    If the reference cannot be recorded (no time, too little text, or a dense policy), `reference` says why.
+    """
+    from dynaxx.lab.tune.retune import MIN_REQUESTS, record
+    from dynaxx.policy import Guard, Profile, rules_digest
+
+    policy = result.policy
+    if all(rule.phase == "decode" for rule in policy.rules):
+        return dataclasses.replace(result, reference="none: prompts run dense")
+    border = policy.border
+    if not time.allows(MIN_REQUESTS * time.expects(PASS, max(2, border))):
+        return dataclasses.replace(result, reference="none: no time was left to record it")
+
+    def recorded() -> dict[str, Any]:
+        found: Profile = record(
+            policy,
+            loaded,
+            text,
+            time_budget=min(SHARE * (steps.seconds + time.spent), time.left),
+            time_limit=time.left,
+            seed=seed,
+            command=command,
+            progress=progress,
+        )
+        return found.model_dump(mode="json")
+
+    try:
+        found = Profile.model_validate(steps.remember(f"reference {rules_digest(policy)}", recorded))
+    except ValueError as error:  # the policy is useful without a reference
+        return dataclasses.replace(result, reference=f"none: {error}")
+    said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
+    return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)
+
 
 EXPECTED_PASSES = 16  # passes over a text until a search is done, about
 

@@ -19,8 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from dynaxx.lab.attention_route import routed
-from dynaxx.lab.perplexity import ROWS, logits_of
+from dynaxx.lab.perplexity import ROWS, logits_of, routed
 from dynaxx.ops import sparse_attention
 from dynaxx.selection import Hybrid, select_blocks
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
-from dynaxx.lab.finite import check_finite
 from dynaxx.lab.kinds import digest_of, label, text_of
-from dynaxx.lab.perplexity import ROWS, logits_of, perplexity, token_losses
+from dynaxx.lab.perplexity import ROWS, check_finite, logits_of, perplexity, token_losses
 from dynaxx.lab.prefill_speed import time_prefill
 from dynaxx.lab.resume import Steps
 from dynaxx.lab.tasks.run import SuitePlan, run_suite

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from dynaxx.lab.about import policy_digest
-from dynaxx.lab.attention_route import evaluating
-from dynaxx.lab.fast_linears import fast_linears
 from dynaxx.lab.kinds import kinds_of, label, text_of
 from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.models import longest_prompt
+from dynaxx.lab.perplexity import evaluating, fast_linears
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.lab.resume import Steps, fingerprint
 from dynaxx.lab.tasks.haystack import Haystack
