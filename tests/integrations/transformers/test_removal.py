@@ -4,7 +4,9 @@
 import copy
 import logging
 import pickle
+import sys
 import threading
+import time
 import warnings
 from multiprocessing.reduction import ForkingPickler
 
@@ -13,6 +15,8 @@ import torch
 from small_models import close, llama, logits, policy_for, tokens
 
 import dynaxx as dx
+from dynaxx.integrations.transformers.next_token import comparing
+from dynaxx.policy import Guard
 
 transformers = pytest.importorskip("transformers")
 RULE = dx.Rule.of(dx.SlidingWindow(24))
@@ -25,8 +29,8 @@ def built(implementation):
     return model
 
 
-def applied(model):
-    return dx.apply(model, policy_for(model, RULE))
+def applied(model, **options):
+    return dx.apply(model, policy_for(model, RULE, **options))
 
 
 def names(model):
@@ -197,3 +201,73 @@ def test_remove_is_refused_within_a_pass_and_works_after_failed_ones():
     hook.remove()
     handle.remove()
     assert names(model) == {"sdpa"}
+
+
+def test_remove_ends_a_comparison_that_is_about_to_start():
+    """The guard's thread compares requests with the dense model by passes of the same model."""
+    model, ids = llama(), tokens(1, 90)
+    handle = applied(model, guard=Guard(kl_sample=1.0))
+    reached = threading.Event()
+
+    def pause(*_):
+        if comparing():
+            reached.set()
+            time.sleep(0.3)
+
+    hook = model.model.register_forward_pre_hook(pause, prepend=True)
+    logits(model, input_ids=ids)
+    assert reached.wait(30)
+    remover = threading.Thread(target=handle.remove, daemon=True)
+    remover.start()
+    remover.join(30)
+    hook.remove()
+    assert not remover.is_alive()
+
+
+def test_a_handle_removed_twice_leaves_a_later_one_alone():
+    model, ids = llama(), tokens(1, 90)
+    first = applied(model)
+    sparse = logits(model, input_ids=ids)
+    first.remove()
+    second = applied(model)
+    first.remove()
+    assert second.active
+    assert not first.active
+    assert torch.equal(logits(model, input_ids=ids), sparse)
+    second.remove()
+    assert names(model) == {"sdpa"}
+
+
+def test_each_pass_is_sparse_or_dense_as_a_whole_while_threads_apply_and_remove():
+    model, ids = llama(), tokens(1, 90)
+    dense = logits(model, input_ids=ids)
+    with applied(model):
+        sparse = logits(model, input_ids=ids)
+    found, failures, until = [], [], time.monotonic() + 3.0
+
+    def run():
+        while time.monotonic() < until:
+            found.append(logits(model, input_ids=ids))
+
+    def change():
+        while time.monotonic() < until:
+            try:
+                applied(model).remove()
+            except ValueError as error:
+                failures.extend([] if "policy already" in str(error) else [error])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # which makes races likely
+    threads = [threading.Thread(target=each) for each in (run, run, change, change)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+    assert all(min((x - dense).abs().max(), (x - sparse).abs().max()) < 1e-4 for x in found)
+    assert names(model) == {"sdpa"}
+    assert torch.equal(logits(model, input_ids=ids), dense)

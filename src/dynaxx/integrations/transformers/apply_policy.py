@@ -20,7 +20,7 @@ from dynaxx.integrations.encoders import apply_to_encoder, is_sparse_encoder
 from dynaxx.integrations.encoders.attach import EncoderHandle
 from dynaxx.integrations.transformers.calls.interface import LAYERS, attention
 from dynaxx.integrations.transformers.decoder import NAME, Decoder, implementation, name_for, window_of
-from dynaxx.integrations.transformers.handle import Handle
+from dynaxx.integrations.transformers.handle import CHANGES, Handle
 from dynaxx.integrations.transformers.masks.lazy import mask_maker
 from dynaxx.policy import ModelFacts, Policy
 from dynaxx.policy.document import Document
@@ -111,8 +111,6 @@ def apply(
         return apply_to_encoder(model)
     interface, masks = _interfaces()
     decoder = Decoder.of(model)
-    if any(module in LAYERS for module in decoder.layers.values()):
-        raise ValueError("`model` has a policy already; call remove() on its handle first")
     if policy is None:
         policy = Policy(model=decoder.facts)
     decoder.check(policy)
@@ -120,9 +118,13 @@ def apply(
     _warn_if_measured_elsewhere(policy, model)
     interface.register(NAME, attention)
     masks.register(NAME, mask_maker())
-    handle = Handle(policy, decoder, name, own_pattern=own_pattern, window=sides, apply=apply)
+    with CHANGES:
+        if any(module in LAYERS for module in decoder.layers.values()):
+            raise ValueError("`model` has a policy already; call remove() on its handle first")
+        handle = Handle(policy, decoder, name, own_pattern=own_pattern, window=sides, apply=apply)
     try:
         _ask_for_dynaxx(decoder, handle)
+        handle.hooks.register(decoder.body)
     except BaseException:
         handle.remove()
         raise

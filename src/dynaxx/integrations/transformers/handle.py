@@ -32,6 +32,8 @@ from dynaxx.telemetry.samples import CacheMeter
 
 logger = logging.getLogger("dynaxx")
 
+CHANGES = new_lock()  # held while a handle enters or leaves a model, so that other threads find all of it or nothing
+
 
 class Handle(AbstractContextManager["Handle"]):
     """A policy in a model. Also a context manager that removes the policy.
@@ -40,6 +42,7 @@ class Handle(AbstractContextManager["Handle"]):
         counts: the outcomes of layer calls.
         passes: the forward passes of the model, with the policy in force.
         before: the model's original attention, "sdpa" or "eager".
+        hooks: the hooks on its decoder.
         kill_switch: the switch of this model; `engage()` makes everything dense from the next pass on. The switch of
             the process, `dynaxx.policy.KILL_SWITCH`, engages it as well.
         watchers: see `watch`.
@@ -70,7 +73,7 @@ class Handle(AbstractContextManager["Handle"]):
         deployed = self._ready(policy, None)
         self.passes = Passes(decoder, deployed, self.kill_switch, self.counts, self._policy_events, self.background)
         self.watchers, self.faults = self.passes.watchers, self.passes.faults
-        self._deploying = new_lock()
+        self._deploying, self._removed = new_lock(), False
         self._follower: PolicyFollower | None = None
         self._statistics: StatisticsFile | None = None
         self._cache_meter = CacheMeter(self._numbers, self.passes.requests.keys)
@@ -89,7 +92,7 @@ class Handle(AbstractContextManager["Handle"]):
             remember(layer, module)
         LAYERS.update(self._layers)
         self._tell_compilers()
-        self._hooks = PassHooks(decoder.body, self.passes, self._again)
+        self.hooks = PassHooks(decoder.body, self.passes, self._again)
         self._policy_events.in_force(deployed)
 
     def __reduce__(self) -> NoReturn:
@@ -118,12 +121,12 @@ class Handle(AbstractContextManager["Handle"]):
     @property
     def active(self) -> bool:
         """Return whether the policy is still applied."""
-        return any(m in LAYERS and implementation(m) == NAME for m in self._layers)
+        return any(LAYERS.get(m) is layer and implementation(m) == NAME for m, layer in self._layers.items())
 
     @property
     def attached(self) -> bool:
         """Return whether the policy has not been removed. Its model may use another attention meanwhile."""
-        return any(module in LAYERS for module in self._layers)
+        return any(LAYERS.get(module) is layer for module, layer in self._layers.items())
 
     def replace(self, policy: Policy) -> bool:
         """Put another policy in force for passes that start from now on. Running passes keep theirs.
@@ -253,14 +256,21 @@ class Handle(AbstractContextManager["Handle"]):
         """
         with self.passes.running.closed():
             self._stop()
-            decoder = self._decoder()
-            for module in self._layers:
-                LAYERS.pop(module, None)
-                forget(module)
-            self._hooks.remove()
-            if decoder is not None:
-                self._restore(decoder)
-                refuse_recomputation(self._layers, self.passes.recorded)
+            with CHANGES:
+                if not self._removed:  # otherwise the model may have another handle by now
+                    self._removed = True
+                    self._leave()
+
+    def _leave(self) -> None:
+        """Take the layers and hooks of this handle out of the model, and restore its attention."""
+        decoder = self._decoder()
+        for module in self._layers:
+            LAYERS.pop(module, None)
+            forget(module)
+        self.hooks.remove()
+        if decoder is not None:
+            self._restore(decoder)
+            refuse_recomputation(self._layers, self.passes.recorded)
 
     def _stop(self) -> None:
         """Stop the threads of the handle, and write its numbers."""

@@ -91,7 +91,10 @@ class DecoderArguments(NamedTuple):
 
 
 class PassHooks:
-    """The hooks on a decoder that create a `ForwardContext` for each forward pass. `remove()` removes them.
+    """The hooks on a decoder that create a `ForwardContext` for each pass, from `register()` to `remove()`.
+
+    They are registered when the layers' attention is dynaxx's. Passes without their context run dense, so a pass that
+    another thread runs at that time is dense or sparse as a whole.
 
     Args:
         body: the decoder.
@@ -103,13 +106,16 @@ class PassHooks:
         self.passes, self.again = passes, again
         self.arguments = DecoderArguments.of(body)
         self._hooks: list[Any] = []
-        passes.announced = bool(self.arguments.rest)
-        if passes.announced:  # otherwise layers call `Passes.unseen`
+        passes.announced = bool(self.arguments.rest)  # otherwise layers call `Passes.unseen`
+
+    def register(self, body: nn.Module) -> None:
+        """Announce the passes that start from now on."""
+        if self.passes.announced:
             _HOOKS[body] = self
             ForkingPickler.register(_StartHook, _spawned)
             self._hooks = [
-                body.register_forward_pre_hook(_StartHook(_start, self), with_kwargs=True),
                 body.register_forward_hook(_Hook(_end, self), with_kwargs=True, always_call=True),
+                body.register_forward_pre_hook(_StartHook(_start, self), with_kwargs=True),
             ]
 
     def remove(self) -> None:

@@ -8,7 +8,6 @@ import logging
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -46,18 +45,20 @@ class Running:
 
     def __init__(self, body: nn.Module) -> None:
         self._lock, self._ended, self._removed = new_lock(), new_event(), new_event()
-        self._passes = Counter[int]()  # by thread; one that was interrupted may have left its pass here
+        self._passes: dict[int, list[FrameType]] = {}  # the frames of running or interrupted passes by thread
         self.is_open, self._is_closing = True, False
         self._body = weakref.ref(body)
         in_child(self, Running._continue_after_fork)
 
     def enter(self) -> bool:
         """Begin a pass, after a removal that is under way. Return False if the policy is removed."""
-        thread = threading.get_ident()
+        thread, frame = threading.get_ident(), self._frame_of_pass()
         while True:
             with self._lock:
-                if self._passes[thread] or not self._is_closing:
-                    self._passes[thread] += self.is_open
+                runs = any(map(_runs, self._passes.get(thread, ())))
+                if runs or not self._is_closing or comparing():  # a removal ends comparisons itself
+                    if self.is_open:
+                        self._passes[thread] = [*(self._passes[thread] if runs else ()), frame]
                     return self.is_open
             self._removed.wait()
 
@@ -65,14 +66,14 @@ class Running:
         """End a pass of this thread."""
         thread = threading.get_ident()
         with self._lock:
-            self._passes[thread] -= 1
-            if self._passes[thread] <= 0:
-                del self._passes[thread]
+            frames = self._passes.pop(thread, [])[:-1]
+            if frames:
+                self._passes[thread] = frames
         self._ended.set()
 
     def here(self) -> bool:
         """Return whether a pass of this thread runs."""
-        return self._passes[threading.get_ident()] > 0
+        return threading.get_ident() in self._passes
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -92,6 +93,7 @@ class Running:
         finally:
             with self._lock:
                 self.is_open = self._is_closing = False
+                self._passes.clear()
             self._removed.set()
 
     def _any_inside(self) -> bool:
@@ -102,20 +104,27 @@ class Running:
     def _continue_after_fork(self) -> None:
         """Forget, in a forked child, the passes and the removal of the parent's other threads."""
         thread = threading.get_ident()
-        self._passes, self._is_closing = Counter({thread: self._passes[thread]}), False
+        self._passes = {thread: self._passes[thread]} if thread in self._passes else {}
+        self._is_closing = False
 
     def _inside(self) -> set[int]:
         """Return the threads that run a pass, without those whose pass was interrupted."""
-        body, frames = self._body(), sys._current_frames()
-        return {thread for thread, count in self._passes.items() if count > 0 and _runs(frames.get(thread), body)}
+        return {thread for thread, frames in self._passes.items() if any(map(_runs, frames))}
+
+    def _frame_of_pass(self) -> FrameType:
+        """Return the frame of this thread that calls the body and its hooks."""
+        body, frame = self._body(), sys._getframe(1)
+        while frame.f_back is not None and frame.f_locals.get("self") is not body:
+            frame = frame.f_back
+        return frame
 
 
-def _runs(frame: FrameType | None, module: nn.Module | None) -> bool:
-    """Return whether a thread is in a method of a module, such as its forward pass."""
-    while frame is not None:
-        if frame.f_locals.get("self") is module:
-            return True
-        frame = frame.f_back
+def _runs(frame: FrameType) -> bool:
+    """Return whether a frame of any thread still runs. To walk another thread's frames may crash the process."""
+    try:
+        frame.clear()
+    except RuntimeError:  # it runs
+        return True
     return False
 
 
