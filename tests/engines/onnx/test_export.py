@@ -13,7 +13,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import dynaxx as dx
 from dynaxx.engines.onnx import OnnxModel, export_onnx
@@ -71,6 +71,18 @@ def test_it_generates_the_tokens_of_torch(exported):
 
 
 @slow
+def test_prompts_of_unequal_lengths_generate_what_each_does_alone(exported):
+    running = OnnxModel(exported[2].folder)
+    ids, mask = tokens(3, 150).numpy(), np.ones((3, 150), np.int64)
+    mask[0, :70] = mask[2, :70] = mask[1, 149:] = 0
+    found = np.stack(list(running.generate(ids, 6, attention_mask=mask)), 1)
+    for row, shown, each in zip(ids, mask, found, strict=True):
+        np.testing.assert_array_equal(each, np.ravel(list(running.generate(row[None, shown > 0], 6))))
+    with pytest.raises(ValueError, match="show a token of each prompt"):
+        next(running.generate(ids, 6, attention_mask=0 * mask))
+
+
+@slow
 def test_the_files_say_what_they_are(exported):
     _, policy, made = exported
     assert made.form == "portable"
@@ -109,6 +121,23 @@ def test_weights_of_eight_bits_compute_nearly_the_same(form, tmp_path):
     rest, _ = ran.step(ids.numpy()[:, 150:], cache)
     error = np.linalg.norm(np.concatenate((logits, rest), 1) - want) / np.linalg.norm(want)
     assert 1e-5 < error < 0.1, "sharp random attention amplifies rounding; a wrong scale or order gives more than 1"
+
+
+@slow
+@torch.no_grad()
+def test_linear_layers_with_a_bias_have_weights_of_eight_bits_too(tmp_path):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=48, n_layer=1, n_head=4, n_positions=256)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    made = export_onnx(model, tmp_path / "out", weights="int8")
+    nodes = [node.op_type for node in onnx.load(made.folder / "decode.onnx", load_external_data=False).graph.node]
+    assert (nodes.count("MatMulNBits"), nodes.count("Gemm")) == (5, 0)  # 4 in the layer, and the last
+    ids = tokens(2, 40)
+    logits, _ = OnnxModel(made.folder, threads=1).step(ids.numpy())
+    want = model(ids).logits[:, -1:].numpy()
+    assert 1e-5 < np.linalg.norm(logits - want) / np.linalg.norm(want) < 0.05
 
 
 @slow

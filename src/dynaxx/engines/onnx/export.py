@@ -59,8 +59,10 @@ def with_int8_weights(graph: Any) -> Any:
         for value in stored:
             main.register_initializer(value)
         sizes = {"K": inputs, "N": outputs, "bits": 8, "block_size": BLOCK, "accuracy_level": INT8}
-        made = ir.node(OPERATOR, [node.inputs[0], *stored], sizes, domain=DOMAIN, name=node.name)
-        ir.convenience.replace_nodes_and_values(main, node, [node], [made], node.outputs, made.outputs)
+        made = [ir.node(OPERATOR, [node.inputs[0], *stored], sizes, domain=DOMAIN, name=node.name)]
+        if len(node.inputs) == 3:  # the bias of a Gemm
+            made.append(ir.node("Add", [made[0].outputs[0], node.inputs[2]]))
+        ir.convenience.replace_nodes_and_values(main, node, [node], made, node.outputs, made[-1].outputs)
     main.opset_imports[DOMAIN] = 1
     RemoveUnusedNodesPass()(graph)  # with the weights in fp32 that nothing reads any more
     return graph
@@ -68,7 +70,9 @@ def with_int8_weights(graph: Any) -> Any:
 
 def _weight(node: Any) -> NDArray[Any] | None:
     """Return the weight (inputs, outputs) of a linear layer, or None for other nodes."""
-    if node.op_type != "MatMul":
+    flags = {name: each.value for name, each in node.attributes.items()}
+    plain = all(flags.get(name, wanted) == wanted for name, wanted in (("transA", 0), ("alpha", 1.0), ("beta", 1.0)))
+    if node.op_type not in ("MatMul", "Gemm") or not plain:
         return None
     value = node.inputs[1]
     transpose = value.producer() if value.producer() is not None and value.producer().op_type == "Transpose" else None
@@ -76,7 +80,7 @@ def _weight(node: Any) -> NDArray[Any] | None:
     if constant is None or len(constant.shape) != 2:
         return None
     weight: NDArray[Any] = constant.numpy()
-    return weight if transpose is None else weight.T
+    return weight if (transpose is None) != bool(flags.get("transB")) else weight.T
 
 
 def int8_blocks(weight: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -108,15 +108,39 @@ class OnnxModel:
         logits, *grown = session.run(None, dict(zip(names, [input_ids, *cache], strict=True)))
         return logits, grown
 
-    def generate(self, input_ids: Array, max_new_tokens: int, *, eos: int | None = None) -> Iterator[Array]:
-        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all are `eos`."""
-        logits, cache = self.step(input_ids)
+    def generate(
+        self,
+        input_ids: Array,
+        max_new_tokens: int,
+        *,
+        attention_mask: Array | None = None,
+        eos: int | None = None,
+    ) -> Iterator[Array]:
+        """Yield the most likely next tokens (batch,) one by one, up to a maximum or until all are `eos`.
+
+        Args:
+            input_ids: prompts (batch, seqlen) int64, padded on any side.
+            max_new_tokens: the maximum.
+            attention_mask: (batch, seqlen), 0 for padding. Prompts of one length run together.
+            eos: token that ends a sequence.
+
+        Raises:
+            ValueError: the mask is not for these prompts, or shows nothing of one.
+        """
+        mask = np.ones(input_ids.shape, np.bool_) if attention_mask is None else attention_mask.astype(np.bool_)
+        if mask.shape != input_ids.shape or not mask.any(1).all():
+            raise ValueError("`attention_mask` must have the shape of `input_ids` and show a token of each prompt")
+        lengths = mask.sum(1)
+        groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
+        states = [self.step(input_ids[rows][mask[rows]].reshape(len(rows), -1)) for rows in groups]
         for _ in range(max_new_tokens):
-            token = logits[:, -1].argmax(-1)
+            token = np.empty(len(lengths), np.int64)
+            for rows, (logits, _) in zip(groups, states, strict=True):
+                token[rows] = logits[:, -1].argmax(-1)
             yield token
             if eos is not None and bool((token == eos).all()):
                 return
-            logits, cache = self.step(token[:, None], cache)
+            states = [self.step(token[rows, None], cache) for rows, (_, cache) in zip(groups, states, strict=True)]
 
     def _empty(self, session: Any, batch: int) -> list[Array]:
         types = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
