@@ -126,13 +126,14 @@ class Shapes:
     """A sampler over a trained model: a prompt lists several clips, separated by semicolons."""
 
     def __init__(self, model: nn.Module, size: Size) -> None:
-        self.model, self.size = model, size
+        self.models, self.switch, self.size = (model,), 1.0, size
         self.scheduler: Any = diffusers.FlowMatchEulerDiscreteScheduler(shift=2.0)
 
     @torch.no_grad()
     def sample(self, prompt: str, seed: int, *, decode: bool = False) -> Sample:
         """Denoise the clips. See `dynaxx.video.tune.sampling.Sampler`."""
-        size, device = self.size, next(self.model.parameters()).device
+        size, (model,) = self.size, self.models
+        device = next(model.parameters()).device
         prompts = prompt.split("; ")
         text = embedded(prompts, device)
         generator = torch.Generator().manual_seed(seed)
@@ -140,7 +141,7 @@ class Shapes:
         self.scheduler.set_timesteps(size.steps, device=device)
         for t in self.scheduler.timesteps:
             with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
-                out = self.model(x, t.expand(len(prompts)), text, return_dict=False)[0]
+                out = model(x, t.expand(len(prompts)), text, return_dict=False)[0]
             x = self.scheduler.step(out.float(), t, x, return_dict=False)[0]
         frames = ((x[0] + 1) / 2).clamp(0, 1).permute(1, 2, 3, 0).cpu() if decode else None
         return Sample(x.float().cpu(), frames)

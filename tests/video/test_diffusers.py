@@ -114,7 +114,7 @@ def test_rules_per_layer_head_and_step():
         VideoRule.of(RadialDecay(2, 2), layers=(0,), steps=(0.5, 1.0)),
     )
     with torch.no_grad(), apply(model, policy_for(model, *rules)) as handle:
-        with pytest.raises(dx.UnsupportedInputError, match=r"scheduler=pipe\.scheduler"):
+        with pytest.raises(dx.UnsupportedInputError, match=r"handle\.scheduler = pipe\.scheduler"):
             run(model, arguments)
         handle.step(0, 4)
         layouts = {}

@@ -10,10 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import dynaxx as dx
 from dynaxx.cli import app
-from dynaxx.video import load_policy
+from dynaxx.video import VideoRule, apply, load_policy
 from dynaxx.video.tune.run import Settings, cases_of
-from dynaxx.video.tune.sampling import MAX_PSNR, psnr, relative_error, ssim
+from dynaxx.video.tune.sampling import MAX_PSNR, Pipeline, psnr, relative_error, ssim
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,12 +33,16 @@ def folder(tmp_path_factory):
     words = ["[PAD]", "[UNK]", "</s>", "a", "red", "cat", "dog", "runs"]
     tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(8), strict=True)), "[UNK]"))
     tokens.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformer = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
-        text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32)  # fmt: skip
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * (0.3 if parameter.ndim > 1 else 0.1))
+
+    def transformer():
+        model = diffusers.WanTransformer3DModel(
+            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+            text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32)  # fmt: skip
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * (0.3 if parameter.ndim > 1 else 0.1))
+        return model
+
     pipe = diffusers.WanPipeline(
         tokenizer=transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]", eos_token="</s>"
@@ -47,10 +52,12 @@ def folder(tmp_path_factory):
         ),
         vae=diffusers.AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=transformer,
+        transformer=transformer(),
     )
     path = tmp_path_factory.mktemp("pipelines")
     pipe.save_pretrained(path / "wan")
+    pair = diffusers.WanPipeline(**pipe.components | {"transformer_2": transformer()}, boundary_ratio=0.9)
+    pair.save_pretrained(path / "wan2.2")
     (path / "prompts.txt").write_text("a red cat\n\na dog runs\na red dog\n")
     return path
 
@@ -73,6 +80,38 @@ def test_a_pipeline_is_tuned_and_its_policy_runs(folder):
     page = (out / "report.html").read_text()
     assert page.count("data:image/png") == 8
     assert "http" not in page.split("</style>")[1].replace("http://www.w3.org", "")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_transformers_are_tuned_to_one_policy_for_both(folder):
+    diffusers = pytest.importorskip("diffusers")
+    done = invoke(folder / "wan2.2", "--prompts", folder / "prompts.txt", "--frames", 9, "--size", "96x112",
+                  "--steps", 5, "--out", folder / "two", "--min-psnr", 20, "--block-size", 16, "--json",
+                  "--device", "cpu")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout)["validation"]
+    policy = load_policy(folder / "two" / "policy.json")
+    pipe = diffusers.WanPipeline.from_pretrained(folder / "wan2.2")
+    ((prompt, seed),) = cases_of(Settings("", ("a red cat", "a dog runs", "a red dog"), Path()))[1]
+    sampler = Pipeline(pipe, num_frames=9, height=96, width=112, num_inference_steps=5)
+    switch = sampler.switch
+    assert 0 < switch < 1
+    assert switch in policy.starts
+    dense = sampler.sample(prompt, seed).latents
+    both = pipe.transformer, pipe.transformer_2
+    first, second = (apply(each, policy, scheduler=pipe.scheduler) for each in both)
+    assert psnr(sampler.sample(prompt, seed).latents, dense) == pytest.approx(figures["psnr"], abs=0.01)
+    calls = [sum(handle.counts.values()) for handle in (first, second)]
+    assert calls == [round(5 * switch) * 4, round(5 * (1 - switch)) * 4]  # 2 layers, with and without the prompt
+    for handle in (first, second):
+        handle.remove()
+    late = policy.model_copy(update={"rules": (VideoRule.of(dx.TopK(0.3), steps=(switch, 1.0)),)})
+    first, second = (apply(each, late, scheduler=pipe.scheduler) for each in both)
+    sampler.sample(prompt, seed)
+    assert (set(first.counts), set(second.counts)) == ({"dense: no rule"}, {"sparse"})
+    pipe.transformer_2.blocks = pipe.transformer_2.blocks[:1]
+    with pytest.raises(ValueError, match="transformers of one shape"):
+        Pipeline(pipe)
 
 
 @pytest.mark.filterwarnings("ignore")

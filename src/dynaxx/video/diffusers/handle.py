@@ -224,7 +224,7 @@ class Handle:
         if self.share is None:
             raise UnsupportedInputError(
                 "a policy by steps",
-                {"step": ["pass scheduler=pipe.scheduler to `apply`, or call handle.step(index, steps)"]},
+                {"step": ["set handle.scheduler = pipe.scheduler, or call handle.step(index, steps)"]},
             )
 
 

@@ -10,12 +10,13 @@ sparse.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynaxx.layout import as_block_size
 from dynaxx.policy import ModelFacts
@@ -23,11 +24,11 @@ from dynaxx.policy.resolve import plan_of
 from dynaxx.policy.specs import AttentionRule
 from dynaxx.video.attention import attend
 from dynaxx.video.diffusers.families import attention_modules, model_facts, original
-from dynaxx.video.diffusers.handle import apply
+from dynaxx.video.diffusers.handle import Handle, Watcher, apply
 from dynaxx.video.policy import VideoPolicy, VideoRule
 from dynaxx.video.tune.sampling import Sample, Sampler, relative_error
 
-Ranges = Sequence[tuple[float, float]]
+Ranges = tuple[tuple[float, float], ...]
 Case = tuple[str, int]  # prompt and seed
 
 
@@ -44,7 +45,7 @@ class Space:
     """
 
     candidates: tuple[AttentionRule | None, ...]
-    ranges: tuple[tuple[float, float], ...] = ((0.0, 0.2), (0.2, 0.6), (0.6, 1.0))
+    ranges: Ranges = ((0.0, 0.2), (0.2, 0.6), (0.6, 1.0))
     block_size: int = 64
     order: Any = "bars"
     groups: int = 4
@@ -58,16 +59,32 @@ class Costs(NamedTuple):
 
 
 def policy_of(sampler: Sampler, space: Space, rules: Sequence[VideoRule], **fields: Any) -> VideoPolicy:
-    """Return a policy for the pipeline's transformer."""
-    facts = model_facts(sampler.model)
+    """Return a policy for the pipeline's transformers."""
+    facts = model_facts(sampler.models[0])
     return VideoPolicy(model=facts, block_size=space.block_size, order=space.order, rules=tuple(rules), **fields)
+
+
+def ranges_of(switch: float) -> Ranges:
+    """Return parts of the denoising, one of which ends where the second transformer takes over."""
+    edges = [0.2, 0.6]
+    if 0.0 < switch < 1.0:
+        edges[min(range(2), key=lambda at: abs(edges[at] - switch))] = switch
+    return (0.0, edges[0]), (edges[0], edges[1]), (edges[1], 1.0)
+
+
+def applied(stack: ExitStack, sampler: Sampler, policy: VideoPolicy) -> list[Handle]:
+    """Return handles of a policy in each of the pipeline's transformers."""
+    return [stack.enter_context(apply(model, policy, scheduler=sampler.scheduler)) for model in sampler.models]
 
 
 def run_with(sampler: Sampler, policy: VideoPolicy, case: Case, *, decode: bool = False) -> tuple[Sample, float]:
     """Return what the pipeline makes under a policy, and the visited share of blocks over all steps."""
-    with apply(sampler.model, policy, scheduler=sampler.scheduler) as handle:
+    with ExitStack() as stack:
+        handles = applied(stack, sampler, policy)
         made = sampler.sample(*case, decode=decode)
-        return made, handle.density()
+        calls = [sum(handle.counts.values()) for handle in handles]
+        visited = sum(handle.density() * count for handle, count in zip(handles, calls, strict=True))
+        return made, visited / sum(calls)
 
 
 def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: Sequence[Sample]) -> Costs:
@@ -97,7 +114,7 @@ def measure_costs(sampler: Sampler, space: Space, cases: Sequence[Case], dense: 
 @torch.no_grad()
 def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple[Tensor, Tensor]:
     """Return the density and the error of every candidate and cell, each (candidates, ranges, layers, heads)."""
-    facts = model_facts(sampler.model)
+    facts = model_facts(sampler.models[0])
     shape = (len(space.candidates), len(space.ranges), facts.layers, facts.q_heads)
     density = torch.ones(shape, dtype=torch.float32, device="cpu")
     error, calls = torch.zeros_like(density), torch.zeros_like(density[0, :, :, 0])
@@ -107,9 +124,10 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
         plan_of([rule] * facts.q_heads, facts.kv_heads, block_size, causal=False) for rule in space.candidates[:-1]
     ]
     parts = [VideoRule.of(None, steps=steps) for steps in space.ranges]  # dense, so that the handle knows the step
-    with apply(sampler.model, policy_of(sampler, space, parts), scheduler=sampler.scheduler) as handle:
-        projections = [projection_of(module, facts) for _, module in attention_modules(original(sampler.model))]
-        measured: dict[int, float] = {}  # share of the steps at which each range is measured
+    measured: dict[int, float] = {}  # share of the steps at which each range is measured
+
+    def watcher(handle: Handle, model: nn.Module) -> Watcher:
+        projections = [projection_of(module, facts) for _, module in attention_modules(original(model))]
 
         def watch(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, _: Any) -> None:
             share = handle.share or 0.0
@@ -126,7 +144,12 @@ def _local_costs(sampler: Sampler, space: Space, cases: Sequence[Case]) -> tuple
                 visited = layout.kv_num_blocks.float().mean((0, 2)).cpu() / layout.kv_blocks
                 density[index, at, layer] += visited
 
-        handle.watchers.append(watch)
+        return watch
+
+    with ExitStack() as stack:
+        handles = applied(stack, sampler, policy_of(sampler, space, parts))
+        for handle, model in zip(handles, sampler.models, strict=True):
+            handle.watchers.append(watcher(handle, model))
         for case in cases:
             measured.clear()
             sampler.sample(*case)

@@ -21,7 +21,7 @@ from dynaxx.lab.report.charts import Axes, ChartLine, Point, line_chart
 from dynaxx.policy import Evidence, MeasuredOn, policy_text
 from dynaxx.selection import MeanPool, MeanQuery
 from dynaxx.video.policy import VideoPolicy, VideoRule
-from dynaxx.video.tune.costs import Case, Space, policy_of, run_with
+from dynaxx.video.tune.costs import Case, Space, policy_of, ranges_of, run_with
 from dynaxx.video.tune.sampling import Sample, Sampler, psnr, relative_error, ssim
 from dynaxx.video.tune.search import Search, Trial, trial
 
@@ -163,7 +163,7 @@ def tune(sampler: Sampler, settings: Settings, say: Callable[[str], None] = lamb
         say: receives a line per step.
     """
     seen, unseen = cases_of(settings)
-    space = Space((*CANDIDATES, None), block_size=settings.block_size)
+    space = Space((*CANDIDATES, None), ranges_of(sampler.switch), settings.block_size)
     say(f"measuring {len(CANDIDATES)} rules in {len(space.ranges)} parts of the denoising")
     search = Search(sampler, space, seen)
     trials = search.sparsest(settings.min_psnr, say=lambda each: say(f"density {each.density:.1%}: {each.psnr:.1f} dB"))
@@ -220,6 +220,6 @@ def validate(
 def measured_on(sampler: Sampler) -> MeasuredOn:
     """Return the machine on which a pipeline runs."""
     here = machine_facts()
-    first = next(sampler.model.parameters())
+    first = next(sampler.models[0].parameters())
     hardware = here.gpus[0] if first.is_cuda and here.gpus else here.cpu
     return MeasuredOn(device=first.device.type, hardware=hardware, dtype=str(first.dtype).removeprefix("torch."))

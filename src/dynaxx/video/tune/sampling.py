@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynaxx.integrations.transformers.loading import from_folder
+from dynaxx.video.diffusers.families import model_facts
 
 MAX_PSNR = 200.0  # of equal results, because files hold no infinity
 
@@ -26,7 +28,8 @@ class Sample(NamedTuple):
 class Sampler(Protocol):
     """A pipeline. The same prompt and seed start from the same noise."""
 
-    model: nn.Module  # the transformer
+    models: tuple[nn.Module, ...]  # the transformer, or two of one shape that share the steps
+    switch: float  # share of the steps from which the second one runs; 1.0 if there is none
     scheduler: Any
 
     def sample(self, prompt: str, seed: int, *, decode: bool = False) -> Sample:
@@ -41,16 +44,26 @@ class Pipeline:
         **options: arguments of every call, such as `num_frames`; those that the pipeline does not take are left out.
 
     Raises:
-        ValueError: the pipeline has two transformers.
+        ValueError: the pipeline has two transformers of different shapes.
     """
 
     def __init__(self, pipe: Any, **options: Any) -> None:
-        if getattr(pipe, "transformer_2", None) is not None:
-            raise ValueError("`pipe` must have one transformer, got two; tune pipelines with one of them at a time")
         known = inspect.signature(pipe.__call__).parameters
-        self.pipe, self.model, self.scheduler = pipe, pipe.transformer, pipe.scheduler
+        ratio = getattr(pipe.config, "boundary_ratio", None)  # of the noise, below which the second one runs
+        pair = (pipe.transformer, pipe.transformer_2) if ratio else (pipe.transformer,)
+        self.models = tuple(model for model in pair if model is not None)
+        self.pipe, self.scheduler, self.switch = pipe, pipe.scheduler, 1.0
         self.options = {name: value for name, value in options.items() if name in known and value is not None}
         pipe.set_progress_bar_config(disable=True)
+        if len(self.models) == 2:
+            first, second = map(model_facts, self.models)
+            if first != second:
+                raise ValueError(f"`pipe` must have transformers of one shape, got {first} and {second}")
+            steps = self.options.get("num_inference_steps", known["num_inference_steps"].default)
+            scheduler = copy.deepcopy(pipe.scheduler)
+            scheduler.set_timesteps(steps)
+            border = ratio * scheduler.config.num_train_timesteps
+            self.switch = int((scheduler.timesteps >= border).sum()) / len(scheduler.timesteps)
 
     @torch.no_grad()
     def sample(self, prompt: str, seed: int, *, decode: bool = False) -> Sample:
