@@ -77,7 +77,7 @@ def machine_facts() -> Machine:
         memory_gib=round(_memory_bytes() / 2**30, 1),
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
         python=platform.python_version(),
-        versions={name: version for name in VERSIONS_OF if (version := _version(name))},
+        versions={name: version for name in VERSIONS_OF if (version := _version(name) or _version(f"{name}-cpu"))},
     )
 
 

