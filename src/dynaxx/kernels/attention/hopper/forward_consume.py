@@ -63,6 +63,14 @@ def arrivals(consumers, head_dim, dtype):
     return 128 if without_maxima(consumers, head_dim, dtype) else 1
 
 
+@gluon.constexpr_function
+def _eight_columns(width):
+    """Return a layout of [ROWS, width] like wgmma's, but that a thread has eight neighbouring columns, 16 bytes."""
+    wider = [[0, 1 << i] for i in range(5, 8) if 1 << i < width]
+    registers, lanes = [[0, 1], [0, 2], [0, 4], [8, 0], *wider], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
+
+
 @gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
     """Write -inf for pairs hidden by masks or past the last key, in the one or two blocks of a step."""
@@ -291,12 +299,13 @@ def _attend(
             given.out_desc, [i_b, i_h, row_q, 0], buffers.q.index(slot * CONSUMERS + CONSUMER)
         )  # fmt: skip
     else:  # the buffer may contain the next row's q already
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-        columns = gl.arange(0, BLOCK_E, gl.SliceLayout(0, acc_layout))
+        layout: gl.constexpr = _eight_columns(BLOCK_E)
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
         p_tile = given.p_out + ((i_b.to(gl.int64) * given.seqlen_q + row_q) * given.q_heads + i_h) * E
         at = rows[:, None] * (given.q_heads * E) + columns[None, :]
         inside = (row_q + rows < given.seqlen_q)[:, None]
         if E < BLOCK_E:
             inside = inside & (columns < E)[None, :]
-        gl.store(p_tile + at, acc.to(given.out_desc.dtype), mask=inside)
+        gl.store(p_tile + at, gl.convert_layout(acc.to(given.out_desc.dtype), layout), mask=inside)
     return done, lost
