@@ -22,7 +22,7 @@ from dynaxx.kernels.attention.hopper.backward_dkv import backward_dkv, group_pie
 from dynaxx.kernels.attention.hopper.backward_dq import backward_dq
 from dynaxx.kernels.attention.hopper.backward_fused import FUSED, FUSED_LAST_FIRST
 from dynaxx.kernels.attention.hopper.backward_rows import BackwardRows, dq_of_sums, rows_of
-from dynaxx.kernels.attention.hopper.config import backward_in_one_pass, tile_width
+from dynaxx.kernels.attention.hopper.config import backward_in_one_pass
 from dynaxx.kernels.device import processors
 from dynaxx.kernels.primitives.hopper.descriptors import dense_rows
 from dynaxx.kernels.runtime.arguments import zeros_like_lse
@@ -63,7 +63,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch all kernels. `rest` begins with lists of split lines and settings, on which the launches depend."""
     *_, scale, softcap, one_pass = rest
-    rows = rows_of(do, out, dlse, lse, layout, tile_width(q.shape[3]), one_pass)
+    rows = rows_of(do, out, dlse, lse, layout, q.shape[3], one_pass)
     dq, dk, dv = gradients_of_rows(do, q, k, v, rows, layout, scale, softcap)
     if rows.sums is not None:
         dq = dq_of_sums(rows.sums, q, layout, scale)

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from dynaxx.kernels.attention.hopper.backward_columns import SIZES, ColumnKernel, ColumnOutputs, column_or_part
 from dynaxx.kernels.attention.hopper.backward_fused_consume import FusedBuffers, consume
 from dynaxx.kernels.attention.hopper.backward_produce import ProducerArguments, fed_by, produce
-from dynaxx.kernels.attention.hopper.config import fused_stages, tile_width
+from dynaxx.kernels.attention.hopper.config import ahead, columns_added, fused_stages
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.primitives.hopper.column_parts import columns_of
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows
@@ -54,7 +54,6 @@ def _sparse_attention_hopper_bwd_fused_kernel(
         gl.program_id(0), layout, parts, kv_blocks, heads, kv_heads, group_size, pieces, together, ending, HAS_PARTS
     )
     keys_there = seqlen_k - column.i_col * KV_BLOCK
-    D: gl.constexpr = q_desc.block_type.shape[3]
     first_tile = column.first_head * q_blocks * (Q_BLOCK // ROWS)
     p_lse += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
     p_delta += column.first_head.to(gl.int64) * q_blocks * Q_BLOCK
@@ -64,8 +63,9 @@ def _sparse_attention_hopper_bwd_fused_kernel(
     ds_buffers = gl.allocate_shared_memory(
         q_desc.dtype, [SLOTS * CONSUMERS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2)
     )
+    LINES: gl.constexpr = sums_desc.block_type.shape[2]
     dq_buffers = gl.allocate_shared_memory(
-        gl.float32, [CONSUMERS, 1, 1, ROWS * D // (CONSUMERS * 32), 32], sums_desc.layout
+        gl.float32, [HEAD_DIM * ROWS // (LINES * 32), 1, 1, LINES, 32], sums_desc.layout
     )
     shared = FusedBuffers(sums_desc, ds_buffers, dq_buffers, barriers(1, CONSUMERS), barriers(SLOTS, CONSUMERS))
     outputs = ColumnOutputs(dk_desc, dv_desc, p_sums)
@@ -88,14 +88,15 @@ def _sparse_attention_hopper_bwd_fused_kernel(
 
 
 def _others(layout: BlockLayout, q: Tensor, v: Tensor, sums: Tensor, last_first: int = 0) -> dict[str, Any]:
-    width = tile_width(q.shape[3])
+    columns, columns_v = columns_of(q.shape[3]), columns_of(v.shape[3])
+    widest = max(columns, columns_v)
     return {
-        "sums_desc": gluon_rows(sums, width, 32),  # one consumer's part of a tile
+        "sums_desc": gluon_rows(sums, columns_added(columns) * 2, 32),
         "last_first": last_first,
-        "HEAD_DIM": columns_of(q.shape[3]),
-        "HEAD_DIM_V": columns_of(v.shape[3]),
-        "STAGES": fused_stages(width),
-        "AHEAD": width == 64,  # then registers suffice to compute the scores of the next tile ahead
+        "HEAD_DIM": columns,
+        "HEAD_DIM_V": columns_v,
+        "STAGES": fused_stages(widest),
+        "AHEAD": ahead(widest),
         "maxnreg": 168,
     }
 

@@ -32,9 +32,11 @@ from dynaxx.kernels.attention.hopper.backward_columns import read_column, store_
 from dynaxx.kernels.attention.hopper.backward_consume import keep
 from dynaxx.kernels.attention.hopper.backward_produce import FIELDS, NOWHERE, RING
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
-from dynaxx.kernels.compat import tma_add
+from dynaxx.kernels.compat import reinterpret, tma_add
 from dynaxx.kernels.primitives.hopper.column_parts import (
     part_count,
+    part_first,
+    part_width,
     start_scores,
     start_sums,
     wait_for,
@@ -50,25 +52,45 @@ class FusedBuffers(NamedTuple):
 
     sums_desc: Any
     ds_buffers: Any
-    dq_buffers: Any  # a tile of dq per consumer, on its way to the sums
+    dq_buffers: Any  # a tile of dq on its way to the sums, by what one instruction adds
     kv_read: Any
     ds_full: Any
 
 
+@gluon.constexpr_function
+def parts_of_dq(columns, consumer):
+    """Return first column and width of each part of dq that a consumer computes: its half of each part of a head.
+
+    The first consumer computes a part of 16 columns alone.
+    """
+    parts = [(part_first(columns, u), part_width(columns, u)) for u in range(part_count(columns))]
+    halves = [(first + consumer * width // 2, width // 2) for first, width in parts if width >= 32]
+    return halves + [(first, width) for first, width in parts if width < 32 and consumer == 0]
+
+
 @gluon.jit
-def _start_dq(fed, shared, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start this consumer's columns of dq for tile i - 1, once the other's ds is ready; for tile -1, on any memory."""
+def _start_part_of_dq(fed, shared, slot, CONSUMERS: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Start WIDTH columns of the tile of dq whose ds is in `slot`; return their token."""
     D: gl.constexpr = fed.k.shape[4]
-    SHARE: gl.constexpr = D // CONSUMERS
-    SLOTS: gl.constexpr = shared.ds_full.shape[0]
-    slot = (i + SLOTS - 1) % SLOTS
-    mbarrier.wait(shared.ds_full.index(slot), ((i + SLOTS - 1) // SLOTS + 1) & 1)
-    dq = gl.zeros([ROWS, SHARE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16]))
+    dq = gl.zeros([ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
     for u in gl.static_range(CONSUMERS):
-        k = fed.k.index(u + opaque_zero(slot)).reshape([ROWS, D]).slice(CONSUMER * SHARE, SHARE, dim=1)
+        k = fed.k.index(u + opaque_zero(slot)).reshape([ROWS, D]).slice(FIRST, WIDTH, dim=1)
         ds = shared.ds_buffers.index(slot * CONSUMERS + u).permute((1, 0))
         dq = warpgroup_mma(ds, k, dq, use_acc=u > 0, is_async=True)
     return dq
+
+
+@gluon.jit
+def _start_dq(fed, shared, i, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Start this consumer's parts of dq for tile i - 1, once the other's ds is ready; for tile -1, on any memory."""
+    PARTS: gl.constexpr = parts_of_dq(HEAD_DIM, CONSUMER)
+    SLOTS: gl.constexpr = shared.ds_full.shape[0]
+    slot = (i + SLOTS - 1) % SLOTS
+    mbarrier.wait(shared.ds_full.index(slot), ((i + SLOTS - 1) // SLOTS + 1) & 1)
+    tokens = ()
+    for u in gl.static_range(len(PARTS)):
+        tokens += (_start_part_of_dq(fed, shared, slot, CONSUMERS, PARTS[u][0], PARTS[u][1]),)  # type: ignore[assignment]
+    return tokens
 
 
 @gluon.jit
@@ -78,15 +100,31 @@ def _tile_before(numbers, i):
 
 
 @gluon.jit
-def _add_dq(dq, shared, tile, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr):
-    """Add an unscaled tile of dq to the sums, in the order described in `backward_rows`."""
-    LINES: gl.constexpr = shared.dq_buffers.shape[3]
-    dq_buffer = shared.dq_buffers.index(CONSUMER)
+def _store_part_of_dq(buffers, dq, FIRST: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Store columns of a tile of dq, from FIRST on, in the order described in `backward_rows`."""
+    WIDTH: gl.constexpr = dq.shape[1]
+    LINES: gl.constexpr = WIDTH * ROWS // 32
+    layout: gl.constexpr = gl.NVMMASharedLayout(buffers.layout.swizzle_byte_width, 32, 2)
+    by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, WIDTH // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
+    part = reinterpret(buffers, gl.float32, [HEAD_DIM // WIDTH, LINES, 32], layout).index(FIRST // WIDTH)
+    part.store(gl.reshape(by_lane, [LINES, 32]))
+
+
+@gluon.jit
+def _add_dq(dq, shared, tile, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Add this consumer's unscaled parts of a tile of dq to the sums."""
+    PARTS: gl.constexpr = parts_of_dq(HEAD_DIM, CONSUMER)
+    buffers = shared.dq_buffers
+    LINES: gl.constexpr = buffers.shape[3]  # of one addition, of ADDED columns
+    ADDED: gl.constexpr = LINES * 32 // ROWS
     tma.store_wait(0)
-    by_lane = gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
-    dq_buffer.reshape([LINES, 32]).store(gl.reshape(by_lane, [LINES, 32]))
+    for u in gl.static_range(len(PARTS)):
+        _store_part_of_dq(buffers, dq[u], PARTS[u][0], HEAD_DIM)
     fence_async_shared()
-    tma_add(shared.sums_desc, [0, 0, (tile * CONSUMERS + CONSUMER) * LINES, 0], dq_buffer)
+    first_line = tile * (HEAD_DIM * ROWS // 32)
+    for u in gl.static_range(len(PARTS)):
+        for u_add in gl.static_range(PARTS[u][0] // ADDED, (PARTS[u][0] + PARTS[u][1]) // ADDED):
+            tma_add(shared.sums_desc, [0, 0, first_line + u_add * LINES, 0], buffers.index(u_add))
 
 
 @gluon.jit
@@ -115,7 +153,7 @@ def _consume_tiles(
             s_token = start_scores(k, q, zero, HEAD_DIM)
         dp_token = start_scores(v, do, zero, HEAD_DIM_V)
         if AHEAD:
-            dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
+            dq_tokens = _start_dq(fed, shared, i, CONSUMERS, CONSUMER, HEAD_DIM)
         lse = fed.stats.index(stage * 2).load(gl.SliceLayout(0, s_layout))
         if not AHEAD:
             scores = warpgroup_mma_wait(part_count(HEAD_DIM_V), deps=[s_token])
@@ -133,7 +171,8 @@ def _consume_tiles(
             mbarrier.wait(fed.full.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1)
             q_next = fed.q.index((i + 1) % STAGES).reshape([ROWS, D])
             s_token = start_scores(k, q_next, zero, HEAD_DIM)
-            dp, dq = warpgroup_mma_wait(1, deps=[dp_token, dq_token])
+            dps, dq = wait_for_both((dp_token,), dq_tokens, part_count(HEAD_DIM))
+            dp = dps[0]
         else:
             dp = warpgroup_mma_wait(0, deps=[dp_token])
         ds = (weights * (dp - delta[None, :])).to(q.dtype)
@@ -144,14 +183,14 @@ def _consume_tiles(
         dv_tokens = start_sums(p, do, dv, HEAD_DIM_V)
         if AHEAD:
             dk_tokens = start_sums(gl.convert_layout(ds, p_layout), q, dk, HEAD_DIM)
-            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
+            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMER, HEAD_DIM)
             dv, others = wait_for_both(dv_tokens, dk_tokens + (s_token,), 0)  # noqa: RUF005 (jit has no star)
             dk, scores = others[:-1], others[-1]
         else:
-            dq_token = _start_dq(fed, shared, i, CONSUMERS, CONSUMER)
+            dq_tokens = _start_dq(fed, shared, i, CONSUMERS, CONSUMER, HEAD_DIM)
             dk_tokens = start_sums(gl.convert_layout(ds, p_layout), q, dk, HEAD_DIM)
-            dv, dqs = wait_for_both(dv_tokens, (dq_token,), part_count(HEAD_DIM))
-            _add_dq(dqs[0], shared, first_tile + _tile_before(fed.numbers, i), CONSUMERS, CONSUMER)
+            dv, dq = wait_for_both(dv_tokens, dq_tokens, part_count(HEAD_DIM))
+            _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, i), CONSUMER, HEAD_DIM)
             dk = wait_for(dk_tokens, 0)
         mbarrier.arrive(fed.empty.index(stage), count=1)
     return dk, dv, scores
@@ -175,7 +214,7 @@ def consume(
         mbarrier.wait(fed.full.index(0), 0)
         k = fed.k.index(CONSUMER).reshape([ROWS, D])
         q = fed.q.index(0).reshape([ROWS, D])
-        s_token = warpgroup_mma(k, q.permute((1, 0)), scores, use_acc=False, is_async=True)
+        s_token = start_scores(k, q, scores, HEAD_DIM)
         scores = warpgroup_mma_wait(0, deps=[s_token])
     done = 0
     before = 0
@@ -195,10 +234,8 @@ def consume(
             HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
         done += count * SPLIT
-    dq_token = _start_dq(fed, shared, done, CONSUMERS, CONSUMER)
-    dq = warpgroup_mma_wait(0, deps=[dq_token])
-    tile = first_tile + _tile_before(fed.numbers, done)
-    _add_dq(dq, shared, tile, CONSUMERS, CONSUMER)
+    dq = wait_for(_start_dq(fed, shared, done, CONSUMERS, CONSUMER, HEAD_DIM), 0)
+    _add_dq(dq, shared, first_tile + _tile_before(fed.numbers, done), CONSUMER, HEAD_DIM)
     mbarrier.arrive(shared.kv_read.index(0), count=1)
     mbarrier.wait(shared.kv_read.index(0), 0)
     # now no consumer reads k and v again

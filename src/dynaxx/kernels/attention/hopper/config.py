@@ -27,9 +27,19 @@ def forward_stages(head_dim: int, consumers: int) -> int:
     return (6 if consumers == 2 else 4) if head_dim == 64 else 2
 
 
-def fused_stages(head_dim: int) -> int:
-    """Return the tiles in flight in one pass; at head_dim 64, the scores of the next tile are computed ahead."""
-    return 3 if head_dim == 64 else 2
+def ahead(columns: int) -> bool:
+    """Return whether one pass computes the scores of the next tile ahead: whether registers suffice."""
+    return columns <= 80
+
+
+def fused_stages(columns: int) -> int:
+    """Return the tiles in flight in one pass; one more if the scores of the next tile are computed ahead."""
+    return 3 if ahead(columns) else 2
+
+
+def columns_added(columns: int) -> int:
+    """Return the columns of 64 rows of dq that one instruction adds to the sums."""
+    return 16 if columns % 64 else columns // 2
 
 
 def backward_in_one_pass(kv_block: int, head_dim: int, entries: float, programs: int, processors: int) -> bool:
