@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from dynaxx.kernels.attention.hopper.backward_columns import SIZES, ColumnKernel, ColumnOutputs, column_or_part
 from dynaxx.kernels.attention.hopper.backward_fused_consume import FusedBuffers, consume
 from dynaxx.kernels.attention.hopper.backward_produce import ProducerArguments, fed_by, produce
-from dynaxx.kernels.attention.hopper.config import ahead, columns_added, fused_stages
+from dynaxx.kernels.attention.hopper.config import columns_added, fused_stages, tile_width
 from dynaxx.kernels.attention.hopper.forward_consume import ROWS
 from dynaxx.kernels.primitives.hopper.column_parts import columns_of
 from dynaxx.kernels.primitives.hopper.descriptors import gluon_rows
@@ -88,15 +88,14 @@ def _sparse_attention_hopper_bwd_fused_kernel(
 
 
 def _others(layout: BlockLayout, q: Tensor, v: Tensor, sums: Tensor, last_first: int = 0) -> dict[str, Any]:
-    columns, columns_v = columns_of(q.shape[3]), columns_of(v.shape[3])
-    widest = max(columns, columns_v)
+    width, columns = tile_width(q.shape[3]), columns_of(q.shape[3])
     return {
         "sums_desc": gluon_rows(sums, columns_added(columns) * 2, 32),
         "last_first": last_first,
         "HEAD_DIM": columns,
-        "HEAD_DIM_V": columns_v,
-        "STAGES": fused_stages(widest),
-        "AHEAD": ahead(widest),
+        "HEAD_DIM_V": columns_of(v.shape[3]),
+        "STAGES": fused_stages(width),
+        "AHEAD": width == 64,  # then registers suffice to compute the scores of the next tile ahead
         "maxnreg": 168,
     }
 

@@ -27,14 +27,9 @@ def forward_stages(head_dim: int, consumers: int) -> int:
     return (6 if consumers == 2 else 4) if head_dim == 64 else 2
 
 
-def ahead(columns: int) -> bool:
-    """Return whether one pass computes the scores of the next tile ahead: whether registers suffice."""
-    return columns <= 80
-
-
-def fused_stages(columns: int) -> int:
-    """Return the tiles in flight in one pass; one more if the scores of the next tile are computed ahead."""
-    return 3 if ahead(columns) else 2
+def fused_stages(head_dim: int) -> int:
+    """Return the tiles in flight in one pass; at head_dim 64, the scores of the next tile are computed ahead."""
+    return 3 if head_dim == 64 else 2
 
 
 def columns_added(columns: int) -> int:
