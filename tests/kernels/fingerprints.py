@@ -290,7 +290,7 @@ for backend in ("triton", "hopper"):
         add(f"{backend} selected {group}", selected, backend, group)
     add(f"{backend} nsa selection 32/16/64", nsa_selection, backend, (32, 16, 64))
     add(f"{backend} nsa selection 16/16/16", nsa_selection, backend, (16, 16, 16))
-for head_dim in (64, 128):
+for head_dim in (64, 80, 128):
     add(f"hopper backward {head_dim}/128 in one pass", attention, "hopper", head_dim, 128, backward=True, one_pass=True)
 add("hopper forward 128/128 fp16", attention, "hopper", 128, 128, dtype=torch.float16)
 add("hopper nsa rows", nsa_backward)
