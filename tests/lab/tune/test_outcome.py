@@ -13,6 +13,7 @@ from dynaxx.lab.tune.outcome import budget_of, decide
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.pipeline.steps import less_cut
 from dynaxx.lab.tune.result import Trial
+from dynaxx.lab.validate.check import Check
 
 SPARSE = Tried(Candidate(0.4, [[0.4]], {}), Trial(0.4, 11.0, 1.004, 0.001, True))
 
@@ -51,6 +52,22 @@ def test_the_end_of_time_is_no_finding(ended):
     assert outcome(chosen=SPARSE, timings=slower).verdict == "dense"
     busy = outcome(chosen=SPARSE, timings=[slower[0], replace(slower[1], busy=True)])
     assert (busy.verdict, "on a quiet machine" in busy.advice) == ("undecided", True)
+
+
+def test_a_run_without_a_budget_is_advised_none():
+    for found in (dict(), dict(chosen=SPARSE, timings=[LengthTiming(1024, 2.0, 1.0)])):
+        stopped = outcome(ended="interrupted", needed=None, **found)
+        assert "--time-budget" not in stopped.advice
+        assert "the same command" in stopped.advice
+
+
+@pytest.mark.parametrize(("tolerance", "shown"), [(0.00004, "0.004"), (1e-6, "0.0001"), (1e-8, "0.000001")])
+def test_tiny_tolerances_are_shown_whole(tolerance, shown):
+    found = outcome(tolerance=tolerance, chosen=SPARSE, timings=[LengthTiming(1024, 2.0, 1.0)])
+    said = {"verdict": "sparse", "why": found.why, "sparse_from": 512}
+    assert f"within {shown}% at" in PipelineResult(None, None, said, None, "", ()).summary()
+    check = Check("perplexity_ratio", 1.01, 1 + tolerance, False)
+    assert f"(limit +{shown}" in check.to_text()
 
 
 def test_short_texts_rule_nothing_out():

@@ -14,7 +14,8 @@ from dynaxx.lab.kinds import label
 from dynaxx.lab.report import charts
 from dynaxx.lab.report.charts import Axes, ChartLine, Line, Point
 from dynaxx.lab.report.svg import TOKENS, heatmap_uri, pattern_pictures
-from dynaxx.lab.report.verdict import change, duration, is_busy, percent, times
+from dynaxx.lab.report.verdict import change, duration, is_busy, limit, percent, times
+from dynaxx.lab.validate.check import decimals
 
 RULE_NAMES = {
     "oracle": "best possible",
@@ -144,6 +145,7 @@ def tuning_section(document: dict[str, Any], documents: dict[str, Any]) -> dict[
     return {
         **_picked(document, "tokens tolerance dense_perplexity chosen best_uniform_density why advice ended verdict"),
         "seconds": document.get("seconds"),
+        "digits": decimals(100 * document["tolerance"], 2),
         "busy": is_busy(document),
         "trials": [
             {
@@ -216,7 +218,7 @@ def _quality_chart(document: dict[str, Any]) -> str:
         _plain,
         _plain,
         y_range=(min(0.0, *changes) - 0.04 * top, top * 1.05),
-        y_lines=(Line(100 * tolerance, f"limit {percent(tolerance, 1)}"),),
+        y_lines=(Line(100 * tolerance, f"limit {limit(tolerance)}"),),
     )
     return charts.line_chart(series, axes, alt="Perplexity against density, tuned and uniform budgets")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dynaxx.lab.validate.check import apart
+from dynaxx.lab.validate.check import apart, decimals
 
 NBSP = "\N{NO-BREAK SPACE}"
 FASTER = 1.05  # smallest speed-up that counts
@@ -35,6 +35,11 @@ class Verdict:
 def percent(value: float, digits: int = 0) -> str:
     """Format a share as "21 %" with a no-break space."""
     return f"{100 * value:.{digits}f}{NBSP}%"
+
+
+def limit(value: float, digits: int = 1) -> str:
+    """Format a limit as a percentage with at least so many digits, and three of a small one."""
+    return percent(value, decimals(100 * value, digits))
 
 
 def change(ratio: float, digits: int = 2) -> str:

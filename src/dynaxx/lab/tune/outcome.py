@@ -16,6 +16,7 @@ from dynaxx.lab.tune.crossover import LengthTiming, dense_below
 from dynaxx.lab.tune.density.guide import Guide, Tried
 from dynaxx.lab.tune.density.trials import ERRORS
 from dynaxx.lab.tune.result import Ended, Verdict
+from dynaxx.lab.validate.check import decimals
 
 ROUND = (60, 120, 180, 300, 600, 900, 1800, 3600)  # seconds that an advised budget is rounded up to
 
@@ -40,7 +41,7 @@ def decide(
     tokens: int,
     usual: int,
     tolerance: float,
-    needed: float,
+    needed: float | None,
 ) -> Outcome:
     """Return the outcome of a search.
 
@@ -53,21 +54,25 @@ def decide(
         tokens: length of the texts that were tuned on.
         usual: length of the texts from which sparse attention can be ruled out.
         tolerance: allowed relative rise of perplexity.
-        needed: expected seconds of another run until its search is done.
+        needed: expected seconds of another run until its search is done; None without a time budget.
     """
-    budget = f"--time-budget {budget_of(needed)}"
+    budget = "" if needed is None else f" with --time-budget {budget_of(needed)}"
     longer = f"Longer texts need fewer blocks: --tokens {usual}, and as much text as that takes."
-    again = f"Run the same command with {budget}: it continues, and on this machine now that would decide."
+    again = f"Run the same command{budget} again: it continues."
+    if needed is not None:
+        again = f"Run the same command{budget}: it continues, and on this machine now that would decide."
+    digits = decimals(100 * tolerance, 3)
+    limit = f"{tolerance:.{digits}%}"
     if chosen is None:
         if tuned is not None and tuned.hopeless:
             densest = max((each for each in tuned.trials if not each.passed), key=lambda each: each.aim)
             worst = max(densest.rows, key=lambda row: math.log(row.ratio) - ERRORS * row.error)
-            lost = f"at {densest.density:.1%} of the blocks perplexity changes by {worst.ratio - 1:+.3%}"
+            lost = f"at {densest.density:.1%} of the blocks perplexity changes by {worst.ratio - 1:+.{digits}%}"
             is_noise = math.log(worst.ratio) - ERRORS * worst.error <= math.log1p(tolerance)
             if is_noise and all(task.passed for task in densest.tasks):
-                said = f"{lost}, with a standard error of {worst.error:.3%} that is too large for {tolerance:.3%}"
+                said = f"{lost}, with a standard error of {worst.error:.{digits}%} that is too large for {limit}"
                 return Outcome(ended, "undecided", None, said, "More text decides: --stretches 3, or a longer sample.")
-            said = f"nothing sparse stays within {tolerance:.3%} at {tokens:,} tokens: {lost}"
+            said = f"nothing sparse stays within {limit} at {tokens:,} tokens: {lost}"
             return Outcome(ended, _ruled_out(tokens, usual), None, said, longer * (tokens < usual))
         count = len(tuned.tried) if tuned is not None else 0
         tried = f" after {count} trial{'s' * (count > 1)}" if count else " before any trial"
@@ -75,8 +80,8 @@ def decide(
             ended, "undecided", None, f"{_ENDS[ended]}{tried}; no density is known to pass or to fail", again
         )
     border, longest = dense_below(timings), max((each.seqlen for each in timings), default=0)
-    more = "" if ended == "done" else f"Fewer blocks may do: the same command with {budget} continues."
-    found = f"{chosen.trial.density:.1%} of the blocks keep perplexity within {tolerance:.3%} at {tokens:,} tokens"
+    more = "" if ended == "done" else f"Fewer blocks may do: the same command{budget} continues."
+    found = f"{chosen.trial.density:.1%} of the blocks keep perplexity within {limit} at {tokens:,} tokens"
     if not timings:
         return Outcome(ended, "undecided", None, f"{found}, but {_ENDS[ended]} before attention was timed", again)
     if border is None and not timed:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
 
 MAX_DIGITS = 6  # decimals at which a value and its limit are shown at most
 
@@ -58,10 +59,17 @@ class Check:
 
 def apart(value: float, limit: float, digits: int) -> tuple[str, str]:
     """Return both with the same decimals, more of them while they look the same and are not."""
+    digits = decimals(limit, digits)
     while value != limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < MAX_DIGITS:
         digits += 1
     shown = f"{value:.{digits}f}"
     return shown if float(shown) else shown.removeprefix("-"), f"{limit:.{digits}f}"
+
+
+def decimals(limit: float, least: int) -> int:
+    """Return the decimals, at least `least`, that show three digits of a limit however small it is."""
+    exponent = Decimal(f"{limit:.3g}").normalize().as_tuple().exponent
+    return max(least, -exponent) if isinstance(exponent, int) else least
 
 
 def _signed(number: str) -> str:

@@ -113,7 +113,7 @@ def _of_search(tuning: dict[str, Any], without_reference: str) -> list[str]:
         lines += _by_kind(chosen, tuning.get("held_out") or ())
     if verdict == "sparse":
         start = tuning.get("sparse_from") or tuning.get("dense_below")  # older files have the second alone
-        lines.append(f"sparse is faster here: prompts run sparse from {start:,} tokens, shorter ones dense")
+        lines.append(f"prompts run sparse from {start:,} tokens, shorter ones dense")
     for raised in tuning.get("raised", ())[-1:]:
         lines.append(
             f"attention alone is faster from {tuning['raised'][0]['before']:,} tokens, but the whole "
