@@ -61,6 +61,16 @@ def test_unknown_forms_are_said(row):
     assert "prompt + completion" in said[0]
 
 
+@pytest.mark.parametrize("row", [{"text": None}, {"messages": None}, {"error": "x"}, 7])
+def test_a_few_odd_rows_are_left_out_and_said(row, tmp_path):
+    said, known = [], json.dumps({"messages": [{"role": "user", "content": ["Why?", {"type": "text", "text": None}]}]})
+    text = f"\N{ZERO WIDTH NO-BREAK SPACE}{known}\n{json.dumps(row)}\n{known}"
+    path = tmp_path / "a.jsonl"
+    path.write_text(text, "utf-8")
+    assert load_text(path, said.append) == "User: Why?\n\nUser: Why?"
+    assert said[0].startswith(f"{path}: 2 rows of JSON are read as the text of their messages; 1 others")
+
+
 def test_a_broken_line_is_named():
     with pytest.raises(ValueError, match=r"line 2 of a.jsonl must be JSON"):
         plain_text('{"text": "x"}\n{"text":', "a.jsonl", print)

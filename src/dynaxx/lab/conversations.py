@@ -27,6 +27,8 @@ WRAPPERS = ("body", "request")  # fields of a log that hold what was sent
 def plain_text(text: str, name: str, say: Callable[[str], object]) -> str:
     """Return the text of JSON lines, or of one JSON document, in a known form; any other text as it is.
 
+    Rows without a known form are left out if they are less than half.
+
     Args:
         text: the content of a file.
         name: its name, for messages. A name that ends in .jsonl or .ndjson must hold JSON lines.
@@ -39,12 +41,13 @@ def plain_text(text: str, name: str, say: Callable[[str], object]) -> str:
     if rows is None:
         return text
     read = [_said(row) for row in rows]
-    if not rows or any(said is None for said in read):
-        odd = next((row for row, said in zip(rows, read, strict=True) if said is None), None)
-        keys = f" with the fields {', '.join(map(str, odd))}" if isinstance(odd, dict) else ""
+    odd = [row for row, said in zip(rows, read, strict=True) if said is None]
+    keys = f" with the fields {', '.join(map(str, odd[0]))}" if odd and isinstance(odd[0], dict) else ""
+    if 2 * len(odd) >= len(rows):
         say(f"{name}: JSON{keys} is read as it stands, braces included; forms that are read as text: {FORMS}")
         return text
-    say(f"{name}: {len(rows):,} rows of JSON are read as the text of their messages")
+    left_out = f"; {len(odd):,} others{keys} are left out" if odd else ""
+    say(f"{name}: {len(rows) - len(odd):,} rows of JSON are read as the text of their messages{left_out}")
     return "\n\n".join(said for said in read if said)
 
 
@@ -101,7 +104,8 @@ def _messages(messages: list[Any]) -> str | None:
             return None
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if isinstance(content, list):  # parts; images and the like have no text
-            content = "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+            texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            content = "\n".join(text for text in texts if isinstance(text, str))
         if content is None and role is not None:  # a call of a tool has no text
             continue
         if not isinstance(role, str) or not isinstance(content, str):

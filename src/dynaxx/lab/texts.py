@@ -47,7 +47,7 @@ def load_text(source: str | Path, say: Callable[[str], object] = lambda line: No
         text = text_of(str(source))
     else:
         try:
-            text = plain_text(read_regular_file(source, MAX_BYTES).decode("utf-8"), str(source), say)
+            text = plain_text(read_regular_file(source, MAX_BYTES).decode("utf-8-sig"), str(source), say)
         except (FileNotFoundError, IsADirectoryError):
             raise ValueError(
                 "text source must be a UTF-8 file, 'pydoc' (comes with Python), another built-in text "
@@ -68,7 +68,7 @@ def _standard_input() -> str:
     if len(raw) > MAX_BYTES:
         raise ValueError(f"text from '-' must be at most {MAX_BYTES:,} bytes; give a shorter sample")
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"text from '-' must be UTF-8: {error}") from None
 
