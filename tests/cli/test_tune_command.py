@@ -65,6 +65,10 @@ def test_tune_does_not_repeat_what_it_did(tools, tiny, tmp_path):
     assert (settings["seed"], settings["tolerance"], settings["scorers"]) == (1, 0.01, ["mean", "bounds"])
     dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1, "--restart"))
     assert len(tools["analyze"]) == 3
+    before = (tmp_path / "profile.json").stat().st_mtime_ns
+    dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1, "--threads", 2))
+    assert (tmp_path / "profile.json").stat().st_mtime_ns > before, "its times are of one thread"
+    assert len(tools["analyze"]) == 3
 
 
 def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):

@@ -159,6 +159,13 @@ def test_what_a_busy_machine_timed_is_timed_again(loaded, tmp_path):
     assert still.done == []
 
 
+def test_what_other_threads_timed_is_timed_again(loaded, tmp_path, monkeypatch):
+    run(loaded, tmp_path, "sparse", None, SlowClock())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
+    run(loaded, tmp_path, "sparse", None, clock := SlowClock())
+    assert {kind for kind, _ in clock.done} == {"attention", "crossover"}
+
+
 def test_an_advised_budget_has_room_for_the_start_of_the_command(loaded, tmp_path):
     options = TuneOptions("", out=tmp_path, tokens=TOKENS, block_size=16, reference=False)
     found = tune(*loaded, TEXT, options, time=TimeBudget(10.0, SlowClock(), spent=2000.0))

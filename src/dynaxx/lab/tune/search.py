@@ -13,7 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from dynaxx.lab.about import about
+from dynaxx.lab.machine import machine_facts
 from dynaxx.lab.models import LoadedModel, longest_prompt
 from dynaxx.lab.perplexity import evaluating, fast_linears, measure_pace
 from dynaxx.lab.progress import Progress, Task
@@ -33,12 +36,10 @@ from dynaxx.layout import as_block_size
 from dynaxx.policy import rules_digest
 
 if TYPE_CHECKING:
-    from dynaxx.policy import Policy
-if TYPE_CHECKING:
-    from dynaxx.policy import Profile
+    from dynaxx.policy import Policy, Profile
 
-
-SHARE = 0.25  # largest time of the recording, as a share of the time spent so far
+SHARE = 0.25  # largest time of recording a reference, as a share of the time spent so far
+EXPECTED_PASSES = 16  # passes over a text until a search is done, about
 
 
 def with_reference(
@@ -84,9 +85,6 @@ def with_reference(
         return dataclasses.replace(result, reference=f"none: {error}")
     said = f"{found.requests} prompts, {min(each.calls for each in found.layers)} calls a layer"
     return dataclasses.replace(result, policy=policy.replace(guard=Guard(), reference=found), reference=said)
-
-
-EXPECTED_PASSES = 16  # passes over a text until a search is done, about
 
 
 class Timed(NamedTuple):
@@ -141,9 +139,11 @@ class Search(Finding):
         """Return the times of attention at several lengths, measured as far as time allows, and whether all are.
 
         Under a time budget, the first length beyond the texts that is faster sparse is the last one. What a busy
-        machine measured in an earlier run is measured again.
+        machine measured in an earlier run is measured again, and what another machine or number of threads did.
         """
-        lengths, key = lengths_of(self.model, self.options.tokens), f"crossover {rules_digest(policy)} "
+        lengths, machine = lengths_of(self.model, self.options.tokens), machine_facts()
+        on = f"{machine.gpus if self.model.device.type == 'cuda' else machine.cpu}, {torch.get_num_threads()} threads"
+        key = f"crossover {rules_digest(policy)} on {on} "
         known = {each["seqlen"]: LengthTiming(**each) for each in map(self.steps.get, self.steps.names(key))}
         wanted = [length for length in lengths if length not in known or known[length].busy] if measure else []
         for timing in self._timed(policy, wanted, urgent=not known):
@@ -193,10 +193,10 @@ class Search(Finding):
         )
         return self._described(best, outcome)
 
-    def _needed(self) -> float:
-        """Return the expected seconds of another run until its search is done."""
+    def _needed(self) -> float | None:
+        """Return the expected seconds of another run until its search is done; None without a time budget."""
         if self.time.seconds is None:
-            return 0.0
+            return None
         costs = 0.0 if self.tuned and not self.cut else self._costs_seconds(len(self.scorers))
         return self.before + self.time.reserved + costs + EXPECTED_PASSES * self.trials.pass_seconds
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from dynaxx.lab.about import about
 from dynaxx.lab.files import read_json, write_json
 from dynaxx.lab.kinds import kinds_of, text_of
@@ -133,6 +135,7 @@ class _Steps:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.plan, self.progress, self.time = replace(plan, block_size=block_size), progress, time
         self.lengths = plan.lengths or default_lengths(model)
+        self.machine = {**machine_facts().to_dict(), "threads": torch.get_num_threads(), "device": str(model.device)}
         self.files: list[Path] = []
         self.left_out: list[str] = []  # steps for which no time was left
         check_tokens(model, plan.tokens, max(as_block_size(block_size)))
@@ -159,7 +162,7 @@ class _Steps:
         options: dict[str, Any] = dict(lengths=self.lengths, name=plan.name, price_per_hour=plan.price_per_hour)
         options |= dict(progress=self.progress, time=self.time)
         make = lambda: profile(self.model, self.tokenizer, self.text, **options)
-        return self._document("profile", "profile.json", make, ("lengths", "price_per_hour"))
+        return self._document("profile", "profile.json", make, ("lengths", "price_per_hour", "machine"))
 
     def choose_tokens(self) -> None:
         """Take shorter texts if the time is too short for the usual ones, and store the settings of this run.
@@ -242,7 +245,9 @@ class _Steps:
         if name in self.plan.skip:
             return None
         path = self.plan.out / file
-        settings = json.loads(json.dumps({each: getattr(self, each, getattr(self.plan, each)) for each in of}))
+        settings = json.loads(
+            json.dumps({each: getattr(self if hasattr(self, each) else self.plan, each) for each in of})
+        )
         digests = about(**settings) | self.about
         earlier = _earlier(path) if self.plan.resume else None
         fits = self.time.allows(seconds)
