@@ -251,6 +251,16 @@ def test_a_policy_that_was_changed_has_no_results(tmp_path):
     assert "The policy runs everything dense." in page.text
 
 
+@pytest.mark.parametrize("content", ['{"format": "dynaxx.pol', "[]", json.dumps(made.policy() | {"rolout": {}})])
+def test_nothing_passes_while_the_policy_cannot_be_read(tmp_path, content):
+    folder = write_documents(tmp_path)
+    (folder / "policy.json").write_text(content)
+    page = Page(write_report(folder).read_text())
+    assert "The policy cannot be read. Make it again with dynaxx tune" in page.text
+    assert "Passed" not in page.text
+    assert "policy.json" in page.text
+
+
 def test_a_validation_on_another_text_says_so(tmp_path):
     found = made.validation()
     found["about"]["text"] = "another"

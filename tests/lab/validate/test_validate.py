@@ -480,6 +480,11 @@ def test_checks_are_said_in_words(given, said):
     assert said in Check(name, value, limit, False, unit, where).to_text()
 
 
+def test_a_policy_without_any_limit_is_refused(model):
+    with pytest.raises(ValueError, match="tolerances are all null, so nothing could fail"):
+        check(model, dx.SlidingWindow(16), tolerances=Tolerances(**dict.fromkeys(Tolerances.model_fields)))
+
+
 def test_the_model_is_left_as_it_was(model):
     ids = torch.tensor([Letters()(TEXT[:100])["input_ids"]])
     before = model(ids).logits

@@ -197,7 +197,10 @@ def _page(documents: dict[str, Any], problems: dict[str, str], folder: Path) -> 
         judged = verdict(documents)
     except ODD as error:
         judged = Verdict("open", "Open", "The results do not fit together.", f"{type(error).__name__}: {error}")
-    if not documents:
+    if "policy" in problems:  # what was measured may be about another one
+        headline, sentence = "The policy cannot be read.", f"Make it again with {usual['policy']}."
+        judged = Verdict("open", "Open", headline, sentence)
+    elif not documents:
         judged = replace(judged, sentence=f"Run {usual['tuning']} to fill this page.")
     return {
         "title": model,

@@ -203,12 +203,14 @@ def _set_up(
 
 
 def check_sparse(policy: Policy) -> None:
-    """Raise ValueError if a policy has no sparse rule, for prompts or for decoding."""
+    """Raise ValueError if a policy has no sparse rule, for prompts or for decoding, or no limit to hold it against."""
     if not has_sparse_rule(policy) and not any(rule.phase == "decode" for rule in policy.rules):
         raise ValueError(
             "the policy has no sparse rule, so it runs everything dense and there is nothing to validate; "
             "tune again with more time or a higher tolerance"
         )
+    if all(limit is None for _, limit in policy.tolerances):
+        raise ValueError("the policy's tolerances are all null, so nothing could fail; set one: `perplexity_ratio`")
 
 
 def _border(policy: Policy, limit: int) -> int:
