@@ -9,6 +9,7 @@ import pytest
 
 import dynaxx
 from command_line import CHECKED, POLICY, Result, Validation, dynaxx_, stand_in
+from dynaxx.lab.files import alone_in
 from dynaxx.lab.tune.crossover import LengthTiming
 from tiny import TEXT
 
@@ -69,6 +70,16 @@ def test_tune_does_not_repeat_what_it_did(tools, tiny, tmp_path):
     dynaxx_(*tune_args(tiny, tmp_path, "--seed", 1, "--threads", 2))
     assert (tmp_path / "profile.json").stat().st_mtime_ns > before, "its times are of one thread"
     assert len(tools["analyze"]) == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+def test_two_runs_never_write_into_one_folder(tools, tiny, tmp_path):
+    with alone_in(tmp_path / "run"):
+        shown = dynaxx_(*tune_args(tiny, tmp_path / "run"))
+    assert shown.exit_code == 2
+    assert f"another run works in {tmp_path / 'run'}; wait until it ends, or give another --out" in shown.stderr
+    assert not os.listdir(tmp_path / "run")
+    assert dynaxx_(*tune_args(tiny, tmp_path / "run")).exit_code == 0
 
 
 def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):

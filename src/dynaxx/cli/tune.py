@@ -266,6 +266,7 @@ def tune(
             tuned = tune_pipeline(model, of_pipeline, out, device, dtype, seed, block, quiet)
             finish(tuned.result, tuned.summary, ok=tuned.ok, files=tuned.files)
             return
+        from dynaxx.lab.files import alone_in
         from dynaxx.lab.kinds import kinds_of
         from dynaxx.lab.models import longest_prompt, model_name
         from dynaxx.lab.tasks.suite import named_tasks
@@ -315,6 +316,7 @@ def tune(
         )
         after = lambda: f"first verdict, {seconds_since_start():.0f} s after the start"
         say_verdict = (lambda verdict: None) if quiet else (lambda verdict: echo(f"{after()}: {verdict}", err=True))
-        found = run(*loaded, source, plan, progress=progress, say_verdict=say_verdict, time=time)
+        with alone_in(out):
+            found = run(*loaded, source, plan, progress=progress, say_verdict=say_verdict, time=time)
         code = INTERRUPTED if found.interrupted else UNDECIDED if found.undecided else 0
         finish(found, found.summary(), ok=found.ok, code=code, files=found.files)

@@ -111,6 +111,34 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep a folder, which is made if it is missing, from other processes that call this, where the system has locks.
+
+    Raises:
+        ValueError: another process works in it.
+        OSError: it cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(f"another run works in {folder}; wait until it ends, or give another --out") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def explain_full_disk(path: Path | str) -> Iterator[None]:
     """Turn "no space left", exceeded quotas and limits on file sizes into an `OutOfSpaceError` that names the file."""
     try:
