@@ -49,6 +49,34 @@ def test_a_layer_that_stops_being_causal_after_apply_does_not_follow_its_rule():
     close(got, logits(model, input_ids=ids))
 
 
+def test_a_recomputed_layer_that_is_not_causal_gets_the_mask_of_the_forward_pass():
+    """GPT-2 hands its mask on by position, so that reentrant checkpointing detaches it."""
+    sizes = {
+        "vocab_size": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    model, ids = transformers.GPT2LMHeadModel(config).train(), tokens(2, 90)
+    model.transformer.h[0].attn.is_causal = False
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return [each.grad.clone() for each in model.parameters()]
+
+    own = gradients()
+    with applied(model):
+        close(gradients(), own)
+
+
 def test_the_original_attention_says_which_arguments_matter():
     module = llama().model.layers[0].self_attn
     assert names_read(attention_of(module, "eager")) == {"scaling", "dropout"}

@@ -158,7 +158,11 @@ class LazyMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute the mask, and run the operation on it."""
+        """Compute the mask, and run the operation on it. Reentrant checkpointing detaches masks, which stay lazy."""
+        if function is torch.ops.aten.detach.default:
+            mask = cls.of(args[0].rule, args[0].request)
+            mask._made = args[0]._made
+            return mask
         made = lambda x: x.tensor() if isinstance(x, LazyMask) else x
         return function(*tree_map(made, args), **tree_map(made, dict(kwargs or {})))
 
