@@ -14,10 +14,15 @@ from dynaxx.video.attention import attend
 
 
 class SparseAttention:
-    """An attention override that follows a policy where it covers a call. `counts` says how the calls ran."""
+    """An attention override that follows a policy where it covers a call. `counts` says how the calls ran.
 
-    def __init__(self, policy):
-        self.policy, self.counts = policy, Counter()
+    Args:
+        policy: the policy.
+        first, last: the part of all denoising steps that the sampler runs, from 0.0 to 1.0.
+    """
+
+    def __init__(self, policy, first, last):
+        self.policy, self.first, self.last, self.counts = policy, first, last, Counter()
         self.plans = {start: policy.plans(start) for start in policy.starts}
 
     def __call__(self, dense, q, k, v, heads, mask=None, *rest, transformer_options, **more):
@@ -37,12 +42,13 @@ class SparseAttention:
         return attend(q, k, v, Grid(*shape, order=self.policy.order), plan)[0].flatten(-2)
 
     def start(self, options):
-        """Return the share of the sampler's steps from which the rules of the current one apply."""
+        """Return the share of the steps from which the rules of the current one apply."""
         if not self.policy.depends_on_step:
             return 0.0
         sigmas = options["sample_sigmas"]  # of all steps, and the last one's end
         step = int((sigmas[:-1] - options["sigmas"].max().to(sigmas)).abs().argmin())
-        return max(start for start in self.policy.starts if start <= step / (len(sigmas) - 1))
+        share = self.first + (self.last - self.first) * step / (len(sigmas) - 1)
+        return max(start for start in self.policy.starts if start <= share)
 
 
 class DynaxxPolicy:
@@ -55,13 +61,16 @@ class DynaxxPolicy:
     @classmethod
     def INPUT_TYPES(cls):
         """Return the inputs of the node."""
-        return {"required": {"model": ("MODEL",), "policy": ("STRING", {"default": "wan.json"})}}
+        share = {"min": 0.0, "max": 1.0, "step": 0.001}
+        first, last = (("FLOAT", share | {"default": default}) for default in (0.0, 1.0))
+        policy = ("STRING", {"default": "wan.json"})
+        return {"required": {"model": ("MODEL",), "policy": policy, "first": first, "last": last}}
 
-    def patch(self, model, policy):
+    def patch(self, model, policy, first, last):
         """Return a clone of the model whose attention follows the policy."""
         patched = model.clone()
         options = patched.model_options["transformer_options"]
-        options["optimized_attention_override"] = SparseAttention(load_policy(policy))
+        options["optimized_attention_override"] = SparseAttention(load_policy(policy), first, last)
         return (patched,)
 
 

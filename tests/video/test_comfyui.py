@@ -24,12 +24,12 @@ def patch(tmp_path):
     node = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(node)
 
-    def run(*rules, **fields):
+    def run(*rules, first=0.0, last=1.0, **fields):
         facts = {"model_type": "WanTransformer3DModel", "layers": 2, "q_heads": HEADS, "kv_heads": HEADS}
         policy = VideoPolicy(model=facts | {"head_dim": HEAD_DIM}, block_size=16, rules=rules, **fields)
         dx.save_policy(policy, tmp_path / "wan.json")
         model = SimpleNamespace(clone=lambda: SimpleNamespace(model_options={"transformer_options": {}}))
-        (patched,) = node.NODE_CLASS_MAPPINGS["DynaxxPolicy"]().patch(model, str(tmp_path / "wan.json"))
+        (patched,) = node.NODE_CLASS_MAPPINGS["DynaxxPolicy"]().patch(model, str(tmp_path / "wan.json"), first, last)
         return patched.model_options["transformer_options"]
 
     return run
@@ -40,8 +40,9 @@ def dense(q, k, v, heads, mask=None, **more):
     return scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(-2)
 
 
-def test_calls_follow_the_policy_by_block_and_step_or_stay_dense(patch):
-    options = patch(VideoRule.of(WINDOW, layers=(1,), steps=(0.5, 1.0)), dense_below=300)
+@pytest.mark.parametrize(("steps", "part"), [(0.5, {}), (0.9, {"first": 0.8})])
+def test_calls_follow_the_policy_by_block_and_step_or_stay_dense(patch, steps, part):
+    options = patch(VideoRule.of(WINDOW, layers=(1,), steps=(steps, 1.0)), dense_below=300, **part)
     override = options.pop("optimized_attention_override")
     sigmas = torch.tensor([1.0, 0.8, 0.6, 0.3, 0.0])
     q, k, v = torch.randn(3, 2, 312, HEADS * HEAD_DIM)
