@@ -281,3 +281,7 @@ def case_removing_restores_the_model(ranks: Ranks):
             model(**handle.shard(ids))
         assert torch.equal(model(ids).logits, wanted)
         handle.remove()
+        with dx.apply(model, mesh=ranks.mesh) as later:
+            handle.remove()
+            model(**later.shard(ids))
+            assert later.stats()["own_pattern_calls"] > 0

@@ -49,8 +49,9 @@ class SplitModules:
         return dist.get_rank(self.group)
 
     def remove(self) -> None:
-        """Restore the modules, which then attend only to their own input."""
-        for module in self.modules:
+        """Restore the modules, which then attend only to their own input. Further calls do nothing."""
+        modules, self.modules = self.modules, []
+        for module in modules:
             vars(module).pop("attend", None)
             vars(module).pop("attend_dense", None)
 

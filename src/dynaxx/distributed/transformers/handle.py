@@ -165,10 +165,11 @@ class SplitHandle(SplitModel, AbstractContextManager["SplitHandle"]):
 
     def remove(self) -> None:
         """Restore the model's attention. Further calls do nothing."""
-        for module in list(self._modules):
+        modules, owner = list(self._modules), self._owner()
+        self._modules.clear()
+        for module in modules:
             LAYERS.pop(module, None)
-        owner = self._owner()
-        if owner is not None and owner.config._attn_implementation == NAME:
+        if modules and owner is not None and owner.config._attn_implementation == NAME:
             owner.set_attn_implementation(self.before)
 
     def __exit__(self, *_: object) -> None:
