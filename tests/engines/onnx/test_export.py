@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -75,7 +76,9 @@ def test_prompts_of_unequal_lengths_generate_what_each_does_alone(exported):
     running = OnnxModel(exported[2].folder)
     ids, mask = tokens(3, 150).numpy(), np.ones((3, 150), np.int64)
     mask[0, :70] = mask[2, :70] = mask[1, 149:] = 0
-    found = np.stack(list(running.generate(ids, 6, attention_mask=mask)), 1)
+    with mock.patch.object(running, "step", wraps=running.step) as step:
+        found = np.stack(list(running.generate(ids, 6, attention_mask=mask)), 1)
+    assert step.call_count == 2 * 6
     for row, shown, each in zip(ids, mask, found, strict=True):
         np.testing.assert_array_equal(each, np.ravel(list(running.generate(row[None, shown > 0], 6))))
     with pytest.raises(ValueError, match="show a token of each prompt"):

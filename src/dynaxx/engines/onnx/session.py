@@ -133,12 +133,12 @@ class OnnxModel:
         lengths = mask.sum(1)
         groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
         states = [self.step(input_ids[rows][mask[rows]].reshape(len(rows), -1)) for rows in groups]
-        for _ in range(max_new_tokens):
+        for number in range(max_new_tokens):
             token = np.empty(len(lengths), np.int64)
             for rows, (logits, _) in zip(groups, states, strict=True):
                 token[rows] = logits[:, -1].argmax(-1)
             yield token
-            if eos is not None and bool((token == eos).all()):
+            if number + 1 == max_new_tokens or (eos is not None and bool((token == eos).all())):
                 return
             states = [self.step(token[rows, None], cache) for rows, (_, cache) in zip(groups, states, strict=True)]
 
