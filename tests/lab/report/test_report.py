@@ -468,10 +468,14 @@ def test_line_charts_with_little_in_them():
     )
 
 
-def test_notes_of_bars_fit_in_wide_fonts():
+def test_words_beside_bars_and_lines_fit_in_wide_fonts():
     drawn = charts.stacked_bars([("512", [("attention", 0.3), ("rest", 0.7)], "930 ms")], alt="shares", width=400)
     start = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>930 ms', drawn)[1])
     assert start + 7.1 * len("930 ms") <= 400  # DejaVu Sans has 7.1 px a character
+    lines = [ChartLine("min/max bound", [Point(1, 1), Point(2, 2)], "accent")]
+    drawn = charts.line_chart(lines, Axes("x", "y"), alt="lines")
+    start = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>min/max bound', drawn)[1])
+    assert start + 8.5 * len("min/max bound") <= 400  # in bold
 
 
 def test_words_on_a_chart_cover_neither_its_line_nor_each_other():

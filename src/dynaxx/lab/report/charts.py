@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
-from dynaxx.lab.report.svg import CHAR, Labels, document, padded, scale, text, ticks, x_ticks
+from dynaxx.lab.report.svg import BOLD, CHAR, Labels, document, padded, scale, text, ticks, x_ticks
 
 Format = Callable[[float], str]
 
@@ -99,7 +99,7 @@ class _Area(NamedTuple):
     @classmethod
     def of(cls, series: Sequence[ChartLine], axes: Axes) -> _Area:
         """Return the area that leaves space for the names of lines on the right."""
-        names = 16 + max(len(each.name) for each in series) * CHAR
+        names = 16 + max(len(each.name) * (BOLD if each.style == "accent" else CHAR) for each in series)
         left, right, top, bottom = 52.0, axes.width - names, 30.0, axes.height - 44.0
         xs = [point.x for each in series for point in each.points] + [line.at for line in axes.x_lines]
         ys = [point.y for each in series for point in each.points] + [line.at for line in axes.y_lines]

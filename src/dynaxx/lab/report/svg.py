@@ -13,6 +13,7 @@ from html import escape
 from typing import Any
 
 CHAR = 7.2  # mean width of a character at 12 px, in wide fonts such as DejaVu Sans
+BOLD = 8.6  # the same in bold
 
 
 def document(width: float, height: float, parts: Sequence[str], alt: str) -> str:
