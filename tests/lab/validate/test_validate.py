@@ -335,8 +335,11 @@ def test_a_policy_of_another_model_is_refused_before_anything_is_computed(model,
 
 
 def test_policies_that_would_not_run_sparse_are_not_validated(model):
-    with pytest.raises(ValueError, match=r"dense below 900 tokens, but quality would be measured at 800"):
+    with pytest.raises(ValueError, match=r"dense below 900 tokens, .* measured at 800; `tokens` must be at least 901"):
         check(model, dx.SlidingWindow(16), dense_below=300, sparse_from=900)
+    policy = dx.Policy(model=model_facts(model), dense_below=900, rules=(dx.Rule.of(dx.SlidingWindow(16)),))
+    with pytest.raises(ValueError, match=r"half of the text has \d+; give a text of about 1,802 tokens"):
+        validate(model, Letters(), policy, TEXT[:1500])
     with pytest.raises(
         ValueError, match=r"dense below 5,000 tokens and the model's limit is 1,024, so it never runs sparse"
     ):

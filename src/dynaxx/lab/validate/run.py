@@ -235,9 +235,10 @@ def _window(tokens: int | None, least: int, limit: int, given: int) -> int:
     """
     window = min(tokens or max(TOKENS, least), max(limit, least), given)
     if window < least:
+        more = f"the held-out half of the text has {given:,}; give a text of about {2 * least:,} tokens"
         raise ValueError(
-            f"the policy is dense below {least - 1:,} tokens, but quality would be measured at {window:,} "
-            f"(the held-out text has {given:,}, the model's limit is {limit:,}); give more text or `tokens`"
+            f"the policy is dense below {least - 1:,} tokens, but quality would be measured at {window:,}; "
+            + (more if given < least else f"`tokens` must be at least {least:,}")
         )
     return window
 
