@@ -135,7 +135,7 @@ def test_trials_that_an_earlier_run_left_undecided_are_decided_one_by_one():
     guide.run(evaluate, 12)
     assert tried[:2] == [0.6, 0.3], "the denser one matters no more"
     assert guide.unsettled == []
-    assert guide.done
+    assert guide.is_done()
 
 
 def test_densities_beyond_an_undecided_one_are_next():
@@ -152,7 +152,7 @@ def test_densities_beyond_an_undecided_one_are_next():
     assert undecided
     assert len(tried) == len(set(tried)), "no candidate twice"
     assert 0.5 <= guide.best.candidate.aim < FINE * max(undecided)
-    assert not guide.done, "what is undecided has not failed"
+    assert not guide.is_done(), "what is undecided has not failed"
     stuck = Guide(Curve(lambda density: 1.0), Rises(0.01, 2, {"sample": 1000}), FINE)
     stuck.run(lambda candidate: Trial(candidate.aim, 1.0, 1.0, 1e-3, False, 1000, decided=False), 12)
     assert len(stuck.tried) == 1, "while nothing passes, one at a time"

@@ -74,12 +74,8 @@ class Guide:
         failed = [each for each in failed if each.candidate.aim < passed and (each.trial.decided or not decided)]
         return max((each.candidate.aim for each in failed), default=None), passed
 
-    @property
-    def done(self) -> bool:
-        """Return whether the interval is small enough."""
-        return self._is_done()
-
-    def _is_done(self, decided: bool = True) -> bool:
+    def is_done(self, decided: bool = True) -> bool:
+        """Return whether the interval of `bounds` is small enough."""
         failed, passed = self.bounds(decided)
         return self.hopeless if self.best is None else passed / max(failed or 0.0, self.least, 1e-6) < self.fine
 
@@ -129,7 +125,7 @@ class Guide:
             undecided = [each.candidate for each in self.unsettled if each.candidate.budgets not in evaluated]
             if undecided:
                 candidate = undecided[-1]
-            elif self._is_done(decided=False):
+            elif self.is_done(decided=False):
                 break
             else:
                 candidate = self.candidates.at(self.next() if start is None or self.tried else max(self.least, start))

@@ -195,8 +195,10 @@ class Trials:
         limit, mean, error, decided = math.log1p(self.tolerance), 0.0, math.inf, True
         for number, index in enumerate(indices, 1):
             missing = self._missing(key, index)
-            if missing and (stored or not self._has_time(len(missing), bool(every))):
-                if DENSE == missing[0] != missing[-1] and not stored and self._has_time(1, bool(every)):
+            # Whoever asks for a trial has time for its first passes.
+            allows = lambda passes: not stored and (not every or self.time.allows(passes * self.pass_seconds))
+            if missing and not allows(len(missing)):
+                if DENSE == missing[0] != missing[-1] and allows(1):
                     self.dense(index)  # which the next run needs
                 decided = False
                 break
@@ -224,10 +226,6 @@ class Trials:
         """Return how many of the next texts a trial can use in the time left."""
         passes = itertools.accumulate(len(self._missing(key, index)) for index in indices)
         return sum(self.time.allows(each * self.pass_seconds) for each in passes)
-
-    def _has_time(self, passes: int, begun: bool) -> bool:
-        """Return whether so many passes fit. The first passes of a trial are begun by whoever asks for it."""
-        return not begun or self.time.allows(passes * self.pass_seconds)
 
     def remembered(self, key: str, policy: Policy | None, index: int) -> dict[str, Any]:
         """Return the stored or computed `_losses` of one of the search texts."""
