@@ -122,7 +122,9 @@ def test_bench(tools, monkeypatch, tmp_path):
         return {"rows": []}
 
     stand_in(monkeypatch, "bench", run_bench=told)
-    assert dynaxx_("bench").stdout == "one figure\n"
+    shown = dynaxx_("bench")
+    assert shown.stdout == "one figure\n"
+    assert shown.stderr.startswith("testing the kernels"), "the first figure takes a while"
 
     def wrong(device, **options):
         raise RuntimeError("out: error 1, budget 0.1")

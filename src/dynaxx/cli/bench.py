@@ -41,6 +41,7 @@ def bench(
         place = device_of(device)
         check_targets(out)
         say = lambda line: print(line, file=sys.stderr if as_json else stdout, flush=True)
+        typer.echo("testing the kernels against fp64, then timing dense attention; rows follow", err=True)
         try:
             found = run_bench(place, seqlen=seqlen, seed=seed, say=say)
         except RuntimeError as error:
