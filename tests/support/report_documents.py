@@ -154,7 +154,7 @@ def tuning(verdict: str = "sparse", ended: str = "done", of: dict | None = None)
         "dense": ("nothing sparse stays within 1.00%: at 90% of the blocks perplexity rises by 2.10%", ""),
         "undecided": (
             "time ended after 1 trial; no density is known to pass or to fail",
-            "Run the same command with --time-budget 15m: it continues, and on this machine now that would decide.",
+            "Run the same command with --time-budget 15m: it continues, and on this machine now its search would end.",
         ),
     }
     if verdict == "sparse" and ended != "done":

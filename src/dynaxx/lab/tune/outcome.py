@@ -60,7 +60,7 @@ def decide(
     longer = f"Longer texts need fewer blocks: --tokens {usual}, and as much text as that takes."
     again = f"Run the same command{budget} again: it continues."
     if needed is not None:
-        again = f"Run the same command{budget}: it continues, and on this machine now that would decide."
+        again = f"Run the same command{budget}: it continues, and on this machine now its search would end."
     digits = decimals(100 * tolerance, 3)
     limit = f"{tolerance:.{digits}%}"
     if chosen is None:
