@@ -34,7 +34,7 @@ def guide_of(*trials):
 
 def outcome(**changes):
     given = dict(ended="done", tuned=None, chosen=None, timings=(), timed=True, tokens=1024, usual=1024)
-    return decide(**{**given, "tolerance": 0.01, "needed": 400, **changes})
+    return decide(**{**given, "stretches": 1, "tolerance": 0.01, "needed": 400, **changes})
 
 
 @pytest.mark.parametrize("ended", ["time", "interrupted"])
@@ -87,7 +87,9 @@ def test_nothing_sparse_stays_only_where_the_densest_candidate_failed():
     for ratio, error in ((1.004, 0.005), (1.014, 0.003)):
         noisy = outcome(tuned=guide_of(Trial(0.9, 11.0, ratio, error, False)))
         assert noisy.verdict == "undecided", "the rise is within two standard errors of the limit"
-        assert "--stretches" in noisy.advice
+        assert "--stretches 3," in noisy.advice
+    more = outcome(tuned=guide_of(Trial(0.9, 11.0, 1.014, 0.003, False)), stretches=3)
+    assert "--stretches 9," in more.advice, "what was done is not advised again"
 
 
 def test_lengths_that_were_not_tuned_are_not_called_tuned():

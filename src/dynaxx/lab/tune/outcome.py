@@ -40,6 +40,7 @@ def decide(
     timed: bool,
     tokens: int,
     usual: int,
+    stretches: int,
     tolerance: float,
     needed: float | None,
 ) -> Outcome:
@@ -53,6 +54,7 @@ def decide(
         timed: whether all lengths were timed.
         tokens: length of the texts that were tuned on.
         usual: length of the texts from which sparse attention can be ruled out.
+        stretches: stretches of each text for costs.
         tolerance: allowed relative rise of perplexity.
         needed: expected seconds of another run until its search is done; None without a time budget.
     """
@@ -71,7 +73,8 @@ def decide(
             is_noise = math.log(worst.ratio) - ERRORS * worst.error <= math.log1p(tolerance)
             if is_noise and all(task.passed for task in densest.tasks):
                 said = f"{lost}, with a standard error of {worst.error:.{digits}%} that is too large for {limit}"
-                return Outcome(ended, "undecided", None, said, "More text decides: --stretches 3, or a longer sample.")
+                text = f"A smaller error takes more text: --stretches {3 * stretches}, or a longer sample."
+                return Outcome(ended, "undecided", None, said, text)
             said = f"nothing sparse stays within {limit} at {tokens:,} tokens: {lost}"
             return Outcome(ended, _ruled_out(tokens, usual), None, said, longer * (tokens < usual))
         count = len(tuned.tried) if tuned is not None else 0

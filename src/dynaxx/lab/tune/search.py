@@ -188,6 +188,7 @@ class Search(Finding):
             timed=best.complete,
             tokens=self.options.tokens,
             usual=min(TuneOptions.tokens, longest_prompt(self.model)),
+            stretches=self.options.stretches,
             tolerance=self.options.tolerance,
             needed=self._needed(),
         )
