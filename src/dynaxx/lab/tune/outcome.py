@@ -88,9 +88,8 @@ def decide(
     if not timings:
         return Outcome(ended, "undecided", None, f"{found}, but {_ENDS[ended]} before attention was timed", again)
     if border is None and not timed:
-        said = (
-            f"{found}, but sparse attention is not faster here up to {longest:,} tokens, and longer ones were not timed"
-        )
+        said = f"{found}, but sparse attention is not faster here up to {longest:,} tokens"
+        said += ", and other lengths were not timed"
         return Outcome(ended, "undecided", None, said, again)
     if border is None and ended != "done":
         said = (
