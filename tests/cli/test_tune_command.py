@@ -82,6 +82,13 @@ def test_two_runs_never_write_into_one_folder(tools, tiny, tmp_path):
     assert dynaxx_(*tune_args(tiny, tmp_path / "run")).exit_code == 0
 
 
+@pytest.mark.parametrize(("started", "left_out"), [(17.0, True), (1.0, False)])
+def test_a_profile_never_takes_the_end_of_a_budget(tools, monkeypatch, tiny, tmp_path, started, left_out):
+    monkeypatch.setattr(sys.modules["dynaxx.cli.tune"], "seconds_since_start", lambda: started)
+    found = json.loads(dynaxx_(*tune_args(tiny, tmp_path, "--time-budget", 20, "--json")).stdout)
+    assert ("profile" in found["left_out"]) == left_out
+
+
 def test_tune_leaves_out_what_is_not_wanted(tools, tiny, tmp_path):
     flags = ("--no-profile", "--no-analysis", "--no-validation", "--no-report")
     assert dynaxx_(*tune_args(tiny, tmp_path, *flags)).exit_code == 0

@@ -42,6 +42,7 @@ COSTS_SHARE = 2  # length of a text over that of its part that the costs of head
 PASSES = 8  # passes over a text until a second trial is done, with the costs of heads, timing and validation
 RESERVE = 2.5  # passes over a text for the validation, at least: dense and sparse, and some room
 ANALYSIS = 4  # passes that the analysis takes about as long as
+PROFILE_SECONDS = 5.0  # of the machine's ceilings and a short prompt, at least
 REPORT_SECONDS = 5.0
 
 
@@ -162,7 +163,9 @@ class _Steps:
         options: dict[str, Any] = dict(lengths=self.lengths, name=plan.name, price_per_hour=plan.price_per_hour)
         options |= dict(progress=self.progress, time=self.time)
         make = lambda: profile(self.model, self.tokenizer, self.text, **options)
-        return self._document("profile", "profile.json", make, ("lengths", "price_per_hour", "machine"))
+        return self._document(
+            "profile", "profile.json", make, ("lengths", "price_per_hour", "machine"), PROFILE_SECONDS
+        )
 
     def choose_tokens(self) -> None:
         """Take shorter texts if the time is too short for the usual ones, and store the settings of this run.
