@@ -108,6 +108,7 @@ def test_twice_the_time_of_the_full_run_is_enough(loaded, full, tmp_path, case):
     found = run(loaded, tmp_path, case, 6.0 * seconds, clock_of(case, 3.0, noise=0.1))
     check(found, expected)
     assert (found.ended, found.verdict) == ("done", expected.verdict)
+    assert bool(found.uniform) == bool(expected.uniform), "it tries what the full run tries"
 
 
 @pytest.mark.parametrize("case", CASES)
