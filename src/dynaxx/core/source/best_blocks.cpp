@@ -73,13 +73,8 @@ void score_keys(const float* keys, int64_t stride, const float* panel, int64_t D
   }
 }
 
-template <bool CUT, int... R>
-constexpr auto key_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_keys<R + 1, CUT>...};
-}
-
 template <bool CUT>
-constexpr auto KEY_TILES = key_tiles<CUT>(std::make_integer_sequence<int, WIDE_ROWS>());
+constexpr auto KEY_TILES = tiles_of<WIDE_ROWS>([](auto rows) { return &score_keys<rows(), CUT>; });
 
 // WIDE mean queries: those of one or two panels.
 struct Unit {

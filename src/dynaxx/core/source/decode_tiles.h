@@ -4,8 +4,6 @@
 // Widths are multiples of LANES. These loops also prefetch the rows of k and v that come next, because pages lie at
 // arbitrary addresses that no hardware prefetcher predicts.
 #pragma once
-#include <array>
-#include <utility>
 
 #include "cache.h"
 
@@ -99,18 +97,7 @@ static void add_values(const float* weights, const float* v, int64_t v_stride, i
   for (; d < width; d += LANES) add_value_tile<R, 1>(weights, v, v_stride, keys, width, d, ahead, out);
 }
 
-// The template instances for 1 .. QUERY_ROWS rows, at index R - 1.
-template <int... R>
-constexpr auto score_key_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_keys<R + 1>...};
-}
-
-template <int... R>
-constexpr auto value_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&add_values<R + 1>...};
-}
-
-constexpr auto SCORE_KEYS = score_key_tiles(std::make_integer_sequence<int, QUERY_ROWS>());
-constexpr auto ADD_VALUES = value_tiles(std::make_integer_sequence<int, QUERY_ROWS>());
+constexpr auto SCORE_KEYS = tiles_of<QUERY_ROWS>([](auto rows) { return &score_keys<rows()>; });
+constexpr auto ADD_VALUES = tiles_of<QUERY_ROWS>([](auto rows) { return &add_values<rows()>; });
 
 }  // namespace dynaxx

@@ -136,23 +136,11 @@ static void query_grad_tile(const RowTerm* terms, int num_terms, int64_t first, 
   }
 }
 
-template <bool CAPPED, bool PAIRS, int... R>
-constexpr auto weight_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&weight_tile<R + 1, CAPPED, PAIRS>...};
-}
-template <bool CAPPED, bool PAIRS, int... R>
-constexpr auto score_grad_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_grad_tile<R + 1, CAPPED, PAIRS>...};
-}
-template <class Sums, int... R>
-constexpr auto query_grad_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&query_grad_tile<Sums, R + 1>...};
-}
 template <bool CAPPED, bool PAIRS>
-constexpr auto WEIGHT_TILES = weight_tiles<CAPPED, PAIRS>(std::make_integer_sequence<int, SCORE_ROWS>());
+constexpr auto WEIGHT_TILES = tiles_of<SCORE_ROWS>([](auto rows) { return &weight_tile<rows(), CAPPED, PAIRS>; });
 template <bool CAPPED, bool PAIRS>
-constexpr auto SCORE_GRAD_TILES = score_grad_tiles<CAPPED, PAIRS>(std::make_integer_sequence<int, SCORE_ROWS>());
+constexpr auto SCORE_GRAD_TILES = tiles_of<SCORE_ROWS>([](auto rows) { return &score_grad_tile<rows(), CAPPED, PAIRS>; });
 template <class Sums>
-constexpr auto QUERY_GRAD_TILES = query_grad_tiles<Sums>(std::make_integer_sequence<int, SCORE_ROWS>());
+constexpr auto QUERY_GRAD_TILES = tiles_of<SCORE_ROWS>([](auto rows) { return &query_grad_tile<Sums, rows()>; });
 
 }  // namespace dynaxx

@@ -49,11 +49,7 @@ void index_tile(const float* rows, int64_t width, const float* panels, int64_t h
   for (int i = 0; i < VECS; i++) store(scores + r * PANEL + i * LANES, scale ? total[r][i] * splat(scale[r]) : total[r][i]);
 }
 
-template <int... R>
-constexpr auto index_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&index_tile<R + 1>...};
-}
-constexpr auto INDEX_TILES = index_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
+constexpr auto INDEX_TILES = tiles_of<SCORE_ROWS>([](auto rows) { return &index_tile<rows()>; });
 
 class IndexQueries {
  public:

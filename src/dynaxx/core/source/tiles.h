@@ -4,8 +4,6 @@
 // The right operand is always a row of a panel (PANEL tokens side by side), and the left one a broadcast scalar.
 // Neither needs further packing, and operations between the matmuls never cross lanes.
 #pragma once
-#include <array>
-#include <utility>
 
 #include "exp2.h"
 #include "pairs.h"
@@ -211,36 +209,13 @@ static void sum_pair_tile(const Span* spans, int num_spans, int64_t first, int64
   }
 }
 
-// The template instances for 1 .. SCORE_ROWS and 1 .. VALUE_ROWS rows, at index R - 1.
-template <bool CAPPED, bool PAIRS, int... R>
-constexpr auto score_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_tile<R + 1, CAPPED, PAIRS>...};
-}
-
-template <bool FROM_K, int... R>
-constexpr auto sum_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&sum_tile<R + 1, FROM_K>...};
-}
-
-template <int... R>
-constexpr auto score_pair_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&score_pair_tile<R + 1>...};
-}
-
-template <int... R>
-constexpr auto sum_pair_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&sum_pair_tile<R + 1>...};
-}
-
 constexpr int PAIR_VALUE_ROWS = VALUE_ROWS / 2;
-constexpr auto SCORE_PAIR_TILES = score_pair_tiles(std::make_integer_sequence<int, SCORE_ROWS>());
-constexpr auto SUM_PAIR_TILES = sum_pair_tiles(std::make_integer_sequence<int, PAIR_VALUE_ROWS>());
-
+constexpr auto SCORE_PAIR_TILES = tiles_of<SCORE_ROWS>([](auto rows) { return &score_pair_tile<rows()>; });
+constexpr auto SUM_PAIR_TILES = tiles_of<PAIR_VALUE_ROWS>([](auto rows) { return &sum_pair_tile<rows()>; });
 template <bool CAPPED, bool PAIRS>
-constexpr auto SCORE_TILES = score_tiles<CAPPED, PAIRS>(std::make_integer_sequence<int, SCORE_ROWS>());
-
+constexpr auto SCORE_TILES = tiles_of<SCORE_ROWS>([](auto rows) { return &score_tile<rows(), CAPPED, PAIRS>; });
 template <bool FROM_K>
-constexpr auto SUM_TILES = sum_tiles<FROM_K>(std::make_integer_sequence<int, VALUE_ROWS>());
+constexpr auto SUM_TILES = tiles_of<VALUE_ROWS>([](auto rows) { return &sum_tile<rows(), FROM_K>; });
 
 // panel (width, PANEL) = panel * alpha + rows^T weights, over the rows of all spans; null alpha means 1.
 template <bool FROM_K>

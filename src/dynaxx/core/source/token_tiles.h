@@ -5,8 +5,6 @@
 // those rows give is never used. Rows that come next are asked for a cache line at a time, spread over the work: asked
 // for at once they would wait for one another.
 #pragma once
-#include <array>
-#include <utility>
 
 #include "cache.h"
 
@@ -124,17 +122,8 @@ static void sum_rows(TokenWeights weights, const float* const* rows, int count, 
   for (; d < width; d += LANES) sum_rows_tile<R, 1>(weights, rows, count, d, alpha, ahead, sums);
 }
 
-// The instances for 1 .. TOKEN_ROWS rows: [R - 1].
-template <int... R>
-constexpr auto dot_row_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&dot_rows<R + 1>...};
-}
-template <int... R>
-constexpr auto sum_row_tiles(std::integer_sequence<int, R...>) {
-  return std::array{&sum_rows<R + 1>...};
-}
-constexpr auto DOT_ROWS = dot_row_tiles(std::make_integer_sequence<int, TOKEN_ROWS>());
-constexpr auto SUM_ROWS = sum_row_tiles(std::make_integer_sequence<int, TOKEN_ROWS>());
+constexpr auto DOT_ROWS = tiles_of<TOKEN_ROWS>([](auto rows) { return &dot_rows<rows()>; });
+constexpr auto SUM_ROWS = tiles_of<TOKEN_ROWS>([](auto rows) { return &sum_rows<rows()>; });
 constexpr TokensAhead NOTHING_AHEAD = {nullptr, 0};
 
 }  // namespace dynaxx

@@ -4,8 +4,10 @@
 // Uses plain vector extensions of GCC and Clang: the same source serves SSE2, AVX2, AVX-512 and NEON; only LANES
 // differs.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #define DYNAXX_EXPORT __attribute__((visibility("default")))
 #define DYNAXX_INLINE static inline __attribute__((always_inline))
@@ -61,6 +63,17 @@ DYNAXX_INLINE ivec lanes_set(uint16_t bits, int i) {
   for (int lane = 0; lane < LANES; lane++) lane_bit[lane] = 1 << lane;
   const ivec shifted = int32_t(bits >> (i * LANES)) - ivec{};
   return (shifted & lane_bit) != 0;
+}
+
+template <class Tile, int... R>
+constexpr auto tiles_of(Tile tile, std::integer_sequence<int, R...>) {
+  return std::array{tile(std::integral_constant<int, R + 1>())...};
+}
+
+// Return an array of a tile's instances for 1 .. MOST rows, at index rows - 1. `tile` returns the instance for `rows()`.
+template <int MOST, class Tile>
+constexpr auto tiles_of(Tile tile) {
+  return tiles_of(tile, std::make_integer_sequence<int, MOST>());
 }
 
 }  // namespace dynaxx
