@@ -19,7 +19,7 @@ from ranks import COLLECTIVE_SECONDS, Ranks
 
 from dynaxx.distributed import streams
 from dynaxx.distributed.by_layout import forward as by_layout
-from dynaxx.distributed.by_rule import forward as by_rule
+from dynaxx.distributed.by_rule import attention as by_rule
 from dynaxx.distributed.by_rule import settings as rule_settings
 from dynaxx.distributed.peer_memory import SLOTS, PeerBuffers, PeerMemory
 

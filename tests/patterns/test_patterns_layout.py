@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dynaxx as dx
 from dynaxx.core import library
 from dynaxx.layout import BlockGrid, BlockLayout, ElementMasks, from_block_mask, to_block_mask
-from dynaxx.patterns.build import build_layout, numpy_layout
-from dynaxx.patterns.compiled import layout_tensors
+from dynaxx.patterns.build import build_layout, layout_tensors, numpy_layout
 from dynaxx.patterns.runs import Runs, Visited, all_of, any_of, without
 from dynaxx.testing import random_pattern
 

@@ -7,7 +7,6 @@ run that sees only own keys, such as the first one of a zigzag, does not wait fo
 
 The files:
 
-    attention  the public function, what its calls of one form share, and the stages of the backward pass
+    attention  the public function, what its calls of one form share, and the stages of both passes
     settings   the arguments of a call other than its tensors; the selection for one run
-    forward    the stages of the forward pass
 """

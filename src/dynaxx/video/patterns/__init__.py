@@ -2,8 +2,7 @@
 """Patterns over the positions of a grid; a file that is added here is found by itself."""
 
 from dynaxx.settings import import_folder
-from dynaxx.video.patterns.base import GridPattern
-from dynaxx.video.patterns.window import FirstFrames, GridWindow, RadialDecay, on_grid
+from dynaxx.video.patterns.window import FirstFrames, GridPattern, GridWindow, RadialDecay, on_grid
 
 __all__ = ["FirstFrames", "GridPattern", "GridWindow", "RadialDecay", "on_grid"]
 
