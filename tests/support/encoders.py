@@ -15,12 +15,12 @@ def hidden(model, inputs):
     return model(**inputs).last_hidden_state
 
 
-def assert_as_exact_as_transformers(model, inputs, global_keys=None):
+def assert_as_exact_as_transformers(model, inputs):
     """Check that dynaxx's error, against transformers in fp64, is at most twice that of transformers in fp32, and
     that removal restores the model.
     """
     own = hidden(model, inputs)
-    with apply_to_encoder(model, global_keys=global_keys) as handle:
+    with apply_to_encoder(model) as handle:
         ours = hidden(model, inputs)
         assert handle.stats() == SERVED
     assert torch.equal(hidden(model, inputs), own)

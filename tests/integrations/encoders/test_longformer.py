@@ -66,13 +66,12 @@ def inputs_of(length, padding="none", globals_="cls", batch=2):
     return {"input_ids": ids, "attention_mask": seen, "global_attention_mask": is_global}
 
 
-@pytest.mark.parametrize("global_keys", ["fused", "merged"])
 @pytest.mark.parametrize("globals_", ["none", "cls", "anywhere", "all"])
 @pytest.mark.parametrize("padding", ["none", "right", "left", "anywhere"])
-def test_outputs(padding, globals_, global_keys):
+def test_outputs(padding, globals_):
     model = longformer()
-    for length in LENGTHS if (padding, global_keys) == ("right", "fused") else (33, 130):
-        assert_as_exact_as_transformers(model, inputs_of(length, padding, globals_), global_keys)
+    for length in LENGTHS if padding == "right" else (33, 130):
+        assert_as_exact_as_transformers(model, inputs_of(length, padding, globals_))
 
 
 @pytest.mark.parametrize("globals_", ["none", "cls", "anywhere"])
@@ -100,9 +99,8 @@ def test_led(globals_):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("global_keys", ["fused", "merged"])
 @pytest.mark.parametrize("globals_", ["none", "cls", "anywhere"])
-def test_gradients(globals_, global_keys, checkpointing):
+def test_gradients(globals_, checkpointing):
     model, inputs = longformer().train(), inputs_of(70, "right", globals_)
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -114,7 +112,7 @@ def test_gradients(globals_, global_keys, checkpointing):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     expected = gradients()
-    with apply_to_encoder(model, global_keys=global_keys) as handle:
+    with apply_to_encoder(model) as handle:
         found = gradients()
         assert handle.stats()["dense_calls"] == {}
     largest = max(gradient.abs().max() for gradient in expected.values())
@@ -356,8 +354,6 @@ def test_other_models_and_choices_are_refused():
     )
     with pytest.raises(dx.UnsupportedInputError, match="cross attention is not supported"):
         dx.apply(t5)
-    with pytest.raises(ValueError, match="`global_keys` must be one of"):
-        apply_to_encoder(longformer(), global_keys="both")
     assert not hasattr(t5, "dynaxx")
     with pytest.raises(ValueError, match="`name` must be empty for Longformer"):
         dx.apply(longformer(), name="longformer")

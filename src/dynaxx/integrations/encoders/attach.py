@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from torch import nn
 
 from dynaxx.errors import UnsupportedInputError
-from dynaxx.integrations.encoders.shared import GlobalKeys, Replaced, Shared
+from dynaxx.integrations.encoders.shared import Replaced, Shared
 
 Replacements = dict[type[nn.Module], type[Any]]  # attention class of transformers -> subclass that runs on dynaxx
 SPARSE_MODELS = ("longformer", "led", "big_bird", "bigbird_pegasus")
@@ -102,7 +102,7 @@ def _with_dynaxx(each: Any) -> tuple[Any, ...]:
     return object.__new__, (type(each),), each.__dict__
 
 
-def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None) -> EncoderHandle:
+def apply_to_encoder(model: nn.Module) -> EncoderHandle:
     """Run a Longformer, LED, BigBird or BigBirdPegasus model on dynaxx's kernels, in place.
 
     Outputs and gradients equal those of transformers within rounding, with the same windows, global tokens, random
@@ -111,23 +111,17 @@ def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None)
 
     Args:
         model: the model, or one that contains it, such as `LongformerForSequenceClassification`; any device and dtype.
-        global_keys: how queries attend to global tokens. "fused" computes them together with the window in one pass;
-            "merged" computes them in a separate pass and merges the results by their log-sum-exp. For BigBird the
-            choice concerns blocks that are visited more than once. The default is the faster one: "fused" for
-            Longformer and LED, "merged" for BigBird.
 
     Returns:
         A handle, also a context manager; `handle.remove()` restores the original modules.
 
     Raises:
         TypeError: `model` is not a model.
-        ValueError: `global_keys` is unknown, or the model runs on dynaxx already.
+        ValueError: the model runs on dynaxx already.
         UnsupportedInputError: the model has no such attention, or its block size has no layout.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a transformers model, got {type(model).__name__}")
-    if global_keys not in (None, *get_args(GlobalKeys)):
-        raise ValueError(f"`global_keys` must be one of {get_args(GlobalKeys)}, got {global_keys!r}")
     from dynaxx.integrations.encoders import bigbird, longformer
 
     kinds: Replacements = {**longformer.REPLACEMENTS, **bigbird.REPLACEMENTS}
@@ -144,7 +138,7 @@ def apply_to_encoder(model: nn.Module, *, global_keys: GlobalKeys | None = None)
     if reasons := {reason for module in found for reason in bigbird.refusals(module)}:
         raise _refusal(model, *sorted(reasons))
     configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
-    return EncoderHandle(model, kinds, Shared(global_keys, list(configs.values())))
+    return EncoderHandle(model, kinds, Shared(list(configs.values())))
 
 
 def is_sparse_encoder(model: nn.Module) -> bool:

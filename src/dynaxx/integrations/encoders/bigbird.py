@@ -78,11 +78,6 @@ class _BlockSparseAttention(_BigBirdAttention):
         visits = self.visits_of(q.shape[1], q.device)
         once = self.dynaxx.once_per_mask
         visible = once(mask, "keys", lambda: mask.flatten(1) != 0)
-        if self.dynaxx.global_keys == "fused":
-            copies, layout = visits.with_copies
-            k, v, shown = (_append_blocks(x, copies, self.block_size) for x in (k, v, visible))
-            layout = once(mask, visits, lambda: hide_keys(layout, shown))
-            return sparse_attention(q, k, v, layout)
         layouts = once(mask, visits, lambda: [(m, hide_keys(layout, visible)) for m, layout in visits.by_count])
         states = [(sparse_attention(q, k, v, layout, return_lse=True), m) for m, layout in layouts]
         return merge_states([(out, lse + math.log(m)) for (out, lse), m in states]).out
@@ -158,13 +153,6 @@ def _masked(layout: BlockLayout, mask: Tensor) -> BlockLayout | str:
     if not bool(visible.any(1).all()):
         return "a sequence without keys"
     return hide_keys(layout, visible)
-
-
-def _append_blocks(x: Tensor, blocks: Tensor, block_size: int) -> Tensor:
-    """Return (B, N, ...) with copies of some of its blocks appended."""
-    if not len(blocks):
-        return x
-    return torch.cat([x, x.unflatten(1, (-1, block_size))[:, blocks].flatten(1, 2)], dim=1)
 
 
 def refusals(module: nn.Module) -> list[str]:

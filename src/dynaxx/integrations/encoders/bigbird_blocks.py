@@ -58,21 +58,6 @@ class Visits:
         """Return, for each count m that occurs, m and the layout of the blocks visited m times."""
         return [(m, self._layout(self.counts == m)) for m in self.counts.unique().tolist() if m]
 
-    @lazy
-    def with_copies(self) -> tuple[Tensor, BlockLayout]:
-        """Return the blocks to append to the keys, (copies,) int64, and the layout over the extended keys.
-
-        In that layout a repeated visit is a visit to a copy of the block.
-        """
-        extra = [
-            (m, col)
-            for m in range(2, int(self.counts.amax()) + 1)
-            for col in (self.counts >= m).flatten(0, 1).any(0).nonzero().flatten().tolist()
-        ]
-        columns = [self.counts[..., col] >= m for m, col in extra]
-        visited = torch.cat([self.counts >= 1, *(column[..., None] for column in columns)], dim=2)
-        return torch.tensor([col for _, col in extra], dtype=torch.int64, device=self._device), self._layout(visited)
-
     def _layout(self, visited: Tensor) -> BlockLayout:
         """Return the layout of (heads, q blocks, kv blocks) bool. A block of the model may be several of the layout."""
         size = layout_block(self._block_size)

@@ -23,7 +23,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from dynaxx.integrations.encoders.shared import Replaced
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.hide_keys import hide_keys
-from dynaxx.ops import merge_states, sparse_attention
+from dynaxx.ops import sparse_attention
 from dynaxx.patterns import Full, GlobalTokens, SlidingWindow
 
 BLOCK = 64  # tokens per block
@@ -61,17 +61,12 @@ class Tokens:
         used[self.entry, self.slot] = True
         return used
 
-    def window_layout(self, reach: int, slots: int) -> BlockLayout:
-        """Return the layout of all queries over `slots` global keys and their window of `reach` keys on each side."""
-        seqlen = self.masked.shape[1]
+    def window_layout(self, reach: int) -> BlockLayout:
+        """Return the layout of all queries over the global keys and their window of `reach` keys on each side."""
+        seqlen, slots = self.masked.shape[1], self.slots
         rule = SlidingWindow((reach, reach)) | GlobalTokens(slots)
         layout = rule.layout(seqlen, slots + seqlen, causal=False, block_size=BLOCK, device=self.masked.device)
-        return hide_keys(layout, torch.cat([self.slot_used()[:, :slots], ~self.special], dim=1))
-
-    def slots_layout(self) -> BlockLayout:
-        """Return the layout of all queries over the global keys only."""
-        layout = _full_layout(self.masked.shape[1], self.slots, self.masked.device)
-        return hide_keys(layout, self.slot_used())
+        return hide_keys(layout, torch.cat([self.slot_used(), ~self.special], dim=1))
 
     def rows_layout(self, rows: int) -> BlockLayout:
         """Return the layout of `rows` queries over all keys of the sequence."""
@@ -128,16 +123,9 @@ class _WindowAttention(Replaced):
         """Return (B, N, H, D), the result of every token as if it were local."""
         reach = self.one_sided_attn_window_size
         q = self._heads(self.query(hidden))
-        if not tokens.slots or self.dynaxx.global_keys != "merged":
-            seen = torch.cat([tokens.gather(hidden), hidden], dim=1) if tokens.slots else hidden
-            layout = self._once(mask, reach, lambda: tokens.window_layout(reach, tokens.slots))
-            return sparse_attention(q, self._heads(self.key(seen)), self._heads(self.value(seen)), layout)
-        k, v = self._heads(self.key(hidden)), self._heads(self.value(hidden))
-        layout = self._once(mask, reach, lambda: tokens.window_layout(reach, 0))
-        near = sparse_attention(q, k, v, layout, return_lse=True)
-        layout = self._once(mask, "slots", tokens.slots_layout)
-        k, v = (tokens.gather(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (k, v))
-        return merge_states([near, sparse_attention(q, k, v, layout, return_lse=True)]).out
+        seen = torch.cat([tokens.gather(hidden), hidden], dim=1) if tokens.slots else hidden
+        layout = self._once(mask, reach, lambda: tokens.window_layout(reach))
+        return sparse_attention(q, self._heads(self.key(seen)), self._heads(self.value(seen)), layout)
 
     def _global_rows(self: Any, hidden: Tensor, mask: Tensor, tokens: Tokens) -> Tensor:
         """Return (B, G, H, D), the results of the global tokens."""

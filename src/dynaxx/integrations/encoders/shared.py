@@ -6,26 +6,23 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-GlobalKeys = Literal["fused", "merged"]
 Made = TypeVar("Made")
 
 
 class Shared:
-    """State that the replaced modules of one model share: options, counts, and results cached during a pass.
+    """State that the replaced modules of one model share: counts, and results cached during a pass.
 
     Attributes:
-        global_keys: see `apply_to_encoder`.
         sparse: number of calls that dynaxx served.
         dense: number of other calls, by reason.
     """
 
-    def __init__(self, global_keys: GlobalKeys | None, configs: list[Any]) -> None:
-        self.global_keys = global_keys
+    def __init__(self, configs: list[Any]) -> None:
         self.sparse = 0
         self.dense: Counter[str] = Counter()
         self._configs = configs
