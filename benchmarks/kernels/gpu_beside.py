@@ -47,7 +47,7 @@ GROWTH_WINDOW = 1024
 
 def time_layouts(device: torch.device, say: Report) -> list[dict[str, Any]]:
     """Time a pattern until its layout is on the device at 128k tokens, fresh and cached, and measure peak memory."""
-    from dynaxx.patterns.caches import forget
+    from host_time import forget
 
     def build(pattern: p.Pattern) -> tuple[float, BlockLayout]:
         torch.cuda.synchronize(device)

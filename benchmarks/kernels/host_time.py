@@ -33,8 +33,11 @@ import dynaxx as dx
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.integrations.transformers.forward_context import ARGUMENT
 from dynaxx.lab.machine import need_gpu
+from dynaxx.layout.grid import _spans
 from dynaxx.ops.dispatch import load_backend
-from dynaxx.patterns import caches
+from dynaxx.patterns.base import _cached_layout
+from dynaxx.patterns.global_tokens import blocks_holding
+from dynaxx.patterns.whole_blocks import drawn_blocks
 
 
 def host_us(call: Callable[[], object], count: int = 200, rounds: int = 5) -> float:
@@ -247,9 +250,16 @@ def print_layouts(tokens: int) -> None:
         )
 
 
+def forget() -> None:
+    """Drop all cached layouts and the cached parts of grids and rules, so that a call is a first one."""
+    _cached_layout.clear()
+    for cache in (_spans, drawn_blocks, blocks_holding):
+        cache.cache_clear()
+
+
 def built_ms(rule: dx.Pattern, tokens: int) -> float:
     """Return the milliseconds until a new layout lies on the GPU."""
-    caches.forget()
+    forget()
     torch.cuda.synchronize()
     start = time.perf_counter()
     rule.layout(tokens, device="cuda")

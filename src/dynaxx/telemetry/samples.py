@@ -10,62 +10,47 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import cycle
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dynaxx.layout import BlockLayout
 from dynaxx.telemetry.recorder import Recorder
 
 MAX_FREE = 256  # events kept per device
+ROWS_COMPARED = 64
 
 
-class Clock(Protocol):
-    """Set marks in a device's queue of work. A mark is opaque to the caller."""
+class Clock:
+    """The CPU's monotonic clock, and the interface of others. A mark is opaque to the caller."""
 
     def mark(self) -> Any:
         """Return a mark at the end of the device's queue of work."""
+        return time.perf_counter()
 
     def ready(self, mark: Any) -> bool:
         """Return whether the device has reached the mark."""
+        return True
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks that are ready."""
+        return end - start
 
     def release(self, *marks: Any) -> None:
         """Return marks that are no longer needed."""
 
 
-class HostClock:
-    """The CPU's monotonic clock."""
-
-    def mark(self) -> float:
-        """Return a mark. See `Clock`."""
-        return time.perf_counter()
-
-    def ready(self, mark: float) -> bool:
-        """Return whether a mark is reached. See `Clock`."""
-        return True
-
-    def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks. See `Clock`."""
-        return end - start
-
-    def release(self, *marks: float) -> None:
-        """Return marks. See `Clock`."""
-        pass
-
-
-class CudaClock:
+class CudaClock(Clock):
     """CUDA events on the stream that was current when the clock was created. Released events are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
         self._free = _FREE[self._stream.device_index]
 
+    @override
     def mark(self) -> Any:
-        """Return a mark. See `Clock`."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -73,33 +58,30 @@ class CudaClock:
         event.record(self._stream)
         return event
 
+    @override
     def ready(self, mark: Any) -> bool:
-        """Return whether a mark is reached. See `Clock`."""
         return mark.query()
 
+    @override
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks. See `Clock`."""
         return start.elapsed_time(end) / 1e3
 
+    @override
     def release(self, *marks: Any) -> None:
-        """Return marks. See `Clock`."""
         self._free.extend(marks)
 
 
 _FREE: defaultdict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=MAX_FREE))  # events, by device
-_HOST = HostClock()
+HOST_CLOCK = Clock()
 
 
 def clock_of(device: torch.device) -> Clock | None:
     """Return the clock of a device, or None for other kinds of devices and during the capture of a CUDA graph."""
     if device.type == "cpu":
-        return _HOST
+        return HOST_CLOCK
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     return CudaClock(device)
-
-
-ROWS_COMPARED = 64
 
 
 @dataclass(frozen=True)
@@ -128,7 +110,7 @@ class Sample:
     @property
     def on_host(self) -> bool:
         """Return whether the call ran on the CPU, so that its times are known."""
-        return isinstance(self.clock, HostClock)
+        return self.clock is HOST_CLOCK
 
     def ready(self) -> bool:
         """Return whether the counts are on the host."""

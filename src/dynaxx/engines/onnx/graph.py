@@ -15,33 +15,34 @@ import torch
 from torch import Tensor, nn
 
 OPSET = 20  # operator set of the portable form; supported by ONNX Runtime >= 1.17 and OpenVINO >= 2024.3
+SAMPLE = 160  # tokens of a traced call
 WEIGHTS = "weights.bin"
 SMALL = 1024  # bytes; smaller constants stay in the graph
 ALIGNMENT = 4096  # bytes; alignment of a weight in the file, for mapping it into memory
 
 
-def decoder_graph(module: nn.Module, cache: Sequence[Tensor], *, sample: int = 160, opset: int = OPSET) -> Any:
+def decoder_graph(module: nn.Module, cache: Sequence[Tensor]) -> Any:
     """Return the ONNX graph, an `onnx_ir.Model`, of a decoder with its cache in and out.
 
     Batch, prompt length and cache length are dynamic; `cache` gives the shapes of two tensors per layer.
     """
-    ids = torch.zeros(2, sample, dtype=torch.int64, device="cpu")
+    ids = torch.zeros(2, SAMPLE, dtype=torch.int64, device="cpu")
     past = [torch.zeros(2, each.shape[1], 48, each.shape[3], dtype=each.dtype, device="cpu") for each in cache]
     names = [f"past_{'key' if i % 2 == 0 else 'value'}.{i // 2}" for i in range(len(past))]
     shapes = ({0: "batch", 1: "seqlen"}, [{0: "batch", 2: "past"}] * len(past))
     outputs = ["logits", *(f"present_{name.removeprefix('past_')}" for name in names)]
-    return trace(module, (ids, past), shapes, ["input_ids", *names], outputs, opset)
+    return trace(module, (ids, past), shapes, ["input_ids", *names], outputs)
 
 
-def encoder_graph(module: nn.Module, *, sample: int = 160, opset: int = OPSET) -> Any:
+def encoder_graph(module: nn.Module) -> Any:
     """Return the ONNX graph of an encoder; batch and length are dynamic."""
-    ids = torch.zeros(2, sample, dtype=torch.int64, device="cpu")
+    ids = torch.zeros(2, SAMPLE, dtype=torch.int64, device="cpu")
     shapes = ({0: "batch", 1: "seqlen"}, [{0: "batch", 1: "seqlen"}])
     names = ["input_ids", "attention_mask"]
-    return trace(module, (ids, [torch.ones_like(ids)]), shapes, names, ["last_hidden_state"], opset)
+    return trace(module, (ids, [torch.ones_like(ids)]), shapes, names, ["last_hidden_state"])
 
 
-def trace(module: nn.Module, args: Any, shapes: Any, inputs: list[str], outputs: list[str], opset: int = OPSET) -> Any:
+def trace(module: nn.Module, args: Any, shapes: Any, inputs: list[str], outputs: list[str]) -> Any:
     """Return the graph of a module, an `onnx_ir.Model`, from sample arguments and the names of their dimensions."""
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
@@ -51,7 +52,7 @@ def trace(module: nn.Module, args: Any, shapes: Any, inputs: list[str], outputs:
             dynamic_shapes=shapes,
             input_names=inputs,
             output_names=outputs,
-            opset_version=opset,
+            opset_version=OPSET,
             verbose=False,
         )
     assert program is not None, "the exporter that follows torch.export returns a program"

@@ -15,32 +15,37 @@ from torch import Tensor
 from dynaxx.engines.openvino.running import Arguments, OpenVinoHandle, is_causal_mask
 
 
-class CausalMask(openvino.Op):  # type: ignore[misc]
-    """Whether a mask (..., N, M), bool or additive, is causal: an integer (1,), 1 or 0.
+class _Operator(openvino.Op):  # type: ignore[misc]
+    """An operator with its own `evaluate`."""
 
-    The layers that read one mask read this one answer, so it belongs to their mask and their pass.
-    """
-
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self, inputs: Any, *settings: Any) -> None:
         super().__init__(self)
+        self._settings = settings
         self.set_arguments(inputs)
         self.constructor_validate_and_infer_types()
 
-    def validate_and_infer_types(self) -> None:
-        """Set the type and shape of the output."""
-        self.set_output_type(0, openvino.Type.i32, openvino.PartialShape([1]))
-
-    def clone_with_new_inputs(self, new_inputs: Any) -> CausalMask:
-        """Return the same operator with another mask."""
-        return CausalMask(new_inputs)
+    def clone_with_new_inputs(self, new_inputs: Any) -> Any:
+        """Return the same operator with other inputs."""
+        return type(self)(new_inputs, *self._settings)
 
     def visit_attributes(self, visitor: Any) -> bool:
         """Return True: there are no attributes."""
         return True
 
     def has_evaluate(self) -> bool:
-        """Return True: the operator has its own `evaluate`."""
+        """Return True."""
         return True
+
+
+class CausalMask(_Operator):
+    """Whether a mask (..., N, M), bool or additive, is causal: an integer (1,), 1 or 0.
+
+    The layers that read one mask read this one answer, so it belongs to their mask and their pass.
+    """
+
+    def validate_and_infer_types(self) -> None:
+        """Set the type and shape of the output."""
+        self.set_output_type(0, openvino.Type.i32, openvino.PartialShape([1]))
 
     def evaluate(self, outputs: Any, inputs: Any) -> bool:
         """Read the mask."""
@@ -48,7 +53,7 @@ class CausalMask(openvino.Op):  # type: ignore[misc]
         return True
 
 
-class SparseAttention(openvino.Op):  # type: ignore[misc]
+class SparseAttention(_Operator):
     """Attention of one layer: q (B, Hq, N, D), k and v (B, Hk, M, D), to (B, N, Hq, D).
 
     The inputs may end with a mask and the answer of its `CausalMask`. Without them the attention is causal.
@@ -63,30 +68,16 @@ class SparseAttention(openvino.Op):  # type: ignore[misc]
             the last query the last key.
     """
 
-    def __init__(
-        self, inputs: Any, handle: OpenVinoHandle, layer: int, scale: float | None, first_aligned: bool
-    ) -> None:
-        super().__init__(self)
-        self._settings = handle, layer, scale, first_aligned
-        self.set_arguments(inputs)
-        self.constructor_validate_and_infer_types()
+    _settings: tuple[OpenVinoHandle, int, float | None, bool]
 
     def validate_and_infer_types(self) -> None:
         """Set the type and shape of the output."""
         q, v = self.get_input_partial_shape(0), self.get_input_partial_shape(2)
         self.set_output_type(0, self.get_input_element_type(0), openvino.PartialShape([q[0], q[2], q[1], v[3]]))
 
-    def clone_with_new_inputs(self, new_inputs: Any) -> SparseAttention:
-        """Return the same operator with other inputs."""
-        return SparseAttention(new_inputs, *self._settings)
-
     def visit_attributes(self, visitor: Any) -> bool:
         """Report the layer, which distinguishes the operators."""
         visitor.on_attributes({"layer": self._settings[1]})
-        return True
-
-    def has_evaluate(self) -> bool:
-        """Return True: the operator has its own `evaluate`."""
         return True
 
     def evaluate(self, outputs: Any, inputs: Any) -> bool:

@@ -46,7 +46,6 @@ class PortableModel(nn.Module):
         policy: policy with static rules; None uses only the model's own windows.
         window: window of an encoder.
         last_logits: return only the logits of the last token, (batch, 1, vocabulary).
-        dense: use no rules except the model's own windows, as for decode steps.
         attend: function that replaces the attention; None uses plain operations.
 
     Raises:
@@ -61,7 +60,6 @@ class PortableModel(nn.Module):
         *,
         window: int | tuple[int, int] | None = None,
         last_logits: bool = True,
-        dense: bool = False,
         attend: Attend | None = None,
     ) -> None:
         super().__init__()
@@ -74,7 +72,7 @@ class PortableModel(nn.Module):
         self.windows = {index: own_window(found, index) for index in found.layers}
         self.rules: dict[int, PortableRules] = {}
         if attend is None:
-            self.rules = portable_rules(model, None if dense else policy, window)
+            self.rules = portable_rules(model, policy, window)
         self.attend: Attend = self._attend if attend is None else attend
         self._known: Known = {}
         self._calls = 0
