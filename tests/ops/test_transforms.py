@@ -175,7 +175,6 @@ MADE = {
     "a mask": lambda: dx.BlockLayout.from_dense(torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril(), block_size=16),
     "indices": lambda: dx.BlockLayout.from_block_indices(torch.zeros(1, 1, 3, 1).long(), SEQLEN, block_size=16),
     "heads": lambda: dx.BlockLayout.stack_heads([CAUSAL] * 4),
-    "other heads": lambda: dx.BlockLayout.stack_heads([CAUSAL] * 4).take_heads((3, 2, 1, 0)),
     "packed": lambda: dx.packed_layout(dx.Causal(), (0, 11, SEQLEN), block_size=16),
     "a block mask": lambda: from_block_mask(create_block_mask(see_pairs, None, None, SEQLEN, SEQLEN, device="cpu")),
     "a copy": lambda: copy.deepcopy((dx.SlidingWindow(9) | dx.Sink(3)).layout(SEQLEN, block_size=16)),

@@ -24,7 +24,6 @@ from dynaxx.layout.entries import (
     entries_of_heads,
     sorted_entries,
     stacked_entries,
-    taken_rows,
 )
 from dynaxx.layout.grid import BlockGrid, as_block_size
 from dynaxx.layout.host import lasting, moved_together
@@ -231,28 +230,6 @@ class BlockLayout(LayoutTensors):
             ValueError: `heads` is empty, contains a head that does not exist, or names a head twice.
         """
         return self if self.layout_heads == 1 else BlockLayout._of(self.grid(), entries_of_heads(self, heads))
-
-    @lasting
-    def take_heads(self, heads: tuple[int, ...], capacity: int | None = None) -> BlockLayout:
-        """Return a layout whose heads read the blocks of the given heads; a head may occur several times.
-
-        A layout that all heads share is returned unchanged.
-
-        Args:
-            heads: for each new head, a head of this layout.
-            capacity: slots for the blocks of the new layout. None counts the blocks, which waits for a GPU.
-
-        Raises:
-            ValueError: `heads` is empty or contains a head that does not exist.
-        """
-        if self.layout_heads == 1 or not self.q_blocks:
-            return self
-        if not heads or not all(0 <= head < self.layout_heads for head in heads):
-            raise ValueError(f"`heads` must be heads from 0 to {self.layout_heads - 1}, got {list(heads)}")
-        rows = taken_rows(self, heads, capacity)
-        taken = BlockLayout(self.seqlen_q, self.seqlen_k, self.block_size, *rows, self.masks)
-        taken.derived.validated = self.derived.validated
-        return taken
 
     def to_dense(self) -> Tensor:
         """Return (layout_batch, layout_heads, seqlen_q, seqlen_k) bool, True = visible. For tests and small inputs."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dynaxx.arguments import as_integer
-from dynaxx.derivatives import untransformed
 from dynaxx.layout.fields import LayoutFields
 from dynaxx.layout.grid import BlockGrid
 from dynaxx.layout.masks import EMPTY, FULL, ElementMasks, causal_mask_ids, causal_masks
@@ -173,43 +171,3 @@ def entries_of_heads(layout: LayoutFields, heads: Sequence[int]) -> Entries:
     kept = head >= 0
     flat_rows = (batch * len(heads) + head) * layout.q_blocks + row
     return Entries(flat_rows[kept], cols[kept], mask_ids[kept], layout.masks, layout.layout_batch, len(heads))
-
-
-class TakenRows(NamedTuple):
-    """The tensors of `BlockLayout` that differ between heads."""
-
-    kv_indptr: Tensor
-    kv_num_partial: Tensor
-    kv_indices: Tensor
-    kv_masks: Tensor
-
-
-def taken_rows(layout: LayoutFields, heads: tuple[int, ...], capacity: int | None) -> TakenRows:
-    """Return the rows of the given heads of a layout, in their order; a head may occur several times.
-
-    Args:
-        layout: a layout with heads of its own.
-        heads: head of the layout for each new head.
-        capacity: slots of the new layout, at least as many as its blocks. None counts them, which waits for a GPU.
-    """
-    which = _on_device(heads, layout.device)
-    counts, num_partial = layout.kv_num_blocks[:, which], layout.kv_num_partial[:, which]
-    batch, new_heads, rows = counts.shape
-    ends = counts.flatten().cumsum(0)
-    flat = torch.nn.functional.pad(ends, (1, 0)).int()
-    indptr = flat.unfold(0, rows + 1, rows).reshape(batch, new_heads, rows + 1)
-    starts = layout.kv_indptr[:, which, :-1].flatten()
-    if capacity is None:
-        row = torch.repeat_interleave(counts.flatten().long())
-        slot = torch.arange(row.numel(), device=layout.device)
-    else:  # slots past the last block are ignored
-        slot = torch.arange(capacity if layout.kv_indices.numel() else 0, device=layout.device)
-        row = torch.searchsorted(ends, slot, right=True).clamp_(max=max(0, ends.numel() - 1))
-    source = (slot + (starts - flat[:-1])[row]).clamp_(max=max(0, layout.kv_indices.numel() - 1))
-    return TakenRows(indptr, num_partial, layout.kv_indices[source], layout.kv_masks[source])
-
-
-@lru_cache(maxsize=256)
-def _on_device(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    with untransformed(), torch.inference_mode(False):
-        return torch.tensor(heads, device=device, dtype=torch.int64)
