@@ -121,3 +121,16 @@ def test_layouts_that_are_cached_under_a_mode_are_real():
         dx.trained.nsa_spans(SIZES, (0, 77))
     assert type(dx.SlidingWindow(9).layout(77, block_size=16).kv_indices) is torch.Tensor
     assert type(dx.trained.nsa_spans(SIZES, (0, 77)).last_key) is torch.Tensor
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_layout_within_one_graph_is_refused_in_words(is_cached):
+    rule = dx.SlidingWindow(11 + is_cached)
+    if is_cached:
+        rule.layout(SEQLEN, block_size=16, device=DEVICE)
+    attend = lambda q, k, v: dx.sparse_attention(q, k, v, rule.layout(SEQLEN, block_size=16, device=DEVICE))
+    q, k, v, *_ = inputs()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="pass its result, such as a layout, as an argument"):
+        torch.compile(attend, backend="eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q, k, v), attend(q, k, v))

@@ -54,6 +54,7 @@ class LayoutCache(Generic[P, T]):
         self._size = 0  # approximate bytes of the values' own tensors: concurrent threads may lose an update
         functools.update_wrapper(self, make)
 
+    @never_traced  # compilers fail on versions of tensors, and on the numpy below
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the cached value, or compute it."""
         key = (args, tuple(sorted(kwargs.items()))) if kwargs else args
@@ -69,7 +70,6 @@ class LayoutCache(Generic[P, T]):
         self._evict()
         return value
 
-    @never_traced  # compilers fail on its numpy
     def _made(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return a new value, outside of modes whose tensors later callers could not use.
 

@@ -114,6 +114,12 @@ def refuse_mapped(value: Any) -> None:
         value = torch._C._functorch.get_unwrapped(value)
 
 
+NOT_TRACED = (
+    "it reads memory on the host; call it outside of the compiled function and pass its result, such as a layout, as "
+    "an argument, or compile without fullgraph"
+)
+
+
 def never_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that passes addresses of tensors to the core, so that `torch.compile` calls it as it is.
 
@@ -124,7 +130,7 @@ def never_traced(function: Callable[P, R]) -> Callable[P, R]:
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # with what it calls
     inner: Any = function
     while True:
-        inner._torchdynamo_disable = True
+        inner._torchdynamo_disable, inner._torchdynamo_disable_msg = True, NOT_TRACED
         if not hasattr(inner, "__wrapped__"):
             break
         inner = inner.__wrapped__
