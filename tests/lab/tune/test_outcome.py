@@ -91,6 +91,8 @@ def test_nothing_sparse_stays_only_where_the_densest_candidate_failed():
         assert "--stretches 3," in noisy.advice
     more = outcome(tuned=guide_of(Trial(0.9, 11.0, 1.014, 0.003, False)), stretches=3)
     assert "--stretches 9," in more.advice, "what was done is not advised again"
+    cut = outcome(ended="time", tuned=guide_of(Trial(0.9, 11.0, 1.014, 0.003, False)))
+    assert "--time-budget 10m also tries" in cut.advice
 
 
 def test_lengths_that_were_not_tuned_are_not_called_tuned():

@@ -245,6 +245,8 @@ def test_failed_checks_come_with_advice():
 
     assert advice((Check("kl", 0.0, 0.1, True),)) == []
     assert "lower --tolerance" in " ".join(advice((worse,)))
+    none = Check("perplexity_ratio", 1.01, 1.0, False)
+    assert advice((none,)) == ["Tune again on more text of the kind that failed."], "no tolerance is below 0"
     assert "`dense_below` and `sparse_from` in the policy to 2,048 tokens" in " ".join(advice((slow,)))
     assert "to more than 640 tokens" in " ".join(advice((slow,), rows[:2]))
     assert len(advice((slow, worse))) == 2

@@ -74,6 +74,7 @@ def decide(
             if is_noise and all(task.passed for task in densest.tasks):
                 said = f"{lost}, with a standard error of {worst.error:.{digits}%} that is too large for {limit}"
                 text = f"A smaller error takes more text: --stretches {3 * stretches}, or a longer sample."
+                text += "" if ended == "done" else f" The same command{budget} also tries one budget for all heads."
                 return Outcome(ended, "undecided", None, said, text)
             said = f"nothing sparse stays within {limit} at {tokens:,} tokens: {lost}"
             return Outcome(ended, _ruled_out(tokens, usual), None, said, longer * (tokens < usual))

@@ -207,7 +207,8 @@ class ValidationResult:
             rises = [row.ratio - 1 for row in worse]
             rises += [c.value - 1 for c in self.checks if c.name == "perplexity_ratio" and not c.passed]
             lower = f" (about {(limit - 1) ** 2 / max(rises):.2g} would do here)" if rises and limit > 1 else ""
-            found.append(f"Tune again with a lower --tolerance{lower}, or on more text of the kind that failed.")
+            lower = f"with a lower --tolerance{lower}, or " if limit > 1 else ""
+            found.append(f"Tune again {lower}on more text of the kind that failed.")
         for row in [] if self.suite is None else self.suite.of("fails"):
             found.append(f"Tune again with `--hold {row.task}`: at {row.tokens:,} tokens the policy {row.why}.")
         return found
