@@ -11,6 +11,7 @@ from torch import nn
 from dynaxx.integrations.onednn import OneDnnLinear, use_onednn
 from dynaxx.lab import perplexity as module
 from dynaxx.lab.perplexity import fast_linears
+from dynaxx.policy import Tolerances
 
 
 class Model(nn.Sequential):
@@ -75,9 +76,8 @@ def test_times_are_not_measured_on_it(monkeypatch):
         raise Stop
 
     monkeypatch.setattr(run, "fast_linears", Block)
-    for name in ("compare_text", "noise", "compare_kinds", "retrieval", "repetition"):
-        found = (None, None) if name == "compare_text" else ()
-        note = lambda self, *_, name=name, found=found, **__: seen.update({name: bool(inside)}) or found
+    for name in ("text", "noise", "kinds", "retrieval", "repetition"):
+        note = lambda self, *_, name=name, **__: seen.update({name: bool(inside)}) or ()
         monkeypatch.setattr(comparison.Comparison, name, note)
     monkeypatch.setattr(comparison.Comparison, "speed", speed)
     monkeypatch.setattr(comparison.Comparison, "applied", lambda self: Block(None))
@@ -85,7 +85,7 @@ def test_times_are_not_measured_on_it(monkeypatch):
     tokenizer = lambda text, **_: {"input_ids": list(range(5000))}
     config = SimpleNamespace(max_position_embeddings=8192, get_text_config=lambda: config)
     fake = SimpleNamespace(config=config, training=False, eval=lambda: None, train=lambda mode: None)
-    policy = SimpleNamespace(border=0, tolerances=None)
+    policy = SimpleNamespace(border=0, tolerances=Tolerances())
     monkeypatch.setattr(run, "has_sparse_rule", lambda policy: True)
     with pytest.raises(Stop):
         run.validate(fake, tokenizer, policy, "text.\n\n" * 4000)
