@@ -78,7 +78,7 @@ def test_two_runs_never_write_into_one_folder(tools, tiny, tmp_path):
         shown = dynaxx_(*tune_args(tiny, tmp_path / "run"))
     assert shown.exit_code == 2
     assert f"another run works in {tmp_path / 'run'}; wait until it ends, or give another --out" in shown.stderr
-    assert not os.listdir(tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "nothing was written"
     assert dynaxx_(*tune_args(tiny, tmp_path / "run")).exit_code == 0
 
 

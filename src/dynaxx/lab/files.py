@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,28 +114,32 @@ def new_folder(path: Path) -> Iterator[Path]:
 def alone_in(folder: Path) -> Iterator[None]:
     """Keep a folder, which is made if it is missing, from other processes that call this, where the system has locks.
 
+    A folder that was made and stays empty is removed.
+
     Raises:
         ValueError: another process works in it.
         OSError: it cannot be made.
     """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    descriptor = None
     try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ValueError(f"another run works in {folder}; wait until it ends, or give another --out") from None
-    except OSError:  # a file system without locks
-        pass
-    try:
+        with suppress(ImportError, OSError):  # Windows, or a file system without locks
+            import fcntl
+
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = f"another run works in {folder}; wait until it ends, or give another --out"
+                raise ValueError(said) from None
         yield
     finally:
-        os.close(descriptor)
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 @contextmanager
