@@ -22,6 +22,7 @@ from gpu_indexer import draw
 from gpu_tokens import SHAPES, Shape, choices, milliseconds
 
 import dynaxx as dx
+from dynaxx.kernels.device import gpu_of
 from dynaxx.trained.tokens.kernels.gpu import config, gradients, operators
 from dynaxx.trained.tokens.kernels.triton import choose
 
@@ -65,7 +66,7 @@ def sums() -> Iterator[Setting]:
 def latent() -> Iterator[Setting]:
     """Yield settings of the steps of the portable latent backward."""
     yield "as it is", {}
-    first = config.wide_launches(2, True)
+    first = config.wide_launches(2, True, gpu_of(torch.device("cuda")))
     for label, dq, rows in (
         ("dq 32 keys, 2 turns", (32, 8, 2), (128, 8, 2)),
         ("rows 256 keys, 1 turn", (64, 8, 1), (256, 8, 1)),

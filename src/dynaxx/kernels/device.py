@@ -79,6 +79,11 @@ class Gpu:
         return self.capability[0] in (10, 11)
 
     @property
+    def multiplies_by_warpgroup(self) -> bool:
+        """Return whether four warps issue a matrix instruction together: wgmma or tcgen05. Else tiles are smaller."""
+        return self.has_wgmma or self.has_tensor_memory
+
+    @property
     def overlaps_launches(self) -> bool:
         """Return whether a kernel can start before its predecessor ends; the kernel then calls `gdc_wait`."""
         return self.capability >= (9, 0)
@@ -92,6 +97,10 @@ class Gpu:
     def has_e4m3(self) -> bool:
         """Return whether instructions convert to float8_e4m3fn. AMD's GPUs before CDNA 4 have another 8-bit format."""
         return self.capability >= (8, 9) or self.architecture == "gfx950"
+
+    def input_precision(self, exact: bool) -> str:
+        """Return how `tl.dot` multiplies fp32: as tf32, in three products if `exact`. AMD's GPUs have no tf32."""
+        return "ieee" if self.vendor == "amd" else "tf32x3" if exact else "tf32"
 
     def limit_registers(self, most: int | None) -> dict[str, int]:
         """Return the launch option for at most `most` registers per thread; AMD's compiler chooses on its own."""

@@ -32,13 +32,13 @@ class Rows:
 TILES = {
     "registers": {  # sums in registers, products in the order of the program: sm_80 to sm_89, sm_120
         "forward": {64: Rows(128, 64, 8, 2), 128: Rows(64, 64, 4, 2), 256: Rows(64, 32, 8, 2), 512: Rows(64, 16, 8, 1)},
-        "forward by TMA": {128: Rows(128, 64, 8, 2), 256: Rows(64, 32, 8, 2), 512: Rows(64, 16, 8, 1)},
-        "dq": {64: Rows(64, 32, 4, 2), 128: Rows(64, 32, 4, 2), 256: Rows(64, 32, 8, 1), 512: Rows(64, 32, 8, 1)},
-        "dkv": {64: Rows(64, 32, 8, 2), 128: Rows(64, 32, 8, 2), 256: Rows(64, 16, 8, 1), 512: Rows(64, 32, 8, 1)},
-        "dv": {512: Rows(64, 32, 8, 1)},
+        "forward by TMA": {128: Rows(128, 64, 8, 2), 256: Rows(32, 32, 4, 2), 512: Rows(16, 16, 4, 1)},
+        "dq": {64: Rows(64, 32, 4, 2), 128: Rows(64, 32, 4, 2), 256: Rows(64, 32, 8, 1), 512: Rows(32, 32, 8, 1)},
+        "dkv": {64: Rows(64, 32, 8, 2), 128: Rows(64, 32, 8, 2), 256: Rows(64, 16, 8, 1), 512: Rows(32, 16, 8, 1)},
+        "dv": {512: Rows(32, 16, 8, 1)},
     },
     "tensor memory": {  # sums in tensor memory, tiles of 128 rows: sm_100, sm_103
-        "forward": {128: Rows(128, 64, 8, 2), 256: Rows(128, 32, 8, 2), 512: Rows(128, 32, 8, 1)},
+        "forward": {128: Rows(128, 64, 8, 2), 256: Rows(128, 32, 8, 2), 512: Rows(64, 32, 8, 1)},
         "dq": {128: Rows(128, 64, 8, 2), 256: Rows(64, 64, 8, 1), 512: Rows(64, 32, 8, 1)},
         "dkv": {128: Rows(64, 64, 8, 2), 256: Rows(64, 32, 8, 1), 512: Rows(64, 32, 8, 1)},
         "dv": {512: Rows(64, 32, 8, 1)},
@@ -93,5 +93,5 @@ def unmeasured_tiles(
             stay //= 2
         else:
             break
-    warps = found.warps if stay == found.stay else max(4, found.warps * stay // found.stay)
+    warps = found.warps if tma or stay == found.stay else max(4, found.warps * stay // found.stay)
     return (step, stay, warps, stages) if turned else (stay, step, warps, stages)

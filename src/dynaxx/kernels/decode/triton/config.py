@@ -19,14 +19,15 @@ INTERPRETED_PROGRAMS = 5  # sometimes more than there are pages
 
 def is_crowded(cache: PagedCache) -> bool:
     """Return whether a multiprocessor holds four programs instead of two."""
-    return cache.k.dtype.itemsize == 1 and gpu_of(cache.device).overlaps_launches
+    return cache.k.dtype.itemsize == 1 and gpu_of(cache.device).capability[0] == 9  # Hopper; others spill
 
 
 def keys_per_tile(cache: PagedCache, dtype: torch.dtype) -> int:
     """Return the keys that a program multiplies at a time, for queries of this dtype; a page has whole tiles."""
     row = (padded(cache.head_dim) + padded(cache.head_dim_v)) * cache.k.dtype.itemsize
-    half = gpu_of(cache.device).shared_memory // 2  # so that two tiles are in flight
-    wide = max(cache.head_dim, cache.head_dim_v) > 256 or KEYS_PER_TILE * row > half
+    gpu = gpu_of(cache.device)
+    half = gpu.shared_memory // 2  # so that two tiles are in flight
+    wide = max(cache.head_dim, cache.head_dim_v) > (256 if gpu.has_wgmma else 128) or KEYS_PER_TILE * row > half
     tile = KEYS_PER_TILE if dtype != torch.float32 and not wide else 32
     return max(16, min(tile, cache.page_size)) if cache.page_size > tile else tile
 

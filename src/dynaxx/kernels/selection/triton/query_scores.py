@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dynaxx.kernels.device import padded
+from dynaxx.kernels.device import gpu_of, padded
 from dynaxx.kernels.runtime.arguments import strides_of, unit_stride
 from dynaxx.kernels.runtime.launcher import kernel_launcher
 from dynaxx.layout import BlockGrid
@@ -152,7 +152,7 @@ def query_scores(
         BLOCK_N=block_n,
         D=head_dim,
         BLOCK_D=padded(head_dim),
-        PRECISION="tf32x3" if exact else "tf32",
+        PRECISION=gpu_of(k.device).input_precision(exact),
         num_warps=4 if exact else 8,
         num_stages=1 if exact else 2 if places is None else 3,  # one more, in which places are loaded
     )

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from dynaxx.kernels.device import padded
+from dynaxx.kernels.device import Gpu, padded
 
 Schedule = Literal["union", "gather", "either"]  # by query, by key, or chosen on the GPU for each selection
 UNION_WIDTH = 512  # slots of one tile's union that one program sorts
@@ -52,7 +52,9 @@ def group_rows(group_size: int) -> int:
     return 1 << (group_size - 1).bit_length()
 
 
-def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> QueryTiles:
+def query_tiles(
+    group_size: int, slots: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, gpu: Gpu
+) -> QueryTiles:
     """Return tiles of 64 rows for bf16 and fp16, or fewer if the union would have too many slots; fewer for fp32."""
     wide = max(padded(head_dim), padded(head_dim_v))
     group, exact = group_rows(group_size), dtype == torch.float32
@@ -61,7 +63,7 @@ def query_tiles(group_size: int, slots: int, head_dim: int, head_dim_v: int, dty
         positions //= 2
     rows = max(16, positions * group)
     block_n = 32 if exact or wide > 128 else 64
-    stages = 1 if exact or wide > 128 else 3
+    stages = 1 if exact or wide > 128 else min(3, gpu.shared_memory // (4 * block_n * wide))  # of k and v in 16 bits
     return QueryTiles(positions, group, rows, block_n, 4 if rows <= 64 else 8, stages)
 
 
@@ -73,14 +75,18 @@ def forward_key_tiles(group_size: int, dtype: torch.dtype) -> KeyTiles:
     return KeyTiles(group, max(64, group), 128, 4, 1)
 
 
-def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> KeyTiles:
-    """Return tile sizes for dk and dv by key, which stay in registers; eight warps take twice as long as four."""
+def backward_key_tiles(group_size: int, head_dim: int, head_dim_v: int, dtype: torch.dtype, gpu: Gpu) -> KeyTiles:
+    """Return tile sizes for dk and dv by key, which stay in registers; eight warps take twice as long as four.
+
+    Without instructions of whole warpgroups, 64 rows spill 576 to 6,304 bytes and 32 rows none.
+    """
     wide = max(padded(head_dim), padded(head_dim_v))
     group = group_rows(group_size)
     if dtype == torch.float32:
         return KeyTiles(group, max(16, group), 16, 4, 1)
     if wide <= 128:
-        return KeyTiles(group, max(64, group), 64, 4, 3 if group_size >= GROUP_FOR_UNION else 2)
+        rows = 64 if gpu.multiplies_by_warpgroup else 32
+        return KeyTiles(group, max(rows, group), 64, 4, 3 if group_size >= GROUP_FOR_UNION else 2)
     return KeyTiles(group, max(32, group), 32, 8, 1)
 
 

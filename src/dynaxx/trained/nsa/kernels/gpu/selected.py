@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.attention.contract import SavedForward
+from dynaxx.kernels.device import gpu_of
 from dynaxx.kernels.runtime.arguments import positive_scale, unit_stride
 from dynaxx.lazy import lazy
 from dynaxx.trained.nsa.kernels.gpu import config
@@ -145,7 +146,7 @@ def schedule_of(group_size: int, kv_block: int) -> str:
 def prepare_selected(block_indices: Tensor, spans: NsaSpans, q: Tensor, k: Tensor, v: Tensor) -> SelectedPlan:
     """Return a plan that forward and backward share."""
     group_size = q.shape[1] // block_indices.shape[1]
-    tiles = config.query_tiles(group_size, block_indices.shape[2], q.shape[2], v.shape[2], q.dtype)
+    tiles = config.query_tiles(group_size, block_indices.shape[2], q.shape[2], v.shape[2], q.dtype, gpu_of(q.device))
     return SelectedPlan(block_indices, spans, group_size, config.choose_schedule(group_size), tiles)
 
 
@@ -208,7 +209,7 @@ def selected_backward_of_rows(
     from dynaxx.trained.nsa.kernels.gpu import backward
 
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
-    tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype)
+    tiles = config.backward_key_tiles(plan.group_size, q.shape[2], v.shape[2], q.dtype, gpu_of(q.device))
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     if plan.schedule == "union":
         index, _ = plan.items(None)

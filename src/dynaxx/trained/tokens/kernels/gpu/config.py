@@ -52,16 +52,14 @@ class LaunchSizes:
 
 
 @lru_cache(maxsize=256)
-def tile_rows(group_size: int, widest: int, itemsize: int) -> TileRows:
-    """Return the rows of a tile: 64, which fill a matrix instruction of Hopper; 16 in fp32, which has none."""
-    most = 16 if itemsize == 4 else 64 if group_size > 64 else most_rows(widest)
+def tile_rows(group_size: int, widest: int, itemsize: int, gpu: Gpu) -> TileRows:
+    """Return the rows of a tile: 64, which fill a matrix instruction of Hopper; 16 in fp32, which has none.
+
+    128 visit fewer keys, but leave room for one program at once. Wide rows are 32 without wgmma.
+    """
+    most = 16 if itemsize == 4 else 64 if widest <= WIDE or gpu.has_wgmma else 32
     part = min(most, group_size)
     return TileRows(min(most // part, MAX_MARKS), part, -(-group_size // part))
-
-
-def most_rows(widest: int) -> int:
-    """Return the most rows of a tile in 16 bits. 128 visit fewer keys, but leave room for one program at once."""
-    return 64
 
 
 def widths(width: int) -> tuple[int, int]:
@@ -76,30 +74,38 @@ def widths(width: int) -> tuple[int, int]:
 def forward_launch(gpu: Gpu, widest: int, itemsize: int, latent: bool) -> LaunchSizes:
     """Return the launch of the forward. On an H100 the best of several, by up to 1.6x: `docs/benchmarks/tokens.md`."""
     row = sum(widths(widest)) * itemsize * (1 if latent else 2)
-    return _forward_launch(widest, itemsize, latent).within(gpu, row)
+    return _forward_launch(widest, itemsize, latent, gpu).within(gpu, row)
 
 
-def _forward_launch(widest: int, itemsize: int, latent: bool) -> LaunchSizes:
+def _forward_launch(widest: int, itemsize: int, latent: bool, gpu: Gpu) -> LaunchSizes:
     if itemsize == 4:
         return LaunchSizes(16 if widest > WIDE else 32, 8 if widest > WIDE else 4, 0)
     if widest > WIDE:
+        if gpu.vendor == "amd":
+            return LaunchSizes(32, 4, 1)
         return LaunchSizes(64, 8, 1) if latent else LaunchSizes(16, 8, 2)
-    return LaunchSizes(32, 4, 1) if widest > 128 else LaunchSizes(32, 4, 1, max_registers=128)  # four programs at once
+    if widest > 128 or not gpu.multiplies_by_warpgroup:
+        return LaunchSizes(32, 4, 1)
+    return LaunchSizes(32, 4, 1, max_registers=128)  # four programs at once
 
 
 @lru_cache(maxsize=256)
-def backward_launch(widest: int, itemsize: int) -> LaunchSizes:
-    """Return the launch of the backward for head_dim up to `WIDE`."""
+def backward_launch(widest: int, itemsize: int, gpu: Gpu) -> LaunchSizes:
+    """Return the launch of the backward for head_dim up to `WIDE`; sizes whose sums are not spilled."""
     if itemsize == 4:
         return LaunchSizes(16, 8 if widest > 128 else 4, 0)
-    return LaunchSizes(64, 8 if widest > 128 else 4, 1)
+    if gpu.vendor == "amd":
+        return LaunchSizes(32, 4, 1)
+    return LaunchSizes(64, 8 if widest > 128 or not gpu.has_wgmma else 4, 1)
 
 
 @lru_cache(maxsize=256)
-def wide_launches(itemsize: int, latent: bool) -> tuple[LaunchSizes, LaunchSizes, LaunchSizes]:
+def wide_launches(itemsize: int, latent: bool, gpu: Gpu) -> tuple[LaunchSizes, LaunchSizes, LaunchSizes]:
     """Return the launches of the three steps of a wide backward: scores, dq and rows."""
     if itemsize == 4:
         return LaunchSizes(16, 8, 0), LaunchSizes(16, 8, 0), LaunchSizes(16, 8, 0)
+    if not gpu.has_wgmma:
+        return LaunchSizes(16, 4, 1), LaunchSizes(16, 8, 1), LaunchSizes(64, 8, 1)
     return LaunchSizes(32 if latent else 16, 4, 1), LaunchSizes(64, 8, 1), LaunchSizes(128, 8, 2)
 
 

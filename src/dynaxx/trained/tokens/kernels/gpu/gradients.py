@@ -205,7 +205,7 @@ def narrow_rows(
     """Write dq of some tiles and kv heads; return their rows."""
     plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
-    own, parts = plan.units // k.shape[1], plan.rows.parts
+    own, parts, gpu = plan.units // k.shape[1], plan.rows.parts, gpu_of(q.device)
     width = plan.lists.shape[2] * plan.block_size
     rows = q.new_empty(len(heads) * len(tiles) * own * parts * width, q.shape[2] + v.shape[2])
     _token_bwd_kernel[(len(tiles), len(heads) * own, parts)](
@@ -218,7 +218,7 @@ def narrow_rows(
         first_unit=heads.start * own,
         dq_strides=packed_strides_of(dq),
         **arguments,
-        **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize).options(gpu_of(q.device)),
+        **backward_launch(max(q.shape[2], v.shape[2]), q.itemsize, gpu).options(gpu),
     )
     return GradientRows(rows, parts)
 
@@ -232,7 +232,7 @@ def write_scores(
     """Write p and ds (tiles * units * parts * rows, entries of a list) of some tiles and kv heads."""
     plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
-    own = plan.units // k.shape[1]
+    own, gpu = plan.units // k.shape[1], gpu_of(q.device)
     _token_scores_kernel[(len(tiles), len(heads) * own, plan.rows.parts)](
         q,
         k,
@@ -243,7 +243,7 @@ def write_scores(
         first_tile=tiles.start,
         first_unit=heads.start * own,
         **arguments,
-        **wide_launches(q.itemsize, portion.latent)[0].options(gpu_of(q.device)),
+        **wide_launches(q.itemsize, portion.latent, gpu)[0].options(gpu),
     )
 
 
@@ -279,7 +279,7 @@ def write_dq(
     """Write dq of some tiles and kv heads; a program multiplies `together` parts of a tile."""
     plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, v = inputs
-    own = plan.units // k.shape[1]
+    own, gpu = plan.units // k.shape[1], gpu_of(q.device)
     d_a, d_b = widths(q.shape[2])
     only = ("k_strides", *PLACE, *TILE)
     _token_dq_kernel[(len(tiles), len(heads) * own, 2 * plan.rows.parts // together)](
@@ -296,7 +296,7 @@ def write_dq(
         HALVES=2,
         first_tile=tiles.start,
         first_unit=heads.start * own,
-        **wide_launches(q.itemsize, v.shape[2] < q.shape[2])[1].options(gpu_of(q.device)),
+        **wide_launches(q.itemsize, v.shape[2] < q.shape[2], gpu)[1].options(gpu),
     )
 
 
@@ -311,7 +311,7 @@ def write_rows(
     plan, heads, tiles, arguments = portion.plan, portion.heads, portion.tiles, portion.arguments
     q, k, _ = inputs
     own = plan.units // k.shape[1]
-    by_key = wide_launches(q.itemsize, portion.joined)[2]
+    by_key = wide_launches(q.itemsize, portion.joined, gpu_of(q.device))[2]
     chunks = -(-plan.lists.shape[2] * plan.block_size // by_key.block_n)
     only = ("q_strides", "do_strides", "E", *PLACE, *TILE)
     _token_rows_kernel[(len(tiles) * chunks, len(heads) * own, plan.rows.parts // together)](

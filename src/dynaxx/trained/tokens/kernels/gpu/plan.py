@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.device import power_of_two, processors
+from dynaxx.kernels.device import gpu_of, power_of_two, processors
 from dynaxx.layout.cache import LayoutCache
 from dynaxx.layout.host import on_host
 from dynaxx.trained.tokens.kernels.gpu.config import TileRows, tile_rows
@@ -52,7 +52,7 @@ class TokenPlan:
 def prepare(block_indices: Tensor, spans: TokenSpans, q: Tensor, k: Tensor, v: Tensor) -> TokenPlan:
     """Return the plan that forward and backward share. Numbers may be in any order; those out of range are not read."""
     units = max(block_indices.shape[1], k.shape[1])
-    rows = tile_rows(q.shape[1] // units, max(q.shape[2], v.shape[2]), q.itemsize)
+    rows = tile_rows(q.shape[1] // units, max(q.shape[2], v.shape[2]), q.itemsize, gpu_of(q.device))
     return prepare_rows(block_indices, spans, q, k, rows)
 
 

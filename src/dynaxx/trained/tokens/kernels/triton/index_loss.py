@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.device import padded, power_of_two
+from dynaxx.kernels.device import gpu_of, padded, power_of_two
 from dynaxx.kernels.runtime.arguments import packed_strides_of, unit_stride
 from dynaxx.layout.host import moved_together, on_host
 from dynaxx.trained.tokens.kernels.gpu.plan import QueryPlaces, query_places, query_tiles
@@ -303,7 +303,7 @@ def _of_one_dtype(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _precision(x: Tensor) -> str:
     """Return how Triton multiplies x: fp32 as three products of tensor cores, which keep its precision."""
-    return "tf32x3" if x.dtype == torch.float32 and x.is_cuda else "ieee"
+    return gpu_of(x.device).input_precision(True) if x.dtype == torch.float32 and x.is_cuda else "ieee"
 
 
 def _stages(x: Tensor) -> dict[str, int]:
