@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ class Ceilings:
         return asdict(self)
 
 
-@cache
 def machine_facts() -> Machine:
     """Return the facts of this machine."""
     return Machine(

@@ -146,7 +146,7 @@ def validate(
 
 def _key(model: Any, policy: Policy, setup: _Setup, suite: SuitePlan | None) -> str:
     """Return an identity of what is measured and of the machine that measures it."""
-    ids = torch.cat([torch.tensor(setup.ids, dtype=torch.int64), *(ids[0] for _, ids in setup.kinds)])
+    ids = torch.cat([torch.tensor(setup.ids, dtype=torch.int64, device="cpu"), *(ids[0] for _, ids in setup.kinds)])
     settings = dict(window=setup.window, tasks=setup.task_tokens, seed=setup.seed, suite=suite)
     on = dict(machine=machine_facts(), device=model.device)
     return fingerprint(model, ids, policy=policy_digest(policy), **settings, **on)

@@ -15,8 +15,6 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from dynaxx.lab.about import about
 from dynaxx.lab.files import read_json, write_json
 from dynaxx.lab.kinds import kinds_of, text_of
@@ -136,7 +134,7 @@ class _Steps:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.plan, self.progress, self.time = replace(plan, block_size=block_size), progress, time
         self.lengths = plan.lengths or default_lengths(model)
-        self.machine = {**machine_facts().to_dict(), "threads": torch.get_num_threads(), "device": str(model.device)}
+        self.machine = {**machine_facts().to_dict(), "device": str(model.device)}
         self.files: list[Path] = []
         self.left_out: list[str] = []  # steps for which no time was left
         check_tokens(model, plan.tokens, max(as_block_size(block_size)))
