@@ -342,6 +342,17 @@ def test_cuda_graph():
     check_replay(attend, q, k, v, layout)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="tiles of a GPU that is not here run under the interpreter")
+@pytest.mark.parametrize("card", ["A100", "L40S", "B200", "MI300X"])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_tiles_of_other_gpus_give_the_same_result(head_dim, card):
+    q, k, v = make_qkv(1, 150, 200, 4, 2, head_dim, dtype=torch.float16, device="cpu")
+    layout = (dx.SlidingWindow(90) | dx.Sink(3)).layout(150, 200, block_size=64, device="cpu")
+    with described_as(CARDS[card]):
+        for report in check_forward(attend, q, k, v, layout) + check_gradients(attend, q, k, v, layout):
+            assert report.ok, report
+
+
 def problem(**changes):
     values = {
         "device": torch.device("cuda"), "dtype": torch.float16, "batch": 1, "seqlen_q": 64, "seqlen_k": 64,

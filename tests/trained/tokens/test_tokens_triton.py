@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.trained.testing.tokens import random_token_case
-from interpreter import DEVICE, on_gpu, run_interpreted, runs_here, starts_interpreter
+from dynaxx.kernels.device import CARDS, described_as
+from dynaxx.trained.testing.tokens import latent_errors, random_token_case
+from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
 
 pytest.importorskip("triton")
 
@@ -174,6 +175,14 @@ def test_latent_rows_are_read_once(dtype, wide, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latent_rows_of_mla(dtype, monkeypatch):
     compare_latent((576, 512), dtype, False, monkeypatch)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tiles of a GPU that is not here run under the interpreter")
+@pytest.mark.parametrize("card", ["L40S", "B200", "MI300X"])
+def test_latent_attention_with_tiles_of_other_gpus(card):
+    with described_as(CARDS[card]):
+        for report in latent_errors(20, 70, 24, heads=128, dtype=torch.float16, device="cpu", backend="triton"):
+            assert report.ok, report
 
 
 def compare_latent(widths, dtype, wide, monkeypatch):
