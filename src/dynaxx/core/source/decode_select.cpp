@@ -273,10 +273,13 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_summarize_pages(const SummaryArgs* args)
   return status_of([&] {
     const Cache cache(*args->cache);
     check(*args);
-    // A task owns some pages of a head, because sequences may share a page.
-    const int64_t owners = args->threads;
-    for_each_task(cache.kv_heads * owners, args->threads, [&](int64_t i) {
-      const int64_t head = i / owners, owner = i % owners;
+    // A task owns some pages, because sequences may share one, and computes their heads, which lie side by side, one
+    // after the other. With few pages, it computes one head.
+    const int64_t owners = 4 * args->threads;
+    const bool many = args->new_tokens < 0 || args->new_tokens / cache.page_size * cache.batch >= owners;
+    const int64_t parts = many ? 1 : cache.kv_heads, heads = cache.kv_heads / parts;
+    for_each_task(parts * owners, args->threads, [&](int64_t i) {
+      const int64_t first_head = i / owners * heads, owner = i % owners;
       float* memory = thread_scratch().reserve(4 * cache.head_dim);
       for (int64_t batch = 0; batch < cache.batch; batch++) {
         int64_t page = cache.first_page(batch);
@@ -284,7 +287,9 @@ extern "C" DYNAXX_EXPORT int dynaxx_cpu_summarize_pages(const SummaryArgs* args)
           page = std::max(page, std::max<int64_t>(0, cache.used(batch) - args->new_tokens) / cache.page_size);
         for (; page < cache.stop_page(batch); page++) {
           const int64_t physical = cache.physical(batch, page);
-          if (physical >= 0 && physical % owners == owner) summarize(*args, cache, batch, head, page, physical, memory);
+          if (physical < 0 || physical % owners != owner) continue;
+          for (int64_t head = first_head; head < first_head + heads; head++)
+            summarize(*args, cache, batch, head, page, physical, memory);
         }
       }
     });
