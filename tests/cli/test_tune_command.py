@@ -82,6 +82,27 @@ def test_two_runs_never_write_into_one_folder(tools, tiny, tmp_path):
     assert dynaxx_(*tune_args(tiny, tmp_path / "run")).exit_code == 0
 
 
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+def test_a_child_that_outlives_a_run_does_not_keep_its_folder(tmp_path):
+    (wait, go), (there, say) = os.pipe(), os.pipe()
+    with alone_in(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.close(go)
+            os.write(say, b"1")
+            os.read(wait, 1)
+            os._exit(0)
+        assert os.read(there, 1)
+    try:
+        with alone_in(tmp_path):
+            pass
+    finally:
+        os.close(go)
+        os.waitpid(child, 0)
+        for each in (wait, there, say):
+            os.close(each)
+
+
 @pytest.mark.parametrize(("started", "left_out"), [(17.0, True), (1.0, False)])
 def test_a_profile_never_takes_the_end_of_a_budget(tools, monkeypatch, tiny, tmp_path, started, left_out):
     monkeypatch.setattr(sys.modules["dynaxx.cli.tune"], "seconds_since_start", lambda: started)

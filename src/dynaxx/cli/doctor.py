@@ -99,7 +99,7 @@ def doctor(
 
 
 class Action(StrEnum):
-    """What to do with the cache."""
+    """`dynaxx cache` shows cached files, or removes them."""
 
     show = "show"
     clean = "clean"

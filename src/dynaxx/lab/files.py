@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dynaxx import storage
+from dynaxx.forks import LockFile
 from dynaxx.storage import parse_json, read_regular_file, write_whole_file
 
 MAX_BYTES = 256 * 1024 * 1024  # limit on a result file; an analysis of 16,000 heads takes 100 MB
@@ -122,12 +123,13 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = None
+    held = None
     try:
         with suppress(ImportError, OSError):  # Windows, or a file system without locks
             import fcntl
 
             descriptor = os.open(folder, os.O_RDONLY)
+            held = LockFile(descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -138,8 +140,8 @@ def alone_in(folder: Path) -> Iterator[None]:
         if is_new:
             with suppress(OSError):
                 folder.rmdir()
-        if descriptor is not None:
-            os.close(descriptor)
+        if held is not None:
+            held.close()
 
 
 @contextmanager
