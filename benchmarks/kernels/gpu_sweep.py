@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 import dynaxx
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.lab.machine import need_gpu
-from dynaxx.ops.dispatch import unsupported_reasons
 from dynaxx.testing.drawing import MEMORY
 from dynaxx.testing.expected import Expected
 from dynaxx.testing.problems import random_problem
@@ -130,7 +130,7 @@ def run_case(key, seed, device):
     """
     problem = random_problem(seed, "cpu", **key.fixed(random.Random(seed)))
     asks = replace(problem.asks, device=torch.device(device))
-    if why := unsupported_reasons(key.backend, asks):
+    if why := ATTENTION.reasons(key.backend, asks):
         return "refused", "; ".join(why), problem.traits, []
     expected = Expected(problem, seed)
     memories = key.memories(seed)

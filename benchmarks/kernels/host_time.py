@@ -32,9 +32,9 @@ import torch
 import dynaxx as dx
 from dynaxx.integrations.transformers.decoder import cache_of, with_cache
 from dynaxx.integrations.transformers.forward_context import ARGUMENT
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.lab.machine import need_gpu
 from dynaxx.layout.grid import _spans
-from dynaxx.ops.dispatch import load_backend
 from dynaxx.patterns.base import _cached_layout
 from dynaxx.patterns.global_tokens import blocks_holding
 from dynaxx.patterns.whole_blocks import drawn_blocks
@@ -58,7 +58,7 @@ def print_calls(tokens: int, backend: str) -> None:
     """Print the host's time of forward and backward with 8 q heads over 2 kv heads of 128, bf16."""
     layout = (dx.SlidingWindow(256) | dx.GlobalTokens(64)).layout(tokens, device="cuda")
     q, k, v = (torch.randn(1, tokens, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
-    module = load_backend(backend)
+    module = ATTENTION.kernels(backend)
     attend = lambda: dx.sparse_attention(q, k, v, layout, backend=backend)
     out, lse = dx.sparse_attention(q, k, v, layout, return_lse=True, backend=backend)
     do, dlse = torch.randn_like(out), torch.zeros_like(lse)

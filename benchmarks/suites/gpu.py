@@ -21,9 +21,9 @@ from benchmarks.suites.gpu_workloads import WORKLOADS, Workload, sampled_workloa
 from benchmarks.suites.rows import Report, rows_named
 from torch import Tensor
 
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import unsupported_reasons
 
 CHECKED = ("hopper", "triton")
 BACKENDS = ("auto", "triton")  # that are timed
@@ -142,7 +142,7 @@ def check_backend(backend: str, workloads: Sequence[Workload], device: torch.dev
                 from_data=0.0,
                 biased=0.0,
             )
-            if unsupported_reasons(backend, problem.asks):
+            if ATTENTION.reasons(backend, problem.asks):
                 continue
             expected = Expected(problem, case)
             for report in expected.reports(partial(problem.attend, backend=backend)):
@@ -168,7 +168,7 @@ def time_workload(
         row = {**common, "implementation": backend}
         as_batch = (q, k, v) if q.ndim == 4 else (q[None], k[None], v[None])
         problem = check_inputs(*as_batch, layout, softcap=workload.softcap)
-        if why := [] if backend == "auto" else unsupported_reasons(backend, problem):
+        if why := [] if backend == "auto" else ATTENTION.reasons(backend, problem):
             rows.append(row | {"skipped": "; ".join(why)})
             continue
         if expected is None:

@@ -151,7 +151,7 @@ def test_nothing_of_it_is_raised(telemetry, probe, monkeypatch):
         raise RuntimeError("no")
 
     monkeypatch.setattr(probe_module, "count_blocks", broken)
-    monkeypatch.setattr(probe_module, "choose_backend", broken)
+    monkeypatch.setattr(probe_module, "check_inputs", broken)
     attend(probe, dx.SlidingWindow(32).layout(64, block_size=16))
     assert telemetry.value("dynaxx_layer_calls_total", backend="unknown") == 1
     assert telemetry.value("dynaxx_telemetry_errors_total", what="probe") == 2

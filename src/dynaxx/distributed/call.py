@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dynaxx.derivatives import first_derivative_only
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.kernels.sinks import add_sinks
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks, check_softcap
-from dynaxx.ops.dispatch import backend_for, load_backend, score_options
+from dynaxx.ops.dispatch import backend_for, score_options
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class Call:
         return found
 
     def _kernels(self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Any:
-        return load_backend(backend_for(q, k, v, layout, self.softcap, self.backend, needs_grad=self.needs_grad)[0])
+        return ATTENTION.kernels(
+            backend_for(q, k, v, layout, self.softcap, self.backend, needs_grad=self.needs_grad)[0]
+        )
 
 
 Forward = Callable[..., tuple[Tensor, Tensor | None, Any]]  # (q, k, v, call) -> out, lse, what backward needs

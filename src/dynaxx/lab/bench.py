@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.ops.attention import sparse_attention
 from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend
 from dynaxx.patterns import Full, LocalBlocks, Pattern, RandomBlocks, SlidingWindow
 from dynaxx.testing import check_forward, check_gradients, make_qkv
 
@@ -96,7 +96,7 @@ def run_bench(
         problem = check_inputs(q, k, v, layout, softcap=None, needs_grad=True)
         ours = _milliseconds(lambda q, k, v, layout=layout: attend(q, k, v, layout), leaves)
         for timed_pass, ms in ours.items():
-            backend, density = choose_backend(problem, "auto"), layout.density()
+            backend, density = ATTENTION.resolve(problem, "auto"), layout.density()
             rows.append(BenchRow(name, timed_pass, backend, seqlen, density, ms, sdpa[timed_pass]))
             say(rows[-1].to_text())
     listed = [{**asdict(row), "times_faster": row.times_faster} for row in rows]

@@ -19,7 +19,7 @@ from dynaxx.layout import BlockLayout, CuSeqlens, PackedLayout
 from dynaxx.layout.host import lasting_copy, never_traced
 from dynaxx.ops.autograd import attend_with_gradients
 from dynaxx.ops.checks import check_inputs, check_packed, check_sinks, follow_autocast
-from dynaxx.ops.dispatch import backend_for, has_gradient, in_larger_blocks, load_backend, score_options
+from dynaxx.ops.dispatch import backend_for, has_gradient, in_larger_blocks, score_options
 from dynaxx.ops.flops import is_counting
 from dynaxx.ops.library import NO_PATTERN, attention_forward, is_traced, layout_tensors
 from dynaxx.ops.position_bias import PositionBias, bias_by_distance
@@ -220,7 +220,7 @@ def _attend(
     if sinks is not None:
         needs_grad |= has_gradient(sinks)
     if name == "reference" or not (needs_grad or transforms_active() or forward_ad._current_level >= 0):
-        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks, bias))
+        return ATTENTION.kernels(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks, bias))
     return attend_with_gradients(q, k, v, sinks, bias, layout, scale, softcap, name)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dynaxx.arguments import resolved
 from dynaxx.derivatives import no_second_derivative, refuse_forward_mode, transforms_active
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.sinks import add_sinks, sink_gradient
 from dynaxx.layout import BlockLayout
-from dynaxx.ops.dispatch import backward_backend, load_backend, score_options
+from dynaxx.ops.dispatch import backward_backend, score_options
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -33,7 +34,9 @@ class AttentionFunction(torch.autograd.Function):
         name: str,
     ) -> Any:
         """Return (out, lse) from the backend `name`."""
-        output = load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks, bias))
+        output = ATTENTION.kernels(name).attention_forward(
+            q, k, v, layout, scale, **score_options(softcap, sinks, bias)
+        )
         _save(ctx, (q, k, v, bias, layout, scale, softcap, name), output, sinks)
         return output
 
@@ -62,7 +65,7 @@ class MappableAttention(torch.autograd.Function):
         name: str,
     ) -> Any:
         """Return (out, lse) from the backend `name`."""
-        return load_backend(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, bias=bias))
+        return ATTENTION.kernels(name).attention_forward(q, k, v, layout, scale, **score_options(softcap, bias=bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -126,7 +129,7 @@ class _Gradients(torch.autograd.Function):
         dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format) if of_bias and bias is not None else None
         options = score_options(softcap, bias=bias, dbias=dbias)
         name = backward_backend(name, q, k, layout, softcap)
-        grads = load_backend(name).attention_backward(do, dlse, q, k, v, out, lse, layout, scale, **options)
+        grads = ATTENTION.kernels(name).attention_backward(do, dlse, q, k, v, out, lse, layout, scale, **options)
         return (*grads, dbias) if dbias is not None else tuple(grads)
 
     @staticmethod

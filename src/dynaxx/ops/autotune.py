@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dynaxx.arguments import typed
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend
 
 if TYPE_CHECKING:
     from dynaxx.kernels.attention.triton.autotune import TunedKernel
@@ -51,7 +51,7 @@ def autotune(
         ValueError, TypeError, UnsupportedInputError: like `sparse_attention(..., backend="triton")`, or no GPU.
         OSError: the file cannot be written.
     """
-    choose_backend(check_inputs(q, k, v, layout, softcap=softcap, needs_grad=gradients), "triton")
+    ATTENTION.resolve(check_inputs(q, k, v, layout, softcap=softcap, needs_grad=gradients), "triton")
     if not q.is_cuda:
         raise ValueError(f"`q` must be on a GPU, where the kernels are timed, got {q.device}")
     from dynaxx.kernels.attention.triton.autotune import autotune as tune

@@ -14,7 +14,7 @@ from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.attention import SparseAttentionOutput
 from dynaxx.ops.checks import check_sinks, check_softcap
-from dynaxx.ops.decode_checks import check_block_indices, check_cache, kernels_for, keys_before, serving
+from dynaxx.ops.decode_checks import check_block_indices, check_cache, keys_before, serving
 from dynaxx.ops.flops import count, decode_flops, is_counting
 from dynaxx.selection.pages import PageBudget
 
@@ -143,7 +143,7 @@ def select_pages(
         ValueError, TypeError, UnsupportedInputError: like `sparse_decode`; ValueError also if the cache has no
             summaries or their `bound` differs from the budget's.
     """
-    kernels = kernels_for(q, cache, backend)
+    kernels = serving(q, cache, backend).decode
     scale = softmax_scale(scale, q.shape[-1])
     chosen: Tensor = kernels.select_pages(q, cache, *_choice(q, cache, budget), scale)[0]
     return chosen
@@ -193,7 +193,7 @@ def summarize_pages(
         )
     if new_tokens is not None and new_tokens < 0:
         raise ValueError(f"`new_tokens` must be >= 0, got {new_tokens}")
-    kernels = kernels_for(None, cache, backend)
+    kernels = serving(None, cache, backend).decode
     assert cache.summaries is not None, "created above"
     kernels.summarize_pages(cache, cache.summaries, None if new_tokens is None else min(new_tokens, cache.max_keys))
     return cache

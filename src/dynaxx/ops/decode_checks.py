@@ -170,11 +170,6 @@ def serving(q: Tensor | None, cache: PagedCache, backend: str) -> Serving:
     return found
 
 
-def kernels_for(q: Tensor | None, cache: PagedCache, backend: str) -> DecodeKernels:
-    """Return the kernels for `sparse_decode` and page selection; raises like `serving`."""
-    return serving(q, cache, backend).decode
-
-
 _known: dict[Hashable, Serving] = {}
 
 

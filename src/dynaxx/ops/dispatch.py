@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaxx.kernels.attention.contract import AttentionKernels, AttentionProblem
+from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.attention.hopper.config import portable_backward_is_faster
 from dynaxx.kernels.device import processors
 from dynaxx.kernels.registry import ATTENTION
@@ -21,26 +21,6 @@ from dynaxx.ops.checks import check_inputs, check_layout, check_values
 MORE_WORK = 1.1
 MAX_CHOICES = 64  # cached choices per layout
 BACKENDS = tuple(ATTENTION.backends)  # in the order of preference of "auto"
-
-
-def load_backend(name: str) -> AttentionKernels:
-    """Return a backend's attention kernels. Triton and the compiled core are loaded only here, at first use."""
-    return ATTENTION.kernels(name)
-
-
-def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
-    """Return the reasons why a backend cannot serve a problem; empty if it can."""
-    return ATTENTION.reasons(name, problem)
-
-
-def choose_backend(problem: AttentionProblem, backend: str = "auto") -> str:
-    """Return the named backend, or for "auto" the first one that can serve the problem.
-
-    Raises:
-        ValueError: the name is unknown.
-        UnsupportedInputError: the named backend, or every backend, cannot serve; lists the reasons of each.
-    """
-    return ATTENTION.resolve(problem, backend)
 
 
 def backend_for(
@@ -59,15 +39,14 @@ def backend_for(
     `needs_grad` says what autograd hides within a function of its own.
 
     Raises:
-        ValueError, TypeError, UnsupportedInputError: like `check_inputs` and `choose_backend`.
+        ValueError, TypeError, UnsupportedInputError: like `check_inputs` and `ATTENTION.resolve`.
     """
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     bias_grad = has_gradient(bias)
     needs_grad |= bias_grad
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    if not isinstance(layout, BlockLayout):
-        check_layout(layout)
+    check_layout(layout)
     derived = layout.derived
     if derived.versions_now() != derived.versions:
         derived.clear()
@@ -78,7 +57,7 @@ def backend_for(
         check_values(layout)
     if name is None:
         problem = check_inputs(q, k, v, layout, softcap=softcap, needs_grad=needs_grad)
-        name = choose_backend(with_bias(problem, bias), backend)
+        name = ATTENTION.resolve(with_bias(problem, bias), backend)
         if len(known) < MAX_CHOICES:
             known[key] = name
     return name, needs_grad

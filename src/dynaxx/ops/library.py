@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout, ElementMasks
 from dynaxx.layout.derived import times_written
 from dynaxx.layout.host_metadata import restore
 from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend, load_backend, score_options, with_bias
+from dynaxx.ops.dispatch import score_options, with_bias
 from dynaxx.patterns.base import Pattern
 
 NO_PATTERN = -1  # where a call has a layout
@@ -66,8 +67,8 @@ def attention_forward(
     """
     built = _built(layout, pattern, q, k, (q_block, kv_block))
     problem = check_inputs(q, k, v, built, softcap=softcap, needs_grad=needs_grad)
-    name = choose_backend(with_bias(problem, bias, bias_grad), backend)
-    out, lse = load_backend(name).attention_forward(q, k, v, built, scale, **score_options(softcap, bias=bias))
+    name = ATTENTION.resolve(with_bias(problem, bias, bias_grad), backend)
+    out, lse = ATTENTION.kernels(name).attention_forward(q, k, v, built, scale, **score_options(softcap, bias=bias))
     return out.contiguous(), lse.contiguous()
 
 
@@ -93,10 +94,10 @@ def attention_backward(
     """Return dq, dk and dv with the strides of `torch.empty_like`, and dbias, which is empty if not asked for."""
     built = _built(layout, pattern, q, k, (q_block, kv_block))
     problem = check_inputs(q, k, v, built, softcap=softcap, needs_grad=True)
-    name = choose_backend(with_bias(problem, bias, bias_grad), backend)
+    name = ATTENTION.resolve(with_bias(problem, bias, bias_grad), backend)
     dbias = _empty_gradient(lse, bias, bias_grad).zero_()
     options = score_options(softcap, bias=bias, dbias=dbias if bias_grad else None)
-    dq, dk, dv = load_backend(name).attention_backward(do, dlse, q, k, v, out, lse, built, scale, **options)
+    dq, dk, dv = ATTENTION.kernels(name).attention_backward(do, dlse, q, k, v, out, lse, built, scale, **options)
     return _in_memory_as(q, dq), _in_memory_as(k, dk), _in_memory_as(v, dv), dbias
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout
 from dynaxx.ops.checks import check_inputs
-from dynaxx.ops.dispatch import choose_backend
 from dynaxx.telemetry.recorder import Recorder, recorder
 from dynaxx.telemetry.samples import HOST_CLOCK, Clock, HostSlots, Sample, clock_of, count_blocks
 
@@ -169,7 +169,7 @@ class Probe:
         known = self._known.get(key)
         if known is None:
             try:
-                backend = choose_backend(check_inputs(q, k, v, layout, values=False))
+                backend = ATTENTION.resolve(check_inputs(q, k, v, layout, values=False))
             except Exception as error:
                 self.numbers.failed("probe", error)
                 return self._named(call, "unknown")

@@ -179,12 +179,12 @@ def test_scores_that_sdpa_drops_are_planned(planned):
     [(32, 8, 128, 16384), (32, 32, 128, 32768), (16, 8, 256, 32768), (16, 2, 512, 2048)],
 )
 def test_full_causal_layers_of_a_gpu_are_served_from_their_border_on(q_heads, kv_heads, head_dim, border):
-    from dynaxx.integrations.transformers.calls.own_planning import causal_kind, wins
+    from dynaxx.integrations.transformers.calls.own_planning import border as border_of
+    from dynaxx.integrations.transformers.calls.own_planning import causal_kind
 
     q, k = (torch.Size((1, heads, 1, head_dim)) for heads in (q_heads, kv_heads))
-    assert wins("cuda", causal_kind(q, k), border)
-    assert not wins("cuda", causal_kind(q, k), border - 1)
-    assert wins("cpu", causal_kind(q, k), 256)
+    assert border_of("cuda", causal_kind(q, k)) == border
+    assert border_of("cpu", causal_kind(q, k)) == 256
 
 
 def test_equal_dense_calls_of_an_uncertain_pass_are_planned_once(planned, monkeypatch):

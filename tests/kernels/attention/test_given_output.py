@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import dynaxx as dx
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.schedule.waves import Sharing, share_multiprocessors, sharing
-from dynaxx.ops.dispatch import load_backend
 from dynaxx.testing import make_qkv
 from interpreter import on_hopper
 
@@ -26,7 +26,7 @@ def test_an_output_with_strides(backend, device):
     for head_dim, seqlen in ((64, 300), (128, 513), (160, 300)):
         q, k, v = make_qkv(1, seqlen, seqlen, 4, 2, head_dim, dtype=dtype, device=device)
         layout = dx.SlidingWindow(100).layout(seqlen, block_size=64, device=device)
-        attend = load_backend(backend).attention_forward
+        attend = ATTENTION.kernels(backend).attention_forward
         wanted, wanted_lse = attend(q, k, v, layout, 0.1)
         whole = slice_of_heads(q, 4)
         out = whole[:, :, 4:]

@@ -11,7 +11,7 @@ import dynaxx as dx
 from cuda_graphs import check_replay
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.attention.hopper.pieces import Columns, backward_pieces
-from dynaxx.ops.dispatch import load_backend, unsupported_reasons
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import on_hopper
 
@@ -314,7 +314,7 @@ def test_bad_layouts_read_nothing_outside():
         for wrong in (-(1 << 20), 1 << 20, 2**31 - 1):
             bad = dx.BlockLayout(256, 256, (128, 64), **{**tensors, name: torch.full_like(tensors[name], wrong)},
                                  masks=good.masks)  # fmt: skip
-            load_backend("hopper").attention_forward(q, k, v, bad, 0.25)
+            ATTENTION.kernels("hopper").attention_forward(q, k, v, bad, 0.25)
     torch.cuda.synchronize()
 
 
@@ -359,7 +359,7 @@ def test_cuda_graph():
 def test_deterministic_gradients_are_bitwise_the_same_in_every_run(block_size, head_dim):
     q, k, v = make_qkv(2, 700, 650, 6, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     layout = (dx.SlidingWindow(300) | dx.Strided(37)).layout(700, 650, block_size=block_size, device="cuda")
-    kernels = load_backend("hopper")
+    kernels = ATTENTION.kernels("hopper")
     out, lse = kernels.attention_forward(q, k, v, layout, 0.1)
     do, dlse = torch.randn_like(out), torch.randn_like(lse)
     torch.use_deterministic_algorithms(True)
@@ -382,7 +382,7 @@ def test_one_pass_agrees_with_two(heads, head_dim):
     """
     q, k, v = make_qkv(2, 6500, 6600, *heads, head_dim, dtype=torch.bfloat16, device="cuda")
     layout = (dx.SlidingWindow(300) | dx.Strided(37) | dx.Sink(5)).layout(6500, 6600, block_size=128, device="cuda")
-    kernels = load_backend("hopper")
+    kernels = ATTENTION.kernels("hopper")
     out, lse = kernels.attention_forward(q, k, v, layout, 0.1)
     do, dlse = torch.randn_like(out), torch.randn_like(lse)
     one = kernels.attention_backward(do, dlse, q, k, v, out, lse, layout, 0.1)
@@ -409,7 +409,7 @@ def test_gradients_do_not_depend_on_the_order_of_programs(head_dim, block_size, 
     monkeypatch.setattr(backward, "backward_in_one_pass", lambda *sizes: fused)
     monkeypatch.setattr(backward_dkv, "backward_pieces", lambda *sizes: 1)
     q, k, v = make_qkv(2, 900, 1000, 6, 3, head_dim, dtype=torch.bfloat16, device="cuda")
-    do, kernels, found = torch.randn_like(q), load_backend("hopper"), []
+    do, kernels, found = torch.randn_like(q), ATTENTION.kernels("hopper"), []
     for together, ending in ((1, 0), (2, 0), (2, 3), (1, 7), (3, 4)):
         monkeypatch.setattr(backward_columns, "backward_heads_together", lambda *sizes: together)  # noqa: B023
         monkeypatch.setattr(backward_columns, "backward_ending", lambda *sizes: ending)  # noqa: B023
@@ -527,8 +527,8 @@ def test_refusals_say_why():
         "device": torch.device("cuda"), "dtype": torch.float32, "batch": 1, "seqlen_q": 64, "seqlen_k": 64,
         "q_heads": 2, "kv_heads": 1, "head_dim": 40, "head_dim_v": 64, "block_size": (64, 32), "needs_grad": False,
     }  # fmt: skip
-    text = "; ".join(unsupported_reasons("hopper", AttentionProblem(**values)))
+    text = "; ".join(ATTENTION.reasons("hopper", AttentionProblem(**values)))
     for reason in ("fp16 and bf16", "head_dim from 64 to 256", "blocks of (64, 128)"):
         assert reason in text
     on_cpu = AttentionProblem(**{**values, "device": torch.device("cpu")})
-    assert "runs on a Hopper GPU" in unsupported_reasons("hopper", on_cpu)[0]
+    assert "runs on a Hopper GPU" in ATTENTION.reasons("hopper", on_cpu)[0]

@@ -14,8 +14,8 @@ import dynaxx as dx
 from cuda_graphs import check_replay
 from dynaxx.kernels.attention.contract import AttentionProblem
 from dynaxx.kernels.device import CARDS, described_as
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.sinks import add_sinks
-from dynaxx.ops.dispatch import load_backend, unsupported_reasons
 from dynaxx.testing import check_forward, check_gradients, make_qkv, random_case
 from interpreter import DEVICE, INTERPRETED, on_gpu, run_interpreted, runs_here, starts_interpreter
 
@@ -240,7 +240,7 @@ def test_bad_layouts_read_nothing_outside():
         for wrong in (-(1 << 20), 1 << 20, 2**31 - 1):
             bad = dx.BlockLayout(64, 64, (32, 16), **{**tensors, name: torch.full_like(tensors[name], wrong)},
                                  masks=good.masks)  # fmt: skip
-            out, _ = load_backend("triton").attention_forward(q, k, v, bad, 0.25)
+            out, _ = ATTENTION.kernels("triton").attention_forward(q, k, v, bad, 0.25)
             assert out.shape == q.shape
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -362,7 +362,7 @@ def problem(**changes):
 
 
 def test_refusals_say_why():
-    reasons = lambda **changes: "; ".join(unsupported_reasons("triton", problem(**changes)))
+    reasons = lambda **changes: "; ".join(ATTENTION.reasons("triton", problem(**changes)))
     assert reasons() == ""
     assert "fp16, bf16 and fp32" in reasons(dtype=torch.float64)
     assert "head_dim up to 512" in reasons(head_dim=576)

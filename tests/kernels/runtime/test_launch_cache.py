@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dynaxx as dx
-from dynaxx.ops.dispatch import load_backend
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.testing import make_qkv
 from interpreter import HOPPER
 
@@ -121,7 +121,7 @@ def test_streams_and_profilers(backend):
     knobs.runtime.launch_enter_hook.add(hook)
     try:
         for _ in range(3):
-            load_backend(backend).attention_forward(q, k, v, layout, 0.1)
+            ATTENTION.kernels(backend).attention_forward(q, k, v, layout, 0.1)
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert len(seen) == 3

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -32,6 +33,13 @@ class ByIdentity(Generic[Value]):
         except TypeError:
             return
         self._kept[number] = held, value
+
+    def setdefault(self, key: Any, make: Callable[[], Value]) -> Value:
+        """Return the value of an object, made and stored if there is none."""
+        found = self.get(key)
+        if found is None:
+            self.put(key, found := make())
+        return found
 
     def keys(self) -> list[Any]:
         """Return the objects that are alive."""

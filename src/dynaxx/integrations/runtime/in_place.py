@@ -13,7 +13,7 @@ from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout
 from dynaxx.layout.paging import SequenceKeys
 from dynaxx.ops.checks import check_values
-from dynaxx.ops.dispatch import backend_for, load_backend, score_options
+from dynaxx.ops.dispatch import backend_for, score_options
 
 PLACED = ("hopper", "triton")  # backends that find a block by its index alone
 
@@ -51,7 +51,7 @@ def attend_in_place(
         if not backend:
             raise UnsupportedInputError(f"{problem} over keys in pages", ATTENTION.explain(problem))
     options = score_options(softcap, sinks)
-    load_backend(backend).attention_forward(q, keys.k, keys.v, keys.moved(layout), scale, **options, out=out)
+    ATTENTION.kernels(backend).attention_forward(q, keys.k, keys.v, keys.moved(layout), scale, **options, out=out)
     return backend
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.forks import new_lock
+from dynaxx.integrations.transformers.batches.decode import BatchMemory
 from dynaxx.integrations.transformers.batches.layer import BatchCall, for_attention
 from dynaxx.integrations.transformers.calls.arguments import AttentionCall
 from dynaxx.integrations.transformers.calls.interface import LAYERS
@@ -87,7 +88,7 @@ def ragged_attention(
     allocator = cache.layer_to_allocator[layer.index]
     if allocator.index not in current.steps:
         arguments = {**kwargs, "attention_mask": attention_mask}
-        memory = layer.passes.batches.of(allocator)
+        memory = layer.passes.batches.setdefault(allocator, BatchMemory())
         current.steps[allocator.index] = memory.open(allocator, arguments, current.deployed.decode)
     call = BatchCall(layer, module, current, cache, allocator, query, key, value, kwargs)
     return call.run(), None

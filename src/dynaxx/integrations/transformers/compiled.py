@@ -30,7 +30,7 @@ from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.transformers.calls.arguments import SINKS, AttentionCall, sinks_of
 from dynaxx.integrations.transformers.calls.dense_fallback import DenseAttention
 from dynaxx.integrations.transformers.calls.layer import Layer
-from dynaxx.integrations.transformers.calls.own_planning import lowest_border
+from dynaxx.integrations.transformers.calls.own_planning import UNSCORED, border
 from dynaxx.integrations.transformers.calls.signature import ScoreOptions
 from dynaxx.integrations.transformers.decoder import DENSE
 from dynaxx.integrations.transformers.masks.lazy import CausalParts, lazy_mask, parts_of, plain_mask
@@ -86,7 +86,7 @@ class TracedLayer:
         """Return whether a call is so short that it is certain to run the model's original attention."""
         most = min(self.dense_below, MAX_TRACED)
         if self.own_pattern:
-            most = 0 if scores.need_eager else min(most, lowest_border(q.device.type))
+            most = 0 if scores.need_eager else min(most, border(q.device.type, *UNSCORED))
         return q.shape[2] < most and k.shape[2] < most
 
     def attend_dense(

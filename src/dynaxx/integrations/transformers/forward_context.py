@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,25 +31,15 @@ from dynaxx.policy.rollout import ALL, ChosenRequests
 from dynaxx.telemetry.probe import RequestTimer
 
 
+@dataclass(eq=False)
 class RequestTokens:
-    """The token ids of the keys of one forward pass, including cached keys.
+    """The token ids of the keys of one forward pass, including cached keys."""
 
-    Attributes:
-        ids: (batch, seqlen_k) int64, column j is the token of key j; None if they are unknown.
-        reason: why they are unknown, "" if they are known.
-        reorderable: whether beam search may have permuted the rows since.
-    """
-
-    def __init__(self, ids: Tensor | None, reason: str = "", *, reorderable: bool = False) -> None:
-        self.ids = ids
-        self.reason = reason
-        self.reorderable = reorderable
-        self._host: Tensor | None = None
-        self._plans: dict[tuple[LayerPlan, int, int, int], LayerPlan] = {}
-
-    def without_plans(self) -> RequestTokens:
-        """Return the tokens without cached plans, to store them with a cache."""
-        return RequestTokens(self.ids, self.reason, reorderable=self.reorderable)
+    ids: Tensor | None  # (batch, seqlen_k) int64, column j is the token of key j; None if they are unknown
+    reason: str = ""  # why they are unknown, "" if they are known
+    reorderable: bool = False  # whether beam search may have permuted the rows since
+    _host: Tensor | None = field(default=None, init=False)
+    _plans: dict[tuple[LayerPlan, int, int, int], LayerPlan] = field(default_factory=dict, init=False)
 
     def missing(self, batch: int, seqlen_k: int, runs: list[list[MaskRun]]) -> str:
         """Return why these runs cannot be resolved, "" if they can."""
@@ -98,7 +89,7 @@ class TokenReader:
 
     def remember(self, cache: Any, tokens: RequestTokens) -> None:
         """Store the tokens of the keys that are in `cache` now."""
-        self.caches.put(cache, tokens.without_plans())
+        self.caches.put(cache, replace(tokens))  # without the plans of the pass
 
 
 ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries the context
@@ -106,74 +97,34 @@ ARGUMENT = "dynaxx_pass"  # the keyword argument of attention calls that carries
 OwnParts = Sequence[OwnPart] | DenseReason  # the layouts of the model's own pattern, or why there are none
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class ForwardContext:
-    """The context that all attention calls of one forward pass share.
+    """The context that all attention calls of one forward pass share."""
 
-    Attributes:
-        deployed: the policy in force when the pass started.
-        tokens: the token ids of its keys, if known.
-        choice: the requests of the batch that run sparse.
-        blocked: why all calls are dense (the kill switch, or the rollout), or None.
-        ran_sparse: whether any call ran sparse.
-        timer: the timer of a pass over a prompt.
-        memory: the summaries of the pass's cache for decoding; None if no cache is known.
-        steps: in continuous batching, the steps by allocator.
-        call_plans: plans of calls by signature, so that equal layers are planned once.
-        parts: layouts of the model's own pattern, or why there are none, by `Signature.of_pattern`.
-        counts_at_end: whether a hook will end the pass, which then counts the calls of its plans.
-        measures_next: whether the next call is measured, because a repeated call was drawn.
-        arguments: the decoder's arguments by name, while it runs.
-        wants_weights: whether a config asks for attention weights, which only eager attention returns.
-    """
+    deployed: Deployed  # the policy in force when the pass started
+    tokens: RequestTokens = UNKNOWN  # the token ids of its keys, if known
+    choice: ChosenRequests = ALL  # the requests of the batch that run sparse
+    blocked: DenseReason | None = None  # why all calls are dense (the kill switch), or None; see `__post_init__`
+    ran_sparse: bool = False  # whether any call ran sparse
+    timer: RequestTimer | None = None  # the timer of a pass over a prompt
+    memory: CacheMemory | None = None  # the summaries of the pass's cache for decoding; None if no cache is known
+    steps: dict[int, BatchStep] = field(default_factory=dict)  # in continuous batching, the steps by allocator
+    call_plans: dict[Signature, CallPlan] = field(default_factory=dict)  # so that equal layers are planned once
+    parts: dict[Signature, OwnParts] = field(default_factory=dict)  # by `Signature.of_pattern`
+    counts_at_end: bool = False  # whether a hook will end the pass, which then counts the calls of its plans
+    measures_next: bool = False  # whether the next call is measured, because a repeated call was drawn
+    arguments: dict[str, Any] = field(default_factory=dict)  # the decoder's arguments by name, while it runs
+    wants_weights: bool = False  # whether a config asks for attention weights, which only eager attention returns
+    _visible: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+    _compiled_masks: dict[Hashable, tuple[CausalParts, LazyMask]] = field(default_factory=dict)
+    _mask: weakref.ref[Tensor] | None = None
+    _version: int = -1
+    _runs: list[list[MaskRun]] | None = None
 
-    __slots__ = (
-        "__weakref__",
-        "_compiled_masks",
-        "_mask",
-        "_runs",
-        "_version",
-        "_visible",
-        "arguments",
-        "blocked",
-        "call_plans",
-        "choice",
-        "counts_at_end",
-        "deployed",
-        "measures_next",
-        "memory",
-        "parts",
-        "ran_sparse",
-        "steps",
-        "timer",
-        "tokens",
-        "wants_weights",
-    )
-
-    def __init__(
-        self, deployed: Deployed, tokens: RequestTokens = UNKNOWN, choice: ChosenRequests = ALL, *, killed: bool = False
-    ) -> None:
-        self.deployed = deployed
-        self.tokens = tokens
-        self.choice = choice
-        self.blocked: DenseReason | None = None
-        if killed:
-            self.blocked = DenseReason.KILLED
-        elif choice.nothing:
-            self.blocked = DenseReason.of(choice.reason)
-        self.ran_sparse = False
-        self.timer: RequestTimer | None = None
-        self.memory: CacheMemory | None = None
-        self.steps: dict[int, BatchStep] = {}
-        self.call_plans: dict[Signature, CallPlan] = {}
-        self.parts: dict[Signature, OwnParts] = {}
-        self.counts_at_end = self.measures_next = False
-        self.arguments: dict[str, Any] = {}
-        self.wants_weights = False
-        self._visible: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        self._compiled_masks: dict[Hashable, tuple[CausalParts, LazyMask]] = {}
-        self._mask: weakref.ref[Tensor] | None = None
-        self._version = -1
-        self._runs: list[list[MaskRun]] | None = None
+    def __post_init__(self) -> None:
+        """Block the calls of a pass whose requests all run dense."""
+        if self.blocked is None and self.choice.nothing:
+            self.blocked = DenseReason.of(self.choice.reason)
 
     def count(self, counts: Counts) -> None:
         """Count the calls of the pass at its end. Later ones, as of recomputed layers, count themselves."""
@@ -184,7 +135,7 @@ class ForwardContext:
 
     def know_runs(self, mask: Tensor, runs: list[MaskRun]) -> None:
         """Store the runs of a mask with one batch entry, so that it need not be read."""
-        self._mask, self._version = weakref.ref(mask), 0 if mask.is_inference() else mask._version
+        self._mask, self._version = weakref.ref(mask), times_written(mask)
         self._runs = [runs]
 
     def lazy_mask(self, parts: CausalParts, q: Tensor, seqlen_k: int) -> LazyMask:
@@ -199,7 +150,7 @@ class ForwardContext:
         """Return the runs of each batch entry, or None if the mask has none. A mask is read once for all layers."""
         if isinstance(mask, LazyMask):
             return self._runs_of_lazy(mask, batch)
-        version = 0 if mask.is_inference() else mask._version
+        version = times_written(mask)
         if self._mask is None or self._mask() is not mask or version != self._version:
             found = read_mask(mask[:, 0])
             self._runs = found * batch if found is not None and len(found) != batch else found
@@ -221,7 +172,7 @@ class ForwardContext:
         """
         if mask is None or not mask.is_floating_point():
             return mask
-        version = 0 if mask.is_inference() else mask._version
+        version = times_written(mask)
         known = self._visible
         if known is None or known[0]() is not mask or known[1] != version:
             shown = mask == 0

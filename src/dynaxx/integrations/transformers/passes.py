@@ -22,8 +22,9 @@ from dynaxx.integrations.runtime.counts import Counts
 from dynaxx.integrations.runtime.deployed import Deployed
 from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.runtime.policy_events import PolicyEvents
-from dynaxx.integrations.transformers.batches.decode import BatchMemories
-from dynaxx.integrations.transformers.calls.decode import CacheMemories
+from dynaxx.integrations.runtime.routing import DenseReason
+from dynaxx.integrations.transformers.batches.decode import BatchMemory
+from dynaxx.integrations.transformers.calls.decode import CacheMemory
 from dynaxx.integrations.transformers.decoder import NAME, Decoder
 from dynaxx.integrations.transformers.forward_context import UNKNOWN, ForwardContext, RequestTokens, TokenReader
 from dynaxx.integrations.transformers.next_token import COMPARISON, compare_later, comparing
@@ -145,7 +146,7 @@ class Passes:
         tokens: reads token ids, if a rule by content needs them.
         running: the threads in which passes run.
         announced: whether hooks announce passes to this object.
-        batches: summaries of the pages of continuous batching.
+        batches: summaries of the pages of continuous batching, by allocator.
         batching: number of open `with handle.continuous_batching()` blocks.
         watchers: see `Handle.watch`.
         faults: see `Handle`.
@@ -170,8 +171,9 @@ class Passes:
         self._background = background
         self.requests: ByIdentity[tuple[Deployed, ChosenRequests]] = ByIdentity()
         self.tokens: TokenReader | None = None
-        self._memories = CacheMemories()
-        self.batches, self.batching = BatchMemories(), 0
+        self._memories: ByIdentity[CacheMemory] = ByIdentity()
+        self.batches: weakref.WeakKeyDictionary[Any, BatchMemory] = weakref.WeakKeyDictionary()
+        self.batching = 0
         self.faults: list[Callable[[int], None]] = []
         self.watchers: list[Watcher] = []
         self._unnamed = itertools.count()
@@ -196,8 +198,9 @@ class Passes:
         current = self._context(deployed, tokens, choice, killed=killed)
         if arguments.get("output_attentions") or arguments.get("kwargs", {}).get("output_attentions"):
             current.wants_weights = True  # not all decoders hand it down to their attention
-        if deployed.decode:
-            current.memory = self._memories.start_pass(cache)
+        if deployed.decode and hasattr(cache, "get_seq_length"):
+            current.memory = self._memories.setdefault(cache, CacheMemory)
+            current.memory.start_pass(cache)
         count, device = _prompt_tokens(arguments)
         if count and device is not None:
             current.timer = self.counts.probe.request("dense", count, device)
@@ -211,7 +214,7 @@ class Passes:
         *,
         killed: bool = False,
     ) -> ForwardContext:
-        current = ForwardContext(deployed, tokens, choice, killed=killed)
+        current = ForwardContext(deployed, tokens, choice, DenseReason.KILLED if killed else None)
         current.wants_weights = any(getattr(config, "output_attentions", False) for config in self._configs)
         if torch.is_grad_enabled():
             self.recorded.add(current)
@@ -223,7 +226,7 @@ class Passes:
         if before is None or (declared is not None and declared.sparse is not None):
             return self.deployed, self._choose(declared)
         is_default = before[0] is self.deployed and before[1] is ALL
-        if not is_default and _is_empty(cache):
+        if not is_default and int(cache.get_seq_length()) == 0:  # a new request starts in it
             return self.deployed, self._choose(declared)
         return before
 
@@ -284,11 +287,6 @@ class Passes:
 
     def _is_killed(self) -> bool:
         return self._policy_events.killed(self._kill_switch.engaged())
-
-
-def _is_empty(cache: Any) -> bool:
-    """Return whether a cache is empty, so that a new request starts in it."""
-    return cache is not None and int(cache.get_seq_length()) == 0
 
 
 def _prompt_tokens(arguments: dict[str, Any]) -> tuple[int, torch.device | None]:

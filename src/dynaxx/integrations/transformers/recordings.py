@@ -31,20 +31,13 @@ class _View(NamedTuple):
     offset: int  # from the first element of that tensor
 
 
-class _Form(NamedTuple):
-    """The form of a tensor in the forward op."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
 class Recording:
     """An attention call that autograd has recorded; see `record`."""
 
     def __init__(self) -> None:
         self._saved: list[Tensor | _View] = []
         self._given: Given = ()
-        self._forms: list[_Form | None] = []
+        self._forms: list[tuple[torch.Size, tuple[int, ...]] | None] = []  # shapes and strides in the forward op
         self._leaves: list[Tensor] = []
         self._edge: torch.autograd.graph.GradientEdge | None = None  # of the result; None if it has no gradients
 
@@ -94,7 +87,7 @@ class Recording:
 
     def _let_go(self, held: Given) -> None:
         """Replace what was saved of these tensors by its place in them."""
-        self._forms = [None if x is None else _Form(x.shape, x.stride()) for x in held]
+        self._forms = [None if x is None else (x.shape, x.stride()) for x in held]
         for number, x in enumerate(self._saved):
             assert isinstance(x, Tensor), "nothing was replaced yet"
             memory = x.untyped_storage().data_ptr()
@@ -155,8 +148,8 @@ def _contains(whole: Tensor, part: Tensor) -> bool:
     return first >= 0 and first + extent <= whole.numel()
 
 
-def _in_form(x: Tensor | None, form: _Form | None) -> Tensor | None:
+def _in_form(x: Tensor | None, form: tuple[torch.Size, tuple[int, ...]] | None) -> Tensor | None:
     """Return a tensor with the strides that it had in the forward op."""
-    if x is None or form is None or x.stride() == form.stride:
+    if x is None or form is None or x.stride() == form[1]:
         return x
-    return torch.empty_strided(form.shape, form.stride, dtype=x.dtype, device=x.device).copy_(x)
+    return torch.empty_strided(*form, dtype=x.dtype, device=x.device).copy_(x)

@@ -17,8 +17,9 @@ import torch
 
 from dynaxx.core.build import supported_isas
 from dynaxx.core.library import ISA_VARIABLE
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.lab.progress import Progress, SilentProgress
-from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
+from dynaxx.ops.dispatch import BACKENDS
 from dynaxx.testing import Expected, Problem, random_memory, random_problem
 
 
@@ -139,7 +140,7 @@ def _check(
         return None, [Mismatch(seed, "layout", f"{type(error).__name__}: {error}", "")]
     wrong = {}
     for backend in BACKENDS:
-        if not unsupported_reasons(backend, problem.asks):
+        if not ATTENTION.reasons(backend, problem.asks):
             for isa in isas if backend == "cpu" and isas else ("",):
                 with _cpu_isa(isa):
                     wrong[f"{backend} {isa}".strip()] = _wrong(backend, problem, expected, seed)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from dynaxx.kernels.attention.contract import AttentionProblem
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.lab.doctor.gpu import GpuStatus, gpu_status
 from dynaxx.lab.machine import Machine, machine_facts
 from dynaxx.lab.progress import Progress, SilentProgress
 from dynaxx.layout import BlockLayout
 from dynaxx.ops import sparse_attention
-from dynaxx.ops.dispatch import BACKENDS, unsupported_reasons
+from dynaxx.ops.dispatch import BACKENDS
 from dynaxx.patterns import Full, GlobalTokens, RandomBlocks, Sink, SlidingWindow
 from dynaxx.storage import strict_json
 from dynaxx.testing import ErrorReport, Expected, Problem, make_qkv, oracle_attention
@@ -217,7 +218,7 @@ def _checked_seqlen(q_heads: int, head_dim: int, seqlen: int, block_size: int) -
 def _reasons(name: str, problem: AttentionProblem) -> tuple[str, ...]:
     """Return why a backend cannot serve. A backend that raises instead counts as broken."""
     try:
-        return tuple(unsupported_reasons(name, problem))
+        return tuple(ATTENTION.reasons(name, problem))
     except Exception as error:
         return (f"{BROKEN}{type(error).__name__}: {error}",)
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dynaxx.derivatives import transforms_active
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.kernels.scale import softmax_scale
 from dynaxx.layout import BlockGrid, BlockLayout
 from dynaxx.layout.derived import PerLayout
 from dynaxx.ops.checks import check_softcap, looks_at_values
-from dynaxx.ops.dispatch import backend_for, load_backend, score_options
+from dynaxx.ops.dispatch import backend_for, score_options
 from dynaxx.ops.library import is_traced
 from dynaxx.selection import Hybrid, Selector
 from dynaxx.selection.device import SelectionInputs, select_within, selection_inputs, serves
@@ -263,7 +264,7 @@ def _choose_and_attend(
     backend: str,
 ) -> tuple[Tensor]:
     layout = select_within(given, q, k, scale, GPU_MEMORY_BUDGET, capacity)
-    return (load_backend(backend).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))[0],)
+    return (ATTENTION.kernels(backend).attention_forward(q, k, v, layout, scale, **score_options(softcap, sinks))[0],)
 
 
 def _attend(
@@ -276,5 +277,5 @@ def _attend(
     softcap: float | None,
     backend: str,
 ) -> tuple[Tensor]:
-    found = load_backend(backend).attention_forward(q, k, v, given.layout, scale, **score_options(softcap, sinks))
+    found = ATTENTION.kernels(backend).attention_forward(q, k, v, given.layout, scale, **score_options(softcap, sinks))
     return (found[0],)

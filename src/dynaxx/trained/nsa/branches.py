@@ -14,9 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from dynaxx.derivatives import first_derivative_only
+from dynaxx.kernels.registry import ATTENTION
 from dynaxx.layout import BlockLayout, pack_layouts
 from dynaxx.ops.attention import sparse_attention
-from dynaxx.ops.dispatch import backend_for, load_backend
+from dynaxx.ops.dispatch import backend_for
 from dynaxx.patterns.compressed import Compressed
 from dynaxx.patterns.local import SlidingWindow
 from dynaxx.patterns.packed import packed_layout
@@ -93,7 +94,7 @@ def recorded(
     if name == "reference":
         return sparse_attention(q, k, v, layout, scale=scale, backend=name).flatten(0, 1)
     lse = lse.unflatten(1, (out.shape[0], -1)).transpose(0, 1)
-    return Recorded.apply(q, k, v, out, lse, load_backend(name).attention_backward, layout, scale).flatten(0, 1)
+    return Recorded.apply(q, k, v, out, lse, ATTENTION.kernels(name).attention_backward, layout, scale).flatten(0, 1)
 
 
 class Recorded(torch.autograd.Function):

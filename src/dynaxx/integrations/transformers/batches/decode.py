@@ -8,7 +8,6 @@ that are known to have stayed in place. The rest is summarized again when the re
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -101,17 +100,6 @@ class BatchMemory:
             pages = every.view(-1, *cache.k.shape[1:])
             self._summaries[key] = PageSummaries.empty(replace(cache, k=pages, v=pages), plan.budget.bound)
         return self._summaries[key].beginning_at((cache.k.storage_offset() - every.storage_offset()) // page)
-
-
-class BatchMemories:
-    """The memories of all paged caches in use, by allocator."""
-
-    def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[Any, BatchMemory] = weakref.WeakKeyDictionary()
-
-    def of(self, allocator: Any) -> BatchMemory:
-        """Return the memory of one allocator."""
-        return self._of.setdefault(allocator, BatchMemory())
 
 
 def page_size_reason(allocator: Any, page_size: int) -> DenseReason | None:

@@ -47,7 +47,7 @@ class BatchCall(NamedTuple):
             return decoded
         step, only_decodes = self.step, all(row.decodes for row in self.step.rows)
         if only_decodes and not rows:  # otherwise a kernel failed, which is counted
-            self._count_dense(dense)
+            self.layer.passes.counts.dense(dense.most_common(1)[0][0], "decode")
         key, value, kwargs = self._update(step.read_index)
         return self._attend(self.q, key, value, step.visible, step.runs, kwargs, dense=only_decodes)
 
@@ -97,7 +97,7 @@ class BatchCall(NamedTuple):
                 fault(index)
             q = self.q[0].transpose(0, 1)[at][:, None]
             measured = counts.decoding(index, q)
-            memory = self.layer.passes.batches.of(self.allocator)
+            memory = self.layer.passes.batches[self.allocator]
             scores, sinks = ScoreOptions.of(kwargs, self.layer.dense), sinks_of(kwargs)
             found = memory.decode(
                 q, self.allocator, index, step, rows, scores.scale, softcap=scores.softcap, sinks=sinks
@@ -151,10 +151,6 @@ class BatchCall(NamedTuple):
             return self.layer.dense(self.module, q, k, v, visible, **kwargs)[0]
         self.current.know_runs(visible, runs)
         return self.layer.attend(self.current, AttentionCall(self.module, q, k, v, visible, kwargs))[0]
-
-    def _count_dense(self, dense: Counter[DenseReason]) -> None:
-        """Count a step in which all requests decode dense."""
-        self.layer.passes.counts.dense(dense.most_common(1)[0][0], "decode")
 
 
 def for_attention(kwargs: dict[str, Any]) -> dict[str, Any]:

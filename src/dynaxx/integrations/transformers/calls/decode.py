@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynaxx.integrations.runtime.identity import ByIdentity
 from dynaxx.integrations.transformers.masks.runs import MaskRun
 from dynaxx.layout.paging import PagedCache, PageSummaries
 from dynaxx.ops.decode import sparse_decode, summarize_pages
@@ -137,24 +136,6 @@ class CacheMemory:
         assert cache.summaries is not None, "just made"
         self._layers[layer, row] = _SummarizedLayer(cache.summaries, weakref.ref(keys), start + used)
         return cache
-
-
-class CacheMemories:
-    """The memories of all caches in use."""
-
-    def __init__(self) -> None:
-        self._of: ByIdentity[CacheMemory] = ByIdentity()
-
-    def start_pass(self, cache: Any) -> CacheMemory | None:
-        """Return the memory of the cache that a pass will use, or None without a cache."""
-        if cache is None or not hasattr(cache, "get_seq_length"):
-            return None
-        memory = self._of.get(cache)
-        if memory is None:
-            memory = CacheMemory()
-            self._of.put(cache, memory)
-        memory.start_pass(cache)
-        return memory
 
 
 class LayerSteps(NamedTuple):

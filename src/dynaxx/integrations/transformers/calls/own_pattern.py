@@ -115,7 +115,7 @@ def pattern_of(rule: MaskRule, used: int, start: int = 0, entry: int = 0) -> Pat
         found = SlidingWindow((left, 0 if rule.causal else -1 if rule.after is None else rule.after))
     ends = {0, used}
     if rule.documents is not None:
-        ends |= _starts_of_documents(rule.documents[entry])
+        ends |= set((rule.documents[entry].diff().nonzero().flatten() + 1).tolist())
     if rule.chunk is not None:
         ends |= _starts_of_chunks(rule, start, entry, sorted(ends))
     found = found & Documents(tuple(sorted(ends))) if len(ends) > 2 else found
@@ -149,10 +149,6 @@ def _layout(
     causal = rule.causal and rule.blocks is None
     layout = pattern.layout(seqlen_q, seqlen_k, causal=causal, block_size=block, device=where)
     return layout if shown is None else hide_keys(layout, shown).to(device)
-
-
-def _starts_of_documents(documents: Tensor) -> set[int]:
-    return set((documents.diff().nonzero().flatten() + 1).tolist())
 
 
 def _starts_of_chunks(rule: MaskRule, start: int, entry: int, ends: list[int]) -> set[int]:

@@ -34,28 +34,11 @@ GROUPED_HEAD_DIM, FLASH_HEAD_DIM = 128, 256
 UNSCORED: tuple[Kind, ...] = ("grouped", "wide", "causal", "masked")  # what SDPA computes
 
 
-def least_queries(device_type: str) -> int | None:
-    """Return the lowest border of a device type, or None if the kernels serve nothing on it."""
-    return min((border for border in BORDERS.get(device_type, {}).values() if border is not None), default=None)
-
-
-def wins(device_type: str, kind: Kind, seqlen_q: int) -> bool:
-    """Return whether a call of `seqlen_q` queries is at or beyond the border."""
+def border(device_type: str, *kinds: Kind) -> int:
+    """Return the queries from which the kernels serve calls of one of these kinds; a large number if they never do."""
     table = BORDERS.get(device_type, {})
-    border = table.get(kind, table.get("causal"))
-    return border is not None and seqlen_q >= border
-
-
-def beats_sdpa(device_type: str, seqlen_q: int) -> bool:
-    """Return whether a call of `seqlen_q` queries that SDPA serves may be at or beyond a border."""
-    return seqlen_q >= lowest_border(device_type)
-
-
-def lowest_border(device_type: str) -> int:
-    """Return the number of queries from which `beats_sdpa` may be true; a large one if it never is."""
-    table = BORDERS.get(device_type, {})
-    found = [border for border in (table.get(kind, table.get("causal")) for kind in UNSCORED) if border is not None]
-    return min(found, default=1 << 62)
+    found = [table.get(kind, table.get("causal")) for kind in kinds]
+    return min([each for each in found if each is not None], default=1 << 62)  # torch.compile traces no generator here
 
 
 def causal_kind(q: torch.Size, k: torch.Size) -> Kind:
@@ -84,9 +67,8 @@ def own_parts(current: ForwardContext, form: Signature, mask: Tensor | None) -> 
 
 def _make_parts(current: ForwardContext, form: Signature, mask: Tensor | None) -> OwnParts:
     seqlen_q, seqlen_k, device, scores = form.seqlen_q, form.seqlen_k, form.device, form.scores
-    least, asked = least_queries(device.type), form.dense.window_for(mask, seqlen_q, seqlen_k)
-    too_short = least is None or seqlen_q < least or not (scores.need_eager or beats_sdpa(device.type, seqlen_q))
-    if asked is None and too_short:
+    asked = form.dense.window_for(mask, seqlen_q, seqlen_k)
+    if asked is None and seqlen_q < border(device.type, *UNSCORED, *(("eager",) if scores.need_eager else ())):
         return DenseReason.SHORT
     mask = current.visible(mask)
     unserved = scores.unserved or form.tensors_reason(mask)
@@ -100,7 +82,7 @@ def _make_parts(current: ForwardContext, form: Signature, mask: Tensor | None) -
     if unserved is not None and mask is not None:
         return unserved
     kind: Kind = "masked" if plain else causal_kind(form.q, form.k)
-    if not wins(device.type, "eager" if scores.need_eager else kind, seqlen_q):
+    if seqlen_q < border(device.type, "eager" if scores.need_eager else kind):
         return DenseReason.SHORT
     if isinstance(mask, LazyMask):
         return parts_of_mask(mask, device) or DenseReason.MASK_KIND

@@ -124,7 +124,7 @@ def _plan_step(current: ForwardContext, index: int, form: Signature, mask: Tenso
     """Plan a decoding step. Its rows run together, and the longest row is routed."""
     deployed, batch, seqlen_q, seqlen_k = current.deployed, form.batch, form.seqlen_q, form.seqlen_k
     runs = _runs_of(current, form, mask, MaskRun(0, seqlen_q, 0, seqlen_k, True))
-    if runs is None or any(not _is_one_step(entry) for entry in runs):
+    if runs is None or not all(len(entry) == 1 and (entry[0].causal or not entry[0].seqlen_k) for entry in runs):
         return CallPlan(Route.DENSE, "decode", DenseReason.MASK_KIND)
     if current.memory is None:
         return CallPlan(Route.DENSE, "decode", DenseReason.NO_CACHE)
@@ -149,7 +149,3 @@ def _sharded(current: ForwardContext, index: int, form: Signature) -> DenseReaso
     plan = current.deployed.plans.get(index)
     q_heads = plan.q_heads if plan is not None else None if form.group_size is None else form.k[1] * form.group_size
     return None if q_heads in (None, form.q[1]) else DenseReason.SHARDED
-
-
-def _is_one_step(entry: list[MaskRun]) -> bool:
-    return len(entry) == 1 and (entry[0].causal or entry[0].seqlen_k == 0)

@@ -8,6 +8,8 @@ sparse result covers exactly the pairs that the mask shows, whatever created it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -85,11 +87,7 @@ def read_mask(mask: Tensor) -> list[list[MaskRun]] | None:
     Args:
         mask: (batch, seqlen_q, seqlen_k) bool, True = visible. Queries that see nothing form a run without keys.
     """
-    if mask.stride(0) == 0:  # an expanded mask
-        runs = _read_entry(mask[0])
-        return None if runs is None else [runs] * mask.shape[0]
-    entries = [_read_entry(entry) for entry in mask]
-    return None if any(runs is None for runs in entries) else entries  # type: ignore[return-value]
+    return _by_entry(_read_entry, mask)
 
 
 def read_window(mask: Tensor, window: int) -> list[list[MaskRun]] | None:
@@ -103,11 +101,14 @@ def read_window(mask: Tensor, window: int) -> list[list[MaskRun]] | None:
         For each entry a run without keys for queries that see nothing, if there are any, and a causal run. The run
         begins at the first real key, and the window hides more keys.
     """
-    if mask.stride(0) == 0:  # an expanded mask
-        runs = _read_window(mask[0], window)
-        return None if runs is None else [runs] * mask.shape[0]
-    entries = [_read_window(entry, window) for entry in mask]
-    return None if any(runs is None for runs in entries) else entries  # type: ignore[return-value]
+    return _by_entry(partial(_read_window, window=window), mask)
+
+
+def _by_entry(read: Callable[[Tensor], list[MaskRun] | None], mask: Tensor) -> list[list[MaskRun]] | None:
+    """Read each batch entry of a mask; an expanded one is read once. None if an entry has another form."""
+    distinct = 1 if mask.stride(0) == 0 else mask.shape[0]
+    entries = [read(entry) for entry in mask[:distinct]]
+    return None if None in entries else entries * (mask.shape[0] // max(1, distinct))  # type: ignore[return-value]
 
 
 def _read_window(mask: Tensor, window: int) -> list[MaskRun] | None:
