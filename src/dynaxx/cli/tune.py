@@ -27,7 +27,7 @@ from dynaxx.cli.running import (
 from dynaxx.storage import read_regular_file
 
 if TYPE_CHECKING:
-    from dynaxx.cli.running import Reportable
+    pass
 
 
 MAX_BYTES = 1 << 20  # of a file of prompts
@@ -51,15 +51,6 @@ class PipelineOptions(NamedTuple):
     min_psnr: float
 
 
-class TunedPipeline(NamedTuple):
-    """The result for the end of the command."""
-
-    result: Reportable
-    summary: str
-    ok: bool
-    files: list[Path]
-
-
 def is_pipeline(model: str, options: PipelineOptions) -> bool:
     """Return whether to tune a pipeline.
 
@@ -79,8 +70,8 @@ def is_pipeline(model: str, options: PipelineOptions) -> bool:
 
 def tune_pipeline(
     model: str, options: PipelineOptions, out: Path, device: str, dtype: Dtype, seed: int, block_size: Any, quiet: bool
-) -> TunedPipeline:
-    """Load a pipeline and tune it."""
+) -> Any:
+    """Load a pipeline and tune it; return the result of `dynaxx.video.tune.run.tune`."""
     run = importlib.import_module("dynaxx.video.tune.run")  # of a wing, which the core does not import
     sampling = importlib.import_module("dynaxx.video.tune.sampling")
     lines = read_regular_file(options.prompts, MAX_BYTES).decode().splitlines()
@@ -96,8 +87,7 @@ def tune_pipeline(
         command_line(),
     )  # fmt: skip
     say = (lambda line: None) if quiet else (lambda line: echo(line, err=True))
-    found = run.tune(sampling.Pipeline(pipe, **arguments), settings, say)
-    return TunedPipeline(found, found.summary(), found.ok, found.files)
+    return run.tune(sampling.Pipeline(pipe, **arguments), settings, say)
 
 
 def _size(text: str) -> tuple[int | None, int | None]:
@@ -264,7 +254,7 @@ def tune(
             check_targets(out / "policy.json", out / "tuning.json", out / "report.html")
             block = options.block_size_of("--block-size", block_size)
             tuned = tune_pipeline(model, of_pipeline, out, device, dtype, seed, block, quiet)
-            finish(tuned.result, tuned.summary, ok=tuned.ok, files=tuned.files)
+            finish(tuned, tuned.summary(), ok=tuned.ok, files=tuned.files)
             return
         from dynaxx.lab.files import alone_in
         from dynaxx.lab.kinds import kinds_of
@@ -282,6 +272,8 @@ def tune(
         searched_on = options.device_of(search_on, "--search-on") if search_on else None
         time = TimeBudget(options.seconds("--time-budget", time_budget), spent=seconds_since_start())
         loaded = load(model, device, dtype, progress)
+        wanted = {"profile": with_profile, "analyze": with_analysis, "reference": with_reference}
+        wanted |= {"validate": with_validation, "report": with_report}
         plan = TuneSettings(
             name=model_name(model),
             out=out,
@@ -304,15 +296,7 @@ def tune(
             scorers=options.names(scorers or search.scorers),
             stretches=search.stretches if stretches is None else stretches,
             search_on=searched_on,
-            skip=frozenset(
-                step
-                for step, wanted in zip(
-                    ("profile", "analyze", "reference", "validate", "report"),
-                    (with_profile, with_analysis, with_reference, with_validation, with_report),
-                    strict=True,
-                )
-                if not wanted
-            ),
+            skip=frozenset(step for step, is_wanted in wanted.items() if not is_wanted),
         )
         after = lambda: f"first verdict, {seconds_since_start():.0f} s after the start"
         say_verdict = (lambda verdict: None) if quiet else (lambda verdict: echo(f"{after()}: {verdict}", err=True))

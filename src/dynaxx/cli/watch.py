@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated
 
 import typer
 
 from dynaxx.cli.options import JsonOption
 from dynaxx.cli.running import echo, running
-
-if TYPE_CHECKING:
-    from dynaxx.telemetry.overview import Overview, Watch
 
 
 def watch(
@@ -49,44 +47,25 @@ def watch(
         looking = Watch(source_of(source), source, window=window)
         if web and (as_json or once):
             raise ValueError("--web runs until Ctrl-C; remove --json and --once")
-        if web:
-            _serve(looking, port, interval, host)
-            finish({})
-        elif as_json or once or not stdout.isatty():
+        if as_json or once or not (web or stdout.isatty()):
             seen = looking.look()
-            finish(seen, "" if as_json else _text(seen), ok=seen.ok)
-        else:
-            _draw(looking, interval, stdout)
-            finish({})
-
-
-def _serve(looking: Watch, port: int, interval: float, host: str) -> None:
-    from dynaxx.telemetry.web import WatchPage
-
-    with WatchPage(looking, port, interval, host=host) as page:
-        echo(f"watch it at {page.url} (press Ctrl-C to stop)", err=True)
-        try:
-            page.wait()
-        except KeyboardInterrupt:
+            if not as_json:
+                from dynaxx.telemetry.terminal import as_text
+            finish(seen, "" if as_json else as_text(seen), ok=seen.ok)
             return
+        with contextlib.suppress(KeyboardInterrupt):
+            if web:
+                from dynaxx.telemetry.web import WatchPage
 
+                with WatchPage(looking, port, interval, host=host) as page:
+                    echo(f"watch it at {page.url} (press Ctrl-C to stop)", err=True)
+                    page.wait()
+            else:
+                from rich.console import Console
 
-def _draw(looking: Watch, interval: float, stdout: TextIO) -> None:
-    from rich.console import Console
+                from dynaxx.telemetry.terminal import run
 
-    from dynaxx.telemetry.terminal import run
-
-    try:
-        run(looking, interval, Console(file=stdout))
-    except KeyboardInterrupt:
-        return
-
-
-def _text(seen: Overview) -> str:
-    """Return the overview as lines of text."""
-    from dynaxx.telemetry.terminal import as_text
-
-    return as_text(seen)
+                run(looking, interval, Console(file=stdout))
 
 
 HostOption = Annotated[

@@ -8,9 +8,9 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dynaxx.core.library import cache_directory
+from dynaxx.lab.results import Result
 
 KINDS = {
     r"core|(core|onnx)-[0-9a-f]+": "compiled CPU core",
@@ -30,8 +30,10 @@ class CacheEntry:
 
 
 @dataclass(frozen=True)
-class CacheReport:
+class CacheReport(Result):
     """The content of the cache, or what was removed from it."""
+
+    derived = ("bytes",)
 
     folder: Path
     entries: tuple[CacheEntry, ...]
@@ -41,11 +43,6 @@ class CacheReport:
     def bytes(self) -> int:
         """Bytes of all entries."""
         return sum(entry.bytes for entry in self.entries)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        entries = [{"path": str(each.path), "what": each.what, "bytes": each.bytes} for each in self.entries]
-        return {"folder": str(self.folder), "removed": self.removed, "bytes": self.bytes, "entries": entries}
 
     def summary(self) -> str:
         """Return what the command prints."""

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dynaxx.core.build import processors
+from dynaxx.lab.results import Result
 
 VERSIONS_OF = ("dynaxx", "torch", "triton", "transformers", "gguf", "numpy", "pydantic", "vllm")
 
@@ -27,7 +28,7 @@ def need_gpu(device: str = "cuda") -> None:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Result):
     """Facts about the machine, which are stored with every measurement."""
 
     system: str
@@ -40,13 +41,9 @@ class Machine:
     python: str
     versions: dict[str, str]  # installed versions by distribution
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {**asdict(self), "gpus": list(self.gpus)}
-
 
 @dataclass(frozen=True)
-class Ceilings:
+class Ceilings(Result):
     """Measured peak rates of the machine, the ceilings for achieved rates."""
 
     gemm_gflops: float  # rate of a large matrix product
@@ -59,10 +56,6 @@ class Ceilings:
         """Return the higher of two measurements, since disturbances only lower them."""
         gemm, copy = max(self.gemm_gflops, other.gemm_gflops), max(self.copy_gbs, other.copy_gbs)
         return replace(self, gemm_gflops=gemm, copy_gbs=copy)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
 
 
 def machine_facts() -> Machine:

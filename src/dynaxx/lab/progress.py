@@ -55,7 +55,7 @@ class LineProgress:
         task = _LineTask(self._say, description, total, self._interval)
         self._say(description)
         yield task
-        self._say(f"{description}: done in {_clock(time.monotonic() - task.started)}{task.said()}")
+        self._say(f"{description}: done in {clock(time.monotonic() - task.started)}{task.said()}")
 
     def _say(self, line: str) -> None:
         try:
@@ -86,8 +86,8 @@ class _LineTask:
         left = ""
         if self._total and self._done:
             remaining = elapsed * max(0.0, self._total - self._done) / self._done
-            left = f", {self._done / self._total:.0%}, about {_clock(remaining)} left"
-        self._say(f"{self._description}: {_clock(elapsed)}{left}{self.said()}")
+            left = f", {self._done / self._total:.0%}, about {clock(remaining)} left"
+        self._say(f"{self._description}: {clock(elapsed)}{left}{self.said()}")
 
 
 class BudgetProgress:
@@ -201,6 +201,7 @@ def make_progress(quiet: bool = False) -> Progress:
     return LineProgress()
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return seconds as minutes and seconds: 75 gives "1:15"."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"

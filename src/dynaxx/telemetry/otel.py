@@ -16,7 +16,6 @@ except ImportError as error:
 
 from dynaxx.telemetry.catalog import CATALOG, Metric
 from dynaxx.telemetry.recorder import Recorder, recorder
-from dynaxx.telemetry.snapshot import Snapshot
 
 UNITS = {"_seconds": "s", "_bytes": "By", "_ratio": "1", "_nats": "nat"}
 
@@ -41,11 +40,7 @@ def export(provider: Any = None, *, numbers: Recorder | None = None) -> OtelSink
     """
     numbers = recorder() if numbers is None else numbers
     sink = OtelSink(provider)
-    for name, readings in Snapshot.of(numbers).readings.items():
-        metric = CATALOG[name]
-        for reading in readings if metric.kind != "histogram" else ():
-            sink.update(metric, tuple(reading.labels[label] for label in metric.all_labels), reading.value)
-    numbers.add_sink(sink)
+    numbers.add_sink(sink, copies=True)
     return sink
 
 

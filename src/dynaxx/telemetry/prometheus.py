@@ -77,16 +77,8 @@ def write_to_folder(numbers: Recorder) -> None:
 
     Current values of counters and gauges are copied, those of histograms are not, so call it at the start.
     """
-    if numbers.has_sink(FolderSink):
-        return
-    sink = FolderSink()
-    for name, readings in Snapshot.of(numbers).readings.items():
-        if CATALOG[name].kind != "histogram":
-            for reading in readings:
-                sink.update(
-                    CATALOG[name], tuple(reading.labels[label] for label in CATALOG[name].all_labels), reading.value
-                )
-    numbers.add_sink(sink)
+    if not numbers.has_sink(FolderSink):
+        numbers.add_sink(FolderSink(), copies=True)
 
 
 def _client_metric(metric: Metric) -> Any:

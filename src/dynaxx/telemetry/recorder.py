@@ -166,8 +166,14 @@ class Recorder:
         """Return the seconds since this recorder was created, by a monotonic clock."""
         return time.monotonic() - self._store.started
 
-    def add_sink(self, sink: Sink) -> None:
-        """Also send every update to `sink`. Its errors are counted and never reach a request."""
+    def add_sink(self, sink: Sink, *, copies: bool = False) -> None:
+        """Also send every update to `sink`. Its errors are counted and never reach a request.
+
+        With `copies`, `sink` first gets the current values of counters, gauges and infos, but not those of histograms.
+        """
+        for series in self.snapshot() if copies else ():
+            if series.metric.kind != "histogram":
+                sink.update(series.metric, series.labels, series.value)
         self._store.sinks = (*self._store.sinks, sink)
 
     def has_sink(self, kind: type) -> bool:

@@ -82,7 +82,7 @@ def test_a_wrong_backend_is_found_and_named(monkeypatch):
     found = fuzz(0, seed=3)
     assert not found.ok
     assert {each.backend for each in found.mismatches} == {"cpu"}
-    assert found.mismatches[0].reproduce().startswith("dynaxx doctor --fuzz-seed 3")
+    assert found.mismatches[0].reproduce.startswith("dynaxx doctor --fuzz-seed 3")
     result = CliRunner().invoke(app, ["doctor", "--fuzz-seed", "3", "--quiet"])
     assert result.exit_code == 1
     assert "--fuzz-seed 3" in result.output

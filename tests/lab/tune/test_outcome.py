@@ -69,7 +69,7 @@ def test_tiny_tolerances_are_shown_whole(tolerance, shown):
     said = {"verdict": "sparse", "why": found.why, "sparse_from": 512}
     assert f"within {shown}% at" in PipelineResult(None, None, said, None, "", ()).summary()
     check = Check("perplexity_ratio", 1.01, 1 + tolerance, False)
-    assert f"(limit +{shown}" in check.to_text()
+    assert f"(limit +{shown}" in check.said
 
 
 def test_short_texts_rule_nothing_out():

@@ -20,6 +20,7 @@ from dynaxx.lab.tune import text_costs as text_costs_module
 from dynaxx.lab.tune.costs import Costs, rule_of
 from dynaxx.lab.tune.density import search_texts as texts_module
 from dynaxx.lab.tune.density import trials as trials_module
+from dynaxx.lab.tune.density.candidates import TunedCandidates, UniformCandidates
 from dynaxx.lab.tune.density.held_tasks import HeldTasks
 from dynaxx.lab.tune.pipeline.result import PipelineResult
 from dynaxx.lab.tune.result import HeldOutKind, TaskTrial, Trial
@@ -220,8 +221,9 @@ def test_costs_of_several_texts_are_averaged_and_interpolated():
     loss = (1 - density) ** 2
     first, second = (Costs((0, 1), {scorer: each}, {scorer: loss}) for each in (density, 0.5 * density))
     assert float(Costs.mean([first, second]).density[scorer][0, 0]) == pytest.approx(0.075)
-    assert first.uniform(scorer, 1.0)[1] == 1.0
-    assert 0.03 < first.uniform(scorer, 0.25)[1] < 0.06
+    uniform = UniformCandidates(TunedCandidates({"code": first}, scorer))
+    assert uniform.at(1.0).budgets[0][0] == 1.0
+    assert 0.03 < uniform.at(0.25).budgets[0][0] < 0.06
     assert rule_of(scorer, (0.5, 0.9), 32, 64, 7) == (
         dx.Sink(32) | dx.LocalBlocks(4) | dx.LastQueries(64) | dx.TopK((0.5, 0.9), dx.MeanQuery(), 7, per="head")
     )

@@ -482,7 +482,7 @@ def test_a_suite_takes_the_place_of_the_three_tasks(model):
 )
 def test_checks_are_said_in_words(given, said):
     name, value, limit, unit, where = given
-    assert said in Check(name, value, limit, False, unit, where).to_text()
+    assert said in Check(name, value, limit, False, unit, where).said
 
 
 def test_a_policy_without_any_limit_is_refused(model):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +19,7 @@ from dynaxx.core.build import supported_isas
 from dynaxx.core.library import ISA_VARIABLE
 from dynaxx.kernels.registry import ATTENTION
 from dynaxx.lab.progress import Progress, SilentProgress
+from dynaxx.lab.results import Result
 from dynaxx.ops.dispatch import BACKENDS
 from dynaxx.testing import Expected, Problem, random_memory, random_problem
 
@@ -31,15 +32,19 @@ class Mismatch:
     backend: str
     what: str
     case: str
+    derived: ClassVar[tuple[str, ...]] = ("reproduce",)
 
+    @property
     def reproduce(self) -> str:
         """Return the command that repeats the failure."""
         return f"dynaxx doctor --fuzz-seed {self.seed}    # {self.backend}: {self.what}; {self.case}"
 
 
 @dataclass(frozen=True)
-class FuzzResult:
+class FuzzResult(Result):
     """The number of correct problems per backend, their traits, and every mismatch."""
+
+    derived = ("ok", "next_seed", "cases_per_second")
 
     first_seed: int
     cases: int
@@ -53,28 +58,24 @@ class FuzzResult:
         """Return whether cases ran and none failed."""
         return not self.mismatches and bool(self.checked)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {
-            "ok": self.ok,
-            "first_seed": self.first_seed,
-            "next_seed": self.first_seed + self.cases,
-            "cases": self.cases,
-            "checked": self.checked,
-            "covered": self.covered,
-            "seconds": self.seconds,
-            "cases_per_second": self.cases / self.seconds,
-            "mismatches": [{**vars(each), "reproduce": each.reproduce()} for each in self.mismatches],
-        }
+    @property
+    def next_seed(self) -> int:
+        """The seed to continue from."""
+        return self.first_seed + self.cases
+
+    @property
+    def cases_per_second(self) -> float:
+        """Problems per second."""
+        return self.cases / self.seconds
 
     def summary(self) -> str:
         """Return the text that the command prints."""
         lines = [
             f"{self.cases:,} random problems, forward and gradients, in {self.seconds:.0f} s "
-            f"({self.cases / self.seconds:.1f} per second); continue with --seed {self.first_seed + self.cases}",
+            f"({self.cases_per_second:.1f} per second); continue with --seed {self.next_seed}",
             f"  served by: {_counts(self.checked)}",
             *(f"  {kind}: {_counts(counts)}" for kind, counts in self.covered.items()),
-            *(f"FAIL  {each.reproduce()}" for each in self.mismatches),
+            *(f"FAIL  {each.reproduce}" for each in self.mismatches),
             "no mismatch" if self.ok else f"{len(self.mismatches)} mismatches",
         ]
         return "\n".join(lines)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from dynaxx.lab.machine import Ceilings, Machine
 from dynaxx.lab.report.verdict import NBSP, duration
+from dynaxx.lab.results import Result
 
 DENSITIES = (0.5, 0.25, 0.1)  # densities for which savings are estimated
 
@@ -45,6 +46,7 @@ class LengthProfile:
     of_gemm_ceiling: float
     linear_gflops_per_s: float  # rate of projections and MLP if they are plain linear layers
     decode: Decode
+    derived: ClassVar[tuple[str, ...]] = ("attention_share", "windowed_share", "max_speedup")
 
     @property
     def attention_share(self) -> float:
@@ -74,8 +76,10 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class ProfileResult:
+class ProfileResult(Result):
     """The time by part at each length, and the verdict."""
+
+    derived = ("ended", "verdict", "worth_it", "savings")
 
     machine: Machine
     model: str
@@ -122,30 +126,10 @@ class ProfileResult:
         notes += "; longer prompts were not timed" * bool(self.left_out) + "; the machine was busy" * self.busy
         return f"{subject} {'; '.join(said)} (rule of thumb: from {self.threshold:.0%}){notes}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {
-            "machine": self.machine.to_dict(),
-            "load": self.load,
-            "busy": self.busy,
-            "left_out": list(self.left_out),
-            "ended": "time" if self.left_out else "done",
-            "model": self.model,
-            "ceilings": self.ceilings.to_dict(),
-            "lengths": [
-                {
-                    **asdict(x),
-                    **{name: getattr(x, name) for name in ("attention_share", "windowed_share", "max_speedup")},
-                }
-                for x in self.lengths
-            ],
-            "threshold": self.threshold,
-            "verdict": self.verdict,
-            "worth_it": self.worth_it,
-            "refused": self.refused,
-            "price_per_hour": self.price_per_hour,
-            "savings": [asdict(saving) for saving in self.savings],
-        }
+    @property
+    def ended(self) -> str:
+        """Why the measurement ended: "time" if lengths were left out."""
+        return "time" if self.left_out else "done"
 
     def summary(self) -> str:
         """Return the text that the command prints."""

@@ -98,16 +98,6 @@ class Costs(NamedTuple):
             .tolist()
         )
 
-    def uniform(self, scorer: Scorer, density: float) -> tuple[float, float]:
-        """Return the density (at least the smallest possible one), and the uniform budget that gives it."""
-        densities = self.density[scorer].mean(1).tolist()
-        return max(density, densities[0]), interpolate(density, densities, self.values)
-
-    def uniform_loss(self, scorer: Scorer, density: float) -> float:
-        """Return the predicted loss of one budget for all heads at a density."""
-        densities, losses = self.density[scorer].mean(1).tolist(), self.loss[scorer].sum(1).tolist()
-        return interpolate(density, densities, losses)
-
     def finer(self, scorer: Scorer) -> Costs:
         """Return the costs of one scorer with interpolated budgets between the measured ones.
 

@@ -53,7 +53,7 @@ class Finding(Costing):
         self.tuned = Guide(candidates, rises, FINE_ENOUGH, first=FIRST)
         self._run("tuned", self.tuned, SEARCH_STEPS, task)
         if self.time.seconds is None or self.tuned.is_done():
-            self.uniform = Guide(UniformCandidates(costs, self.scorer, candidates.least), rises.again(), UNIFORM_FINE)
+            self.uniform = Guide(UniformCandidates(candidates), rises.again(), UNIFORM_FINE)
             best = self.tuned.best if self.time.seconds is not None else None
             self._run("uniform", self.uniform, UNIFORM_STEPS, task, only_below=best.candidate.aim if best else None)
         if self.options.held_out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import ClassVar
 
 MAX_DIGITS = 6  # decimals at which a value and its limit are shown at most
 
@@ -21,6 +22,7 @@ class Check:
     where: str = ""  # the text, the task or the length that the figure is of
     low: float | None = None  # interval of the value, where it is known
     high: float | None = None
+    derived: ClassVar[tuple[str, ...]] = ("unclear", "said")
 
     @property
     def unclear(self) -> bool:
@@ -32,7 +34,8 @@ class Check:
         """Return the result in one word."""
         return "unclear" if self.unclear else "pass" if self.passed else "FAIL"
 
-    def to_text(self) -> str:
+    @property
+    def said(self) -> str:
         """Return the check in words, with as many decimals as tell the value from its limit."""
         if self.name == "perplexity_ratio":
             value, limit = apart(100 * (self.value - 1), 100 * (self.limit - 1), 2)

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
+from dynaxx.lab.results import Result, plain
 from dynaxx.lab.validate.check import Check
 
 PAIRS_TO_FAIL = 5  # pairs that a small loss of speed needs; with three, chance alone fails one policy in eight
@@ -138,8 +141,10 @@ class SpeedRow:
 
 
 @dataclass(frozen=True)
-class ValidationResult:
+class ValidationResult(Result):
     """The result of `validate`. `passed` is True if all `checks` passed."""
+
+    derived = ("busy",)
 
     passed: bool
     checks: tuple[Check, ...]
@@ -160,12 +165,10 @@ class ValidationResult:
     tuned_kinds: tuple[str, ...] = ()  # kinds of text that the policy was tuned on, by its evidence
     skipped: tuple[str, ...] = ()  # what was left out for lack of time
 
+    @override
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        checks = [{**asdict(each), "unclear": each.unclear, "said": each.to_text()} for each in self.checks]
         suite = None if self.suite is None else self.suite.to_dict()
-        said = {"ended": "time" if self.skipped else "done", "advice": self.advice(), "busy": self.busy}
-        return {**asdict(self), "checks": checks, "suite": suite, **said}
+        return {**plain(self), "suite": suite, "ended": "time" if self.skipped else "done", "advice": self.advice()}
 
     def advice(self) -> list[str]:
         """Return one sentence per failed check with its remedy."""
@@ -235,7 +238,7 @@ class ValidationResult:
 
     def summary(self) -> str:
         """Return the checks, one line each."""
-        lines = [f"{check.mark}  {check.to_text()}" for check in self.checks]
+        lines = [f"{check.mark}  {check.said}" for check in self.checks]
         if self.suite is not None:
             lines.append(self.suite.summary())
         if self.noise is not None:

@@ -102,9 +102,10 @@ def test_budgets_suit_texts_and_tasks_and_predict_the_loss_of_each_kind():
     (with_tasks,) = TunedCandidates(costs, SCORER, costs_of([0.0, 5.0])).at(0.2).budgets
     assert with_tasks[0] < row[0], "the tasks need the other head"
     assert with_tasks[1] > row[1]
-    uniform = UniformCandidates(costs, SCORER, 0.0).at(0.3)
+    uniform = UniformCandidates(TunedCandidates(costs, SCORER)).at(0.3)
     assert uniform.budgets == [[pytest.approx(0.3)] * 2]
-    assert uniform.predicted["code"] == pytest.approx(float(costs["code"].uniform_loss(SCORER, 0.3)))
+    fine = costs["code"].finer(SCORER)
+    assert uniform.predicted["code"] == pytest.approx(float(fine.loss[SCORER][fine.values.index(0.3)].sum()))
 
 
 def test_steps_grow_while_everything_fails():

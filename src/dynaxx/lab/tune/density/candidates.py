@@ -52,24 +52,24 @@ class TunedCandidates:
 
     def __init__(self, costs: Mapping[str, Costs], scorer: Scorer, of_tasks: Costs | None = None) -> None:
         self._losses = {kind: each.finer(scorer).loss[scorer] for kind, each in costs.items()}
-        self._scorer, self._mean = scorer, Costs.mean(list(costs.values())).finer(scorer)
+        self._scorer, self.costs = scorer, Costs.mean(list(costs.values())).finer(scorer)
         loss = torch.stack(list(self._losses.values())).mean(0)
         if of_tasks is not None:
             added = of_tasks.finer(scorer).loss[scorer]
             loss = loss + added * (TASK_WEIGHT * loss[0].sum() / added[0].sum().clamp_min(SMALLEST_LOSS))
-        self._allocator = Allocator(self._mean.density[scorer], loss)
+        self._allocator = Allocator(self.costs.density[scorer], loss)
         self.least = self._allocator.least_density
 
     def at(self, density: float) -> Candidate:
         """Return the best budgets with at most this density."""
         found = self._allocator.at(density)
         predicted = {kind: float(loss.gather(0, found.choice[None]).sum()) for kind, loss in self._losses.items()}
-        return Candidate(found.density, self._mean.budgets(found.choice), predicted)
+        return Candidate(found.density, self.costs.budgets(found.choice), predicted)
 
     def of(self, budgets: Budgets) -> Candidate:
         """Return the candidate with these budgets, each interpolated between those with known costs."""
         wanted = torch.tensor(budgets, dtype=torch.float64, device="cpu").flatten()
-        values = torch.tensor(self._mean.values, dtype=torch.float64, device="cpu")
+        values = torch.tensor(self.costs.values, dtype=torch.float64, device="cpu")
         upper = torch.searchsorted(values, wanted).clamp(1, len(values) - 1)
         share = ((wanted - values[upper - 1]) / (values[upper] - values[upper - 1])).clamp(0, 1)
 
@@ -77,26 +77,18 @@ class TunedCandidates:
             low, high = costs.gather(0, (upper - 1)[None])[0], costs.gather(0, upper[None])[0]
             return torch.lerp(low, high, share)
 
-        aim = float(at(self._mean.density[self._scorer]).mean())
+        aim = float(at(self.costs.density[self._scorer]).mean())
         return Candidate(aim, budgets, {kind: float(at(loss).sum()) for kind, loss in self._losses.items()})
 
 
 class UniformCandidates:
-    """One budget for all heads."""
+    """One budget for all heads, with the costs of `tuned`."""
 
-    def __init__(self, costs: Mapping[str, Costs], scorer: Scorer, least: float) -> None:
-        self._each, self._scorer, self.least = costs, scorer, least
-        self._mean = Costs.mean(list(costs.values()))
+    def __init__(self, tuned: TunedCandidates) -> None:
+        self.least, self.of, self._costs = tuned.least, tuned.of, tuned.costs
 
     def at(self, density: float) -> Candidate:
         """Return the budget with this density."""
-        _, budget = self._mean.uniform(self._scorer, density)
-        return self.of([[budget] * self._mean.heads for _ in self._mean.layers])
-
-    def of(self, budgets: Budgets) -> Candidate:
-        """Return the candidate with these budgets, which are all equal."""
-        mean, values = self._mean, list(self._mean.values)
-        aim = interpolate(budgets[0][0], values, mean.density[self._scorer].mean(1).tolist())
-        return Candidate(
-            aim, budgets, {kind: each.uniform_loss(self._scorer, aim) for kind, each in self._each.items()}
-        )
+        (densities,) = self._costs.density.values()
+        budget = interpolate(density, densities.mean(1).tolist(), self._costs.values)
+        return self.of([[budget] * self._costs.heads for _ in self._costs.layers])

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from dynaxx.lab.kinds import label
+from dynaxx.lab.progress import clock
+from dynaxx.lab.results import Result
 
 _HEADLINES = {"sparse": "tuned", "dense": "dense is right here", "undecided": "undecided"}
 
 
 @dataclass(frozen=True)
-class PipelineResult:
+class PipelineResult(Result):
     """The documents of each step, from this or a previous run."""
+
+    derived = ("ok",)
 
     profile: dict[str, Any] | None
     analysis: dict[str, Any] | None
@@ -47,20 +51,6 @@ class PipelineResult:
         kept, _, why = str(self.tuning.get("reference")).partition("none: ")
         return why if not kept and self.tuning.get("verdict") == "sparse" else ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {
-            "ok": self.ok,
-            "interrupted": self.interrupted,
-            "profile": self.profile,
-            "analysis": self.analysis,
-            "tuning": self.tuning,
-            "validation": self.validation,
-            "seconds": self.seconds,
-            "left_out": list(self.left_out),
-            "files": [str(file) for file in self.files],
-        }
-
     def summary(self) -> str:
         """Return the text that the command prints."""
         lines = [self.profile["verdict"]] if self.profile else []
@@ -79,17 +69,12 @@ class PipelineResult:
         if self.left_out:
             lines.append(f"left out for lack of time: {', '.join(self.left_out)}")
         if self.seconds:
-            said = ", ".join(f"{step} {_clock(seconds)}" for step, seconds in self.seconds.items())
-            lines.append(f"took {_clock(sum(self.seconds.values()))}: {said}")
+            said = ", ".join(f"{step} {clock(seconds)}" for step, seconds in self.seconds.items())
+            lines.append(f"took {clock(sum(self.seconds.values()))}: {said}")
         policy = next((file for file in self.files if file.name == "policy.json"), None)
         if self.ok and self.tuning.get("verdict") == "sparse" and policy is not None:
             lines.append(f'run it: dynaxx.apply(model, dynaxx.load_policy("{policy}"))')
         return "\n".join(lines)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
 
 
 def _one_budget(needed: float | None, trials: Sequence[dict[str, Any]]) -> str:
