@@ -349,8 +349,35 @@ class DistanceRule(Pattern):
         return seen
 
 
+class BandRule(DistanceRule):
+    """A rule that shows the distances of a band."""
+
+    @abstractmethod
+    def limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
+        """Return the bounds of the band lo <= query - key <= hi. None means unlimited."""
+
+    @override
+    def shows(self, grid: BlockGrid, distance: Any) -> Any:
+        lo, hi = self.limits(grid)
+        seen = distance == distance if lo is None else distance >= lo
+        return seen if hi is None else seen & (distance <= hi)
+
+    @override
+    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
+        ends = [end for end in self.limits(grid) if end is not None] or [0]
+        return clipped(grid, first, min(ends), max(ends))
+
+    @override
+    def program(self, grid: BlockGrid) -> list[int]:
+        return program.band(*self.limits(grid))
+
+    @override
+    def visited(self, grid: BlockGrid) -> Visited:
+        return band(grid, *self.limits(grid))
+
+
 @dataclass(frozen=True)
-class Causal(DistanceRule, kind="causal"):
+class Causal(BandRule, kind="causal"):
     """Keys at or before the query."""
 
     @override
@@ -358,20 +385,8 @@ class Causal(DistanceRule, kind="causal"):
         return grid.causal
 
     @override
-    def shows(self, grid: BlockGrid, distance: Any) -> Any:
-        return distance >= 0
-
-    @override
-    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
-        return clipped(grid, first, 0, 0)
-
-    @override
-    def program(self, grid: BlockGrid) -> list[int]:
-        return program.band(0, None)
-
-    @override
-    def visited(self, grid: BlockGrid) -> Visited:
-        return band(grid, 0, None)
+    def limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
+        return 0, None
 
 
 @LayoutCache

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from dynaxx.layout import BlockGrid
 from dynaxx.patterns import program
-from dynaxx.patterns.base import DistanceRule
-from dynaxx.patterns.runs import Ints, Runs, Visited, band, beyond, clipped
+from dynaxx.patterns.base import BandRule, DistanceRule
+from dynaxx.patterns.runs import Ints, Runs, Visited, band, beyond
 from dynaxx.settings import Positive, Range
 
 Side = Annotated[int, Range(-1)]  # keys on one side of the query; -1 for all
@@ -42,7 +42,7 @@ class Full(DistanceRule, kind="full"):
 
 
 @dataclass(frozen=True)
-class SlidingWindow(DistanceRule, kind="sliding_window"):
+class SlidingWindow(BandRule, kind="sliding_window"):
     """`window` keys including the query's own; or `left` keys before and `right` keys after it, -1 for all.
 
     Args:
@@ -53,8 +53,8 @@ class SlidingWindow(DistanceRule, kind="sliding_window"):
 
     window: Positive | tuple[Side, Side]
 
-    def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
-        """Return the bounds of the band lo <= query - key <= hi. None means unlimited."""
+    @override
+    def limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
         left, right = (self.window - 1, self.window - 1) if isinstance(self.window, int) else self.window
         if grid.causal:
             right = 0
@@ -65,25 +65,6 @@ class SlidingWindow(DistanceRule, kind="sliding_window"):
     @override
     def hides_future(self, grid: BlockGrid) -> bool:
         return grid.causal
-
-    @override
-    def shows(self, grid: BlockGrid, distance: Any) -> Any:
-        lo, hi = self._limits(grid)
-        seen = distance == distance if lo is None else distance >= lo
-        return seen if hi is None else seen & (distance <= hi)
-
-    @override
-    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
-        lo, hi = self._limits(grid)
-        return clipped(grid, first, 0 if lo is None else lo, 0 if hi is None else hi)
-
-    @override
-    def program(self, grid: BlockGrid) -> list[int]:
-        return program.band(*self._limits(grid))
-
-    @override
-    def visited(self, grid: BlockGrid) -> Visited:
-        return band(grid, *self._limits(grid))
 
 
 @dataclass(frozen=True)

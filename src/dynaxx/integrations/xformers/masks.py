@@ -19,90 +19,52 @@ from typing_extensions import override
 from dynaxx.arguments import typed
 from dynaxx.errors import UnsupportedInputError
 from dynaxx.layout import BlockGrid, BlockLayout
-from dynaxx.patterns import program
-from dynaxx.patterns.base import DistanceRule
+from dynaxx.patterns.base import BandRule
 from dynaxx.patterns.packed import packed_layout
-from dynaxx.patterns.runs import Ints, Visited, band, clipped
 
 
 @dataclass(frozen=True)
-class Band(DistanceRule):
+class Band(BandRule):
     """Rule lo <= query - key <= hi with None for unlimited. Positions count from the starts or from the ends."""
 
     lo: int | None
     hi: int | None
-    from_start: bool
+    from_start: bool = False
 
-    def _limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
-        """Return the limits for a grid, which aligns positions at their ends."""
-        shift = grid.offset if self.from_start else 0
+    @override
+    def limits(self, grid: BlockGrid) -> tuple[int | None, int | None]:
+        shift = grid.offset if self.from_start else 0  # the grid aligns positions at their ends
         return (None if self.lo is None else self.lo + shift), (None if self.hi is None else self.hi + shift)
 
-    @override
-    def shows(self, grid: BlockGrid, distance: Any) -> Any:
-        lo, hi = self._limits(grid)
-        seen = distance == distance if lo is None else distance >= lo
-        return seen if hi is None else seen & (distance <= hi)
 
-    @override
-    def mask_kinds(self, grid: BlockGrid, first: Ints) -> Ints:
-        lo, hi = self._limits(grid)
-        limits = [each for each in (lo, hi) if each is not None] or [0]
-        return clipped(grid, first, min(limits), max(limits))
-
-    @override
-    def program(self, grid: BlockGrid) -> list[int]:
-        return program.band(*self._limits(grid))
-
-    @override
-    def visited(self, grid: BlockGrid) -> Visited:
-        return band(grid, *self._limits(grid))
-
-
-def _full(mask: Any) -> Band:
-    return Band(None, None, from_start=False)
-
-
-def _causal(mask: Any) -> Band:
-    return Band(0, None, from_start=True)
-
-
-def _causal_at_end(mask: Any) -> Band:
-    return Band(0, None, from_start=False)
-
-
-def _local(mask: Any) -> Band:
-    return Band(0, int(mask._window_size) - 1, from_start=True)
-
-
-def _local_at_end(mask: Any) -> Band:
-    return Band(0, int(mask._window_size) - 1, from_start=False)
-
-
-def _sides(mask: Any) -> Band:
-    return Band(-int(mask.window_right), int(mask.window_left), from_start=False)
-
+Convert = Callable[[Any], Band]
+_FULL: Convert = lambda mask: Band(None, None)
+_CAUSAL: Convert = lambda mask: Band(0, None, from_start=True)
+_CAUSAL_AT_END: Convert = lambda mask: Band(0, None)
+_LOCAL: Convert = lambda mask: Band(0, int(mask._window_size) - 1, from_start=True)
+_LOCAL_AT_END: Convert = lambda mask: Band(0, int(mask._window_size) - 1)
+_SIDES: Convert = lambda mask: Band(-int(mask.window_right), int(mask.window_left))
 
 # Masks without lengths: q and k are (batch, seqlen, heads, head_dim).
-WHOLE: dict[str, Callable[[Any], Band]] = {
-    "LowerTriangularMask": _causal,
-    "LowerTriangularFromBottomRightMask": _causal_at_end,
-    "LowerTriangularFromBottomRightLocalAttentionMask": _local_at_end,
-    "LocalAttentionFromBottomRightMask": _sides,
+WHOLE: dict[str, Convert] = {
+    "LowerTriangularMask": _CAUSAL,
+    "LowerTriangularFromBottomRightMask": _CAUSAL_AT_END,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _LOCAL_AT_END,
+    "LocalAttentionFromBottomRightMask": _SIDES,
 }
 # Masks with lengths: the sequences are concatenated.
-BLOCKS: dict[str, Callable[[Any], Band]] = {
-    "BlockDiagonalMask": _full,
-    "BlockDiagonalCausalMask": _causal,
-    "BlockDiagonalCausalFromBottomRightMask": _causal_at_end,
-    "BlockDiagonalCausalLocalAttentionMask": _local,
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _local_at_end,
-    "BlockDiagonalPaddedKeysMask": _full,
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal_at_end,
-    "BlockDiagonalLocalAttentionPaddedKeysMask": _sides,
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _local_at_end,
-    "BlockDiagonalGappyKeysMask": _full,
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal_at_end,
+BLOCKS: dict[str, Convert] = {
+    "BlockDiagonalMask": _FULL,
+    "BlockDiagonalCausalMask": _CAUSAL,
+    "BlockDiagonalCausalFromBottomRightMask": _CAUSAL_AT_END,
+    "BlockDiagonalCausalLocalAttentionMask": _LOCAL,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _LOCAL_AT_END,
+    "BlockDiagonalPaddedKeysMask": _FULL,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _CAUSAL_AT_END,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _SIDES,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _LOCAL_AT_END,
+    "BlockDiagonalGappyKeysMask": _FULL,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _CAUSAL_AT_END,
 }
 
 

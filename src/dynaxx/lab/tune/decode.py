@@ -223,9 +223,8 @@ class _Decoding:
 
 def _rise(dense: Sequence[float], sparse: Sequence[float]) -> tuple[float, float]:
     """Return the mean rise of the loss, and its standard error."""
-    change = torch.tensor(sparse, dtype=torch.float64, device="cpu") - torch.tensor(
-        dense, dtype=torch.float64, device="cpu"
-    )
+    before, after = (torch.tensor(losses, dtype=torch.float64, device="cpu") for losses in (dense, sparse))
+    change = after - before
     return float(change.mean()), float(change.std() / change.numel() ** 0.5)
 
 

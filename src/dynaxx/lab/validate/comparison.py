@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -228,14 +229,7 @@ class Comparison:
         self.task.advance(share / 2)
         pairs = list(zip(map(repeated, dense), map(repeated, sparse), strict=True))
         increase, error = _mean_and_error([after - before for before, after in pairs])
-        same = float(
-            (
-                torch.tensor(dense, dtype=torch.float32, device="cpu")
-                == torch.tensor(sparse, dtype=torch.float32, device="cpu")
-            )
-            .float()
-            .mean()
-        )
+        same = statistics.mean(a == b for rows in zip(dense, sparse, strict=True) for a, b in zip(*rows, strict=True))
         before, after = (statistics.mean(column) for column in zip(*pairs, strict=True))
         return Repetition(before, after, increase, error, same)
 
@@ -321,10 +315,7 @@ def _added(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Add two results of `Handle.stats`."""
     merged: dict[str, Any] = {kind: total.get(kind, 0) + more[kind] for kind in ("sparse_calls", "own_pattern_calls")}
     for kind in ("dense_calls", "dense_sequences"):
-        counts = dict(total.get(kind, {}))
-        for reason, count in more[kind].items():
-            counts[reason] = counts.get(reason, 0) + count
-        merged[kind] = counts
+        merged[kind] = dict(Counter(total.get(kind, {})) + Counter(more[kind]))
     return merged
 
 

@@ -50,14 +50,11 @@ def measure_noise(model: Any, ids: Tensor, dense: Tensor, stretches: list[float]
     """
     with _rounded(model):
         change = (token_losses(model, ids)[0].cpu() - dense.cpu()).double()
-    spread = float(
-        torch.tensor(stretches, dtype=torch.float64, device="cpu").exp().std()
-        / torch.tensor(stretches, dtype=torch.float64, device="cpu").exp().mean()
-    )
+    means = torch.tensor(stretches, dtype=torch.float64, device="cpu").exp()
     return Noise(
         rounding=float(change.mean().exp()) - 1,
         rounding_error=float(change.std() / change.numel() ** 0.5),
-        stretches=spread if len(stretches) > 1 else None,
+        stretches=float(means.std() / means.mean()) if len(stretches) > 1 else None,
     )
 
 
