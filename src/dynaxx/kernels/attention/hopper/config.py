@@ -42,12 +42,12 @@ def backward_in_one_pass(kv_block: int, head_dim: int, entries: float, programs:
 
     `programs` counts kv blocks and q heads; fewer than multiprocessors finish earlier in two passes. `entries` is the
     mean number of blocks per row: with few of them, the sums of dq take longer to write and read than it takes to
-    compute the scores twice. On an H200, two passes over 2 to 4 random blocks per row of 28/4 heads take 20 % less time
-    for heads of 80, 18 % for 96 and 10 % for 128, but 15 % more for 64.
+    compute the scores twice. On an H200, two passes over 2 to 4 random blocks per row take 18 % less time for 28/4
+    heads of 96 and 10 % for 128, but 15 % more for 64, and 7 to 11 % more for 28/2 and 16/2 heads of 72.
     """
     if head_dim > 128 or kv_block != 128 or programs < processors:
         return False
-    few = next(blocks for width, blocks in ((64, 0.0), (80, 6.0), (96, 4.5), (128, 2.5)) if head_dim <= width)
+    few = next(blocks for width, blocks in ((64, 0.0), (80, 2.0), (96, 4.5), (128, 2.5)) if head_dim <= width)
     return entries > few
 
 

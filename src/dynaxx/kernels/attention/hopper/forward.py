@@ -61,7 +61,7 @@ def _sparse_attention_hopper_fwd_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
     HAS_PARTS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, E: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     layout = LayoutRows(tables, capacity, num_masks, layout_stride_b, layout_stride_h)
     parts = Parts(p_parts, num_parts, limit, batch_copies, head_copies)
@@ -104,10 +104,12 @@ def _sparse_attention_hopper_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                units, results, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+                units, results, 0, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V, E,
             )),
             (consume, (
-                units, results, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+                units, results, 1, 2, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V, E,
             )),
             (produce, (
                 units, given, buffers, layout, parts, sizes,
@@ -117,7 +119,8 @@ def _sparse_attention_hopper_fwd_kernel(
     else:
         gl.warp_specialize([
             (consume, (
-                units, results, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+                units, results, 0, 1, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V, E,
             )),
             (produce, (
                 units, given, buffers, layout, parts, sizes,
@@ -175,6 +178,12 @@ def _out_width(q: Tensor, v: Tensor) -> int:
     """Return the columns of a tile of v and out: those of q, or at 256 columns possibly fewer, if v needs fewer."""
     width = tile_width(q.shape[3])
     return tile_width(v.shape[3]) if width == 256 else width
+
+
+def _columns_summed(head_dim_v: int, width: int) -> int:
+    """Return the columns of p v: those of v's parts, or a whole tile where a part of 16 columns gains nothing."""
+    columns = columns_of(head_dim_v)
+    return width if columns == 80 else columns
 
 
 def _heads_of_a_program(layout: BlockLayout, q_heads: int, kv_heads: int) -> int:
@@ -235,6 +244,7 @@ def _start_forward(
         together=lines_together(schedule),
         **score_factors(scale, softcap),
         HEAD_DIM=columns_of(head_dim),
+        HEAD_DIM_V=_columns_summed(v.shape[3], out_width),
         E=v.shape[3] if width == 256 else width,
         CONSUMERS=consumers,
         STEP_ROWS=64 if q_block == 128 else 0,

@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -29,7 +28,16 @@ from dynaxx.kernels.attention.hopper.forward_lazy_softmax import (
 )
 from dynaxx.kernels.attention.hopper.forward_produce import FIELDS, ROW_FIELDS
 from dynaxx.kernels.compat import tma_store
-from dynaxx.kernels.primitives.hopper.column_parts import start_scores
+from dynaxx.kernels.primitives.hopper.column_parts import (
+    part_count,
+    part_first,
+    start_scores,
+    start_sums,
+    store_parts,
+    times_rows,
+    wait_for,
+    zero_parts,
+)
 from dynaxx.kernels.primitives.hopper.parts import store_output, turns_of_program
 from dynaxx.kernels.primitives.hopper.signals import after_stores, hold_before_wait, publish_number, receive_number
 from dynaxx.kernels.primitives.hopper.softcap import capped
@@ -72,6 +80,19 @@ def _eight_columns(width):
 
 
 @gluon.jit
+def _store_rows(p_tile, part, given, row_q, FIRST: gl.constexpr, E: gl.constexpr):
+    """Store columns of a tile of out, from FIRST on, from registers."""
+    layout: gl.constexpr = _eight_columns(part.shape[1])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = FIRST + gl.arange(0, part.shape[1], gl.SliceLayout(0, layout))
+    inside = (row_q + rows < given.seqlen_q)[:, None]
+    if FIRST + part.shape[1] > E:
+        inside = inside & (columns < E)[None, :]
+    at = rows[:, None] * (given.q_heads * E) + columns[None, :]
+    gl.store(p_tile + at, gl.convert_layout(part, layout), mask=inside)
+
+
+@gluon.jit
 def _hide(scores, first_row, numbers, stage, p_bits, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr):
     """Write -inf for pairs hidden by masks or past the last key, in the one or two blocks of a step."""
     STEP: gl.constexpr = scores.shape[1]
@@ -104,7 +125,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 def _consume_steps(
     acc, row_max, row_sum, weights, q, given, first_row, begin, end,
     MASKED: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Attend to steps begin .. end - 1 of the program.
 
@@ -117,8 +138,8 @@ def _consume_steps(
     ARRIVALS: gl.constexpr = arrivals(CONSUMERS, q.shape[1], q.dtype)
     STEP: gl.constexpr = weights.shape[1]
     s_layout: gl.constexpr = weights.type.layout
-    acc_layout: gl.constexpr = acc.type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    BLOCK_E: gl.constexpr = given.out_desc.block_type.shape[3]
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     if FREE:
         base = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
         base += gl.convert_layout(row_max, gl.SliceLayout(1, WORD_LAYOUT))[:, None]
@@ -134,8 +155,8 @@ def _consume_steps(
         s_token = start_scores(q, k, zero, HEAD_DIM)
         p = gl.convert_layout(weights.to(q.dtype), p_layout)
         mbarrier.wait(buffers.v_full.index(before), ((i_step - 1) // STAGES) & 1)
-        acc_token = warpgroup_mma(p, tile_of_parts(buffers.v, before, STEP, acc.shape[1]), acc, is_async=True)
-        scores = capped(warpgroup_mma_wait(1, deps=[s_token]), given.cap_rate)
+        acc_tokens = start_sums(p, tile_of_parts(buffers.v, before, STEP, BLOCK_E), acc, HEAD_DIM_V)
+        scores = capped(warpgroup_mma_wait(part_count(HEAD_DIM_V), deps=[s_token]), given.cap_rate)
         if MASKED:
             scores = _hide(scores, first_row, buffers.step_numbers, stage, given.p_bits, Q_BLOCK, KV_BLOCK)
         if FREE:
@@ -149,18 +170,19 @@ def _consume_steps(
             mbarrier.arrive(buffers.k_empty.index(stage), count=ARRIVALS)
             weights, row_max, row_sum, rescale = _softmax_step(scores, row_max, row_sum, given.scale_log2, MASKED)
             row_sum = hold_before_wait(row_sum)
-        acc = warpgroup_mma_wait(0, deps=[acc_token])
+        acc = wait_for(acc_tokens, 0)
         if FREE:
             mbarrier_arrive(buffers.v_empty.index(before), increment_count=False)
             if CHECKED:
-                weights, row_sum, base, acc = rescaled_where_grown(
-                    weights, sums, row_sum, base, acc, scores, given.scale_log2
+                weights, row_sum, base, rescaled = rescaled_where_grown(
+                    weights, sums, row_sum, base, acc[0], scores, given.scale_log2
                 )
+                acc = (rescaled,)
             else:
                 row_sum += sums
         else:
             mbarrier.arrive(buffers.v_empty.index(before), count=ARRIVALS)
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+            acc = times_rows(acc, rescale)
     if FREE and CHECKED:
         row_max = gl.convert_layout(gl.max(base, 1), row_max.type.layout)
     return acc, row_max, row_sum, weights
@@ -170,7 +192,7 @@ def _consume_steps(
 def consume(
     units, given, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, E: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of each unit of work of this program; write out and lse.
 
@@ -193,14 +215,16 @@ def consume(
             for _ in range(turns_of_program(all_units)):
                 done, lost = _attend(
                     given, i_mine, done, lost,
-                    CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+                    CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                    HEAD_DIM, HEAD_DIM_V, E,
                 )  # fmt: skip
                 i_mine += 1
     else:
         for i_turn in range(turns_of_program(all_units)):
             done, lost = _attend(
                 given, i_turn, done, lost,
-                CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS, HEAD_DIM, E,
+                CONSUMER, CONSUMERS, STEP_ROWS, STEP_HEADS, Q_BLOCK, KV_BLOCK, STEP, STAGES, HAS_PARTS,
+                HEAD_DIM, HEAD_DIM_V, E,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -210,7 +234,7 @@ def _attend(
     given, i_mine, done, lost,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STEP_ROWS: gl.constexpr, STEP_HEADS: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, E: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, E: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 rows of unit `i_mine` of this program; return the steps done, and which rows lost weights.
 
@@ -221,8 +245,6 @@ def _attend(
     BLOCK_E: gl.constexpr = given.out_desc.block_type.shape[3]
     SLOTS: gl.constexpr = buffers.q.shape[0] // CONSUMERS  # with two slots, a row's result leaves through its q buffer
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_E, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     first_row = CONSUMER * STEP_ROWS
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     slot = i_mine % SLOTS
@@ -246,17 +268,18 @@ def _attend(
     row_max = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
     row_sum = gl.zeros([ROWS, 4], gl.float32, WORD_LAYOUT)
     weights, row_max, row_sum, _ = _softmax_step(scores, row_max, row_sum, given.scale_log2, True)
-    acc = gl.zeros([ROWS, BLOCK_E], gl.float32, acc_layout)
+    acc = zero_parts(ROWS, HEAD_DIM_V)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     UNCHECKED: gl.constexpr = unchecked(q.dtype)
     acc, row_max, row_sum, weights = _consume_steps(
         acc, row_max, row_sum, weights, q, given, first_row, done + 1, done + masked,
-        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS, HEAD_DIM,
+        True, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
     if UNCHECKED:
         row_max = gl.where(row_max == -float("inf"), 0.0, row_max)
     acc, row_max, row_sum, weights = _consume_steps(
         acc, row_max, row_sum, weights, q, given, first_row, done + masked, done + steps,
-        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS, HEAD_DIM,
+        False, Q_BLOCK, KV_BLOCK, STAGES, CONSUMERS, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
     i_b = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 3)
     i_h = receive_number(buffers.row_numbers, slot * ROW_FIELDS + 4) + CONSUMER * STEP_HEADS
@@ -269,7 +292,7 @@ def _attend(
     last = (done - 1) % STAGES
     mbarrier.wait(buffers.v_full.index(last), ((done - 1) // STAGES) & 1)
     p = gl.convert_layout(weights.to(q.dtype), p_layout)
-    acc_token = warpgroup_mma(p, tile_of_parts(buffers.v, last, STEP, BLOCK_E), acc, is_async=True)
+    acc_tokens = start_sums(p, tile_of_parts(buffers.v, last, STEP, BLOCK_E), acc, HEAD_DIM_V)
     total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, s_layout))
     if UNCHECKED:
         kept = (total > SMALLEST) & (total < LARGEST) | (steps == masked)
@@ -286,26 +309,21 @@ def _attend(
         gl.store(given.p_sums_lse + at, lse, mask=(o_row >= 0) & (part >= 0))
     p_row = given.p_lse + (i_b.to(gl.int64) * given.q_heads + i_h) * given.seqlen_q + row_q
     gl.store(p_row + o_row, lse, mask=row_q + o_row < given.seqlen_q)
-    inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
-    acc = warpgroup_mma_wait(0, deps=[acc_token])
+    inverse = 1.0 / total
+    acc = wait_for(acc_tokens, 0)
     mbarrier.arrive(buffers.v_empty.index(last), count=arrivals(CONSUMERS, D, q.dtype))
-    acc = acc * inverse[:, None]
+    acc = times_rows(acc, inverse)
     if HAS_PARTS:
-        store_output(given.p_sums, part, acc, CONSUMERS, CONSUMER, BLOCK_E, 0)
+        for u in gl.static_range(len(acc)):
+            store_output(given.p_sums, part, acc[u], CONSUMERS, CONSUMER, BLOCK_E, part_first(HEAD_DIM_V, u))
     if SLOTS == 2:
-        q.store(acc.to(given.out_desc.dtype))  # q is not read again
+        store_parts(q, acc, given.out_desc.dtype, HEAD_DIM_V)  # q is not read again
         fence_async_shared()
         tma_store(
             given.out_desc, [i_b, i_h, row_q, 0], buffers.q.index(slot * CONSUMERS + CONSUMER)
         )  # fmt: skip
     else:  # the buffer may contain the next row's q already
-        layout: gl.constexpr = _eight_columns(BLOCK_E)
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        columns = gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
         p_tile = given.p_out + ((i_b.to(gl.int64) * given.seqlen_q + row_q) * given.q_heads + i_h) * E
-        at = rows[:, None] * (given.q_heads * E) + columns[None, :]
-        inside = (row_q + rows < given.seqlen_q)[:, None]
-        if E < BLOCK_E:
-            inside = inside & (columns < E)[None, :]
-        gl.store(p_tile + at, gl.convert_layout(acc.to(given.out_desc.dtype), layout), mask=inside)
+        for u in gl.static_range(len(acc)):
+            _store_rows(p_tile, acc[u].to(given.out_desc.dtype), given, row_q, part_first(HEAD_DIM_V, u), E)
     return done, lost

@@ -108,6 +108,16 @@ def times(parts, factor):
 
 
 @gluon.jit
+def times_rows(parts, factors):
+    """Multiply each row of all parts by its factor."""
+    found = ()
+    for u in gl.static_range(len(parts)):
+        of_rows = gl.convert_layout(factors, gl.SliceLayout(1, parts[u].type.layout))
+        found += (parts[u] * of_rows[:, None],)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
 def store_parts(tile, parts, dtype: gl.constexpr, COLUMNS: gl.constexpr):
     """Store all parts to a tile in shared memory. Its other columns keep what they are."""
     for u in gl.static_range(len(parts)):
